@@ -1,0 +1,61 @@
+# Everything a contributor runs. Each target sets up what it needs, once, in $(VENV).
+#
+#   make test                            a virtual environment of its own
+#   make test VENV= PYTHON=python3       what is installed already; installs nothing
+#   make test TORCH=torch==2.11.0        another torch (after `make clean`)
+
+VENV   ?= .venv
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+# The CUDA builds of torch bring the Triton they were made with; this is for those that bring none.
+TRITON ?= triton==3.6.0
+# More arguments for pytest or for the demo: make test ARGS="-m gpu"
+ARGS   ?=
+
+TYPED := $(wildcard blocktensor examples benchmarks)
+
+ifeq ($(strip $(VENV)),)
+PY    := $(PYTHON)
+ready  =
+else
+PY    := $(VENV)/bin/python
+# $(call ready,EXTRA): the stamp that says EXTRA is installed.
+ready  = $(VENV)/.$(1).stamp
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo lint format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
+	$(PY) -m pytest $(ARGS)
+
+demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py $(ARGS)
+
+lint: $(call ready,dev) ## Check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(TYPED)
+
+format: $(call ready,dev) ## Mend style and format
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+clean: ## Remove caches, builds and ./.venv
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(strip $(VENV)),)
+$(VENV)/.torch.stamp: Makefile
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(TORCH)
+	[ "$$(uname)" != Linux ] || $(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install $(TRITON)
+	touch $@
+
+$(VENV)/.%.stamp: pyproject.toml $(VENV)/.torch.stamp
+	$(PY) -m pip install --editable '.[$*]'
+	touch $@
+endif

@@ -1,0 +1,26 @@
+"""Blockwise FP8 training for plain PyTorch models: pip install, one line, no compiled extension."""
+
+from . import dispatch as dispatch  # fills the op tables
+from . import functional
+from .autograd import quantize
+from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
+from .explain import Explanation, explain
+from .recipe import Recipe
+from .tensor import BlockwiseFP8Tensor
+from .weight import BlockwiseFP8Weight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockwiseFP8Tensor",
+    "BlockwiseFP8Weight",
+    "ConversionReport",
+    "Explanation",
+    "Recipe",
+    "SmallKN",
+    "convert",
+    "explain",
+    "functional",
+    "quantize",
+    "to_blockwise_fp8_weights",
+]

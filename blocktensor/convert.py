@@ -1,0 +1,259 @@
+"""Turning a model's nn.Linear weights into FP8, in place, and saying what was done."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .ops.checks import HIGH_PRECISION
+from .ops.layouts import SQUARE_BLOCK, square_scale_shape
+from .recipe import DEFAULT_RECIPE, Recipe
+from .tables import human_bytes, text_table
+from .tensor import BlockwiseFP8Tensor
+from .weight import BlockwiseFP8Weight
+
+HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "output_projection", "logits")
+"""Last name of a linear that maps to the vocabulary, in the usual models."""
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class SmallKN:
+    """Sizes under which FP8 does not pay: a weight ``[N, K]`` is left alone if N < n or K < k.
+
+    The defaults come from ``python -m benchmarks linear`` on an H200 (docs/design.md).
+    """
+
+    n: int = 2048
+    k: int = 2048
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module's weight: what became of it and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    converted: bool
+    reason: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did; ``print(report)`` shows it as a table.
+
+    ``bytes_after`` counts the master of a trainable weight and its FP8 form with scales (held from
+    a forward to the matching backward), or the FP8 form alone of a frozen one.
+    """
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def converted(self) -> tuple[Entry, ...]:
+        """The weights that now run in FP8."""
+        return tuple(e for e in self.entries if e.converted)
+
+    @property
+    def skipped(self) -> tuple[Entry, ...]:
+        """The linears and embeddings left alone, each with its reason."""
+        return tuple(e for e in self.entries if not e.converted)
+
+    @property
+    def bytes_before(self) -> int:
+        """Parameter bytes of all entries before conversion; tied weights count once."""
+        return sum(e.bytes_before for e in self.entries)
+
+    @property
+    def bytes_after(self) -> int:
+        """Parameter bytes of all entries after conversion; tied weights count once."""
+        return sum(e.bytes_after for e in self.entries)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                e.name,
+                "x".join(str(s) for s in e.shape),
+                str(e.dtype).removeprefix("torch."),
+                "fp8" if e.converted else "-",
+                e.reason,
+            )
+            for e in self.entries
+        ]
+        summary = (
+            f"{len(self.converted)} converted, {len(self.skipped)} skipped; parameters "
+            f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
+        )
+        return text_table(("module", "weight", "dtype", "runs in", "why"), rows) + "\n" + summary
+
+
+def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> None:
+    """Convert the weight of one nn.Linear in place: ``model.apply(to_blockwise_fp8_weights)``.
+
+    Any other module, and a weight converted before, is left as it is. The parameter keeps its
+    identity: tied modules, optimizers and parameter groups that hold it see the FP8 one. A weight
+    that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
+    :class:`BlockwiseFP8Tensor` whose high-precision copy is dropped (on the meta device: a
+    BlockwiseFP8Weight, to be initialised later).
+
+    Raises:
+        TypeError: the weight is not bf16, fp16 or fp32.
+        RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
+    """
+    if isinstance(module, nn.Linear) and not is_converted(module.weight):
+        _swap_in(module.weight, _converted_weight(module.weight, recipe))
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe = DEFAULT_RECIPE,
+    filter: Filter | None = None,
+    skip: Sequence[str] = (),
+    auto_filter_small_kn: bool | SmallKN = True,
+) -> ConversionReport:
+    """Convert a model's nn.Linear weights to FP8 in place, and report on every one.
+
+    The lm head (by its usual names, or tied to an embedding) and embeddings are left alone.
+
+    Args:
+        model: any module; names in the report are relative to it.
+        recipe: numeric choices for all converted layers.
+        filter: ``filter(module, name) -> bool``; False leaves a linear alone.
+        skip: shell-style patterns of module names to leave alone, e.g. ``["*.router", "lm_head"]``.
+        auto_filter_small_kn: leave weights alone that are too small for FP8 to pay: True for the
+            measured sizes, False for none, or a :class:`SmallKN`.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`to_blockwise_fp8_weights`; a pattern list that is a str.
+        ValueError: a pattern in ``skip`` that matches no module.
+    """
+    if isinstance(skip, str):
+        raise TypeError(f"skip={skip!r} is a str: expected a list of patterns, e.g. [{skip!r}]")
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"skip pattern {pattern!r} matches no module of the model")
+    small = auto_filter_small_kn
+    thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
+    users: dict[int, list[str]] = defaultdict(list)  # names by parameter, for ties
+    embeddings: dict[int, str] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding):
+            embeddings[id(weight)] = name
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            users[id(weight)].append(name)
+
+    entries = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        weight = module.weight
+        first_use = users[id(weight)][0] == name
+        before = weight.nbytes if first_use else 0
+        shape, dtype = tuple(weight.shape), weight.dtype
+        reason = _why_skip(name, module, embeddings, filter, skip, thresholds)
+        if reason is None:
+            was = is_converted(weight)
+            to_blockwise_fp8_weights(module, recipe)
+            reason = _why_converted(module.weight, was, users[id(weight)], name)
+        after = _bytes_of(module.weight) if first_use else 0
+        entries.append(
+            Entry(name, shape, dtype, is_converted(module.weight), reason, before, after)
+        )
+    return ConversionReport(tuple(entries))
+
+
+def is_converted(weight: Tensor) -> bool:
+    """True for the two FP8 types."""
+    return isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+
+
+def _why_skip(
+    name: str,
+    module: nn.Linear | nn.Embedding,
+    embeddings: dict[int, str],
+    filter: Filter | None,
+    skip: Sequence[str],
+    thresholds: SmallKN | None,
+) -> str | None:
+    weight = module.weight
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    for pattern in skip:
+        if fnmatch.fnmatch(name, pattern):
+            return f"skip pattern {pattern!r}"
+    if id(weight) in embeddings:
+        return f"tied to embedding {embeddings[id(weight)]!r}"
+    if name.rpartition(".")[2] in HEAD_NAMES:
+        return "lm head by name"
+    if weight.dtype not in HIGH_PRECISION:
+        return f"dtype {weight.dtype}"
+    if filter is not None and not filter(module, name):
+        return "filter"
+    n, k = weight.shape
+    if thresholds is not None and (n < thresholds.n or k < thresholds.k):
+        return f"small: N={n} < {thresholds.n} or K={k} < {thresholds.k} (auto_filter_small_kn)"
+    return None
+
+
+def _why_converted(weight: Tensor, was: bool, users: list[str], name: str) -> str:
+    if users[0] != name:
+        return f"tied to {users[0]!r}"
+    if was:
+        return "already converted"
+    if isinstance(weight, BlockwiseFP8Tensor):
+        return "frozen: high-precision copy dropped"
+    return "trainable" if weight.requires_grad else "initialised later"
+
+
+def _converted_weight(weight: nn.Parameter, recipe: Recipe) -> Tensor:
+    frozen = not weight.requires_grad and weight.device.type != "meta"
+    if frozen:
+        return BlockwiseFP8Tensor.quantize(weight.detach(), SQUARE_BLOCK, recipe)
+    return BlockwiseFP8Weight(weight.detach(), recipe)
+
+
+def _swap_in(parameter: nn.Parameter, converted: Tensor) -> None:
+    """Give ``parameter`` the content of ``converted``, so that all who hold it see the FP8 one."""
+    new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+    del converted
+    new.grad = parameter.grad
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    try:
+        torch.utils.swap_tensors(parameter, new)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"cannot convert a parameter of shape {list(parameter.shape)} in place ({error}): "
+            f"convert the model before wrapping it in DDP or FSDP, and not between a forward and "
+            f"its backward"
+        ) from error
+    if any(hooks):
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def _bytes_of(weight: Tensor) -> int:
+    fp8 = weight.numel() + 4 * _numel(square_scale_shape(weight.shape))
+    if isinstance(weight, BlockwiseFP8Tensor):
+        return fp8
+    if isinstance(weight, BlockwiseFP8Weight):
+        return weight.master.nbytes + (fp8 if weight.recipe.cache_weight else 0)
+    return weight.nbytes
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,34 @@
+"""Stateless FP8: the same results as a converted model, without subclasses in it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import autograd
+from .autograd import quantize
+from .recipe import Recipe
+
+__all__ = ["linear", "quantize"]
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
+) -> Tensor:
+    """``x wᵀ (+ bias)`` in blockwise FP8, forward and backward, for plain tensors.
+
+    The weight is cast at every call; a converted model (:func:`blocktensor.convert`) casts it once
+    per optimizer step and computes the same bits.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
+        w: ``[N, K]``, of x's dtype (any, under autocast).
+        bias: ``[N]`` or None.
+        recipe: numeric choices; default ``Recipe()``.
+
+    Returns:
+        ``[..., N]`` in x's dtype, or autocast's.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+    """
+    return autograd.linear(x, w, bias, recipe=recipe)

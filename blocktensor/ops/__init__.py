@@ -1,0 +1,1 @@
+"""Every op: reference -> kernel -> registered op. ``ops.library`` is the way in."""

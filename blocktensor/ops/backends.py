@@ -1,0 +1,207 @@
+"""Which implementation runs: the one place that looks at devices, versions and shapes.
+
+Casts run in Triton on a CUDA GPU with FP8 (sm_89 and later), else in the reference. GEMMs are
+chosen per problem from an ordered registry; ``BLOCKTENSOR_GEMM`` forces one backend by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from .layouts import BLOCK
+
+FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """A GEMM ``[M, K] x [N, K]^T`` as far as the choice of backend depends on it.
+
+    ``a_block`` and ``b_block`` are the rows that share a scale: 1 or 128.
+    """
+
+    m: int
+    n: int
+    k: int
+    a_block: int
+    b_block: int
+    out_dtype: torch.dtype
+    device: torch.device
+    bias: bool = False
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class GemmBackend:
+    """One entry of the registry.
+
+    ``unusable(device)`` and ``declines(problem)`` return the reason, or None where all is well;
+    ``declines`` may assume a usable device.
+    """
+
+    name: str
+    module: str
+    unusable: Callable[[torch.device], str | None]
+    declines: Callable[[GemmProblem], str | None]
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend for a problem, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # sys.modules["triton"] is None: its import is blocked
+        return False
+
+
+def _lacks_fp8(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type!r}"
+    capability = _capability(_index(device))
+    if capability < _FP8_CAPABILITY:
+        found = "sm_{}{}".format(*capability)
+        return f"needs a GPU with FP8 (sm_89 or later), got {found}"
+    return None
+
+
+def _triton_unusable(device: torch.device) -> str | None:
+    return _lacks_fp8(device) or (None if _has_triton() else "triton is not installed")
+
+
+def _cublas_unusable(device: torch.device) -> str | None:
+    if reason := _lacks_fp8(device):
+        return reason
+    if _capability(_index(device)) != (9, 0):
+        return "cuBLAS scales blockwise on sm_90 only"
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return None if version >= (12, 9) else f"needs CUDA >= 12.9, torch has {torch.version.cuda}"
+
+
+def _cublas_declines(p: GemmProblem) -> str | None:
+    if p.accumulate:
+        return "cannot add to an existing output"
+    if p.bias:
+        return "takes no bias"
+    if p.out_dtype not in (torch.bfloat16, torch.float32):
+        return f"output {p.out_dtype} not supported"
+    if p.a_block == p.b_block == BLOCK:
+        return "no 128x128 by 128x128 kernel"
+    if p.k % 16 or p.n % 16:
+        return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
+    if (p.a_block == 1 and p.m % 4) or (p.b_block == 1 and p.n % 4):
+        return f"M must be a multiple of 4, got M={p.m}"
+    return None
+
+
+def _never(_: object) -> None:
+    return None
+
+
+GEMM_BACKENDS = (
+    GemmBackend(
+        "cublas",
+        "blocktensor.ops.cublas",
+        _cublas_unusable,
+        _cublas_declines,
+        "cuBLAS's own blockwise kernel takes this shape",
+    ),
+    GemmBackend(
+        "triton", "blocktensor.ops.triton.gemm", _triton_unusable, _never, "takes any shape"
+    ),
+    GemmBackend("reference", "blocktensor.ops.reference", _never, _never, "runs on any device"),
+)
+"""In order of preference; every problem ends at the reference."""
+
+
+def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
+    """Names of the GEMM backends that run on ``device``, best first."""
+    return tuple(b.name for b in GEMM_BACKENDS if b.unusable(device) is None)
+
+
+def choose_gemm(problem: GemmProblem) -> Choice:
+    """The backend that will run ``problem``, and why.
+
+    Raises:
+        ValueError: ``BLOCKTENSOR_GEMM`` names an unknown backend, or one that cannot run here or
+            cannot take this shape; the message lists the usable ones.
+    """
+    return _choose(problem, os.environ.get(FORCE_VARIABLE) or None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: GemmProblem, forced: str | None) -> Choice:
+    passed_over = []
+    for backend in GEMM_BACKENDS:
+        if forced is not None and backend.name != forced:
+            continue
+        reason = backend.unusable(problem.device) or backend.declines(problem)
+        if reason is None:
+            if forced is not None:
+                return Choice(backend.name, f"forced by {FORCE_VARIABLE}")
+            if backend.name == "reference" and problem.device.type == "cuda":
+                _warn_slow(problem.device, "; ".join(passed_over))
+            return Choice(backend.name, "; ".join([*passed_over, backend.why]))
+        passed_over.append(f"{backend.name}: {reason}")
+    usable = [
+        b.name
+        for b in GEMM_BACKENDS
+        if b.unusable(problem.device) is None and b.declines(problem) is None
+    ]
+    why = passed_over[0].split(": ", 1)[1] if passed_over else "no backend of this name"
+    raise ValueError(
+        f"{FORCE_VARIABLE}={forced}: {why}. Usable here for M={problem.m}, N={problem.n}, "
+        f"K={problem.k}: {', '.join(usable)}. Unset {FORCE_VARIABLE} to let blocktensor choose."
+    )
+
+
+@functools.cache
+def _warn_slow(device: torch.device, why: str) -> None:
+    warnings.warn(
+        f"blocktensor: FP8 GEMMs on {device} run in the slow pure-torch reference ({why})",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def gemm_module(name: str) -> ModuleType:
+    """The module behind a backend's name; it offers ``gemm``, and ``gemm_add_`` unless it declines."""
+    return importlib.import_module(next(b.module for b in GEMM_BACKENDS if b.name == name))
+
+
+@functools.cache
+def cast_modules(device_type: str, index: int) -> tuple[ModuleType, ModuleType]:
+    """Where casts, and where transpose and dequantize, run on a device: reference or Triton."""
+    if _triton_unusable(torch.device(device_type, index)) is None:
+        return (
+            importlib.import_module("blocktensor.ops.triton.cast"),
+            importlib.import_module("blocktensor.ops.triton.transpose"),
+        )
+    reference = importlib.import_module("blocktensor.ops.reference")
+    return reference, reference
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,0 +1,315 @@
+"""The ops: checked, registered with torch.library, and callable without its overhead.
+
+A registered op costs tens of microseconds a call in eager mode, so each public function calls the
+body directly unless somebody needs to see the op: a compiler, a dispatch mode (tracing, FLOP
+counting), a fake or meta tensor. Both ways run the same body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from . import backends, checks
+from .layouts import (
+    empty_rowwise_scale,
+    empty_square_scale,
+    rows_per_scale,
+)
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _must_be_seen(x: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or x.device.type == "meta"
+        or type(x) not in _PLAIN
+    )
+
+
+def _register(name: str, schema: str, mutates: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    def wrap(body: Callable[..., Any]) -> Any:
+        return torch.library.custom_op(
+            f"blocktensor::{name}", body, mutates_args=mutates, schema=schema
+        )
+
+    return wrap
+
+
+def _cast_module(x: Tensor) -> Any:
+    return backends.cast_modules(x.device.type, x.device.index or 0)[0]
+
+
+def _transpose_module(x: Tensor) -> Any:
+    return backends.cast_modules(x.device.type, x.device.index or 0)[1]
+
+
+def _empty_data(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+
+
+# Casts
+
+
+def _quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _cast_module(x).quantize_rowwise(x, power_of_two)
+
+
+def _quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _cast_module(x).quantize_columnwise(x, power_of_two)
+
+
+def _quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _cast_module(x).quantize_both(x, power_of_two)
+
+
+def _quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _cast_module(x).quantize_square(x, power_of_two)
+
+
+def _transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _transpose_module(data).transpose_square(data, scale)
+
+
+def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _transpose_module(data).dequantize(data, scale, dtype)
+
+
+_PAIR = "(Tensor x, bool power_of_two) -> (Tensor, Tensor)"
+_rowwise_op = _register("quantize_rowwise", _PAIR)(_quantize_rowwise)
+_columnwise_op = _register("quantize_columnwise", _PAIR)(_quantize_columnwise)
+_both_op = _register(
+    "quantize_both", "(Tensor x, bool power_of_two) -> (Tensor, Tensor, Tensor, Tensor)"
+)(_quantize_both)
+_square_op = _register("quantize_square", _PAIR)(_quantize_square)
+_transpose_op = _register("transpose_square", "(Tensor data, Tensor scale) -> (Tensor, Tensor)")(
+    _transpose_square
+)
+_dequantize_op = _register("dequantize", "(Tensor data, Tensor scale, ScalarType dtype) -> Tensor")(
+    _dequantize
+)
+
+
+@_rowwise_op.register_fake
+def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    return _empty_data(x, (m, k)), empty_rowwise_scale(m, k, x.device)
+
+
+@_columnwise_op.register_fake
+def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    return _empty_data(x, (k, m)), empty_rowwise_scale(k, m, x.device)
+
+
+@_both_op.register_fake
+def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    row = _empty_data(x, (m, k)), empty_rowwise_scale(m, k, x.device)
+    return *row, _empty_data(x, (k, m)), empty_rowwise_scale(k, m, x.device)
+
+
+@_square_op.register_fake
+def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _empty_data(x, tuple(x.shape)), empty_square_scale(x.shape, x.device)
+
+
+@_transpose_op.register_fake
+def _(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, n, k = data.shape
+    return _empty_data(data, (*lead, k, n)), empty_square_scale((*lead, k, n), data.device)
+
+
+@_dequantize_op.register_fake
+def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(data.shape, dtype=dtype, device=data.device)
+
+
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[M, K]`` in 1x128 blocks; see :func:`blocktensor.ops.reference.quantize_rowwise`.
+
+    Raises:
+        TypeError, ValueError: ``x`` is not bf16/fp16/fp32, or not a matrix. (So do all casts.)
+    """
+    _check_matrix(x)
+    return (_rowwise_op if _must_be_seen(x) else _quantize_rowwise)(x, power_of_two)
+
+
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[M, K]`` in 128x1 blocks, data written ``[K, M]``."""
+    _check_matrix(x)
+    return (_columnwise_op if _must_be_seen(x) else _quantize_columnwise)(x, power_of_two)
+
+
+def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both casts of ``x[M, K]`` from one read: rowwise data, scale, columnwise data, scale."""
+    _check_matrix(x)
+    return (_both_op if _must_be_seen(x) else _quantize_both)(x, power_of_two)
+
+
+def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[N, K]`` or ``x[E, N, K]`` in 128x128 blocks."""
+    checks.high_precision(x, "the tensor to quantize")
+    checks.rank(x, (2, 3), "the tensor to quantize", "128x128 blocks need [N, K] or [E, N, K]")
+    return (_square_op if _must_be_seen(x) else _quantize_square)(x, power_of_two)
+
+
+def transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact transpose of 128x128 ``data[..., N, K]`` and its scales."""
+    return (_transpose_op if _must_be_seen(data) else _transpose_square)(data, scale)
+
+
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data * scale`` in ``dtype``; see :func:`blocktensor.ops.reference.dequantize`."""
+    return (_dequantize_op if _must_be_seen(data) else _dequantize)(data, scale, dtype)
+
+
+def _check_matrix(x: Tensor) -> None:
+    checks.high_precision(x, "the tensor to quantize")
+    checks.rank(
+        x, (2,), "the tensor to quantize", "flatten leading dimensions with .flatten(0, -2)"
+    )
+
+
+# GEMM
+
+
+def _problem(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    bias: bool,
+    accumulate: bool,
+) -> backends.GemmProblem:
+    m, n = a.shape[0], b.shape[0]
+    return backends.GemmProblem(
+        m,
+        n,
+        a.shape[1],
+        rows_per_scale(m, a_scale),
+        rows_per_scale(n, b_scale),
+        out_dtype,
+        a.device,
+        bias,
+        accumulate,
+    )
+
+
+def _gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    problem = _problem(a, a_scale, b, b_scale, out_dtype, bias is not None, False)
+    if 0 in (problem.m, problem.n):
+        return torch.empty((problem.m, problem.n), dtype=out_dtype, device=a.device)
+    module = backends.gemm_module(backends.choose_gemm(problem).name)
+    return module.gemm(a, a_scale, b, b_scale, bias, out_dtype)
+
+
+def _gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    problem = _problem(a, a_scale, b, b_scale, out.dtype, False, True)
+    if 0 not in (problem.m, problem.n, problem.k):
+        module = backends.gemm_module(backends.choose_gemm(problem).name)
+        module.gemm_add_(out, a, a_scale, b, b_scale)
+
+
+_gemm_op = _register(
+    "gemm",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
+)(_gemm)
+_gemm_add_op = _register(
+    "gemm_add_",
+    "(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> ()",
+    ("out",),
+)(_gemm_add_)
+
+
+@_gemm_op.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+
+
+@_gemm_add_op.register_fake
+def _(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    return None
+
+
+@register_flop_formula(torch.ops.blocktensor.gemm)
+def _gemm_flops(a_shape: Any, a_scale: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * a_shape[0] * b_shape[0] * a_shape[1]
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])`` of e4m3 data with 1x128 or 128x128 scales.
+
+    See :func:`blocktensor.ops.reference.gemm` for the arithmetic.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.
+    """
+    checks.gemm_operand(a, a_scale, "operand a")
+    checks.gemm_operand(b, b_scale, "operand b")
+    checks.same_k(a, b, "operand a", "operand b")
+    checks.same_device(a, b, "operand a", "operand b")
+    checks.gemm_output(out_dtype)
+    if bias is not None:
+        checks.same_device(a, bias, "operand a", "the bias")
+        if tuple(bias.shape) != (b.shape[0],):
+            raise ValueError(
+                f"the bias has shape {list(bias.shape)}: expected [{b.shape[0]}], one entry for "
+                f"each output column"
+            )
+    run = _gemm_op if _must_be_seen(a) else _gemm
+    return run(a, a_scale, b, b_scale, bias, out_dtype)
+
+
+def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """``out[M, N] += A B^T`` in fp32, in place; returns ``out``.
+
+    Raises:
+        TypeError, ValueError: as :func:`gemm`, and unless ``out`` is fp32 ``[M, N]`` with unit
+            column stride.
+    """
+    checks.gemm_operand(a, a_scale, "operand a")
+    checks.gemm_operand(b, b_scale, "operand b")
+    checks.same_k(a, b, "operand a", "operand b")
+    checks.same_device(a, b, "operand a", "operand b")
+    checks.same_device(a, out, "operand a", "the output")
+    if out.dtype != torch.float32:
+        raise TypeError(f"gemm_add_ adds into torch.float32, got an output of {out.dtype}")
+    expected = (a.shape[0], b.shape[0])
+    if tuple(out.shape) != expected or (out.stride(-1) != 1 and expected[1] > 1):
+        raise ValueError(
+            f"gemm_add_ needs an output {list(expected)} with rows contiguous, got "
+            f"{list(out.shape)} with strides {out.stride()}"
+        )
+    (_gemm_add_op if _must_be_seen(a) else _gemm_add_)(out, a, a_scale, b, b_scale)
+    return out

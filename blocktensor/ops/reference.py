@@ -1,0 +1,129 @@
+"""The specification of every op, in plain torch: any device, bit for bit, and the CPU backend.
+
+Notation: a *rowwise* cast of ``x[M, K]`` has 1x128 blocks along K; the *columnwise* cast is the
+rowwise cast of ``x.t()``, data written ``[K, M]`` contiguous. Value = data * scale.
+
+Formulas follow DeepSeek-V3 (arXiv:2412.19437, section 3.3): scale = amax / 448 per block, and GEMMs
+that promote the partial product of every 128 of K to fp32 before scaling it into the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layouts import (
+    BLOCK,
+    empty_rowwise_scale,
+    empty_square_scale,
+    num_blocks,
+    rows_per_scale,
+)
+
+E4M3_MAX = 448.0
+"""Largest finite e4m3 value."""
+
+
+def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
+    """The fp32 scale of a block from its fp32 ``amax`` (any shape).
+
+    ``amax / 448``, rounded to nearest, or that rounded up to a power of two, never below 2^-126.
+    A zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf block gets
+    Inf; a NaN block gets the canonical quiet NaN.
+    """
+    # Divide by a tensor: on CUDA, tensor / python-scalar multiplies by the rounded reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
+    if power_of_two:
+        rounded_up = (scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000
+        scale = torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.where(scale.isnan(), torch.full_like(scale, float("nan")), scale)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """fp32 to e4m3: round to nearest even, saturating at ±448; every NaN becomes byte 0x7F."""
+    x = torch.where(x.isnan(), torch.full_like(x, float("nan")), x)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[M, K]`` in 1x128 blocks: data e4m3 ``[M, K]``, scale fp32 ``[M, ceil(K/128)]``."""
+    m, k = x.shape
+    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, num_blocks(k), BLOCK)  # [M, K/128, 128]
+    scale = scale_from_amax(blocks.abs().amax(-1), power_of_two)  # [M, K/128]
+    data = to_e4m3(blocks / scale.unsqueeze(-1)).view(m, -1)[:, :k].contiguous()
+    return data, empty_rowwise_scale(m, k, x.device).copy_(scale)
+
+
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[M, K]`` in 128x1 blocks: data ``[K, M]`` contiguous, scale ``[K, ceil(M/128)]``."""
+    return quantize_rowwise(x.t(), power_of_two)
+
+
+def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rowwise data and scale, then columnwise data and scale, of ``x[M, K]``."""
+    return *quantize_rowwise(x, power_of_two), *quantize_columnwise(x, power_of_two)
+
+
+def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Cast ``x[..., N, K]`` in 128x128 blocks: data alike, scale ``[..., N/128, K/128]`` (ceil)."""
+    *lead, n, k = x.shape
+    padded = F.pad(x.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.view(*lead, num_blocks(n), BLOCK, num_blocks(k), BLOCK)
+    scale = scale_from_amax(blocks.abs().amax((-3, -1)), power_of_two)  # [..., N/128, K/128]
+    data = to_e4m3(blocks / scale[..., :, None, :, None]).view(padded.shape)[..., :n, :k]
+    return data.contiguous(), empty_square_scale(x.shape, x.device).copy_(scale)
+
+
+def transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Exact transpose of a 128x128 cast: bytes ``[..., N, K]`` to ``[..., K, N]``, scales too."""
+    flipped = data.transpose(-1, -2)
+    out_scale = empty_square_scale(flipped.shape, data.device)
+    return flipped.contiguous(), out_scale.copy_(scale.transpose(-1, -2))
+
+
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data * scale`` in fp32, rounded to ``dtype``; 1x128 or 128x128 by the scale's shape."""
+    rows, cols = data.shape[-2:]
+    expanded = scale.repeat_interleave(BLOCK, -1)[..., :cols]
+    if rows_per_scale(rows, scale) == BLOCK:
+        expanded = expanded.repeat_interleave(BLOCK, -2)[..., :rows, :]
+    return (data.float() * expanded).to(dtype)
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``out[M, N] = A[M, K] B[N, K]^T``: each 128 of K in fp32, scaled, then summed in fp32.
+
+    Scales are 1x128 ``[rows, K/128]`` or 128x128 ``[rows/128, K/128]`` for either operand, told
+    apart by shape. ``bias`` ``[N]`` joins the fp32 sum before the one rounding to ``out_dtype``.
+    """
+    return _gemm_fp32(a, a_scale, b, b_scale, bias).to(out_dtype)
+
+
+def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    """``out[M, N] += A B^T`` with the product summed in fp32 first; ``out`` is fp32."""
+    out += _gemm_fp32(a, a_scale, b, b_scale, None)
+
+
+def _gemm_fp32(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    m, n = a.shape[0], b.shape[0]
+    row_scale = a_scale.repeat_interleave(rows_per_scale(m, a_scale), 0)[:m]  # [M, K/128]
+    col_scale = b_scale.repeat_interleave(rows_per_scale(n, b_scale), 0)[:n]  # [N, K/128]
+    acc = torch.zeros((m, n), dtype=torch.float32, device=a.device)
+    for k, (a_block, b_block) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)):
+        if a_block.shape[1] == 0:  # split() of an empty K gives one empty block
+            break
+        partial = a_block.float() @ b_block.float().t()  # [M, N]
+        partial *= row_scale[:, k, None]
+        acc.addcmul_(partial, col_scale[:, k])
+    return acc if bias is None else acc.add_(bias.float())

@@ -1,0 +1,274 @@
+"""Casts to e4m3 in 1x128 and 128x128 blocks: Triton kernels and their launchers.
+
+Every launcher has the signature and, byte for byte, the result of its namesake in
+``ops/reference.py``. Inputs may have any strides; outputs are laid out by ``ops/layouts.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layouts import BLOCK, ceil_div, empty_rowwise_scale, empty_square_scale, num_blocks
+from .launch import Launch
+from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
+
+
+@triton.jit
+def _spread(x, like):
+    return x + tl.zeros(like.shape, tl.float32)  # div_rn and fma do not broadcast by themselves
+
+
+@triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
+def cast_1x128_kernel(
+    x_ptr,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    rows,
+    cols,
+    stride_m,
+    stride_k,
+    out_ld,
+    row_scale_ld,
+    col_scale_ld,
+    blocks_k,
+    TILE_M: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    METHOD: tl.constexpr,
+):
+    # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
+    # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, told apart so that its
+    # divisibility by 16 is specialised.
+    tile = tl.program_id(0)
+    tile_m = tile // blocks_k
+    tile_k = tile % blocks_k
+    m = tl.arange(0, TILE_M)
+    k = tl.arange(0, 128)
+    if WIDE:  # offsets inside a tile pass 2^31
+        m = m.to(tl.int64)
+        k = k.to(tl.int64)
+    rows_left = rows - tile_m * TILE_M
+    cols_left = cols - tile_k * 128
+    inside = (m < rows_left)[:, None] & (k < cols_left)[None, :]
+    first_m = tile_m.to(tl.int64) * TILE_M
+    first_k = tile_k.to(tl.int64) * 128
+
+    source = x_ptr + first_m * stride_m + first_k * stride_k
+    offsets = m[:, None] * stride_m + k[None, :] * stride_k
+    if EVEN:
+        x = tl.load(source + offsets)
+    else:
+        x = tl.load(source + offsets, mask=inside, other=0.0)
+    bits = magnitude_bits(x)
+    x = x.to(tl.float32)
+
+    if ROWWISE:
+        amax = tl.max(bits, 1)
+        scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)  # [TILE_M]
+        tl.store(
+            row_scale_ptr + tile_k.to(tl.int64) * row_scale_ld + first_m + m,
+            scale,
+            mask=m < rows_left,
+        )
+        pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+        q = quotient(
+            x,
+            _spread(pre[:, None], x),
+            _spread(r[:, None], x),
+            _spread(e[:, None], x),
+            METHOD,
+            POWER_OF_TWO,
+        ).to(tl.float8e4nv)
+        target = row_ptr + first_m * cols + first_k + (m[:, None] * cols + k[None, :])
+        if EVEN:
+            tl.store(target, q)
+        else:
+            tl.store(target, q, mask=inside)
+    if COLUMNWISE:
+        amax = tl.max(bits, 0)
+        scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)  # [128]
+        tl.store(
+            col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + first_k + k,
+            scale,
+            mask=k < cols_left,
+        )
+        pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+        q = quotient(
+            x,
+            _spread(pre[None, :], x),
+            _spread(r[None, :], x),
+            _spread(e[None, :], x),
+            METHOD,
+            POWER_OF_TWO,
+        ).to(tl.float8e4nv)
+        target = col_ptr + first_k * out_ld + first_m + (k[:, None] * out_ld + m[None, :])
+        if EVEN:
+            tl.store(target, tl.trans(q))
+        else:
+            tl.store(target, tl.trans(q), mask=(k < cols_left)[:, None] & (m < rows_left)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "blocks_n", "blocks_k", "scale_ld"])
+def cast_128x128_kernel(
+    w_ptr,
+    data_ptr,
+    scale_ptr,
+    rows,
+    cols,
+    stride_e,
+    stride_n,
+    stride_k,
+    blocks_n,
+    blocks_k,
+    scale_ld,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    METHOD: tl.constexpr,
+):
+    # One program casts one 128x128 block of one matrix of the stack.
+    block = tl.program_id(0)
+    block_k = block % blocks_k
+    block_n = block // blocks_k % blocks_n
+    matrix = (block // (blocks_k * blocks_n)).to(tl.int64)
+    n = tl.arange(0, 128)
+    k = tl.arange(0, 128)
+    if WIDE:
+        n = n.to(tl.int64)
+        k = k.to(tl.int64)
+    first_n = block_n.to(tl.int64) * 128
+    first_k = block_k.to(tl.int64) * 128
+    inside = (n < rows - block_n * 128)[:, None] & (k < cols - block_k * 128)[None, :]
+
+    source = w_ptr + matrix * stride_e + first_n * stride_n + first_k * stride_k
+    offsets = n[:, None] * stride_n + k[None, :] * stride_k
+    if EVEN:
+        w = tl.load(source + offsets)
+    else:
+        w = tl.load(source + offsets, mask=inside, other=0.0)
+    amax = tl.max(tl.max(magnitude_bits(w), 1), 0)
+    w = w.to(tl.float32)
+    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+    tl.store(scale_ptr + (matrix * blocks_n + block_n) * scale_ld + block_k, scale)
+    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+    q = quotient(w, _spread(pre, w), _spread(r, w), _spread(e, w), METHOD, POWER_OF_TWO)
+    q = q.to(tl.float8e4nv)
+    target = (
+        data_ptr + (matrix * rows + first_n) * cols + first_k + (n[:, None] * cols + k[None, :])
+    )
+    if EVEN:
+        tl.store(target, q)
+    else:
+        tl.store(target, q, mask=inside)
+
+
+def _method(dtype: torch.dtype) -> str:
+    return "divide" if dtype == torch.float32 else "corrected"
+
+
+def _num_warps(x: Tensor, tile: int) -> int:
+    # Registers are what a tile costs: twice the warps where elements are wide or loads are scalar.
+    vectorised = x.stride(-1) == 1 and x.stride(-2) % 8 == 0
+    return tile // (32 * (64 if x.element_size() == 2 and vectorised else 32))
+
+
+def _wide(*strides: int) -> bool:
+    return any(abs(stride) * BLOCK >= 2**31 for stride in strides)
+
+
+def plan_1x128(
+    x: Tensor,
+    row: tuple[Tensor, Tensor] | None,
+    col: tuple[Tensor, Tensor] | None,
+    power_of_two: bool,
+) -> Launch:
+    """The launch that casts ``x[M, K]`` into the outputs given, each (data, scale) or None."""
+    m, k = x.shape
+    tile_m = BLOCK if col else 32
+    unused = (x, x)
+    (row_data, row_scale), (col_data, col_scale) = row or unused, col or unused
+    blocks_k = num_blocks(k)
+    return Launch(
+        cast_1x128_kernel,
+        (ceil_div(m, tile_m) * blocks_k,),
+        (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1), m,
+         row_scale.stride(1), col_scale.stride(1), blocks_k),
+        {
+            "TILE_M": tile_m,
+            "ROWWISE": row is not None,
+            "COLUMNWISE": col is not None,
+            "EVEN": m % tile_m == 0 and k % BLOCK == 0,
+            "WIDE": _wide(*x.stride(), m, k),
+            "POWER_OF_TWO": power_of_two,
+            "METHOD": _method(x.dtype),
+        },
+        {"num_warps": _num_warps(x, tile_m * BLOCK) if col else 4},
+    )  # fmt: skip
+
+
+def plan_128x128(w: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> Launch:
+    """The launch that casts ``w[..., N, K]`` into ``data`` and ``scale``."""
+    n, k = w.shape[-2:]
+    experts = w.shape[0] if w.ndim == 3 else 1
+    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
+    return Launch(
+        cast_128x128_kernel,
+        (experts * blocks_n * blocks_k,),
+        (w, data, scale, n, k, w.stride(0) if w.ndim == 3 else 0, w.stride(-2), w.stride(-1),
+         blocks_n, blocks_k, scale.stride(-2)),
+        {
+            "EVEN": n % BLOCK == 0 and k % BLOCK == 0,
+            "WIDE": _wide(w.stride(-2), w.stride(-1), k),
+            "POWER_OF_TWO": power_of_two,
+            "METHOD": _method(w.dtype),
+        },
+        {"num_warps": _num_warps(w, BLOCK * BLOCK)},
+    )  # fmt: skip
+
+
+def _empty_e4m3(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+
+
+def _empty_form(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _empty_e4m3((rows, cols), device), empty_rowwise_scale(rows, cols, device)
+
+
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`blocktensor.ops.reference.quantize_rowwise`."""
+    m, k = x.shape
+    form = _empty_form(m, k, x.device)
+    plan_1x128(x, form, None, power_of_two)()
+    return form
+
+
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
+    m, k = x.shape
+    form = _empty_form(k, m, x.device)
+    plan_1x128(x, None, form, power_of_two)()
+    return form
+
+
+def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
+    m, k = x.shape
+    row, col = _empty_form(m, k, x.device), _empty_form(k, m, x.device)
+    plan_1x128(x, row, col, power_of_two)()
+    return *row, *col
+
+
+def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`blocktensor.ops.reference.quantize_square`."""
+    data = _empty_e4m3(tuple(x.shape), x.device)
+    scale = empty_square_scale(x.shape, x.device)
+    plan_128x128(x, data, scale, power_of_two)()
+    return data, scale

@@ -1,0 +1,381 @@
+"""BlockwiseFP8Tensor: a matrix in blockwise FP8, with up to two forms of its bytes.
+
+A matrix ``x[M, K]`` has a *rowwise* form (data ``[M, K]`` contiguous, blocks along K) and a
+*columnwise* form (data ``[K, M]`` contiguous, blocks along M): FP8 tensor cores read operands
+contiguous along the contraction only. ``x.t()`` swaps the labels and moves no data, so that one
+rule serves every product::
+
+    scaled_mm(a, b) = gemm(a.rowwise, b.columnwise)
+
+128x128 blocks transpose exactly, so either form is derived from the other on demand. 1x128 blocks
+do not: their two forms are two casts of the high-precision tensor, made together or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .ops import checks, library
+from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK
+from .recipe import DEFAULT_RECIPE, Recipe
+
+Form = tuple[Tensor, Tensor]
+"""e4m3 data and fp32 scale."""
+
+TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Overrides above autograd for both FP8 types; filled by ``autograd.py``."""
+
+ATEN_OPS: dict[Any, Callable[..., Any]] = {}
+"""What BlockwiseFP8Tensor does below autograd; filled by ``dispatch.py``."""
+
+_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
+
+
+class BlockwiseFP8Tensor(Tensor):
+    """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
+
+    To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
+    Products keep it in FP8; anything it cannot do in FP8 raises and says ``.dequantize()``.
+
+    Attributes:
+        rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
+        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None.
+        block_shape: ``(1, 128)`` (activations, gradients) or ``(128, 128)`` (weights).
+        recipe: the :class:`~blocktensor.Recipe` it was cast with.
+
+    A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
+    128x128 tensor may be a stack ``[E, N, K]``.
+    """
+
+    rowwise_data: Tensor | None
+    rowwise_scale: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale: Tensor | None
+    block_shape: tuple[int, int]
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(
+        cls,
+        rowwise: Form | None,
+        columnwise: Form | None,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        block_shape: tuple[int, int],
+        recipe: Recipe = DEFAULT_RECIPE,
+        strides: Sequence[int] | None = None,
+    ) -> BlockwiseFP8Tensor:
+        """Wrap finished casts; most callers want :meth:`quantize`.
+
+        Args:
+            rowwise, columnwise: (data, scale) of each form that exists; at least one.
+            shape: logical shape; for 1x128 blocks any ``[..., K]`` over the rows of the data.
+            dtype: the high-precision dtype to show to autograd and to produce.
+            block_shape: ``(1, 128)`` or ``(128, 128)``.
+            recipe: how the casts were made.
+            strides: logical strides; contiguous by default.
+
+        Raises:
+            ValueError, TypeError: data, scales and shape that do not fit each other.
+        """
+        present = rowwise or columnwise
+        if present is None:
+            raise ValueError(
+                "BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither; "
+                "BlockwiseFP8Tensor.quantize(x) makes them"
+            )
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides if strides is not None else _contiguous_strides(shape),
+            dtype=dtype,
+            device=present[0].device,
+        )
+        self.rowwise_data, self.rowwise_scale = rowwise or (None, None)
+        self.columnwise_data, self.columnwise_scale = columnwise or (None, None)
+        self.block_shape = block_shape
+        self.recipe = recipe
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def from_data(
+        cls,
+        rowwise_data: Tensor,
+        rowwise_scale: Tensor,
+        *,
+        block_shape: tuple[int, int],
+        dtype: torch.dtype = torch.bfloat16,
+        recipe: Recipe = DEFAULT_RECIPE,
+    ) -> BlockwiseFP8Tensor:
+        """A tensor from existing FP8 bytes and scales (value = data * scale), e.g. a checkpoint's.
+
+        Args:
+            rowwise_data: e4m3 ``[M, K]``, or ``[E, N, K]`` with 128x128 blocks.
+            rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
+            block_shape: ``(1, 128)`` or ``(128, 128)``.
+            dtype: the high-precision dtype it stands for.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
+        """
+        checks.block_shape(block_shape)
+        checks.cast_data(rowwise_data, rowwise_scale, block_shape)
+        checks.gemm_output(dtype)
+        form = (
+            rowwise_data.contiguous(),
+            checks.laid_out(rowwise_scale, rowwise_data, block_shape),
+        )
+        return cls(
+            form,
+            None,
+            shape=rowwise_data.shape,
+            dtype=dtype,
+            block_shape=block_shape,
+            recipe=recipe,
+        )
+
+    @classmethod
+    def quantize(
+        cls,
+        x: Tensor,
+        block_shape: tuple[int, int] = ROWWISE_BLOCK,
+        recipe: Recipe = DEFAULT_RECIPE,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> BlockwiseFP8Tensor:
+        """Cast a high-precision tensor; not differentiable (:func:`blocktensor.quantize` is).
+
+        Args:
+            x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
+                128x128 blocks; any strides.
+            rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
+
+        Raises:
+            TypeError, ValueError: another dtype, rank or block shape.
+        """
+        checks.block_shape(block_shape)
+        shape = {"shape": x.shape, "dtype": x.dtype, "block_shape": block_shape, "recipe": recipe}
+        if block_shape == SQUARE_BLOCK:
+            return cls(library.quantize_square(x, recipe.power_of_two), None, **shape)
+        checks.high_precision(x, "the tensor to quantize")
+        if x.ndim == 0:
+            raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
+        matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if rowwise and columnwise:
+            made = library.quantize_both(matrix, recipe.power_of_two)
+            return cls(made[:2], made[2:], **shape)
+        if rowwise:
+            return cls(library.quantize_rowwise(matrix, recipe.power_of_two), None, **shape)
+        if columnwise:
+            return cls(None, library.quantize_columnwise(matrix, recipe.power_of_two), **shape)
+        raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: choose a form")
+
+    def rowwise(self) -> Form:
+        """The rowwise (data, scale), derived by a byte transpose where 128x128 blocks lack it."""
+        if self.rowwise_data is not None and self.rowwise_scale is not None:
+            return self.rowwise_data, self.rowwise_scale
+        assert self.columnwise_data is not None and self.columnwise_scale is not None
+        derived = self._derive("rowwise", self.columnwise_data, self.columnwise_scale)
+        if self.recipe.columnwise == "keep":
+            self.rowwise_data, self.rowwise_scale = derived
+        return derived
+
+    def columnwise(self) -> Form:
+        """The columnwise (data, scale), derived by a byte transpose where 128x128 blocks lack it.
+
+        Raises:
+            ValueError: 1x128 blocks cast without it: a second rounding would be needed.
+        """
+        if self.columnwise_data is not None and self.columnwise_scale is not None:
+            return self.columnwise_data, self.columnwise_scale
+        assert self.rowwise_data is not None and self.rowwise_scale is not None
+        derived = self._derive("columnwise", self.rowwise_data, self.rowwise_scale)
+        if self.recipe.columnwise == "keep":
+            self.columnwise_data, self.columnwise_scale = derived
+        return derived
+
+    def _derive(self, wanted: str, data: Tensor, scale: Tensor) -> Form:
+        if self.block_shape != SQUARE_BLOCK:
+            raise ValueError(
+                f"this BlockwiseFP8Tensor {list(self.shape)} was cast in 1x128 blocks without its "
+                f"{wanted} form, which needs other scales: quantize the high-precision tensor with "
+                f"{wanted}=True"
+            )
+        return library.transpose_square(data, scale)
+
+    def columnwise_only(self) -> BlockwiseFP8Tensor:
+        """A tensor that holds the columnwise form alone, so that the rowwise bytes may be freed."""
+        return BlockwiseFP8Tensor(
+            None,
+            self.columnwise(),
+            shape=self.shape,
+            dtype=self.dtype,
+            block_shape=self.block_shape,
+            recipe=self.recipe,
+        )
+
+    def release_rowwise(self) -> None:
+        """Drop the rowwise bytes of a tensor that has both forms (a gradient after its dgrad)."""
+        if self.columnwise_data is not None:
+            self.rowwise_data = self.rowwise_scale = None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """``data * scale`` as a plain tensor of the logical shape, in ``dtype`` or ``self.dtype``.
+
+        Read from the rowwise form, or the columnwise one where that is all there is.
+        """
+        if self.rowwise_data is not None and self.rowwise_scale is not None:
+            value = library.dequantize(self.rowwise_data, self.rowwise_scale, dtype or self.dtype)
+        else:
+            data, scale = self.columnwise()
+            value = library.dequantize(data, scale, dtype or self.dtype).transpose(-1, -2)
+        return value.reshape(self.shape)
+
+    def relabel(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        transpose: bool = False,
+        inner: Callable[[Tensor], Tensor] = lambda t: t,
+    ) -> BlockwiseFP8Tensor:
+        """The same bytes (or ``inner`` of each) under another shape, dtype or orientation."""
+        forms = [
+            None if data is None or scale is None else (inner(data), inner(scale))
+            for data, scale in (
+                (self.rowwise_data, self.rowwise_scale),
+                (self.columnwise_data, self.columnwise_scale),
+            )
+        ]
+        if transpose:
+            forms.reverse()
+        return BlockwiseFP8Tensor(
+            forms[0],
+            forms[1],
+            shape=self.shape if shape is None else shape,
+            strides=strides if shape is not None or strides is not None else self.stride(),
+            dtype=self.dtype if dtype is None else dtype,
+            block_shape=self.block_shape,
+            recipe=self.recipe,
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [name for name in _INNER if getattr(self, name) is not None]
+        return names, (self.dtype, self.block_shape, self.recipe)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> BlockwiseFP8Tensor:
+        dtype, block_shape, recipe = context
+        forms = [
+            (inner[f"{side}_data"], inner[f"{side}_scale"]) if f"{side}_data" in inner else None
+            for side in ("rowwise", "columnwise")
+        ]
+        return BlockwiseFP8Tensor(
+            forms[0],
+            forms[1],
+            shape=outer_size,
+            strides=outer_stride,
+            dtype=dtype,
+            block_shape=block_shape,
+            recipe=recipe,
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        forms = "+".join(
+            side
+            for side in ("rowwise", "columnwise")
+            if getattr(self, f"{side}_data", None) is not None
+        )
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"BlockwiseFP8Tensor(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"block_shape={self.block_shape}, scale={self.recipe.scale!r}, forms={forms}, "
+            f"device={str(self.device)!r}{grad})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        override = TORCH_FUNCTIONS.get(func)
+        if override is not None:
+            return override(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        implementation = ATEN_OPS.get(func)
+        if implementation is None:
+            refuse(func)
+        return implementation(func, *args, **(kwargs or {}))
+
+
+def refuse(func: Any) -> NoReturn:
+    """Raise for an op that FP8 bytes cannot serve: never a silent dequantize."""
+    raise NotImplementedError(
+        f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
+        f".dequantize() first to work on a plain tensor"
+    )
+
+
+def scaled_mm(
+    a: BlockwiseFP8Tensor,
+    b: BlockwiseFP8Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``a[M, K] b[K, N] (+ bias[N])`` in FP8: the gemm of a's rowwise and b's columnwise form.
+
+    Raises:
+        ValueError: shapes, devices or scale rounding that do not fit, or a form that is missing.
+    """
+    for operand, what in ((a, "the left operand"), (b, "the right operand")):
+        checks.rank(operand, (2,), what, "FP8 products take matrices")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"cannot multiply {list(a.shape)} by {list(b.shape)}: the inner sizes "
+            f"{a.shape[1]} and {b.shape[0]} differ"
+        )
+    if a.recipe.scale != b.recipe.scale:
+        raise ValueError(
+            f"mixed recipes: the left operand was cast with Recipe(scale={a.recipe.scale!r}), the "
+            f"right one with Recipe(scale={b.recipe.scale!r}); cast both with one recipe, e.g. "
+            f"blocktensor.quantize(x, recipe=weight.recipe)"
+        )
+    return library.gemm(*a.rowwise(), *b.columnwise(), bias=bias, out_dtype=out_dtype or a.dtype)
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,219 @@
+"""BlockwiseFP8Weight: a trainable parameter that products see in FP8 and all else in full.
+
+It wraps a high-precision ``master``. Optimizers, clipping, initialisation, ``state_dict`` and every
+other op act on the master; ``F.linear``, ``mm``, ``matmul`` and ``addmm`` act on its FP8 form,
+which is cast once per version of the master and shared by every view of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import checks
+from .ops.layouts import SQUARE_BLOCK
+from .recipe import DEFAULT_RECIPE, Recipe
+from .tensor import TORCH_FUNCTIONS, BlockwiseFP8Tensor
+
+WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
+"""Ops that do more than act on the master; filled by ``dispatch.py``."""
+
+
+class FP8Cache:
+    """The FP8 form of one master, kept for as long as it is needed and no longer.
+
+    Valid for one version of the master. Released during the backward pass that, going by the
+    previous version, is the version's last: with one backward pass a step no FP8 bytes rest between
+    steps, with N microbatches the one cast serves all N. A wrong guess costs a cast, never a bit.
+    """
+
+    __slots__ = ("_backwards", "_expected", "_key", "_value", "casts", "master", "recipe")
+
+    def __init__(self, master: Tensor, recipe: Recipe) -> None:
+        self.master = master
+        self.recipe = recipe
+        self.casts = 0
+        self._value: BlockwiseFP8Tensor | None = None
+        self._key: tuple[int, ...] | None = None
+        self._backwards = 0  # backward passes through this version
+        self._expected = 0  # backward passes through the previous one; 0: unknown
+
+    def get(self, wrapper_version: int) -> BlockwiseFP8Tensor:
+        """The FP8 form of the master as it is now."""
+        if not self.recipe.cache_weight or self.master.is_inference():
+            return self._cast()
+        key = (wrapper_version, self.master._version, self.master.data_ptr())
+        if key != self._key:
+            self._expected, self._backwards = self._backwards, 0
+            self._key, self._value = key, None
+        value = self._value  # read once: a backward pass in another thread may release it
+        if value is None:
+            value = self._value = self._cast()
+        return value
+
+    def after_backward(self) -> None:
+        """A backward pass has read the FP8 form; release it if that was the last one expected."""
+        self._backwards += 1
+        if self._expected and self._backwards >= self._expected:
+            self._value = None
+
+    def invalidate(self) -> None:
+        """Forget the FP8 form: the next use casts again."""
+        self._key = self._value = None
+
+    def nbytes(self) -> int:
+        """Bytes of the FP8 form held right now."""
+        value = self._value
+        if value is None:
+            return 0
+        names, _ = value.__tensor_flatten__()
+        return sum(getattr(value, name).nbytes for name in names)
+
+    def _cast(self) -> BlockwiseFP8Tensor:
+        self.casts += 1
+        return BlockwiseFP8Tensor.quantize(self.master, SQUARE_BLOCK, self.recipe)
+
+
+class BlockwiseFP8Weight(Tensor):
+    """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
+
+    Attributes:
+        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor.
+        recipe: the :class:`~blocktensor.Recipe` of its casts.
+    """
+
+    master: Tensor
+    cache: FP8Cache
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        master: Tensor,
+        recipe: Recipe = DEFAULT_RECIPE,
+        *,
+        cache: FP8Cache | None = None,
+        transposed: bool = False,
+    ) -> BlockwiseFP8Weight:
+        """Wrap ``master``; its storage is shared, not copied.
+
+        Args:
+            master: bf16, fp16 or fp32, ``[N, K]`` or ``[E, N, K]``; any strides.
+            recipe: how it is cast.
+            cache, transposed: for views of a weight: the weight's cache, and whether this view
+                is its transpose.
+
+        Raises:
+            TypeError, ValueError: another dtype or rank.
+        """
+        checks.high_precision(master, "the weight")
+        checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            master.shape,
+            strides=master.stride(),
+            storage_offset=master.storage_offset(),
+            dtype=master.dtype,
+            device=master.device,
+        )
+        self.master = master
+        self.cache = FP8Cache(master, recipe) if cache is None else cache
+        self.transposed = transposed
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @property
+    def recipe(self) -> Recipe:
+        """How this weight is cast."""
+        return self.cache.recipe
+
+    def quantized(self) -> BlockwiseFP8Tensor:
+        """The FP8 form of the weight as it is now: cast at most once per version of the master."""
+        fp8 = self.cache.get(0 if self.is_inference() else self._version)
+        if not self.transposed:
+            return fp8
+        return fp8.relabel(shape=self.shape, strides=self.stride(), transpose=True)
+
+    def invalidate(self) -> None:
+        """Cast again at the next use.
+
+        Needed only after writing to the master's memory behind PyTorch's back (a raw pointer, a
+        replayed CUDA graph); in-place ops are noticed.
+        """
+        self.cache.invalidate()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["master"], (self.cache.recipe, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> BlockwiseFP8Weight:
+        recipe, transposed = context
+        master = inner["master"]
+        cache = FP8Cache(master.transpose(-1, -2) if transposed else master, recipe)
+        return BlockwiseFP8Weight(master, cache=cache, transposed=transposed)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r}{grad})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        override = TORCH_FUNCTIONS.get(func)
+        if override is not None:
+            return override(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        special = WEIGHT_OPS.get(func)
+        if special is not None:
+            return special(func, *args, **(kwargs or {}))
+        return on_master(func, args, kwargs or {})
+
+
+def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` with every weight replaced by its master; in-place ops move its version on."""
+    wrapped: dict[int, BlockwiseFP8Weight] = {}
+
+    def unwrap(x: Any) -> Any:
+        if not isinstance(x, BlockwiseFP8Weight):
+            return x
+        wrapped[id(x.master)] = x
+        return x.master
+
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    if func._schema.is_mutable:
+        # Below autograd an in-place op leaves the master's version alone, and an alias of the
+        # weight made by .data has a counter of its own: count here, where both are known.
+        for weight in wrapped.values():
+            torch.autograd.graph.increment_version(weight.master)
+    return torch.utils._pytree.tree_map(
+        lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
+    )

@@ -1,0 +1,75 @@
+"""Compile a planned launch for sm_90 on a machine without a GPU, and read its resources."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from blocktensor.ops.triton.launch import Launch
+
+_TYPES = {
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiled kernel takes of an SM, per thread and per program."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    sass: str
+
+
+def _source(launch: Launch) -> ASTSource:
+    # The specialisation the run-time launcher would choose: 1 becomes a constant, multiples of 16
+    # (and tensors) are marked divisible.
+    signature, constants, attributes = {}, dict(launch.constants), {}
+    for index, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
+        if isinstance(arg, Tensor):
+            signature[param.name] = _TYPES[arg.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif arg == 1 and not param.do_not_specialize:
+            signature[param.name], constants[param.name] = "constexpr", 1
+        else:
+            signature[param.name] = "i32" if arg < 2**31 else "i64"
+            if arg % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    return ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def compile_for_sm90(launch: Launch) -> Resources:
+    """Compile ``launch`` with Triton's own ptxas; spills are read from ``ptxas -v``."""
+    kernel = triton.compile(
+        _source(launch), target=GPUTarget("cuda", 90, 32), options=dict(launch.options)
+    )
+    ptxas = triton.knobs.nvidia.ptxas.path
+    nvdisasm = Path(ptxas).with_name("nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        report = subprocess.run(
+            [ptxas, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+        sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert registers and spills, f"ptxas -v printed no resources: {report}"
+    return Resources(int(registers[1]), sum(map(int, spills)), kernel.metadata.shared, sass.stdout)
