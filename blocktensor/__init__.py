@@ -1,7 +1,8 @@
 """Blockwise FP8 training for plain PyTorch models: pip install, one line, no compiled extension."""
 
-from . import dispatch as dispatch  # fills the op tables
+from . import dispatch as dispatch  # fills the tables of ops
 from . import functional
+from . import overrides as overrides  # fills the table of torch functions
 from .autograd import quantize
 from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
 from .explain import Explanation, explain

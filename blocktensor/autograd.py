@@ -1,4 +1,4 @@
-"""The differentiable linear: fprop, dgrad and wgrad in FP8, and the overrides that lead to it.
+"""The differentiable linear: fprop, dgrad and wgrad in FP8.
 
 ::
 
@@ -11,20 +11,20 @@ Saved for backward: the FP8 columnwise form of x, and the weight (whose FP8 form
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .ops import checks
-from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK
+from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
+from .ops.library import gemm_forms
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tensor import TORCH_FUNCTIONS, BlockwiseFP8Tensor, Form, scaled_mm
+from .tensor import BlockwiseFP8Tensor, check_recipes, rowwise_block_forms
 from .weight import BlockwiseFP8Weight
+
+_FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
 def linear(
@@ -45,10 +45,14 @@ def linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    recipe = recipe or next(
-        (t.recipe for t in (w, x) if isinstance(t, (BlockwiseFP8Weight, BlockwiseFP8Tensor))),
-        DEFAULT_RECIPE,
-    )
+    # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _linear(x, w, bias, recipe)
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:
+    if recipe is None:
+        recipe = next((t.recipe for t in (w, x) if isinstance(t, _FP8_TYPES)), DEFAULT_RECIPE)
     out_dtype = _check_linear(x, w, bias)
     y = _Linear.apply(x, w, bias, recipe, out_dtype)
     node = y.grad_fn
@@ -72,6 +76,8 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> torch.dtype:
             f"the input of an FP8 linear has blocks of {x.block_shape}: expected {ROWWISE_BLOCK}; "
             f"blocktensor.quantize(x) makes them"
         )
+    if isinstance(x, BlockwiseFP8Tensor) and isinstance(w, _FP8_TYPES):
+        check_recipes(x.recipe, w.recipe)
     if bias is not None:
         checks.same_device(x, bias, "the input", "the bias")
         if bias.shape != w.shape[:1]:
@@ -98,15 +104,14 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        x_fp8 = _quantize_input(x, recipe, columnwise=needs_dw)
-        w_fp8 = _quantize_weight(w, recipe)
-        y = scaled_mm(_as_matrix(x_fp8), w_fp8.t(), bias=bias, out_dtype=out_dtype)
+        x_row, x_col = _forms(x, recipe, True, needs_dw)
+        w_fp8 = _fp8_weight(w, recipe)
+        y = gemm_forms(x_row, w_fp8.rowwise(), bias, out_dtype)
 
-        saved_x = x_fp8.columnwise() if needs_dw else None
         saved_w: Tensor | BlockwiseFP8Tensor | None = None
         if needs_dx:
             saved_w = w if isinstance(w, BlockwiseFP8Weight) else w_fp8
-        ctx.weight = _save(ctx, saved_x, saved_w)
+        ctx.weight = _save(ctx, x_col, saved_w)
         ctx.shapes = x.shape, w.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         ctx.recipe = recipe
@@ -114,7 +119,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             grads = _linear_backward(ctx, grad)
         if torch.is_grad_enabled():  # create_graph=True: let the second derivative say so
             grads = tuple(None if g is None else _NoDoubleBackward.apply(g, grad) for g in grads)
@@ -125,33 +130,24 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]
     x_shape, w_shape = ctx.shapes
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    saved_x, w = _restore(ctx)
+    x_col, w = _restore(ctx)
     dx = dw = dbias = None
     if needs_bias:
         dbias = grad.reshape(-1, w_shape[0]).sum(0, dtype=torch.float32).to(bias_dtype)
     if not (needs_dx or needs_dw):
         return dx, dw, dbias
 
-    g = _as_matrix(_quantize_gradient(grad, ctx.recipe, needs_dx, needs_dw))
+    g_row, g_col = _forms(grad, ctx.recipe, needs_dx, needs_dw)
     if needs_dx:
-        w_fp8 = _quantize_weight(w, ctx.recipe).columnwise_only()
+        w_col = _fp8_weight(w, ctx.recipe).columnwise()
         if isinstance(w, BlockwiseFP8Weight):
             w.cache.after_backward()  # before the GEMM allocates its output
-        dx = scaled_mm(g, w_fp8, out_dtype=x_dtype).view(x_shape)
-        del w_fp8
+        dx = gemm_forms(g_row, w_col, None, x_dtype).view(x_shape)
+        del w_col, g_row
         if isinstance(grad, BlockwiseFP8Tensor):
             grad.release_rowwise()  # made by _EarlyGradientCast for this call alone
-        g.release_rowwise()
     if needs_dw:
-        x = BlockwiseFP8Tensor(
-            None,
-            saved_x,
-            shape=(math.prod(x_shape[:-1]), x_shape[-1]),
-            dtype=x_dtype,
-            block_shape=ROWWISE_BLOCK,
-            recipe=ctx.recipe,
-        )
-        dw = scaled_mm(g.t(), x, out_dtype=w_dtype)
+        dw = gemm_forms(g_col, x_col, None, w_dtype)
     return dx, dw, dbias
 
 
@@ -171,7 +167,10 @@ class _EarlyGradientCast:
         (grad,) = grads
         if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
             return None
-        return (_quantize_gradient(grad, self.recipe, self.rowwise, self.columnwise),)
+        fp8 = BlockwiseFP8Tensor.quantize(
+            grad, ROWWISE_BLOCK, self.recipe, rowwise=self.rowwise, columnwise=self.columnwise
+        )
+        return (fp8,)
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -217,35 +216,21 @@ def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
 # Operands
 
 
-def _quantize_input(x: Tensor, recipe: Recipe, *, columnwise: bool) -> BlockwiseFP8Tensor:
+def _forms(
+    x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool
+) -> tuple[Form | None, Form | None]:
+    """The forms of an activation or gradient ``[..., K]``, cast now unless it is FP8 already."""
     if isinstance(x, BlockwiseFP8Tensor):
-        return x
-    return BlockwiseFP8Tensor.quantize(x, ROWWISE_BLOCK, recipe, columnwise=columnwise)
+        return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
+    return rowwise_block_forms(x, recipe, rowwise, columnwise)
 
 
-def _quantize_gradient(
-    grad: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool
-) -> BlockwiseFP8Tensor:
-    if isinstance(grad, BlockwiseFP8Tensor):
-        return grad
-    return BlockwiseFP8Tensor.quantize(
-        grad, ROWWISE_BLOCK, recipe, rowwise=rowwise, columnwise=columnwise
-    )
-
-
-def _quantize_weight(w: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
+def _fp8_weight(w: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
     if isinstance(w, BlockwiseFP8Weight):
         return w.quantized()
     if isinstance(w, BlockwiseFP8Tensor):
         return w
     return BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, recipe)
-
-
-def _as_matrix(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
-    """Leading dimensions flattened: ``[..., K]`` to ``[M, K]``; no data moves."""
-    if x.ndim == 2:
-        return x
-    return x.relabel(shape=(math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 # Saving. Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
@@ -272,68 +257,3 @@ def _restore(ctx: Any) -> tuple[Form, Tensor | None]:
         w = BlockwiseFP8Tensor.__tensor_unflatten__(inner, context, shape, stride)
         return (x_data, x_scale), w
     return (x_data, x_scale), (w_tensors[0] if w_tensors else None)
-
-
-# Overrides above autograd. matmul(a, b) is linear(a, b.t()): for FP8 operands t() is a relabelling.
-
-
-def _overrides(*functions: Any) -> Callable[[Any], Any]:
-    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            TORCH_FUNCTIONS[function] = implementation
-        return implementation
-
-    return register
-
-
-@_overrides(F.linear)
-def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(input, BlockwiseFP8Weight):
-        input = input.master
-    return linear(input, weight, bias)
-
-
-@_overrides(torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    if out is not None:
-        raise NotImplementedError("FP8 products return a new tensor: out= is not supported")
-    if other.ndim == 2 and not isinstance(input, BlockwiseFP8Weight):
-        return linear(input, other.t())
-    if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
-        return linear(other.t(), input).t()
-    raise NotImplementedError(
-        f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or use "
-        f".master of a BlockwiseFP8Weight, to compute in high precision"
-    )
-
-
-@_overrides(Tensor.__rmatmul__)
-def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
-    return _matmul_override(other, self)
-
-
-@_overrides(torch.addmm, Tensor.addmm)
-def _addmm_override(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
-) -> Tensor:
-    if (
-        input.ndim == 1
-        and beta == 1
-        and alpha == 1
-        and out is None
-        and not (isinstance(mat1, BlockwiseFP8Weight))
-    ):
-        return linear(mat1, mat2.t(), input)
-    product = _matmul_override(mat1, mat2, out=out)
-    return product.mul(alpha).add(input, alpha=beta)
-
-
-def _no_grouped_mm(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("grouped_mm over FP8 experts is not implemented yet")
-
-
-for _function in ("_grouped_mm", "grouped_mm"):
-    for _namespace in (torch, F):
-        if hasattr(_namespace, _function):
-            TORCH_FUNCTIONS[getattr(_namespace, _function)] = _no_grouped_mm

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .ops.checks import HIGH_PRECISION
 from .ops.layouts import SQUARE_BLOCK, square_scale_shape
@@ -98,7 +99,8 @@ class ConversionReport:
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Convert the weight of one nn.Linear in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Any other module, and a weight converted before, is left as it is. The parameter keeps its
+    Any other module, a weight converted before, and the output projection of nn.MultiheadAttention
+    (which multiplies by it without calling it) are left as they are. The parameter keeps its
     identity: tied modules, optimizers and parameter groups that hold it see the FP8 one. A weight
     that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
     :class:`BlockwiseFP8Tensor` whose high-precision copy is dropped (on the meta device: a
@@ -108,7 +110,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE)
         TypeError: the weight is not bf16, fp16 or fp32.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
-    if isinstance(module, nn.Linear) and not is_converted(module.weight):
+    if isinstance(module, nn.Linear) and not (
+        is_converted(module.weight) or isinstance(module, NonDynamicallyQuantizableLinear)
+    ):
         _swap_in(module.weight, _converted_weight(module.weight, recipe))
 
 
@@ -191,6 +195,8 @@ def _why_skip(
     weight = module.weight
     if isinstance(module, nn.Embedding):
         return "embedding"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention multiplies by it without calling it"
     for pattern in skip:
         if fnmatch.fnmatch(name, pattern):
             return f"skip pattern {pattern!r}"

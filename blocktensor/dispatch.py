@@ -2,11 +2,12 @@
 
 ``ATEN_OPS`` (BlockwiseFP8Tensor): the ops that stay in FP8; everything else is refused, loudly.
 ``WEIGHT_OPS`` (BlockwiseFP8Weight): the ops that are not simply the master's. The overrides above
-autograd (linear, matmul, …) are in ``autograd.py``.
+autograd (linear, matmul, …) are in ``overrides.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,19 @@ from .tensor import ATEN_OPS, BlockwiseFP8Tensor, Form, refuse, scaled_mm
 from .weight import WEIGHT_OPS, BlockwiseFP8Weight, FP8Cache, on_master
 
 aten = torch.ops.aten
+
+
+def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A view has its base's kind: under inference_mode, views of normal tensors stay normal."""
+
+    @functools.wraps(implementation)
+    def run(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled() == x.is_inference():
+            return implementation(func, x, *args, **kwargs)
+        with torch.inference_mode(x.is_inference()):
+            return implementation(func, x, *args, **kwargs)
+
+    return run
 
 
 def _implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[[Any], Any]:
@@ -57,9 +71,22 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return scaled_mm(_left(a, fp8), _right(b, fp8), bias=bias, out_dtype=a.dtype)
 
 
+def _refuse_untracked(func: Any, *operands: Tensor) -> None:
+    """A weight that reaches an aten product under autograd would get a high-precision gradient."""
+    if torch.is_grad_enabled() and any(
+        isinstance(x, BlockwiseFP8Weight) and x.requires_grad for x in operands
+    ):
+        raise NotImplementedError(
+            f"{func} reached a BlockwiseFP8Weight below F.linear, torch.mm, torch.matmul and "
+            f"torch.addmm, where its gradient would silently be computed in high precision: call "
+            f"one of those, or leave this module unconverted (skip=[...])"
+        )
+
+
 @_implements(ATEN_OPS, aten.mm.default)
 @_implements(WEIGHT_OPS, aten.mm.default)
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    _refuse_untracked(func, a, b)
     return _product(a, b)
 
 
@@ -70,6 +97,7 @@ def _addmm(
 ) -> Tensor:
     if isinstance(bias, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
         refuse(func)
+    _refuse_untracked(func, a, b)
     if bias.ndim == 1 and beta == 1 and alpha == 1:
         return _product(a, b, bias)
     return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
@@ -82,8 +110,12 @@ def _addmm(
     aten.addbmm.default,
     aten.mv.default,
     aten.addmv.default,
+    aten.addmm_.default,
+    aten.addr.default,
     aten.dot.default,
+    aten.vdot.default,
     aten._grouped_mm.default,
+    aten._trilinear.default,
     aten.convolution.default,
 )
 def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,11 +130,13 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @_implements(ATEN_OPS, aten.detach.default, aten.alias.default)
+@_view
 def _alias(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     return x.relabel()
 
 
 @_implements(ATEN_OPS, aten.t.default)
+@_view
 def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     if x.ndim != 2:
         refuse(func)
@@ -110,6 +144,7 @@ def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 
 
 @_implements(ATEN_OPS, aten.transpose.int)
+@_view
 def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> BlockwiseFP8Tensor:
     dims = {dim0 % x.ndim, dim1 % x.ndim}
     if len(dims) == 1:
@@ -125,6 +160,7 @@ def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> Blockw
 
 
 @_implements(ATEN_OPS, aten.permute.default)  # x.T
+@_view
 def _permute(func: Any, x: BlockwiseFP8Tensor, dims: list[int]) -> BlockwiseFP8Tensor:
     if [d % x.ndim for d in dims] != [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2]:
         raise NotImplementedError(
@@ -141,7 +177,8 @@ def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 
 
 @_implements(ATEN_OPS, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> BlockwiseFP8Tensor:
+@_view
+def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> BlockwiseFP8Tensor:
     shape = _infer(list(size), x)
     leading_only = (
         x.block_shape == ROWWISE_BLOCK and x.is_contiguous() and shape[-1:] == [x.shape[-1]]
@@ -271,16 +308,19 @@ def _copy_form(target: Form, source: Form, non_blocking: bool) -> None:
 
 
 @_implements(WEIGHT_OPS, aten.detach.default, aten.alias.default)
+@_view
 def _weight_alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master, cache=w.cache, transposed=w.transposed)
 
 
 @_implements(WEIGHT_OPS, aten.t.default)
+@_view
 def _weight_t(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master.t(), cache=w.cache, transposed=not w.transposed)
 
 
 @_implements(WEIGHT_OPS, aten.transpose.int)
+@_view
 def _weight_transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor:
     if {dim0 % w.ndim, dim1 % w.ndim} != {w.ndim - 2, w.ndim - 1}:
         return on_master(func, (w, dim0, dim1), {})
@@ -289,6 +329,7 @@ def _weight_transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) ->
 
 
 @_implements(WEIGHT_OPS, aten.permute.default)  # w.T
+@_view
 def _weight_permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     last_two_swapped = [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]
     if [d % w.ndim for d in dims] != last_two_swapped:

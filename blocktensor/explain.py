@@ -75,7 +75,7 @@ def explain(
             w = getattr(module, "weight", None)
             if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) and w.ndim == 2:
                 shape = (tokens, w.shape[0], w.shape[1])
-                bias = getattr(module, "bias", None) is not None
+                bias = None if getattr(module, "bias", None) is None else dtype
                 kinds = ("fprop", "dgrad", "wgrad") if w.requires_grad else ("fprop", "dgrad")
                 products += _products(name, shape, kinds, bias, dtype, w.dtype, w.device)
         return Explanation(tuple(products))
@@ -84,7 +84,7 @@ def explain(
         if len(shape) != 3:
             raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
         label = "x".join(str(s) for s in shape)
-        products += _products(label, shape, ("fprop", "dgrad", "wgrad"), False, dtype, dtype, where)
+        products += _products(label, shape, ("fprop", "dgrad", "wgrad"), None, dtype, dtype, where)
     return Explanation(tuple(products))
 
 
@@ -92,7 +92,7 @@ def _products(
     layer: str,
     shape: Shape,
     kinds: Sequence[str],
-    bias: bool,
+    bias: torch.dtype | None,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,

@@ -21,14 +21,11 @@ import torch
 from torch import Tensor
 
 from .ops import checks, library
-from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK
+from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
 from .recipe import DEFAULT_RECIPE, Recipe
 
-Form = tuple[Tensor, Tensor]
-"""e4m3 data and fp32 scale."""
-
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Overrides above autograd for both FP8 types; filled by ``autograd.py``."""
+"""Overrides above autograd for both FP8 types; filled by ``overrides.py``."""
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """What BlockwiseFP8Tensor does below autograd; filled by ``dispatch.py``."""
@@ -167,18 +164,9 @@ class BlockwiseFP8Tensor(Tensor):
         shape = {"shape": x.shape, "dtype": x.dtype, "block_shape": block_shape, "recipe": recipe}
         if block_shape == SQUARE_BLOCK:
             return cls(library.quantize_square(x, recipe.power_of_two), None, **shape)
-        checks.high_precision(x, "the tensor to quantize")
-        if x.ndim == 0:
-            raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
-        matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        if rowwise and columnwise:
-            made = library.quantize_both(matrix, recipe.power_of_two)
-            return cls(made[:2], made[2:], **shape)
-        if rowwise:
-            return cls(library.quantize_rowwise(matrix, recipe.power_of_two), None, **shape)
-        if columnwise:
-            return cls(None, library.quantize_columnwise(matrix, recipe.power_of_two), **shape)
-        raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: choose a form")
+        if not (rowwise or columnwise):
+            raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
+        return cls(*rowwise_block_forms(x, recipe, rowwise, columnwise), **shape)
 
     def rowwise(self) -> Form:
         """The rowwise (data, scale), derived by a byte transpose where 128x128 blocks lack it."""
@@ -212,17 +200,6 @@ class BlockwiseFP8Tensor(Tensor):
                 f"{wanted}=True"
             )
         return library.transpose_square(data, scale)
-
-    def columnwise_only(self) -> BlockwiseFP8Tensor:
-        """A tensor that holds the columnwise form alone, so that the rowwise bytes may be freed."""
-        return BlockwiseFP8Tensor(
-            None,
-            self.columnwise(),
-            shape=self.shape,
-            dtype=self.dtype,
-            block_shape=self.block_shape,
-            recipe=self.recipe,
-        )
 
     def release_rowwise(self) -> None:
         """Drop the rowwise bytes of a tensor that has both forms (a gradient after its dgrad)."""
@@ -345,6 +322,32 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def rowwise_block_forms(
+    x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool
+) -> tuple[Form | None, Form | None]:
+    """The forms asked for of ``x[..., K]`` in 1x128 blocks, leading dimensions flattened."""
+    checks.high_precision(x, "the tensor to quantize")
+    if x.ndim == 0:
+        raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
+    matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if rowwise and columnwise:
+        made = library.quantize_both(matrix, recipe.power_of_two)
+        return made[:2], made[2:]
+    if rowwise:
+        return library.quantize_rowwise(matrix, recipe.power_of_two), None
+    return None, library.quantize_columnwise(matrix, recipe.power_of_two) if columnwise else None
+
+
+def check_recipes(a: Recipe, b: Recipe) -> None:
+    """Two operands round their scales alike, else ValueError."""
+    if a.scale != b.scale:
+        raise ValueError(
+            f"mixed recipes: one operand was cast with Recipe(scale={a.scale!r}), the other with "
+            f"Recipe(scale={b.scale!r}); cast both with one recipe, e.g. "
+            f"blocktensor.quantize(x, recipe=weight.recipe)"
+        )
+
+
 def scaled_mm(
     a: BlockwiseFP8Tensor,
     b: BlockwiseFP8Tensor,
@@ -364,12 +367,7 @@ def scaled_mm(
             f"cannot multiply {list(a.shape)} by {list(b.shape)}: the inner sizes "
             f"{a.shape[1]} and {b.shape[0]} differ"
         )
-    if a.recipe.scale != b.recipe.scale:
-        raise ValueError(
-            f"mixed recipes: the left operand was cast with Recipe(scale={a.recipe.scale!r}), the "
-            f"right one with Recipe(scale={b.recipe.scale!r}); cast both with one recipe, e.g. "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
-        )
+    check_recipes(a.recipe, b.recipe)
     return library.gemm(*a.rowwise(), *b.columnwise(), bias=bias, out_dtype=out_dtype or a.dtype)
 
 

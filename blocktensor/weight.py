@@ -139,6 +139,12 @@ class BlockwiseFP8Weight(Tensor):
             return fp8
         return fp8.relabel(shape=self.shape, strides=self.stride(), transpose=True)
 
+    def replace_master(self, master: Tensor) -> None:
+        """Take another master of the same shape, dtype and device (``weight.data = …``)."""
+        self.master = master
+        recipe = self.cache.recipe
+        self.cache = FP8Cache(master.transpose(-1, -2) if self.transposed else master, recipe)
+
     def invalidate(self) -> None:
         """Cast again at the next use.
 

@@ -1,7 +1,7 @@
 """Which implementation runs: the one place that looks at devices, versions and shapes.
 
-Casts run in Triton on a CUDA GPU with FP8 (sm_89 and later), else in the reference. GEMMs are
-chosen per problem from an ordered registry; ``BLOCKTENSOR_GEMM`` forces one backend by name.
+Casts run in Triton or Gluon on a CUDA GPU with FP8 (sm_89 and later), else in the reference. GEMMs
+are chosen per problem from an ordered registry; ``BLOCKTENSOR_GEMM`` forces one backend by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from .layouts import BLOCK
 
@@ -37,7 +38,7 @@ class GemmProblem:
     b_block: int
     out_dtype: torch.dtype
     device: torch.device
-    bias: bool = False
+    bias: torch.dtype | None = None
     accumulate: bool = False
 
 
@@ -103,12 +104,14 @@ def _cublas_unusable(device: torch.device) -> str | None:
 def _cublas_declines(p: GemmProblem) -> str | None:
     if p.accumulate:
         return "cannot add to an existing output"
-    if p.bias:
-        return "takes no bias"
+    if p.bias is not None and (p.bias, p.out_dtype) != (torch.bfloat16, torch.bfloat16):
+        return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
     if p.out_dtype not in (torch.bfloat16, torch.float32):
         return f"output {p.out_dtype} not supported"
     if p.a_block == p.b_block == BLOCK:
         return "no 128x128 by 128x128 kernel"
+    if p.k == 0:
+        return "nothing to contract"
     if p.k % 16 or p.n % 16:
         return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
     if (p.a_block == 1 and p.m % 4) or (p.b_block == 1 and p.n % 4):
@@ -187,20 +190,32 @@ def _warn_slow(device: torch.device, why: str) -> None:
 
 @functools.cache
 def gemm_module(name: str) -> ModuleType:
-    """The module behind a backend's name; it offers ``gemm``, and ``gemm_add_`` unless it declines."""
+    """The module behind a backend's name; has ``gemm`` and, unless it declines, ``gemm_add_``."""
     return importlib.import_module(next(b.module for b in GEMM_BACKENDS if b.name == name))
 
 
+def cast_module(x: Tensor, *, columnwise: bool = False) -> ModuleType:
+    """Where casts of ``x`` run; ``columnwise``: also or only columnwise, which Gluon does best."""
+    cast, _, fast = _cast_modules(x.device.type, x.device.index)
+    return fast if columnwise and fast is not None and fast.takes(x) else cast
+
+
+def transpose_module(x: Tensor) -> ModuleType:
+    """Where byte transposes and dequantizes of ``x`` run."""
+    return _cast_modules(x.device.type, x.device.index)[1]
+
+
 @functools.cache
-def cast_modules(device_type: str, index: int) -> tuple[ModuleType, ModuleType]:
-    """Where casts, and where transpose and dequantize, run on a device: reference or Triton."""
-    if _triton_unusable(torch.device(device_type, index)) is None:
-        return (
-            importlib.import_module("blocktensor.ops.triton.cast"),
-            importlib.import_module("blocktensor.ops.triton.transpose"),
-        )
-    reference = importlib.import_module("blocktensor.ops.reference")
-    return reference, reference
+def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType, ModuleType | None]:
+    if _triton_unusable(torch.device(kind, index)) is not None:
+        reference = importlib.import_module("blocktensor.ops.reference")
+        return reference, reference, None
+    gluon = importlib.util.find_spec("triton.experimental.gluon") is not None
+    return (
+        importlib.import_module("blocktensor.ops.triton.cast"),
+        importlib.import_module("blocktensor.ops.triton.transpose"),
+        importlib.import_module("blocktensor.ops.gluon.cast") if gluon else None,
+    )
 
 
 def _index(device: torch.device) -> int:

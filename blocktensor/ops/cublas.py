@@ -16,12 +16,11 @@ def gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See :func:`blocktensor.ops.reference.gemm`; no bias, shapes as ``backends`` allows."""
-    assert bias is None, "backends.py sends GEMMs with a bias elsewhere"
+    """See :func:`blocktensor.ops.reference.gemm`; shapes and bias as ``backends`` allows."""
     a_scale, a_kind = _operand(a, a_scale)
     b_scale, b_kind = _operand(b, b_scale)
     return torch.nn.functional.scaled_mm(
-        a, b.t(), a_scale, a_kind, b_scale, b_kind, output_dtype=out_dtype
+        a, b.t(), a_scale, a_kind, b_scale, b_kind, bias=bias, output_dtype=out_dtype
     )
 
 

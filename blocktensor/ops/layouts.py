@@ -20,6 +20,9 @@ from torch import Tensor
 BLOCK = 128
 """Edge of a block, in elements: the K of one promoted partial product."""
 
+Form = tuple[Tensor, Tensor]
+"""e4m3 data and its fp32 scales."""
+
 ROWWISE_BLOCK = (1, BLOCK)
 SQUARE_BLOCK = (BLOCK, BLOCK)
 
@@ -41,8 +44,24 @@ def pad4(size: int) -> int:
 
 def empty_rowwise_scale(rows: int, cols: int, device: torch.device) -> Tensor:
     """Uninitialised fp32 scales of 1x128 blocks, ``[rows, ceil(cols/128)]``, column-major."""
-    buffer = torch.empty((num_blocks(cols), pad4(rows)), dtype=torch.float32, device=device)
-    return buffer.t()[:rows]
+    blocks, padded = num_blocks(cols), pad4(rows)
+    if (
+        padded == rows
+    ):  # one call instead of three: allocation is a good part of a launch's host time
+        return torch.empty_strided((rows, blocks), (1, rows), dtype=torch.float32, device=device)
+    return torch.empty((blocks, padded), dtype=torch.float32, device=device).t()[:rows]
+
+
+def empty_rowwise_form(rows: int, cols: int, device: torch.device) -> Form:
+    """Uninitialised e4m3 data ``[rows, cols]`` and the scales of its 1x128 blocks."""
+    data = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=device)
+    return data, empty_rowwise_scale(rows, cols, device)
+
+
+def empty_square_form(shape: Sequence[int], device: torch.device) -> Form:
+    """Uninitialised e4m3 data of ``shape`` ``[..., R, C]`` and the scales of its 128x128 blocks."""
+    data = torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device=device)
+    return data, empty_square_scale(shape, device)
 
 
 def empty_square_scale(shape: Sequence[int], device: torch.device) -> Tensor:
@@ -50,7 +69,7 @@ def empty_square_scale(shape: Sequence[int], device: torch.device) -> Tensor:
     *lead, rows, cols = shape
     n_rows, n_cols = num_blocks(rows), num_blocks(cols)
     buffer = torch.empty((*lead, n_rows, pad4(n_cols)), dtype=torch.float32, device=device)
-    return buffer[..., :n_cols]
+    return buffer if n_cols % 4 == 0 else buffer[..., :n_cols]
 
 
 def square_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

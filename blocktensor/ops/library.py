@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from . import backends, checks
-from .layouts import (
-    empty_rowwise_scale,
-    empty_square_scale,
-    rows_per_scale,
-)
+from .layouts import Form, empty_rowwise_form, empty_square_form, rows_per_scale
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -42,43 +38,31 @@ def _register(name: str, schema: str, mutates: tuple[str, ...] = ()) -> Callable
     return wrap
 
 
-def _cast_module(x: Tensor) -> Any:
-    return backends.cast_modules(x.device.type, x.device.index or 0)[0]
-
-
-def _transpose_module(x: Tensor) -> Any:
-    return backends.cast_modules(x.device.type, x.device.index or 0)[1]
-
-
-def _empty_data(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-
-
 # Casts
 
 
-def _quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _cast_module(x).quantize_rowwise(x, power_of_two)
+def _quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
+    return backends.cast_module(x).quantize_rowwise(x, power_of_two)
 
 
-def _quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _cast_module(x).quantize_columnwise(x, power_of_two)
+def _quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
+    return backends.cast_module(x, columnwise=True).quantize_columnwise(x, power_of_two)
 
 
 def _quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _cast_module(x).quantize_both(x, power_of_two)
+    return backends.cast_module(x, columnwise=True).quantize_both(x, power_of_two)
 
 
-def _quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _cast_module(x).quantize_square(x, power_of_two)
+def _quantize_square(x: Tensor, power_of_two: bool) -> Form:
+    return backends.cast_module(x).quantize_square(x, power_of_two)
 
 
-def _transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _transpose_module(data).transpose_square(data, scale)
+def _transpose_square(data: Tensor, scale: Tensor) -> Form:
+    return backends.transpose_module(data).transpose_square(data, scale)
 
 
 def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _transpose_module(data).dequantize(data, scale, dtype)
+    return backends.transpose_module(data).dequantize(data, scale, dtype)
 
 
 _PAIR = "(Tensor x, bool power_of_two) -> (Tensor, Tensor)"
@@ -97,33 +81,30 @@ _dequantize_op = _register("dequantize", "(Tensor data, Tensor scale, ScalarType
 
 
 @_rowwise_op.register_fake
-def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    return _empty_data(x, (m, k)), empty_rowwise_scale(m, k, x.device)
+def _(x: Tensor, power_of_two: bool) -> Form:
+    return empty_rowwise_form(x.shape[0], x.shape[1], x.device)
 
 
 @_columnwise_op.register_fake
-def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    return _empty_data(x, (k, m)), empty_rowwise_scale(k, m, x.device)
+def _(x: Tensor, power_of_two: bool) -> Form:
+    return empty_rowwise_form(x.shape[1], x.shape[0], x.device)
 
 
 @_both_op.register_fake
 def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, k = x.shape
-    row = _empty_data(x, (m, k)), empty_rowwise_scale(m, k, x.device)
-    return *row, _empty_data(x, (k, m)), empty_rowwise_scale(k, m, x.device)
+    return *empty_rowwise_form(m, k, x.device), *empty_rowwise_form(k, m, x.device)
 
 
 @_square_op.register_fake
-def _(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _empty_data(x, tuple(x.shape)), empty_square_scale(x.shape, x.device)
+def _(x: Tensor, power_of_two: bool) -> Form:
+    return empty_square_form(x.shape, x.device)
 
 
 @_transpose_op.register_fake
-def _(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _(data: Tensor, scale: Tensor) -> Form:
     *lead, n, k = data.shape
-    return _empty_data(data, (*lead, k, n)), empty_square_scale((*lead, k, n), data.device)
+    return empty_square_form((*lead, k, n), data.device)
 
 
 @_dequantize_op.register_fake
@@ -131,7 +112,7 @@ def _(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)
 
 
-def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 1x128 blocks; see :func:`blocktensor.ops.reference.quantize_rowwise`.
 
     Raises:
@@ -141,7 +122,7 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     return (_rowwise_op if _must_be_seen(x) else _quantize_rowwise)(x, power_of_two)
 
 
-def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 128x1 blocks, data written ``[K, M]``."""
     _check_matrix(x)
     return (_columnwise_op if _must_be_seen(x) else _quantize_columnwise)(x, power_of_two)
@@ -153,14 +134,14 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
     return (_both_op if _must_be_seen(x) else _quantize_both)(x, power_of_two)
 
 
-def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[N, K]`` or ``x[E, N, K]`` in 128x128 blocks."""
     checks.high_precision(x, "the tensor to quantize")
     checks.rank(x, (2, 3), "the tensor to quantize", "128x128 blocks need [N, K] or [E, N, K]")
     return (_square_op if _must_be_seen(x) else _quantize_square)(x, power_of_two)
 
 
-def transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """Exact transpose of 128x128 ``data[..., N, K]`` and its scales."""
     return (_transpose_op if _must_be_seen(data) else _transpose_square)(data, scale)
 
@@ -186,7 +167,7 @@ def _problem(
     b: Tensor,
     b_scale: Tensor,
     out_dtype: torch.dtype,
-    bias: bool,
+    bias: torch.dtype | None,
     accumulate: bool,
 ) -> backends.GemmProblem:
     m, n = a.shape[0], b.shape[0]
@@ -211,7 +192,9 @@ def _gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    problem = _problem(a, a_scale, b, b_scale, out_dtype, bias is not None, False)
+    problem = _problem(
+        a, a_scale, b, b_scale, out_dtype, None if bias is None else bias.dtype, False
+    )
     if 0 in (problem.m, problem.n):
         return torch.empty((problem.m, problem.n), dtype=out_dtype, device=a.device)
     module = backends.gemm_module(backends.choose_gemm(problem).name)
@@ -219,7 +202,7 @@ def _gemm(
 
 
 def _gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
-    problem = _problem(a, a_scale, b, b_scale, out.dtype, False, True)
+    problem = _problem(a, a_scale, b, b_scale, out.dtype, None, True)
     if 0 not in (problem.m, problem.n, problem.k):
         module = backends.gemm_module(backends.choose_gemm(problem).name)
         module.gemm_add_(out, a, a_scale, b, b_scale)
@@ -287,8 +270,13 @@ def gemm(
                 f"the bias has shape {list(bias.shape)}: expected [{b.shape[0]}], one entry for "
                 f"each output column"
             )
-    run = _gemm_op if _must_be_seen(a) else _gemm
-    return run(a, a_scale, b, b_scale, bias, out_dtype)
+    return gemm_forms((a, a_scale), (b, b_scale), bias, out_dtype)
+
+
+def gemm_forms(a: Form, b: Form, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """:func:`gemm` of operands known to fit: made by this package, shapes checked by the caller."""
+    run = _gemm_op if _must_be_seen(a[0]) else _gemm
+    return run(*a, *b, bias, out_dtype)
 
 
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

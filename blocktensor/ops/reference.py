@@ -52,7 +52,7 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, num_blocks(k), BLOCK)  # [M, K/128, 128]
     scale = scale_from_amax(blocks.abs().amax(-1), power_of_two)  # [M, K/128]
-    data = to_e4m3(blocks / scale.unsqueeze(-1)).view(m, -1)[:, :k].contiguous()
+    data = to_e4m3(blocks / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
     return data, empty_rowwise_scale(m, k, x.device).copy_(scale)
 
 

@@ -11,14 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layouts import BLOCK, ceil_div, empty_rowwise_scale, empty_square_scale, num_blocks
+from ..layouts import BLOCK, Form, ceil_div, empty_rowwise_form, empty_square_form, num_blocks
 from .launch import Launch
 from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
-
-
-@triton.jit
-def _spread(x, like):
-    return x + tl.zeros(like.shape, tl.float32)  # div_rn and fma do not broadcast by themselves
 
 
 @triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
@@ -81,9 +76,9 @@ def cast_1x128_kernel(
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(
             x,
-            _spread(pre[:, None], x),
-            _spread(r[:, None], x),
-            _spread(e[:, None], x),
+            pre[:, None],
+            r[:, None],
+            e[:, None],
             METHOD,
             POWER_OF_TWO,
         ).to(tl.float8e4nv)
@@ -103,9 +98,9 @@ def cast_1x128_kernel(
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(
             x,
-            _spread(pre[None, :], x),
-            _spread(r[None, :], x),
-            _spread(e[None, :], x),
+            pre[None, :],
+            r[None, :],
+            e[None, :],
             METHOD,
             POWER_OF_TWO,
         ).to(tl.float8e4nv)
@@ -159,7 +154,7 @@ def cast_128x128_kernel(
     scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
     tl.store(scale_ptr + (matrix * blocks_n + block_n) * scale_ld + block_k, scale)
     pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-    q = quotient(w, _spread(pre, w), _spread(r, w), _spread(e, w), METHOD, POWER_OF_TWO)
+    q = quotient(w, pre, r, e, METHOD, POWER_OF_TWO)
     q = q.to(tl.float8e4nv)
     target = (
         data_ptr + (matrix * rows + first_n) * cols + first_k + (n[:, None] * cols + k[None, :])
@@ -174,10 +169,8 @@ def _method(dtype: torch.dtype) -> str:
     return "divide" if dtype == torch.float32 else "corrected"
 
 
-def _num_warps(x: Tensor, tile: int) -> int:
-    # Registers are what a tile costs: twice the warps where elements are wide or loads are scalar.
-    vectorised = x.stride(-1) == 1 and x.stride(-2) % 8 == 0
-    return tile // (32 * (64 if x.element_size() == 2 and vectorised else 32))
+def _vectorised(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(-2) % 8 == 0
 
 
 def _wide(*strides: int) -> bool:
@@ -186,8 +179,8 @@ def _wide(*strides: int) -> bool:
 
 def plan_1x128(
     x: Tensor,
-    row: tuple[Tensor, Tensor] | None,
-    col: tuple[Tensor, Tensor] | None,
+    row: Form | None,
+    col: Form | None,
     power_of_two: bool,
 ) -> Launch:
     """The launch that casts ``x[M, K]`` into the outputs given, each (data, scale) or None."""
@@ -210,7 +203,7 @@ def plan_1x128(
             "POWER_OF_TWO": power_of_two,
             "METHOD": _method(x.dtype),
         },
-        {"num_warps": _num_warps(x, tile_m * BLOCK) if col else 4},
+        {"num_warps": 4 if col is None else 16 if x.dtype == torch.float32 else 8},
     )  # fmt: skip
 
 
@@ -230,45 +223,41 @@ def plan_128x128(w: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> 
             "POWER_OF_TWO": power_of_two,
             "METHOD": _method(w.dtype),
         },
-        {"num_warps": _num_warps(w, BLOCK * BLOCK)},
+        {"num_warps": 16 if w.dtype == torch.float32 or not _vectorised(w) else 8},
     )  # fmt: skip
 
 
-def _empty_e4m3(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-
-
-def _empty_form(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _empty_e4m3((rows, cols), device), empty_rowwise_scale(rows, cols, device)
-
-
-def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_rowwise`."""
     m, k = x.shape
-    form = _empty_form(m, k, x.device)
+    form = empty_rowwise_form(m, k, x.device)
     plan_1x128(x, form, None, power_of_two)()
     return form
 
 
-def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
     m, k = x.shape
-    form = _empty_form(k, m, x.device)
+    form = empty_rowwise_form(k, m, x.device)
     plan_1x128(x, None, form, power_of_two)()
     return form
 
 
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
+    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
+
+    But for fp32 that cannot be loaded in vectors: both casts of a tile would spill registers.
+    """
+    if x.dtype == torch.float32 and not _vectorised(x):
+        return *quantize_rowwise(x, power_of_two), *quantize_columnwise(x, power_of_two)
     m, k = x.shape
-    row, col = _empty_form(m, k, x.device), _empty_form(k, m, x.device)
+    row, col = empty_rowwise_form(m, k, x.device), empty_rowwise_form(k, m, x.device)
     plan_1x128(x, row, col, power_of_two)()
     return *row, *col
 
 
-def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_square`."""
-    data = _empty_e4m3(tuple(x.shape), x.device)
-    scale = empty_square_scale(x.shape, x.device)
-    plan_128x128(x, data, scale, power_of_two)()
-    return data, scale
+    form = empty_square_form(x.shape, x.device)
+    plan_128x128(x, *form, power_of_two)()
+    return form

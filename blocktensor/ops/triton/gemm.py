@@ -96,7 +96,7 @@ def plan_gemm(
 ) -> Launch:
     """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile."""
     (m, k), n = a.shape, b.shape[0]
-    tile_m = 32 if m <= 32 else 64 if m <= 64 else 128
+    tile_m = 64 if m <= 64 else 128
     tiles_m, tiles_n = ceil_div(m, tile_m), ceil_div(n, BLOCK)
     return Launch(
         gemm_kernel,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a Triton kernel.
+class Launch(NamedTuple):
+    """One launch of a Triton or Gluon kernel.
 
     Planning needs shapes, strides and dtypes only, so that a launch planned from meta tensors can
     be compiled for a GPU this machine does not have.
@@ -20,15 +18,15 @@ class Launch:
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
-    options: dict[str, int] = field(default_factory=dict)
+    options: dict[str, int]
 
     def __call__(self) -> None:
         """Launch on the current stream; an empty grid launches nothing."""
-        if not all(self.grid):
+        if 0 in self.grid:
             return
         device = self.args[0].device  # Triton launches on the current device, whatever its args
-        if device.index != torch.cuda.current_device():
+        if device.index == torch.cuda.current_device():
+            self.kernel[self.grid](*self.args, **self.constants, **self.options)
+        else:
             with torch.cuda.device(device):
                 self.kernel[self.grid](*self.args, **self.constants, **self.options)
-        else:
-            self.kernel[self.grid](*self.args, **self.constants, **self.options)

@@ -34,11 +34,11 @@ def scale_from_bits(amax_bits, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr)
     finite = amax_bits < INF_BITS
     if METHOD == "corrected":
         first = amax * ONE_448TH
-        rest = tl.fma(first, tl.full(amax.shape, -448.0, tl.float32), amax)
-        scale = tl.fma(rest, tl.full(amax.shape, ONE_448TH, tl.float32), first)
+        rest = tl.fma(first, -448.0, amax)
+        scale = tl.fma(rest, ONE_448TH, first)
         scale = tl.where(finite, scale, amax)
     else:
-        scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+        scale = tl.div_rn(amax, 448.0)
     if POWER_OF_TWO:
         rounded_up = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(finite, rounded_up.to(tl.float32, bitcast=True), scale)
@@ -55,29 +55,28 @@ def _approximate_reciprocal(x):
 
 @triton.jit
 def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    # What `quotient` needs of a block, (pre, r, e): formed once a block, broadcast by the caller.
-    one = tl.full(scale.shape, 1.0, tl.float32)
+    # What `quotient` needs of a block, (pre, r, e), formed once a block.
     if POWER_OF_TWO:  # 2^127 - exponent, as bits; Inf and NaN blocks multiply by 0 and NaN
         bits = scale.to(tl.int32, bitcast=True)
         r = (0x7F000000 - bits).to(tl.float32, bitcast=True)
         r = tl.where(amax_bits < INF_BITS, r, tl.where(amax_bits == INF_BITS, 0.0, scale))
-        return one, r, one
+        return r, r, r
     elif METHOD == "corrected":
         pre = tl.where(amax_bits < TINY_BITS, TWO_64, 1.0)
         s = scale * pre
         r = _approximate_reciprocal(s)
         # r <= 1/s makes e >= 0, so that a negative zero stays negative
-        e = tl.fma(-s, r, one)
+        e = tl.fma(-s, r, 1.0)
         r = tl.where(e < 0, (r.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), r)
-        e = tl.where(amax_bits < INF_BITS, tl.fma(-s, r, one) * r, 0.0)
+        e = tl.where(amax_bits < INF_BITS, tl.fma(-s, r, 1.0) * r, 0.0)
         return pre, r, e
     else:
-        return one, scale, one
+        return scale, scale, scale
 
 
 @triton.jit
 def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    # x / scale, as far as e4m3 rounding can tell. The operands already have x's shape.
+    # x / scale, as far as e4m3 rounding can tell; (pre, r, e) broadcast against x.
     if POWER_OF_TWO:
         return x * r
     elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order

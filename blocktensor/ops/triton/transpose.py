@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layouts import BLOCK, ceil_div, empty_square_scale, num_blocks, rows_per_scale
+from ..layouts import BLOCK, Form, ceil_div, empty_square_form, num_blocks, rows_per_scale
 from .launch import Launch
 
 
@@ -133,13 +133,12 @@ def plan_dequantize(data: Tensor, scale: Tensor, out: Tensor) -> Launch:
     )  # fmt: skip
 
 
-def transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """See :func:`blocktensor.ops.reference.transpose_square`."""
     *lead, n, k = data.shape
-    out = torch.empty((*lead, k, n), dtype=data.dtype, device=data.device)
-    out_scale = empty_square_scale(out.shape, data.device)
-    plan_transpose(data, scale, out, out_scale)()
-    return out, out_scale
+    out = empty_square_form((*lead, k, n), data.device)
+    plan_transpose(data, scale, *out)()
+    return out
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

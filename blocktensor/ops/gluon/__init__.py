@@ -1,0 +1,1 @@
+"""Kernels in Gluon, where the layout of registers decides the speed."""

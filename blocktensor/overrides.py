@@ -1,0 +1,113 @@
+"""What torch functions do on the two FP8 types, above autograd.
+
+Products lead to the FP8 linear: ``matmul(a, b)`` is ``linear(a, b.t())``, since t() of an FP8
+operand is a relabelling. Products without an FP8 path are refused. All else falls through to
+``dispatch.py``, below autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import linear
+from .tensor import TORCH_FUNCTIONS
+from .weight import BlockwiseFP8Weight
+
+
+def _overrides(*functions: Any) -> Callable[[Any], Any]:
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            TORCH_FUNCTIONS[function] = implementation
+        return implementation
+
+    return register
+
+
+@_overrides(F.linear)
+def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(input, BlockwiseFP8Weight):
+        input = input.master
+    return linear(input, weight, bias)
+
+
+@_overrides(torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if out is not None:
+        raise NotImplementedError("FP8 products return a new tensor: out= is not supported")
+    if other.ndim == 2 and not isinstance(input, BlockwiseFP8Weight):
+        return linear(input, other.t())
+    if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
+        return linear(other.t(), input).t()
+    raise NotImplementedError(
+        f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
+        f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or use "
+        f".master of a BlockwiseFP8Weight, to compute in high precision"
+    )
+
+
+@_overrides(Tensor.__rmatmul__)
+def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
+    return _matmul_override(other, self)
+
+
+@_overrides(torch.addmm, Tensor.addmm)
+def _addmm_override(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+) -> Tensor:
+    if (
+        input.ndim == 1
+        and beta == 1
+        and alpha == 1
+        and out is None
+        and not (isinstance(mat1, BlockwiseFP8Weight))
+    ):
+        return linear(mat1, mat2.t(), input)
+    product = _matmul_override(mat1, mat2, out=out)
+    return product.mul(alpha).add(input, alpha=beta)
+
+
+@_overrides(Tensor.data.__get__)
+def _get_data(tensor: Tensor) -> Tensor:
+    # detach() shares the version counter, which .data does not: writes through it are noticed
+    return tensor.detach()
+
+
+@_overrides(Tensor.data.__set__)
+def _set_data(tensor: Tensor, new: Tensor) -> None:
+    same = (tensor.shape, tensor.dtype, tensor.device) == (new.shape, new.dtype, new.device)
+    if not (isinstance(tensor, BlockwiseFP8Weight) and same):
+        raise NotImplementedError(
+            f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {new.dtype} "
+            f"on {new.device}: use .copy_(), or torch.utils.swap_tensors to change the type"
+        )
+    tensor.replace_master(new.master if isinstance(new, BlockwiseFP8Weight) else new.detach())
+
+
+def _no_fp8_path(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} has no FP8 path, and computing it in high precision would be silent: use "
+            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with .master "
+            f"of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
+        )
+
+    return refuse
+
+
+_PRODUCTS_WITHOUT_FP8 = {
+    torch: "einsum tensordot inner bmm baddbmm addbmm mv addmv dot vdot chain_matmul bilinear "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm",
+    F: "bilinear conv1d conv2d conv3d grouped_mm multi_head_attention_forward "
+    "scaled_dot_product_attention",
+    torch.linalg: "matmul multi_dot vecdot",
+    Tensor: "inner bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
+}
+for _namespace, _names in _PRODUCTS_WITHOUT_FP8.items():
+    for _name in _names.split():
+        if hasattr(_namespace, _name):
+            TORCH_FUNCTIONS[getattr(_namespace, _name)] = _no_fp8_path(_name)

@@ -1,0 +1,45 @@
+"""What every test shares: GPU tests are skipped without one, fresh memory holds NaN."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# cuBLAS refuses deterministic mode (see `poisoned_memory`) without this, read at its first use.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
+
+_GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count()
+    for item in items:
+        needed = max(
+            (n for mark, n in _GPUS_NEEDED.items() if item.get_closest_marker(mark)), default=0
+        )
+        if needed > found:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and where there is one the current GPU."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill memory that an op allocates but does not write with NaN (integers: their maximum).
+
+    Whatever is read before it is written, or never written, then shows. This is torch's own
+    deterministic mode: unlike a patched ``torch.empty`` it also covers allocations in C++.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -1,0 +1,142 @@
+"""Shared by the tests: small models, the specification spelled out, and instruments."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, to_blockwise_fp8_weights
+from blocktensor.ops import reference
+
+FP32_SCALES = Recipe()
+POWER_OF_TWO = Recipe(scale="power_of_two")
+RECIPES = (FP32_SCALES, POWER_OF_TWO)
+FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
+
+
+def randn(
+    *shape: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    grad: bool = False,
+) -> Tensor:
+    """Normal data, the same on every device."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(device, dtype).requires_grad_(grad)
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    """``x`` with every hundredth entry a hundred times larger, spread over rows and columns."""
+    chosen = torch.rand(x.shape, generator=torch.Generator().manual_seed(99)) < 0.01
+    return torch.where(chosen.to(x.device), x * 100, x)
+
+
+def linear(
+    n: int,
+    k: int,
+    *,
+    recipe: Recipe = FP32_SCALES,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    frozen: bool = False,
+) -> nn.Linear:
+    """A converted nn.Linear with weights of ordinary size."""
+    module = nn.Linear(k, n, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        module.weight.copy_(randn(n, k, seed=1, dtype=dtype) / math.sqrt(k))
+        if bias:
+            module.bias.copy_(randn(n, seed=2, dtype=dtype))
+    module.weight.requires_grad_(not frozen)
+    to_blockwise_fp8_weights(module, recipe)
+    return module
+
+
+def plain(w: Tensor) -> Tensor:
+    """The high-precision values of a weight, as a plain tensor of their own."""
+    return (w.master if isinstance(w, BlockwiseFP8Weight) else w).detach().clone()
+
+
+def composed(
+    x: Tensor, w: Tensor, grad: Tensor, recipe: Recipe = FP32_SCALES, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of a linear, written out with the reference ops alone; matrices only."""
+    p2 = recipe.power_of_two
+    y = reference.gemm(
+        *reference.quantize_rowwise(x, p2), *reference.quantize_square(w, p2), bias, x.dtype
+    )
+    w_columnwise = reference.quantize_square(w.t().contiguous(), p2)
+    dx = reference.gemm(*reference.quantize_rowwise(grad, p2), *w_columnwise, None, x.dtype)
+    dw = reference.gemm(
+        *reference.quantize_rowwise(grad.t(), p2),
+        *reference.quantize_rowwise(x.t(), p2),
+        None,
+        w.dtype,
+    )
+    return y, dx, dw
+
+
+def assert_matches(actual: Tensor, expected: Tensor) -> None:
+    """Bit-equal on the CPU; on a GPU equal but for the order of fp32 sums."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    if actual.device.type == "cpu":
+        assert torch.equal(actual, expected)
+        return
+    bound = 2e-4 if actual.dtype == torch.float32 else 4e-3
+    error = (actual.double() - expected.double()).norm()
+    assert error <= bound * expected.double().norm(), f"relative error {error / expected.norm()}"
+
+
+def sqnr(actual: Tensor, exact: Tensor) -> float:
+    """Signal to quantization noise, in dB."""
+    noise = (actual.double() - exact.double()).square().sum()
+    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
+
+
+def complaint(kind: type[Exception], run: Callable[[], Any]) -> str:
+    """The text of the exception of exactly this type that ``run`` raises, in short lines."""
+    with pytest.raises(kind) as error:
+        run()
+    assert type(error.value) is kind
+    return textwrap.fill(str(error.value), 88)
+
+
+_VIEWS = ("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "permute")
+
+
+class Trace(TorchDispatchMode):
+    """The names of the ops that run, views of plain tensors left out.
+
+    Ops inside the FP8 types' own dispatch are among them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func).removesuffix(".default")
+        fp8 = sorted(
+            {type(x).__name__ for x in tree_leaves((args, kwargs)) if type(x) in FP8_TYPES}
+        )
+        if fp8:
+            self.ops.append(f"{name} of {' and '.join(fp8)}")
+            return NotImplemented  # hands the op to the tensor's type, with this mode still on
+        if func.overloadpacket.__name__ not in _VIEWS:
+            self.ops.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, part: str) -> int:
+        """How many ops have ``part`` in their name."""
+        return sum(part in op for op in self.ops)

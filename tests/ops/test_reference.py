@@ -1,0 +1,280 @@
+"""The reference casts against an explicit loop over blocks with its own e4m3 rounding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blocktensor.ops import reference
+from tests.numeric import (
+    DTYPES,
+    E4M3,
+    KINDS,
+    MAGNITUDES,
+    assert_same,
+    cast_by_blocks,
+    e4m3_bytes,
+    e4m3_values,
+    values,
+    view_of,
+)
+
+ROUNDINGS = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
+SIZES = (0, 1, 127, 128, 129, 130, 300, 576)
+ROW, SQUARE = (1, 128), (128, 128)
+
+Cast = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+
+
+def check(cast: Cast, x: Tensor, block: tuple[int, int], power_of_two: bool) -> None:
+    """``cast(x)`` equals the oracle's cast of ``x``, byte for byte."""
+    data, scale = cast(x, power_of_two)
+    want_data, want_scale = cast_by_blocks(x, block, power_of_two)
+    assert data.is_contiguous()
+    assert_same(data, torch.from_numpy(want_data).view(E4M3))
+    assert_same(scale, torch.from_numpy(want_scale))
+
+
+def columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The columnwise cast of ``x.t()``, which has to be the rowwise cast of ``x``."""
+    return reference.quantize_columnwise(x.t(), power_of_two)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def one_block(*numbers: float) -> Tensor:
+    return torch.tensor([numbers], dtype=torch.float32)
+
+
+# The oracle itself
+
+
+def test_oracle_rounds_as_torch_does_on_finite_values() -> None:
+    bits = torch.arange(0, 2**32, 4099, dtype=torch.int64).to(torch.int32)
+    x = bits.view(torch.float32)
+    x = x[x.isfinite() & (x.abs() <= 448)]
+    assert len(x) > 400_000
+    assert_same(x.to(E4M3), torch.from_numpy(e4m3_bytes(x.double().numpy())).view(E4M3))
+
+
+def test_oracle_knows_every_byte() -> None:
+    data = torch.arange(256, dtype=torch.uint8).view(E4M3)
+    np.testing.assert_array_equal(e4m3_values(data), data.double().numpy())
+    assert MAGNITUDES[-1] == reference.E4M3_MAX == 448
+
+
+# Casts
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("cast", "block"),
+    [(reference.quantize_rowwise, ROW), (columnwise, ROW), (reference.quantize_square, SQUARE)],
+    ids=["rowwise", "columnwise", "square"],
+)
+def test_every_shape(
+    cast: Cast, block: tuple[int, int], dtype: torch.dtype, power_of_two: bool, rng: torch.Generator
+) -> None:
+    kinds = itertools.cycle(KINDS)
+    for rows, cols in itertools.product(SIZES, SIZES):
+        if rows * cols <= 576 * 130:
+            check(cast, values(next(kinds), rows, cols, dtype, rng), block, power_of_two)
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_value(
+    kind: str, dtype: torch.dtype, power_of_two: bool, rng: torch.Generator
+) -> None:
+    x = values(kind, 130, 300, dtype, rng)
+    check(reference.quantize_rowwise, x, ROW, power_of_two)
+    check(columnwise, x, ROW, power_of_two)
+    check(reference.quantize_square, x, SQUARE, power_of_two)
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("view", ["transposed", "sliced", "stepped", "one row", "overlapping"])
+def test_strided_inputs(view: str, power_of_two: bool, rng: torch.Generator) -> None:
+    x = view_of(view, "bits", 130, 129, torch.bfloat16, rng)
+    assert not x.is_contiguous()
+    check(reference.quantize_rowwise, x, ROW, power_of_two)
+    check(columnwise, x, ROW, power_of_two)
+    check(reference.quantize_square, x, SQUARE, power_of_two)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 260),
+    cols=st.integers(0, 260),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+    power_of_two=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    rows: int, cols: int, kind: str, dtype: torch.dtype, power_of_two: bool, seed: int
+) -> None:
+    x = values(kind, rows, cols, dtype, torch.Generator().manual_seed(seed))
+    check(reference.quantize_rowwise, x, ROW, power_of_two)
+    check(reference.quantize_square, x, SQUARE, power_of_two)
+
+
+@ROUNDINGS
+def test_both_is_rowwise_and_columnwise(power_of_two: bool, rng: torch.Generator) -> None:
+    x = values("nan", 130, 300, torch.bfloat16, rng)
+    row, col = reference.quantize_rowwise(x, power_of_two), columnwise(x.t(), power_of_two)
+    for got, want in zip(reference.quantize_both(x, power_of_two), (*row, *col), strict=True):
+        assert_same(got, want)
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("shape", [(3, 130, 300), (2, 128, 256), (1, 1, 129), (0, 5, 7), (2, 0, 9)])
+def test_a_stack_is_cast_matrix_by_matrix(
+    shape: tuple[int, int, int], power_of_two: bool, rng: torch.Generator
+) -> None:
+    x = values("bits", shape[0] * shape[1], shape[2], torch.bfloat16, rng).view(shape)
+    data, scale = reference.quantize_square(x, power_of_two)
+    assert data.shape == shape
+    for i, matrix in enumerate(x):
+        want_data, want_scale = reference.quantize_square(matrix, power_of_two)
+        assert_same(data[i], want_data)
+        assert_same(scale[i], want_scale)
+
+
+# Scales
+
+
+def test_a_zero_block_has_scale_one_and_keeps_its_signs() -> None:
+    x = torch.tensor([0.0, -0.0, -0.0]).repeat(1, 100)  # [1, 300]
+    data, scale = reference.quantize_rowwise(x, False)
+    assert scale.tolist() == [[1.0, 1.0, 1.0]]
+    assert data.view(torch.uint8).tolist() == [[0x00, 0x80, 0x80] * 100]
+
+
+@pytest.mark.parametrize(
+    ("amax", "fp32", "power_of_two"),
+    [
+        (448.0, 1.0, 1.0),
+        (896.0, 2.0, 2.0),
+        (449.0, 449 / 448, 2.0),
+        (1.0, 1 / 448, 2.0**-8),
+        (448 * 2.0**-126, 2.0**-126, 2.0**-126),
+        (448 * 2.0**-127, 2.0**-127, 2.0**-126),  # a subnormal scale
+        (448 * 2.0**-149, 2.0**-149, 2.0**-126),
+        (224 * 2.0**-149, 1.0, 1.0),  # half the smallest scale: rounds to even, to zero
+        (225 * 2.0**-149, 2.0**-149, 2.0**-126),
+        (2.0**-149, 1.0, 1.0),
+        (3.4028234663852886e38, 3.4028234663852886e38 / 448, 2.0**120),
+    ],
+)
+def test_scale_of_an_amax(amax: float, fp32: float, power_of_two: float) -> None:
+    for wanted, rounding in ((fp32, False), (power_of_two, True)):
+        got = reference.scale_from_amax(torch.tensor([amax]), rounding)
+        assert_same(got, torch.tensor([wanted]))
+
+
+def test_power_of_two_scales_are_the_least_that_avoid_saturation(rng: torch.Generator) -> None:
+    amax = torch.randint(0x04800000, 0x7F800000, (100_000,), generator=rng).to(torch.int32)
+    amax = amax.view(torch.float32)
+    exact = amax.double() / 448
+    scale = reference.scale_from_amax(amax, True).double()
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    # amax / 448 is first rounded to fp32, which may take it down to a power of two.
+    assert (scale >= exact * (1 - 2.0**-24)).all()
+    assert (scale < 2 * exact).all()
+
+
+# Rounding
+
+
+def test_ties_go_to_the_even_byte_and_beyond_448_saturates() -> None:
+    x = one_block(17, 19, 21, 23, -17, 448, 432, 416, 2.0**-10, 3 * 2.0**-10, -(2.0**-10), 2.0**-9)
+    data, scale = reference.quantize_rowwise(x, False)
+    assert scale.item() == 1
+    want = [16, 20, 20, 24, -16, 448, 448, 416, 0, 2.0**-8, -0.0, 2.0**-9]
+    assert_same(data.float(), one_block(*want))
+    beyond = torch.tensor([449.0, 464.0, 1e30, -1e30, math.inf, -math.inf])
+    assert reference.to_e4m3(beyond).tolist() == [448, 448, 448, -448, 448, -448]
+
+
+def test_a_quotient_rounded_up_past_448_saturates(rng: torch.Generator) -> None:
+    amax = 1 + torch.rand(20_000, 1, generator=rng)
+    quotient = amax / reference.scale_from_amax(amax, False)
+    assert (quotient > 448).any()  # else this tests nothing
+    data, _ = reference.quantize_rowwise(amax, False)
+    assert (data.float() == 448).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("payload", [0x7F800001, 0x7FC00000, 0x7FFFFFFF])
+def test_every_nan_becomes_one_nan(sign: int, payload: int) -> None:
+    nan = torch.tensor([[payload]], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([torch.copysign(nan, torch.tensor(float(sign))), one_block(1, -2)], 1)
+    data, scale = reference.quantize_rowwise(x, False)
+    assert data.view(torch.uint8).tolist() == [[0x7F] * 3]
+    assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_number_spoils_its_block_and_no_other(bad: float, power_of_two: bool) -> None:
+    x = torch.ones(300, 300)
+    x[130, 140] = bad
+    inside = torch.zeros(300, 300, dtype=torch.bool)
+    for cast, region in (
+        (reference.quantize_rowwise, np.s_[130, 128:256]),
+        (reference.quantize_square, np.s_[128:256, 128:256]),
+    ):
+        inside.zero_()[region] = True
+        data, scale = cast(x, power_of_two)
+        value = reference.dequantize(data, scale, torch.float32)
+        assert torch.equal(value.isnan(), inside)
+        assert torch.allclose(value[~inside], torch.tensor(1.0), rtol=2**-4)
+
+
+# Transpose and dequantize
+
+
+@ROUNDINGS
+@pytest.mark.parametrize("shape", [(130, 300), (1, 129), (0, 5), (3, 130, 300), (2, 128, 1)])
+def test_transpose_of_a_square_cast_is_the_cast_of_the_transpose(
+    shape: tuple[int, ...], power_of_two: bool, rng: torch.Generator
+) -> None:
+    x = values("nan", math.prod(shape[:-1]), shape[-1], torch.bfloat16, rng).view(shape)
+    data, scale = reference.transpose_square(*reference.quantize_square(x, power_of_two))
+    want_data, want_scale = reference.quantize_square(x.mT, power_of_two)
+    assert data.is_contiguous()
+    assert scale.stride() == want_scale.stride()
+    assert_same(data, want_data)
+    assert_same(scale, want_scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(130, 300), (128, 256), (1, 1), (0, 3), (3, 0)])
+def test_dequantize_multiplies_in_fp32_and_rounds_once(
+    rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    x = values("normal", rows, cols, torch.float32, rng)
+    for block, (data, scale) in (
+        (ROW, reference.quantize_rowwise(x, False)),
+        (SQUARE, reference.quantize_square(x, False)),
+    ):
+        got = reference.dequantize(data, scale, dtype)
+        want = torch.empty(rows, cols, dtype=dtype)
+        exact = torch.from_numpy(e4m3_values(data))
+        for i, j in np.ndindex(rows, cols):
+            want[i, j] = (exact[i, j] * scale[i // block[0], j // block[1]].double()).float()
+        assert_same(got, want)

@@ -1,0 +1,393 @@
+"""The differentiable linear: what it multiplies and saves, and how it lives in autograd."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import (
+    RECIPES,
+    assert_matches,
+    complaint,
+    composed,
+    linear,
+    plain,
+    randn,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional, to_blockwise_fp8_weights
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def grads_of(
+    module: nn.Module, x: Tensor, grad: Tensor, run: Callable[..., Tensor] | None = None
+) -> list[Tensor | None]:
+    """y, and the gradients of x and of every parameter, from scratch."""
+    module.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = run(module, leaf) if run else module(leaf)
+    y.backward(grad)
+    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+# The ONE rule
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
+@pytest.mark.parametrize("size", [(5, 256, 384), (300, 130, 70), (128, 192, 576), (1, 1, 1)])
+def test_equals_the_composition_of_reference_ops(
+    size: tuple[int, int, int], recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> None:
+    m, n, k = size
+    module = linear(n, k, recipe=recipe, bias=True, dtype=dtype, device=device)
+    x, grad = (randn(m, c, seed=c, dtype=dtype, device=device) for c in (k, n))
+    y, dx, dw, db = grads_of(module, x, grad)
+    expected = composed(x, plain(module.weight), grad, recipe, plain(module.bias))
+    for actual, wanted in zip((y, dx, dw), expected, strict=True):
+        assert_matches(actual, wanted)
+    torch.testing.assert_close(db, grad.double().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "shape", [(384,), (3, 384), (2, 3, 384), (2, 1, 3, 384), (0, 384), (2, 0, 384)]
+)
+def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> None:
+    module = linear(256, 384, bias=True, device=device)
+    x = randn(*shape, device=device)
+    grad = randn(*shape[:-1], 256, seed=3, device=device)
+    y, dx, dw, db = grads_of(module, x, grad)
+    flat = grads_of(module, x.reshape(-1, 384), grad.reshape(-1, 256))
+    assert y.shape == (*shape[:-1], 256)
+    assert dx.shape == shape
+    assert_all_equal([y.reshape(-1, 256), dx.reshape(-1, 384), dw, db], flat)
+    if 0 in shape:
+        assert dw.shape == (256, 384)
+        assert not dw.any()
+        assert not db.any()
+
+
+def test_an_expanded_gradient(device: torch.device) -> None:
+    module, x = linear(256, 384, device=device), randn(6, 384, device=device, grad=True)
+    module(x).sum().backward()
+    expected = composed(
+        x.detach(), plain(module.weight), torch.ones_like(randn(6, 256, device=device))
+    )
+    assert_matches(x.grad, expected[1])
+    assert_matches(module.weight.grad, expected[2])
+
+
+@pytest.mark.parametrize("spoiled", ["x", "grad"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_their_outputs_and_no_others(
+    value: float, spoiled: str, device: torch.device
+) -> None:
+    module = linear(256, 384, device=device)
+    x, grad = randn(300, 384, device=device), randn(300, 256, seed=3, device=device)
+    clean = grads_of(module, x, grad)
+    (x if spoiled == "x" else grad)[130, 200] = value
+    y, dx, dw = (torch.isfinite(t).cpu() for t in grads_of(module, x, grad))
+    row, column, all_finite = torch.zeros(300, 1), torch.zeros(1, 384), torch.ones(())
+    row[130] = column[0, 200] = 1
+    if spoiled == "x":  # row 130 of y, column 200 of dw
+        wanted = [row == 0, all_finite, column == 0]
+    else:  # row 130 of dx, row 200 of dw
+        wanted = [all_finite, row == 0, column[:, :256].t() == 0]
+    for finite, mask, before in zip((y, dx, dw), wanted, clean, strict=True):
+        assert torch.equal(finite, mask.bool().expand_as(finite))
+        assert torch.isfinite(before).all()
+
+
+# What it saves
+
+
+def saved_by(run: Callable[[], Any]) -> list[Tensor]:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return saved
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_saves_fp8_columnwise_x_and_nothing_of_its_size(frozen: bool, device: torch.device) -> None:
+    module = linear(256, 384, bias=True, frozen=frozen, device=device)
+    x = randn(2, 150, 384, device=device, grad=True)
+    saved = saved_by(lambda: module(x * 1)[0])
+    seen = [(type(t).__name__, t.dtype, tuple(t.shape)) for t in saved]
+    if frozen:  # no wgrad, so no x; dgrad reads the bytes of the weight
+        wanted = [("Tensor", torch.float8_e4m3fn, (256, 384)), ("Tensor", torch.float32, (2, 3))]
+    else:
+        wanted = [
+            ("Tensor", torch.float8_e4m3fn, (384, 300)),
+            ("Tensor", torch.float32, (384, 3)),
+            ("BlockwiseFP8Weight", torch.bfloat16, (256, 384)),
+        ]
+        data, scale, weight = saved
+        assert weight is module.weight or weight.master is module.weight.master
+        want = BlockwiseFP8Tensor.quantize(x.detach(), rowwise=False).columnwise()
+        assert torch.equal(data.view(torch.uint8), want[0].view(torch.uint8))
+        assert torch.equal(scale, want[1])
+        assert data.untyped_storage().nbytes() == 384 * 300
+        assert scale.untyped_storage().nbytes() == 4 * 384 * 3 + (0 if 384 % 4 == 0 else 12)
+    assert seen == wanted
+
+
+def test_saves_no_x_without_wgrad_and_no_weight_without_dgrad() -> None:
+    module = linear(256, 384)
+    assert [t.dtype for t in saved_by(lambda: module(randn(4, 384)))] == [
+        torch.float8_e4m3fn,
+        torch.float32,
+    ]
+    module.weight.requires_grad_(False)
+    assert saved_by(lambda: module(randn(4, 384, grad=True))) == [module.weight]
+    assert saved_by(lambda: module(randn(4, 384))) == []
+
+
+# Modes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "a training step", "itself"])
+def test_no_grad_and_inference_mode(
+    mode: Callable[[], Any], frozen: bool, before: str, device: torch.device
+) -> None:
+    module, x = linear(256, 384, frozen=frozen, device=device), randn(5, 384, device=device)
+    wanted = linear(256, 384, frozen=frozen, device=device)(x)
+    if before == "a training step":
+        module(x.clone().requires_grad_()).sum().backward()
+    with mode():
+        if before == "itself":
+            module(x)
+        y = module(x)
+    assert torch.equal(y, wanted)
+    assert not y.requires_grad
+    after = grads_of(module, x, randn(5, 256, device=device))  # and training goes on
+    assert after[1] is not None
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
+    dtype: torch.dtype, autocast: torch.dtype, device: torch.device
+) -> None:
+    module = linear(256, 384, bias=True, device=device)  # bf16 parameters
+    x = randn(5, 384, dtype=dtype, device=device, grad=True)
+    with torch.autocast(device.type, dtype=autocast):
+        y, z = module(x), x @ module.weight.t()
+    assert y.dtype == z.dtype == autocast
+    y.backward(randn(5, 256, seed=3, dtype=autocast, device=device))
+    assert (x.grad.dtype, module.weight.grad.dtype, module.bias.grad.dtype) == (
+        dtype,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    with torch.autocast(device.type, enabled=False):
+        wanted = functional.linear(
+            x.detach().to(torch.float32), plain(module.weight).float(), plain(module.bias).float()
+        )
+    torch.testing.assert_close(y.float(), wanted, rtol=1e-2, atol=1e-2)
+    assert_matches(y.detach(), wanted.to(autocast))
+
+
+def test_autocast_off_again_restores_strict_dtypes() -> None:
+    module = linear(256, 384)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(randn(5, 384, dtype=torch.float32))
+        with (
+            torch.autocast("cpu", enabled=False),
+            pytest.raises(TypeError, match=r"torch\.autocast"),
+        ):
+            module(randn(5, 384, dtype=torch.float32))
+
+
+# Autograd's other customers
+
+
+def test_gradients_accumulate() -> None:
+    module, grad = linear(256, 384, bias=True), randn(5, 256, seed=9)
+    xs = [randn(5, 384, seed=s) for s in (3, 4)]
+    (_, _, w1, b1), (_, _, w2, b2) = ([t.clone() for t in grads_of(module, x, grad)] for x in xs)
+    module.zero_grad()
+    for x in xs:
+        module(x.requires_grad_()).backward(grad)
+    assert_all_equal([p.grad for p in module.parameters()], [w1 + w2, b1 + b2])
+
+
+def test_retained_graph_gives_equal_grads() -> None:
+    module, x, grad = linear(256, 384), randn(5, 384, grad=True), randn(5, 256, seed=9)
+    y = module(x)
+    first = torch.autograd.grad(y, [x, module.weight], grad, retain_graph=True)
+    second = torch.autograd.grad(y, [x, module.weight], grad, retain_graph=True)
+    assert_all_equal(list(first), list(second))
+    torch.autograd.grad(y, x, grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x, grad)
+
+
+@pytest.mark.parametrize("grad_needs_grad", [False, True])
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_second_derivative_is_refused_and_only_that(of: str, grad_needs_grad: bool) -> None:
+    module, x = linear(256, 384), randn(5, 384, grad=True)
+    grad = randn(5, 256, seed=9, grad=grad_needs_grad)
+    plain_grads = grads_of(module, x, grad.detach())
+    y = module(x)
+    leaf = x if of == "x" else module.weight
+    (first,) = torch.autograd.grad(y, leaf, grad, create_graph=True)
+    assert torch.equal(first.detach(), plain_grads[1 if of == "x" else 2])
+    (y.square().sum() + first.detach().sum()).backward(retain_graph=True)
+    penalty = y.sum() + first.square().sum()
+    assert_expected_inline(
+        complaint(NotImplementedError, penalty.backward),
+        """\
+the second derivative of a blockwise FP8 linear is not implemented: compute that part of
+the model in high precision (convert(..., skip=[...]))""",
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, device: torch.device) -> None:
+    module = nn.Sequential(linear(256, 384, bias=True, device=device), nn.SiLU())
+    x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
+    again = grads_of(module, x, grad, lambda m, t: checkpoint(m, t, use_reentrant=reentrant))
+    assert_all_equal(again, grads_of(module, x, grad))
+
+
+def test_offloading_saved_tensors(device: torch.device) -> None:
+    module = linear(256, 384, bias=True, device=device)
+    x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
+
+    def offloaded(m: nn.Module, t: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return m(t)
+
+    assert_all_equal(grads_of(module, x, grad, offloaded), grads_of(module, x, grad))
+
+
+def test_backward_in_other_threads(device: torch.device) -> None:
+    module = linear(256, 384, device=device)
+    x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
+    _, dx, dw = grads_of(module, x, grad)
+    leaves = [x.clone().requires_grad_() for _ in range(4)]
+    outputs = [module(leaf) for leaf in leaves]
+    results: list[tuple[Tensor, ...]] = []
+    threads = [
+        threading.Thread(
+            target=lambda y, t: results.append(torch.autograd.grad(y, [t, module.weight], grad)),
+            args=pair,
+        )
+        for pair in zip(outputs, leaves, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        assert_all_equal(list(result), [dx, dw])
+
+
+def test_hooks_on_the_output_see_and_change_the_plain_gradient() -> None:
+    module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
+    seen: list[Tensor] = []
+
+    def hooked(m: nn.Module, t: Tensor) -> Tensor:
+        y = m(t)
+        y.retain_grad()
+        y.register_hook(lambda g: seen.append(g.clone()))
+        y.register_hook(lambda g: 2 * g)
+        y.register_hook(lambda g: seen.append(g.clone()))
+        seen.append(y)
+        return y
+
+    doubled = grads_of(module, x, grad, hooked)
+    y, before, after = seen
+    assert_all_equal([before, after, y.grad], [grad, 2 * grad, 2 * grad])
+    assert_all_equal(doubled[1:], grads_of(module, x, 2 * grad)[1:])
+
+
+def test_the_outputs_gradient_can_be_asked_for() -> None:
+    module, x, w = linear(256, 384), randn(5, 384, grad=True), randn(5, 256, seed=9)
+    y = module(x)
+    dy, dx = torch.autograd.grad((y * w).sum(), [y, x])
+    assert_all_equal([dy, dx], [w, grads_of(module, x, w)[1]])
+
+
+def test_module_and_parameter_hooks() -> None:
+    module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
+    _, dx, dw = grads_of(module, x, grad)
+    seen: list[Tensor] = []
+    handles = [
+        module.register_full_backward_pre_hook(lambda m, gs: seen.append(gs[0].clone())),
+        module.register_full_backward_hook(lambda m, gi, go: seen.extend((gi[0], go[0]))),
+        module.weight.register_hook(lambda g: seen.append(g.clone())),
+        module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+    ]
+    grads_of(module, x, grad)
+    assert len(seen) == 5
+    for wanted in (grad, grad, dx, dw, dw):  # in whatever order
+        assert any(torch.equal(wanted, s) for s in seen if s.shape == wanted.shape)
+    for handle in handles:
+        handle.remove()
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    module, x, grad = linear(256, 384), randn(2, 5, 384), randn(2, 5, 256, seed=9)
+    changed = grads_of(module, x, grad, lambda m, t: m(t).mul_(2).relu_())
+    assert_all_equal(changed, grads_of(module, x, grad, lambda m, t: (m(t) * 2).relu()))
+
+
+def test_a_weight_used_twice_in_one_graph() -> None:
+    module, x, grad = linear(256, 256, dtype=torch.float32), randn(5, 256), randn(5, 256, seed=9)
+    x, grad = x.float(), grad.float()
+    _, dx, dw = grads_of(module, x, grad, lambda m, t: m(m(t)))
+    hidden = module(x).detach()
+    _, dh, dw_outer = grads_of(module, hidden, grad)
+    dw_outer = dw_outer.clone()
+    _, dx_wanted, dw_inner = grads_of(module, x, dh)
+    assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])
+    assert module.weight.cache.casts == 1
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_lower_by_the_bf16_copy_of_x() -> None:
+    m, n, k = 4096, 18432, 7168
+
+    def peak(convert: bool) -> int:
+        module = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        if convert:
+            to_blockwise_fp8_weights(module)
+        leaf = torch.ones(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):  # the first also loads kernels and takes workspaces
+            module.zero_grad()
+            leaf.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            (module(leaf * 1) * 1).sum().backward()
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(convert=False) - peak(convert=True) >= 2 * m * k
+
+
+@pytest.mark.gpu
+def test_on_a_stream_of_its_own() -> None:
+    module, stream = linear(2048, 1024, device="cuda"), torch.cuda.Stream()
+    x, grad = randn(512, 1024, device="cuda"), randn(512, 2048, seed=9, device="cuda")
+    wanted = grads_of(module, x, grad)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = grads_of(module, x, grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_all_equal(got, wanted)
