@@ -53,7 +53,7 @@ def linear(
 def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:
     if recipe is None:
         recipe = next((t.recipe for t in (w, x) if isinstance(t, _FP8_TYPES)), DEFAULT_RECIPE)
-    out_dtype = _check_linear(x, w, bias)
+    out_dtype = _check_linear(x, w, bias, recipe)
     y = _Linear.apply(x, w, bias, recipe, out_dtype)
     node = y.grad_fn
     keeps_bias_grad = bias is not None and bias.requires_grad
@@ -62,7 +62,7 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) ->
     return y
 
 
-def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> torch.dtype:
+def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
     """Validate the operands of a linear; the output dtype."""
     for tensor, what in ((x, "the input"), (w, "the weight")):
         checks.high_precision(tensor, f"{what} of an FP8 linear")
@@ -76,8 +76,9 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> torch.dtype:
             f"the input of an FP8 linear has blocks of {x.block_shape}: expected {ROWWISE_BLOCK}; "
             f"blocktensor.quantize(x) makes them"
         )
-    if isinstance(x, BlockwiseFP8Tensor) and isinstance(w, _FP8_TYPES):
-        check_recipes(x.recipe, w.recipe)
+    for tensor in (x, w):
+        if isinstance(tensor, _FP8_TYPES):
+            check_recipes(recipe, tensor.recipe)
     if bias is not None:
         checks.same_device(x, bias, "the input", "the bias")
         if bias.shape != w.shape[:1]:
@@ -115,14 +116,18 @@ class _Linear(torch.autograd.Function):
         ctx.shapes = x.shape, w.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         ctx.recipe = recipe
-        return y.view(*x.shape[:-1], w.shape[0])
+        if x.ndim == 2:
+            return y
+        # a plain view made in here could not be modified in place by the caller
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             grads = _linear_backward(ctx, grad)
         if torch.is_grad_enabled():  # create_graph=True: let the second derivative say so
-            grads = tuple(None if g is None else _NoDoubleBackward.apply(g, grad) for g in grads)
+            tracked = torch.zeros((), requires_grad=True)
+            grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
         return *grads, None, None
 
 
@@ -175,7 +180,7 @@ class _EarlyGradientCast:
 
 class _NoDoubleBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, result: Tensor, grad: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, result: Tensor, tracked: Tensor) -> Tensor:
         return result.view_as(result)
 
     @staticmethod

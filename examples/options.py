@@ -58,7 +58,7 @@ class Preset:
 
 PRESETS = {
     # Both runs together take about two minutes on two cores.
-    "cpu": Preset(dim=192, layers=3, heads=4, seq=128, batch=8, steps=600, lr=3e-3),
+    "cpu": Preset(dim=160, layers=2, heads=4, seq=128, batch=8, steps=600, lr=3e-3),
     # About 100M parameters and 16k tokens a step.
     "gpu": Preset(dim=1024, layers=8, heads=8, seq=512, batch=32, steps=1000, lr=6e-4),
 }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 INTERRUPTED = 130
+
+# Read when torch is loaded. The CPU reference of FP8 is thousands of small parallel loops a step;
+# threads that spin at the end of each, on cores that others use too, make it 30 times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # blocktensor itself needs neither rich nor matplotlib: they come with its `demo` extra.
 try:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 
+SQUARE = (128, 128)
 FP32_SCALES = Recipe()
 POWER_OF_TWO = Recipe(scale="power_of_two")
 RECIPES = (FP32_SCALES, POWER_OF_TWO)
@@ -59,6 +60,14 @@ def linear(
     module.weight.requires_grad_(not frozen)
     to_blockwise_fp8_weights(module, recipe)
     return module
+
+
+def both_kinds(w: Tensor) -> dict[str, Tensor]:
+    """A trainable and a frozen FP8 weight of these values."""
+    return {
+        "weight": nn.Parameter(BlockwiseFP8Weight(w.clone())),
+        "tensor": BlockwiseFP8Tensor.quantize(w, SQUARE),
+    }
 
 
 def plain(w: Tensor) -> Tensor:
@@ -107,7 +116,7 @@ def complaint(kind: type[Exception], run: Callable[[], Any]) -> str:
     with pytest.raises(kind) as error:
         run()
     assert type(error.value) is kind
-    return textwrap.fill(str(error.value), 88)
+    return textwrap.fill(str(error.value), 84)
 
 
 _VIEWS = ("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "permute")

@@ -45,9 +45,7 @@ def pad4(size: int) -> int:
 def empty_rowwise_scale(rows: int, cols: int, device: torch.device) -> Tensor:
     """Uninitialised fp32 scales of 1x128 blocks, ``[rows, ceil(cols/128)]``, column-major."""
     blocks, padded = num_blocks(cols), pad4(rows)
-    if (
-        padded == rows
-    ):  # one call instead of three: allocation is a good part of a launch's host time
+    if padded == rows:  # one call instead of three: allocations cost host time
         return torch.empty_strided((rows, blocks), (1, rows), dtype=torch.float32, device=device)
     return torch.empty((blocks, padded), dtype=torch.float32, device=device).t()[:rows]
 

@@ -123,7 +123,8 @@ def _gemm_fp32(
     for k, (a_block, b_block) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)):
         if a_block.shape[1] == 0:  # split() of an empty K gives one empty block
             break
-        partial = a_block.float() @ b_block.float().t()  # [M, N]
+        with torch.autocast(a.device.type, enabled=False):  # the caller's would round to bf16
+            partial = a_block.float() @ b_block.float().t()  # [M, N]
         partial *= row_scale[:, k, None]
         acc.addcmul_(partial, col_scale[:, k])
     return acc if bias is None else acc.add_(bias.float())

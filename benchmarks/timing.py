@@ -1,0 +1,62 @@
+"""Timing on a GPU whose clock follows its temperature: only ratios inside one run are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+
+Call = Callable[[], object]
+
+
+def _block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for i in range(count):
+        calls[i % len(calls)]()
+    end.record()
+    return start, end
+
+
+def round_robin(
+    candidates: Mapping[str, Sequence[Call]], rounds: int = 12, block_ms: float = 12.0
+) -> dict[str, float]:
+    """Median milliseconds a call of each candidate, under sustained load.
+
+    Every candidate runs in turn in short blocks, the order rotating, so that all share one power
+    and temperature state; each cycles through its own list of calls (rotating inputs), so that
+    nothing is found in L2. Nothing waits for the GPU between blocks, as in training: host time
+    counts where it is longer than device time. Two rounds warm up.
+    """
+    names = list(candidates)
+    counts = {}
+    for name in names:
+        for call in candidates[name]:
+            call()
+        start, end = _block(candidates[name], 3)
+        end.synchronize()
+        counts[name] = max(3, int(block_ms * 3 / start.elapsed_time(end)))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 2):
+        shift = turn % len(names)
+        blocks = [(n, _block(candidates[n], counts[n])) for n in names[shift:] + names[:shift]]
+        torch.cuda.synchronize()
+        for name, (start, end) in blocks if turn >= 2 else ():
+            times[name].append(start.elapsed_time(end) / counts[name])
+    return {name: median(values) for name, values in times.items()}
+
+
+def flushed(call: Call) -> float:
+    """Median milliseconds of one call with L2 flushed before each (``triton.testing.do_bench``)."""
+    from triton.testing import do_bench
+
+    call()
+    return float(do_bench(call, warmup=5, rep=30, return_mode="median"))
+
+
+def copy_bandwidth() -> float:
+    """Device-to-device copy, GB/s of bytes read plus written: the roofline of the casts."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / flushed(lambda: target.copy_(source)) * 1e-6

@@ -1,0 +1,307 @@
+"""The choice of a GEMM backend, and the words in which it is explained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blocktensor.ops import backends, library
+from blocktensor.ops.backends import Choice, GemmProblem, choose_gemm, usable_gemm_backends
+from tests.numeric import E4M3, operand
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+PROBLEM = GemmProblem(4096, 7168, 2048, 1, 128, torch.bfloat16, CUDA)
+
+Pretend = Callable[..., None]
+
+
+def forget() -> None:
+    for cached in (backends._choose, backends._warn_slow, backends._cast_modules):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(backends.FORCE_VARIABLE, raising=False)
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Make `backends` see a GPU of some capability, a CUDA version, Triton or none."""
+
+    def install(
+        capability: tuple[int, int], cuda: str | None = "13.0", triton: bool = True
+    ) -> None:
+        monkeypatch.setattr(backends, "_capability", lambda index: sm)
+        monkeypatch.setattr(backends, "_has_triton", lambda: triton)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return install
+
+
+def test_the_order_of_preference() -> None:
+    assert [b.name for b in backends.GEMM_BACKENDS] == ["cublas", "triton", "reference"]
+
+
+def test_every_backend_has_its_functions() -> None:
+    for backend in backends.GEMM_BACKENDS:
+        module = backends.gemm_module(backend.name)
+        assert callable(module.gemm)
+        declines_accumulation = backend.declines(replace(PROBLEM, accumulate=True)) is not None
+        assert hasattr(module, "gemm_add_") != declines_accumulation
+
+
+# What runs where
+
+
+def test_a_cpu_runs_the_reference() -> None:
+    assert usable_gemm_backends(CPU) == ("reference",)
+    assert choose_gemm(replace(PROBLEM, device=CPU)) == Choice(
+        "reference",
+        "cublas: needs a CUDA device, got 'cpu'; triton: needs a CUDA device, got 'cpu'; "
+        "runs on any device",
+    )
+
+
+def test_a_gpu_without_fp8_runs_the_reference_and_says_so_once(pretend: Pretend) -> None:
+    pretend((8, 0))
+    assert usable_gemm_backends(CUDA) == ("reference",)
+    too_old = "needs a GPU with FP8 (sm_89 or later), got sm_80"
+    with pytest.warns(UserWarning, match="slow") as caught:
+        choice = choose_gemm(PROBLEM)
+    assert choice.name == "reference"
+    assert [str(w.message) for w in caught] == [
+        "blocktensor: FP8 GEMMs on cuda:0 run in the slow pure-torch reference "
+        f"(cublas: {too_old}; triton: {too_old})"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_gemm(replace(PROBLEM, m=77)).name == "reference"
+
+
+def test_a_cpu_runs_the_reference_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose_gemm(replace(PROBLEM, device=CPU))
+
+
+SM90_ONLY = "cuBLAS scales blockwise on sm_90 only"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "name", "reason"),
+    [
+        (
+            (8, 9),
+            "13.0",
+            "triton",
+            "cublas: cuBLAS scales blockwise on sm_90 only; takes any shape",
+        ),
+        (
+            (10, 0),
+            "13.0",
+            "triton",
+            "cublas: cuBLAS scales blockwise on sm_90 only; takes any shape",
+        ),
+        ((9, 0), "12.8", "triton", "cublas: needs CUDA >= 12.9, torch has 12.8; takes any shape"),
+        ((9, 0), None, "triton", "cublas: needs CUDA >= 12.9, torch has None; takes any shape"),
+        ((9, 0), "12.9", "cublas", "cuBLAS's own blockwise kernel takes this shape"),
+        ((9, 0), "13.0", "cublas", "cuBLAS's own blockwise kernel takes this shape"),
+    ],
+)
+def test_the_choice_on_a_gpu(
+    pretend: Pretend, capability: tuple[int, int], cuda: str | None, name: str, reason: str
+) -> None:
+    pretend(capability, cuda)
+    assert choose_gemm(PROBLEM) == Choice(name, reason)
+    expected = ("cublas", "triton", "reference") if name == "cublas" else ("triton", "reference")
+    assert usable_gemm_backends(CUDA) == expected
+
+
+def test_cublas_needs_no_triton(pretend: Pretend) -> None:
+    pretend((9, 0), triton=False)
+    assert usable_gemm_backends(CUDA) == ("cublas", "reference")
+    with pytest.warns(UserWarning, match="triton: triton is not installed"):
+        assert choose_gemm(replace(PROBLEM, accumulate=True)).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"accumulate": True}, "cannot add to an existing output"),
+        (
+            {"bias": torch.float32},
+            "takes a bias in bf16 for a bf16 output only, got torch.float32 for torch.bfloat16",
+        ),
+        (
+            {"bias": torch.bfloat16, "out_dtype": torch.float32},
+            "takes a bias in bf16 for a bf16 output only, got torch.bfloat16 for torch.float32",
+        ),
+        ({"out_dtype": torch.float16}, "output torch.float16 not supported"),
+        ({"a_block": 128}, "no 128x128 by 128x128 kernel"),
+        ({"k": 0}, "nothing to contract"),
+        ({"k": 2056}, "K and N must be multiples of 16, got K=2056, N=7168"),
+        ({"n": 130}, "K and N must be multiples of 16, got K=2048, N=130"),
+        ({"m": 4097}, "M must be a multiple of 4, got M=4097"),
+    ],
+)
+def test_what_cublas_declines_goes_to_triton(
+    pretend: Pretend, change: dict[str, object], reason: str
+) -> None:
+    pretend((9, 0))
+    assert choose_gemm(replace(PROBLEM, **change)) == Choice(
+        "triton", f"cublas: {reason}; takes any shape"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bias": torch.bfloat16},
+        {"out_dtype": torch.float32},
+        {"b_block": 1},
+        {"a_block": 128, "b_block": 1, "m": 4097},
+        {"m": 4, "n": 16, "k": 16},
+    ],
+)
+def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
+    pretend((9, 0))
+    assert choose_gemm(replace(PROBLEM, **change)).name == "cublas"
+
+
+# Forcing one
+
+
+@pytest.mark.parametrize("name", ["cublas", "triton", "reference"])
+def test_a_backend_can_be_forced(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pretend((9, 0))
+    monkeypatch.setenv(backends.FORCE_VARIABLE, name)
+    assert choose_gemm(PROBLEM) == Choice(name, "forced by BLOCKTENSOR_GEMM")
+
+
+def test_an_empty_variable_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.FORCE_VARIABLE, "")
+    assert choose_gemm(replace(PROBLEM, device=CPU)).reason.endswith("runs on any device")
+
+
+END = "Unset BLOCKTENSOR_GEMM to let blocktensor choose."
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "message"),
+    [
+        (
+            "cutlass",
+            PROBLEM,
+            "BLOCKTENSOR_GEMM=cutlass: no backend of this name. Usable here for M=4096, N=7168, "
+            f"K=2048: cublas, triton, reference. {END}",
+        ),
+        (
+            "cublas",
+            replace(PROBLEM, m=3, bias=torch.bfloat16),
+            "BLOCKTENSOR_GEMM=cublas: M must be a multiple of 4, got M=3. Usable here for M=3, "
+            f"N=7168, K=2048: triton, reference. {END}",
+        ),
+        (
+            "triton",
+            replace(PROBLEM, device=CPU),
+            "BLOCKTENSOR_GEMM=triton: needs a CUDA device, got 'cpu'. Usable here for M=4096, "
+            f"N=7168, K=2048: reference. {END}",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_be_forced(
+    pretend: Pretend,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    problem: GemmProblem,
+    message: str,
+) -> None:
+    pretend((9, 0))
+    monkeypatch.setenv(backends.FORCE_VARIABLE, name)
+    with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM") as error:
+        choose_gemm(problem)
+    assert str(error.value) == message
+
+
+def test_the_variable_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(0)
+    a, b = operand(3, 5, 1, rng), operand(4, 5, 128, rng)
+    want = library.gemm(*a, *b)
+    monkeypatch.setenv(backends.FORCE_VARIABLE, "cublas")
+    with pytest.raises(ValueError, match="needs a CUDA device, got 'cpu'"):
+        library.gemm(*a, *b)
+    monkeypatch.setenv(backends.FORCE_VARIABLE, "reference")
+    assert torch.equal(library.gemm(*a, *b), want)
+
+
+# Casts
+
+
+class Fake:
+    """As much of a CUDA tensor as the choice of a cast looks at."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int], stride: tuple[int, int]) -> None:
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        self.element_size, self.stride, self.data_ptr = like.element_size, like.stride, lambda: 0
+        self.shape, self.dtype, self.device = like.shape, dtype, CUDA
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "stride", "module"),
+    [
+        (torch.bfloat16, (256, 272), (272, 1), "gluon.cast"),
+        (torch.float16, (16, 16), (32, 1), "gluon.cast"),
+        (torch.float32, (256, 272), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 272), (1, 256), "triton.cast"),
+        (torch.bfloat16, (250, 272), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 264), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 272), (280, 1), "triton.cast"),
+        (torch.bfloat16, (256, 272), (2**24, 1), "triton.cast"),
+    ],
+)
+def test_who_casts_columnwise(
+    pretend: Pretend,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    module: str,
+) -> None:
+    pretend((9, 0))
+    x = Fake(dtype, shape, stride)
+    name = backends.cast_module(x, columnwise=True).__name__
+    assert name == f"blocktensor.ops.{module}"
+    assert backends.cast_module(x).__name__ == "blocktensor.ops.triton.cast"
+    assert backends.transpose_module(x).__name__ == "blocktensor.ops.triton.transpose"
+
+
+@pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])
+def test_casts_fall_back_to_the_reference(
+    pretend: Pretend, capability: tuple[int, int], triton: bool
+) -> None:
+    pretend(capability, triton=triton)
+    x = Fake(torch.bfloat16, (256, 272), (272, 1))
+    for module in (
+        backends.cast_module(x),
+        backends.cast_module(x, columnwise=True),
+        backends.transpose_module(x),
+    ):
+        assert module.__name__ == "blocktensor.ops.reference"
+
+
+def test_an_empty_product_asks_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.FORCE_VARIABLE, "cublas")  # would be refused
+    data, scale = torch.empty(0, 5, dtype=E4M3), torch.empty(0, 1)
+    other = torch.empty(3, 5, dtype=E4M3), torch.empty(3, 1)
+    assert library.gemm(data, scale, *other).shape == (0, 3)
+    assert library.gemm(*other, data, scale).shape == (3, 0)
