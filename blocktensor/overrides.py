@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import linear
-from .tensor import TORCH_FUNCTIONS
+from .ops.layouts import SQUARE_BLOCK
+from .tensor import TORCH_FUNCTIONS, BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
 
@@ -39,7 +40,7 @@ def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         raise NotImplementedError("FP8 products return a new tensor: out= is not supported")
-    if other.ndim == 2 and not isinstance(input, BlockwiseFP8Weight):
+    if other.ndim == 2 and not _is_weight(input):
         return linear(input, other.t())
     if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
         return linear(other.t(), input).t()
@@ -48,6 +49,11 @@ def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None)
         f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or use "
         f".master of a BlockwiseFP8Weight, to compute in high precision"
     )
+
+
+def _is_weight(x: Tensor) -> bool:
+    square = isinstance(x, BlockwiseFP8Tensor) and x.block_shape == SQUARE_BLOCK
+    return square or isinstance(x, BlockwiseFP8Weight)
 
 
 @_overrides(Tensor.__rmatmul__)
@@ -59,13 +65,8 @@ def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
 def _addmm_override(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
 ) -> Tensor:
-    if (
-        input.ndim == 1
-        and beta == 1
-        and alpha == 1
-        and out is None
-        and not (isinstance(mat1, BlockwiseFP8Weight))
-    ):
+    as_bias = input.ndim == 1 and beta == 1 and alpha == 1
+    if as_bias and out is None and not _is_weight(mat1):
         return linear(mat1, mat2.t(), input)
     product = _matmul_override(mat1, mat2, out=out)
     return product.mul(alpha).add(input, alpha=beta)
@@ -105,6 +106,7 @@ _PRODUCTS_WITHOUT_FP8 = {
     F: "bilinear conv1d conv2d conv3d grouped_mm multi_head_attention_forward "
     "scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
+    torch.sparse: "mm addmm",
     Tensor: "inner bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
 }
 for _namespace, _names in _PRODUCTS_WITHOUT_FP8.items():

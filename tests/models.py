@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 
+ROW = (1, 128)
 SQUARE = (128, 128)
+INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
 FP32_SCALES = Recipe()
 POWER_OF_TWO = Recipe(scale="power_of_two")
 RECIPES = (FP32_SCALES, POWER_OF_TWO)
@@ -73,6 +75,42 @@ def both_kinds(w: Tensor) -> dict[str, Tensor]:
 def plain(w: Tensor) -> Tensor:
     """The high-precision values of a weight, as a plain tensor of their own."""
     return (w.master if isinstance(w, BlockwiseFP8Weight) else w).detach().clone()
+
+
+def quantized(
+    *shape: int, block: tuple[int, int] = ROW, device: torch.device | str = "cpu", **kwargs: Any
+) -> BlockwiseFP8Tensor:
+    """Normal data in FP8."""
+    return BlockwiseFP8Tensor.quantize(randn(*shape, device=device), block, **kwargs)
+
+
+def inner(x: BlockwiseFP8Tensor) -> dict[str, Tensor]:
+    """The tensors that ``x`` holds, by name."""
+    return {name: getattr(x, name) for name in INNER if getattr(x, name) is not None}
+
+
+def assert_same_bytes(a: Tensor, b: Tensor) -> None:
+    """Equal shapes, dtypes and bits; for a cast's data and scales."""
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    if a.dtype == torch.float8_e4m3fn:
+        a, b = a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    assert torch.equal(a, b)
+
+
+def assert_same(a: BlockwiseFP8Tensor, b: BlockwiseFP8Tensor) -> None:
+    """Equal in every respect, bytes and labels."""
+    assert type(a) is type(b) is BlockwiseFP8Tensor
+    for name in ("shape", "dtype", "device", "block_shape", "recipe"):
+        assert getattr(a, name) == getattr(b, name)
+    assert a.stride() == b.stride()
+    assert inner(a).keys() == inner(b).keys()
+    for name, tensor in inner(a).items():
+        assert_same_bytes(tensor, getattr(b, name))
+
+
+def pointers(x: BlockwiseFP8Tensor) -> dict[str, int]:
+    """Where the tensors that ``x`` holds lie."""
+    return {name: tensor.data_ptr() for name, tensor in inner(x).items()}
 
 
 def composed(

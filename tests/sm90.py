@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from blocktensor.ops.triton.launch import Launch
 
@@ -38,12 +39,13 @@ class Resources:
 
 def _source(launch: Launch) -> ASTSource:
     # The specialisation the run-time launcher would choose: 1 becomes a constant, multiples of 16
-    # (and tensors) are marked divisible.
+    # (and tensors that start at one) are marked divisible.
     signature, constants, attributes = {}, dict(launch.constants), {}
     for index, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
         if isinstance(arg, Tensor):
             signature[param.name] = _TYPES[arg.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if arg.storage_offset() * arg.itemsize % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif arg == 1 and not param.do_not_specialize:
             signature[param.name], constants[param.name] = "constexpr", 1
         else:
@@ -51,7 +53,8 @@ def _source(launch: Launch) -> ASTSource:
             if arg % 16 == 0 and not param.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.constants, "constexpr")
-    return ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    return source(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def compile_for_sm90(launch: Launch) -> Resources:

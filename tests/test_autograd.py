@@ -253,8 +253,8 @@ def test_second_derivative_is_refused_and_only_that(of: str, grad_needs_grad: bo
     assert_expected_inline(
         complaint(NotImplementedError, penalty.backward),
         """\
-the second derivative of a blockwise FP8 linear is not implemented: compute that part of
-the model in high precision (convert(..., skip=[...]))""",
+the second derivative of a blockwise FP8 linear is not implemented: compute that
+part of the model in high precision (convert(..., skip=[...]))""",
     )
 
 

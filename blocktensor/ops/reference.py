@@ -43,14 +43,22 @@ def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
 
 def to_e4m3(x: Tensor) -> Tensor:
     """fp32 to e4m3: round to nearest even, saturating at ±448; every NaN becomes byte 0x7F."""
-    x = torch.where(x.isnan(), torch.full_like(x, float("nan")), x)
+    x = x.nan_to_num(nan=float("nan"), posinf=E4M3_MAX, neginf=-E4M3_MAX)  # one sign of NaN
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _whole_blocks(x: Tensor, more_rows: int) -> Tensor:
+    """``x`` in fp32, contiguous, columns zero-padded to whole blocks, rows by ``more_rows``."""
+    more_cols = -x.shape[-1] % BLOCK
+    if more_rows or more_cols:
+        return F.pad(x.float(), (0, more_cols, 0, more_rows))
+    return x.float().contiguous()
 
 
 def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Cast ``x[M, K]`` in 1x128 blocks: data e4m3 ``[M, K]``, scale fp32 ``[M, ceil(K/128)]``."""
     m, k = x.shape
-    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, num_blocks(k), BLOCK)  # [M, K/128, 128]
+    blocks = _whole_blocks(x, 0).view(m, num_blocks(k), BLOCK)  # [M, K/128, 128]
     scale = scale_from_amax(blocks.abs().amax(-1), power_of_two)  # [M, K/128]
     data = to_e4m3(blocks / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
     return data, empty_rowwise_scale(m, k, x.device).copy_(scale)
@@ -69,7 +77,7 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
 def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Cast ``x[..., N, K]`` in 128x128 blocks: data alike, scale ``[..., N/128, K/128]`` (ceil)."""
     *lead, n, k = x.shape
-    padded = F.pad(x.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    padded = _whole_blocks(x, -n % BLOCK)
     blocks = padded.view(*lead, num_blocks(n), BLOCK, num_blocks(k), BLOCK)
     scale = scale_from_amax(blocks.abs().amax((-3, -1)), power_of_two)  # [..., N/128, K/128]
     data = to_e4m3(blocks / scale[..., :, None, :, None]).view(padded.shape)[..., :n, :k]
@@ -116,15 +124,15 @@ def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 def _gemm_fp32(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    m, n = a.shape[0], b.shape[0]
+    (m, k), n = a.shape, b.shape[0]
     row_scale = a_scale.repeat_interleave(rows_per_scale(m, a_scale), 0)[:m]  # [M, K/128]
     col_scale = b_scale.repeat_interleave(rows_per_scale(n, b_scale), 0)[:n]  # [N, K/128]
+    a_wide, b_wide = a.float(), b.float()
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.device)
-    for k, (a_block, b_block) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)):
-        if a_block.shape[1] == 0:  # split() of an empty K gives one empty block
-            break
+    for block in range(num_blocks(k)):
+        inside = slice(block * BLOCK, (block + 1) * BLOCK)
         with torch.autocast(a.device.type, enabled=False):  # the caller's would round to bf16
-            partial = a_block.float() @ b_block.float().t()  # [M, N]
-        partial *= row_scale[:, k, None]
-        acc.addcmul_(partial, col_scale[:, k])
+            partial = a_wide[:, inside] @ b_wide[:, inside].t()  # [M, N]
+        partial *= row_scale[:, block, None]
+        acc.addcmul_(partial, col_scale[:, block])
     return acc if bias is None else acc.add_(bias.float())

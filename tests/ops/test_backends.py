@@ -40,7 +40,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     def install(
         capability: tuple[int, int], cuda: str | None = "13.0", triton: bool = True
     ) -> None:
-        monkeypatch.setattr(backends, "_capability", lambda index: sm)
+        monkeypatch.setattr(backends, "_capability", lambda index: capability)
         monkeypatch.setattr(backends, "_has_triton", lambda: triton)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 

@@ -48,12 +48,12 @@ def gemm_kernel(
     first = group * GROUP
     size = tl.minimum(GROUP, tiles_m - first)
     within = tile - group * GROUP * tiles_n
-    m = (first + within % size) * TILE_M + tl.arange(0, TILE_M)
-    n = (within // size) * TILE_N + tl.arange(0, TILE_N)
+    first_m = (first + within % size) * TILE_M
+    first_n = (within // size) * TILE_N
     k = tl.arange(0, 128)
     # Rows beyond the edge read row M-1 or N-1 instead: their results are never stored.
-    am = tl.minimum(m, M - 1).to(tl.int64)
-    bn = tl.minimum(n, N - 1).to(tl.int64)
+    am = tl.minimum(first_m + tl.arange(0, TILE_M), M - 1).to(tl.int64)
+    bn = tl.minimum(first_n + tl.arange(0, TILE_N), N - 1).to(tl.int64)
     a_ptrs = a_ptr + am[:, None] * K + k[None, :]
     b_ptrs = b_ptr + bn[None, :] * K + k[:, None]
     a_scale_ptrs = a_scale_ptr + am // A_ROWS * a_scale_stride_m
@@ -78,8 +78,11 @@ def gemm_kernel(
 
     if HAS_BIAS:
         acc += tl.load(bias_ptr + bn).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
+    rows = tl.arange(0, TILE_M)
+    cols = tl.arange(0, TILE_N)
+    corner = out_ptr + first_m.to(tl.int64) * out_stride + first_n
+    out_ptrs = corner + (rows[:, None] * out_stride + cols[None, :])
+    inside = (rows < M - first_m)[:, None] & (cols < N - first_n)[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=inside, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
@@ -94,7 +97,11 @@ def plan_gemm(
     out: Tensor,
     accumulate: bool,
 ) -> Launch:
-    """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile."""
+    """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
+
+    Rows of ``a`` and ``b`` must be multiples of 16 bytes (:func:`vectorisable`): byte loads would
+    take more registers than there are.
+    """
     (m, k), n = a.shape, b.shape[0]
     tile_m = 64 if m <= 64 else 128
     tiles_m, tiles_n = ceil_div(m, tile_m), ceil_div(n, BLOCK)
@@ -117,6 +124,14 @@ def plan_gemm(
     )  # fmt: skip
 
 
+def vectorisable(data: Tensor) -> Tensor:
+    """``data[R, K]``, zero-padded to K % 16 == 0 and 16-byte aligned; a copy only where needed."""
+    k = data.shape[1]
+    if k % 16 == 0 and data.data_ptr() % 16 == 0:
+        return data
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, -k % 16)).view(data.dtype)
+
+
 def gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -126,6 +141,7 @@ def gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`."""
+    a, b = vectorisable(a), vectorisable(b)
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     plan_gemm(a, a_scale, b, b_scale, bias, out, accumulate=False)()
     return out
@@ -133,4 +149,5 @@ def gemm(
 
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """See :func:`blocktensor.ops.reference.gemm_add_`."""
+    a, b = vectorisable(a), vectorisable(b)
     plan_gemm(a, a_scale, b, b_scale, None, out, accumulate=True)()

@@ -1,0 +1,183 @@
+"""Every Triton and Gluon kernel compiles for sm_90, here and without a GPU, and spills nothing.
+
+The functions that launch kernels are called with meta tensors; their launches are recorded and
+compiled instead of run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import layouts
+from tests.numeric import DTYPES
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gluon import cast as gluon_cast
+from blocktensor.ops.triton import cast, gemm, transpose
+from blocktensor.ops.triton.launch import Launch
+from tests.sm90 import compile_for_sm90
+
+META = torch.device("meta")
+BF16, FP16, FP32 = DTYPES
+Compile = Callable[[Callable[[], object]], int]
+
+
+@pytest.fixture
+def compile_launches(monkeypatch: pytest.MonkeyPatch) -> Compile:
+    """Compile whatever a function launches; how many launches that were."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(Launch, "__call__", lambda launch: launches.append(launch))
+
+    def compile_all(function: Callable[[], object]) -> int:
+        launches.clear()
+        function()
+        for launch in launches:
+            resources = compile_for_sm90(launch)
+            assert resources.spilled_bytes == 0, f"{launch.kernel} {launch.constants}"
+            assert 0 < resources.registers <= 255
+        return len(launches)
+
+    return compile_all
+
+
+def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "even": lambda dtype: like((4096, 7168), dtype),
+    "even.t()": lambda dtype: like((7168, 4096), dtype).t(),
+    "300x576": lambda dtype: like((300, 576), dtype),
+    "4096x10944": lambda dtype: like((4096, 10944), dtype),
+    "129x130": lambda dtype: like((129, 130), dtype),
+    "129x130.t()": lambda dtype: like((130, 129), dtype).t(),
+    "unaligned": lambda dtype: like((257, 512), dtype).flatten()[1:-511].view(256, 512),
+    "stepped": lambda dtype: like((300, 1152), dtype)[:, ::2],
+    "one number": lambda dtype: like((1, 1), dtype).expand(256, 512),
+    "one column": lambda dtype: like((128, 1), dtype),
+    "wide": lambda dtype: torch.empty_strided((256, 130), (2**25, 1), dtype=dtype, device=META),
+}
+WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "view"),
+    [
+        *itertools.product(WAYS, [FP32], INPUTS),
+        *itertools.product(WAYS, [BF16], ["even", "129x130", "4096x10944"]),
+        *itertools.product(WAYS, [FP16], ["300x576", "even.t()"]),
+        ("quantize_both", BF16, "129x130.t()"),
+        ("quantize_both", BF16, "one column"),
+    ],
+)
+def test_casts(way: str, dtype: torch.dtype, view: str, compile_launches: Compile) -> None:
+    x = INPUTS[view](dtype)
+    assert compile_launches(lambda: getattr(cast, way)(x, False)) >= 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_with_power_of_two_scales(
+    way: str, dtype: torch.dtype, compile_launches: Compile
+) -> None:
+    x = INPUTS["129x130" if dtype == FP32 else "300x576"](dtype)
+    assert compile_launches(lambda: getattr(cast, way)(x, True)) >= 1
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(FP32, (3, 129, 130)), (BF16, (3, 256, 512))])
+def test_square_casts_of_stacks(
+    dtype: torch.dtype, shape: tuple[int, ...], compile_launches: Compile
+) -> None:
+    assert compile_launches(lambda: cast.quantize_square(like(shape, dtype), False)) == 1
+    assert compile_launches(lambda: cast.quantize_square(like(shape, dtype).mT, True)) == 1
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(BF16, (4096, 7168)), (BF16, (304, 576)), (FP16, (304, 576))]
+)
+@pytest.mark.parametrize("way", ["quantize_columnwise", "quantize_both"])
+def test_gluon_casts(
+    way: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    power_of_two: bool,
+    compile_launches: Compile,
+) -> None:
+    x = like(shape, dtype)
+    assert gluon_cast.takes(x)
+    assert compile_launches(lambda: getattr(gluon_cast, way)(x, power_of_two)) == 1
+
+
+def form(shape: tuple[int, ...], rows: int) -> tuple[Tensor, Tensor]:
+    """Data and scales in blocks of ``rows`` x 128."""
+    if rows == 1:
+        return layouts.empty_rowwise_form(shape[0], shape[1], META)
+    return layouts.empty_square_form(shape, META)
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (129, 130), (3, 300, 576)])
+def test_transpose(shape: tuple[int, ...], compile_launches: Compile) -> None:
+    data, scale = form(shape, 128)
+    assert compile_launches(lambda: transpose.transpose_square(data, scale)) == 1
+    flipped = data.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert compile_launches(lambda: transpose.transpose_square(flipped, scale)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dtype"),
+    [
+        ((256, 512), 1, BF16),
+        ((129, 130), 1, FP32),
+        ((300, 576), 128, FP16),
+        ((3, 129, 130), 128, BF16),
+    ],
+)
+def test_dequantize(
+    shape: tuple[int, ...], rows: int, dtype: torch.dtype, compile_launches: Compile
+) -> None:
+    assert compile_launches(lambda: transpose.dequantize(*form(shape, rows), dtype)) == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "a_rows", "b_rows", "dtype"),
+    [
+        (4096, 7168, 2048, 1, 128, BF16),
+        (4096, 7168, 2048, 1, 1, FP32),
+        (4096, 576, 10944, 1, 128, BF16),
+        (4096, 576, 10944, 128, 1, FP32),
+        (4096, 2112, 7168, 128, 128, FP16),
+        (300, 130, 130, 1, 128, BF16),
+        (300, 129, 1, 1, 1, FP32),
+        (64, 576, 10944, 1, 128, BF16),
+        (64, 7168, 2048, 1, 1, FP32),
+        (3, 130, 129, 128, 1, BF16),
+        (1, 7168, 2048, 1, 128, BF16),
+        (1, 1, 1, 1, 1, FP32),
+    ],
+)
+def test_gemm(
+    m: int,
+    n: int,
+    k: int,
+    a_rows: int,
+    b_rows: int,
+    dtype: torch.dtype,
+    compile_launches: Compile,
+) -> None:
+    operands = *form((m, k), a_rows), *form((n, k), b_rows)
+    assert compile_launches(lambda: gemm.gemm(*operands, None, dtype)) == 1
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 2048), (3, 130, 129)])
+def test_gemm_with_bias_or_accumulation(m: int, n: int, k: int, compile_launches: Compile) -> None:
+    operands = *form((m, k), 1), *form((n, k), 128)
+    assert compile_launches(lambda: gemm.gemm(*operands, like((n,), BF16), BF16)) == 1
+    wide = like((m, n + 1), FP32)[:, :n]
+    assert compile_launches(lambda: gemm.gemm_add_(wide, *operands)) == 1
