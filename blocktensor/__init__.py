@@ -1,5 +1,7 @@
 """Blockwise FP8 training for plain PyTorch models: pip install, one line, no compiled extension."""
 
+import torch as _torch
+
 from . import dispatch as dispatch  # fills the tables of ops
 from . import functional
 from . import overrides as overrides  # fills the table of torch functions
@@ -8,7 +10,9 @@ from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weight
 from .explain import Explanation, explain
 from .recipe import Recipe
 from .tensor import BlockwiseFP8Tensor
-from .weight import BlockwiseFP8Weight
+from .weight import BlockwiseFP8Weight, FP8Cache
+
+_torch.serialization.add_safe_globals([BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe])
 
 __version__ = "0.1.0"
 

@@ -54,6 +54,8 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) ->
     if recipe is None:
         recipe = next((t.recipe for t in (w, x) if isinstance(t, _FP8_TYPES)), DEFAULT_RECIPE)
     out_dtype = _check_linear(x, w, bias, recipe)
+    if x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor):
+        x = x.to(out_dtype)  # as autocast does for every linear; 16-bit casts are also faster
     y = _Linear.apply(x, w, bias, recipe, out_dtype)
     node = y.grad_fn
     keeps_bias_grad = bias is not None and bias.requires_grad
@@ -83,8 +85,9 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> 
         checks.same_device(x, bias, "the input", "the bias")
         if bias.shape != w.shape[:1]:
             raise ValueError(f"the bias has shape {list(bias.shape)}: expected [{w.shape[0]}]")
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
     for tensor, what in ((w, "weight"), (bias, "bias")):
         if tensor is not None and tensor.dtype != x.dtype:
             raise TypeError(
@@ -112,6 +115,7 @@ class _Linear(torch.autograd.Function):
         saved_w: Tensor | BlockwiseFP8Tensor | None = None
         if needs_dx:
             saved_w = w if isinstance(w, BlockwiseFP8Weight) else w_fp8
+        ctx.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
         ctx.weight = _save(ctx, x_col, saved_w)
         ctx.shapes = x.shape, w.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -145,8 +149,9 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     g_row, g_col = _forms(grad, ctx.recipe, needs_dx, needs_dw)
     if needs_dx:
         w_col = _fp8_weight(w, ctx.recipe).columnwise()
-        if isinstance(w, BlockwiseFP8Weight):
-            w.cache.after_backward()  # before the GEMM allocates its output
+    if ctx.cache is not None:
+        ctx.cache.after_backward()  # before the GEMM allocates its output
+    if needs_dx:
         dx = gemm_forms(g_row, w_col, None, x_dtype).view(x_shape)
         del w_col, g_row
         if isinstance(grad, BlockwiseFP8Tensor):

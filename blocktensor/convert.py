@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .ops.checks import HIGH_PRECISION
 from .ops.layouts import SQUARE_BLOCK, square_scale_shape
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tables import human_bytes, text_table
+from .tables import collapse, human_bytes, text_table
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
@@ -79,7 +79,7 @@ class ConversionReport:
         return sum(e.bytes_after for e in self.entries)
 
     def __str__(self) -> str:
-        rows = [
+        rows = collapse(
             (
                 e.name,
                 "x".join(str(s) for s in e.shape),
@@ -88,7 +88,7 @@ class ConversionReport:
                 e.reason,
             )
             for e in self.entries
-        ]
+        )
         summary = (
             f"{len(self.converted)} converted, {len(self.skipped)} skipped; parameters "
             f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
@@ -165,7 +165,7 @@ def convert(
             continue
         weight = module.weight
         first_use = users[id(weight)][0] == name
-        before = weight.nbytes if first_use else 0
+        before = _bytes_of(weight) if first_use else 0
         shape, dtype = tuple(weight.shape), weight.dtype
         reason = _why_skip(name, module, embeddings, filter, skip, thresholds)
         if reason is None:
@@ -210,7 +210,9 @@ def _why_skip(
         return "filter"
     n, k = weight.shape
     if thresholds is not None and (n < thresholds.n or k < thresholds.k):
-        return f"small: N={n} < {thresholds.n} or K={k} < {thresholds.k} (auto_filter_small_kn)"
+        small = [f"N={n} < {thresholds.n}"] if n < thresholds.n else []
+        small += [f"K={k} < {thresholds.k}"] if k < thresholds.k else []
+        return f"small: {' and '.join(small)} (auto_filter_small_kn)"
     return None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from .ops.backends import GemmProblem, choose_gemm
 from .ops.layouts import BLOCK
-from .tables import text_table
+from .tables import collapse, text_table
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
@@ -44,9 +44,9 @@ class Explanation:
     def __str__(self) -> str:
         if not self.products:
             return "no FP8 layers: convert the model first with blocktensor.convert(model)"
-        rows = [
+        rows = collapse(
             (p.layer, p.kind, f"{p.m} x {p.n} x {p.k}", p.backend, p.reason) for p in self.products
-        ]
+        )
         return text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
 
 

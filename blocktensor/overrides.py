@@ -89,6 +89,15 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
     tensor.replace_master(new.master if isinstance(new, BlockwiseFP8Weight) else new.detach())
 
 
+@_overrides(Tensor.share_memory_)
+def _share_memory(tensor: Tensor) -> Tensor:
+    # torch's own would look for the storage of the wrapper, which has none
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in tensor.__tensor_flatten__()[0]:
+            getattr(tensor, name).share_memory_()
+    return tensor
+
+
 def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -15,6 +16,20 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def collapse(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Joins rows whose first cells, module names, differ in numbers only and that agree otherwise.
+
+    ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
+        for (pattern, *rest), names in groups.items()
+    ]
 
 
 def human_bytes(count: int) -> str:

@@ -41,6 +41,12 @@ class FP8Cache:
         self._backwards = 0  # backward passes through this version
         self._expected = 0  # backward passes through the previous one; 0: unknown
 
+    def __getstate__(self) -> tuple[Tensor, Recipe]:  # copies and checkpoints cast for themselves
+        return self.master, self.recipe
+
+    def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
     def get(self, wrapper_version: int) -> BlockwiseFP8Tensor:
         """The FP8 form of the master as it is now."""
         if not self.recipe.cache_weight or self.master.is_inference():

@@ -64,6 +64,37 @@ def linear(
     return module
 
 
+DIM = 64
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 3 * dim)
+        self.down = nn.Linear(3 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A language model as small as they come; the head may share the embedding's weight."""
+
+    def __init__(self, dim: int = DIM, tied: bool = False, head: str = "lm_head") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.add_module(head, nn.Linear(dim, 50, bias=False))
+        if tied:
+            getattr(self, head).weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embed, blocks, head = self.children()
+        return head(nn.Sequential(*blocks)(embed(tokens)))
+
+
 def both_kinds(w: Tensor) -> dict[str, Tensor]:
     """A trainable and a frozen FP8 weight of these values."""
     return {

@@ -76,8 +76,8 @@ def worst_row(
 ) -> float:
     """The largest relative error of a row of ``A B^T + bias``, against float64.
 
-    Relative to the size that the row would have without cancellation: to the root of the sum of
-    squares of all products in it.
+    Relative to the row, or to what it would be without cancellation, the root of the sum of squares
+    of all products in it.
     """
     x, y = expand(*a), expand(*b)
     want = x @ y.T
@@ -86,19 +86,20 @@ def worst_row(
         want += bias.double()
         size += bias.double().square()
     assert got.shape == want.shape
-    error = (got.double() - want).norm(dim=1) / size.sum(1).sqrt().clamp(min=1e-300)
+    size = (size + want.square()).sum(1).sqrt().clamp(min=1e-300)
+    error = (got.double() - want).norm(dim=1) / size
     return float(error.max()) if error.numel() else 0.0
 
 
 def operand(rows: int, k: int, block: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """A GEMM operand ``[rows, k]`` with ordinary data and scales in blocks of ``block`` x 128.
 
-    Scales have gaps of NaN between columns or rows, as the padding of scales may hold anything.
+    On the device of ``rng``. The padding of scales holds NaN.
     """
-    data = torch.randn((rows, k), generator=rng).mul_(100).clamp_(-448, 448).to(E4M3)
+    data = torch.randn((rows, k), generator=rng, device=rng.device)
     shape = (-(-rows // block), -(-k // 128))
-    scale = torch.exp2(torch.randn(shape, generator=rng))
-    return data, lay_out(scale, block)
+    scale = torch.exp2(torch.randn(shape, generator=rng, device=rng.device))
+    return data.mul_(100).clamp_(-448, 448).to(E4M3), lay_out(scale, block)
 
 
 def lay_out(scale: Tensor, block: int) -> Tensor:
@@ -154,6 +155,7 @@ def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: torch.Gener
 
 VIEWS = (
     "contiguous",
+    "columns",
     "transposed",
     "sliced",
     "stepped",
@@ -174,6 +176,8 @@ def view_of(
 
     if view == "transposed":
         return make(cols, rows).t()
+    if view == "columns":  # as aligned as cols is
+        return make(rows, cols + 32)[:, 16 : cols + 16]
     if view == "sliced":  # odd strides, odd offset: no vector loads
         whole = make(rows + 4, cols + 8 + cols % 2 + 1)
         return whole[3 : rows + 3, 6 : cols + 6]
@@ -220,8 +224,8 @@ def assert_same(got: Tensor, want: Tensor) -> None:
     )
 
 
-def relative_error(got: Tensor, want: Tensor | np.ndarray) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
     """Frobenius norm of the difference over that of ``want``."""
-    want = torch.as_tensor(want).double()
-    difference = got.to(want.device).double() - want
-    return float(difference.norm() / want.norm().clamp(min=1e-300))
+    assert got.shape == want.shape
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))

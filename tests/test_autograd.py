@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional, to_blockwise_fp8_weights
+from tests.models import (
     RECIPES,
     assert_matches,
     complaint,
@@ -18,10 +22,6 @@ from models import (
     plain,
     randn,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from blocktensor import BlockwiseFP8Tensor, Recipe, functional, to_blockwise_fp8_weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from models import SQUARE, Trace, both_kinds, complaint, composed, linear, plain, randn
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Tensor
+from tests.models import SQUARE, Trace, both_kinds, complaint, composed, linear, plain, randn
 
 # What runs
 
@@ -226,8 +226,8 @@ def test_the_text_of_a_refusal() -> None:
     assert_expected_inline(
         text,
         """\
-aten.sin.default is not implemented for BlockwiseFP8Tensor, which keeps its values in
-FP8: call .dequantize() first to work on a plain tensor""",
+aten.sin.default is not implemented for BlockwiseFP8Tensor, which keeps its values
+in FP8: call .dequantize() first to work on a plain tensor""",
     )
 
 

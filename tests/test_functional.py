@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import (
+from torch import Tensor, nn
+
+import blocktensor
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from tests.models import (
     FP32_SCALES,
     POWER_OF_TWO,
     RECIPES,
@@ -24,10 +28,6 @@ from models import (
     sqnr,
     with_outliers,
 )
-from torch import Tensor, nn
-
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 
 # Accuracy
 

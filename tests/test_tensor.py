@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import (
+from torch import Tensor, nn
+
+import blocktensor
+from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor.ops import reference
+from tests.models import (
     FP32_SCALES,
     POWER_OF_TWO,
     RECIPES,
@@ -23,11 +28,6 @@ from models import (
     quantized,
     randn,
 )
-from torch import Tensor, nn
-
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, Recipe
-from blocktensor.ops import reference
 
 # Casting
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import (
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Tensor
+from tests.models import (
     POWER_OF_TWO,
     ROW,
     SQUARE,
@@ -20,9 +23,6 @@ from models import (
     quantized,
     randn,
 )
-from torch import Tensor, nn
-
-from blocktensor import BlockwiseFP8Tensor
 
 # Labels: no bytes move
 

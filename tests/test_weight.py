@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import textwrap
 import threading
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from models import POWER_OF_TWO, linear, plain, randn
 from torch import Tensor, nn
 
 from blocktensor import (
@@ -21,6 +21,7 @@ from blocktensor import (
     BlockwiseFP8Weight,
     functional,
 )
+from tests.models import POWER_OF_TWO, linear, plain, randn
 
 N, K = 128, 192
 X = randn(5, K, dtype=torch.float32)
@@ -297,6 +298,18 @@ def test_saving_and_loading_a_state_dict(weights_only: bool) -> None:
     file.seek(0)
     fresh.load_state_dict(torch.load(file, weights_only=weights_only))
     assert torch.equal(fresh.weight.master, module.weight.master)
+
+
+def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
+    module = linear(N, K, bias=True, dtype=torch.float32)
+    y = module(X)
+    again = pickle.loads(pickle.dumps(module))
+    assert again.weight.cache.master.data_ptr() == again.weight.master.data_ptr()
+    assert again.weight.cache.nbytes() == 0
+    assert torch.equal(again(X), y)
+    module.share_memory()
+    assert module.weight.master.is_shared()
+    assert torch.equal(module(X), y)
 
 
 def test_deepcopy_shares_nothing() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import linear, plain, randn
 from torch import Tensor, nn
 
 from blocktensor import Recipe, functional
+from tests.models import linear, plain, randn
 
 N, K = 128, 192
 X = randn(5, K, dtype=torch.float32)

@@ -129,7 +129,7 @@ GEMM_BACKENDS = (
         "blocktensor.ops.cublas",
         _cublas_unusable,
         _cublas_declines,
-        "cuBLAS's own blockwise kernel takes this shape",
+        "takes this shape",
     ),
     GemmBackend(
         "triton", "blocktensor.ops.triton.gemm", _triton_unusable, _never, "takes any shape"
@@ -156,24 +156,26 @@ def choose_gemm(problem: GemmProblem) -> Choice:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GemmProblem, forced: str | None) -> Choice:
-    passed_over = []
+    passed_over: dict[str, list[str]] = {}  # reason: names
     for backend in GEMM_BACKENDS:
         if forced is not None and backend.name != forced:
             continue
         reason = backend.unusable(problem.device) or backend.declines(problem)
-        if reason is None:
-            if forced is not None:
-                return Choice(backend.name, f"forced by {FORCE_VARIABLE}")
-            if backend.name == "reference" and problem.device.type == "cuda":
-                _warn_slow(problem.device, "; ".join(passed_over))
-            return Choice(backend.name, "; ".join([*passed_over, backend.why]))
-        passed_over.append(f"{backend.name}: {reason}")
+        if reason is not None:
+            passed_over.setdefault(reason, []).append(backend.name)
+            continue
+        if forced is not None:
+            return Choice(backend.name, f"forced by {FORCE_VARIABLE}")
+        why_not = [f"{', '.join(names)}: {reason}" for reason, names in passed_over.items()]
+        if backend.name == "reference" and problem.device.type == "cuda":
+            _warn_slow(problem.device, "; ".join(why_not))
+        return Choice(backend.name, "; ".join([backend.why, *why_not]))
     usable = [
         b.name
         for b in GEMM_BACKENDS
         if b.unusable(problem.device) is None and b.declines(problem) is None
     ]
-    why = passed_over[0].split(": ", 1)[1] if passed_over else "no backend of this name"
+    why = next(iter(passed_over), "no backend of this name")
     raise ValueError(
         f"{FORCE_VARIABLE}={forced}: {why}. Usable here for M={problem.m}, N={problem.n}, "
         f"K={problem.k}: {', '.join(usable)}. Unset {FORCE_VARIABLE} to let blocktensor choose."

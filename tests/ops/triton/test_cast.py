@@ -1,0 +1,241 @@
+"""Casts on a GPU give the reference's bytes, scales and strides, whatever the input looks like."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from tests.numeric import DTYPES, KINDS, VIEWS, assert_same, to_device, values, view_of
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gluon import cast as gluon_cast
+from blocktensor.ops.triton import cast as triton_cast
+
+CUDA = torch.device("cuda")
+BF16, FP16, FP32 = DTYPES
+WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
+GLUON_WAYS = ("quantize_columnwise", "quantize_both")
+on_a_gpu = pytest.mark.gpu
+every_rounding = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
+
+
+def meaningful_strides(x: Tensor) -> list[int]:
+    return (
+        []
+        if x.numel() == 0
+        else [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    )
+
+
+def check(module: ModuleType, way: str, x: Tensor, power_of_two: bool) -> None:
+    """The cast of ``x`` on the GPU equals the reference's on the CPU."""
+    got = getattr(module, way)(to_device(x, CUDA), power_of_two)
+    want = getattr(reference, way)(x, power_of_two)
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours.cpu(), theirs)
+        assert meaningful_strides(ours) == meaningful_strides(theirs)
+
+
+# The sweep. Sizes come from one class at a time, since Triton compiles a kernel for each.
+
+
+class Case(NamedTuple):
+    view: str
+    kind: str
+    rows: int
+    cols: int
+
+
+def size(kind: str, draw: random.Random) -> int:
+    largest = draw.choice((300, 300, 300, 2100))
+    if kind == "even":
+        return 128 * draw.randint(1, largest // 128)
+    if kind == "aligned":  # a multiple of 16, not of 128
+        return 16 * draw.choice([n for n in range(1, largest // 16) if n % 8])
+    assert kind == "odd"
+    return draw.choice([n for n in range(2, largest) if n % 16])
+
+
+def cases(seed: int, sources: list[tuple[str, str, str]], count: int) -> list[Case]:
+    """``count`` cases from each source: (view, class of rows, class of columns)."""
+    draw = random.Random(seed)
+    found = []
+    for i, (view, row_class, col_class) in enumerate(s for s in sources for _ in range(count)):
+        rows = cols = 2**20
+        while rows * cols > 600_000:
+            rows, cols = size(row_class, draw), size(col_class, draw)
+        found.append(Case(view, KINDS[i % len(KINDS)], rows, cols))
+    return found
+
+
+MAIN = [
+    ("contiguous", "even", "even"),
+    ("contiguous", "odd", "aligned"),
+    ("contiguous", "aligned", "aligned"),
+    ("contiguous", "odd", "odd"),
+]
+OTHERS = [
+    ("columns", "aligned", "aligned"),
+    ("transposed", "even", "even"),
+    ("transposed", "odd", "odd"),
+    ("sliced", "odd", "odd"),
+    ("stepped", "odd", "odd"),
+    ("one row", "odd", "odd"),
+    ("one column", "odd", "odd"),
+    ("one number", "odd", "odd"),
+    ("overlapping", "odd", "odd"),
+]
+COMBINATIONS = [(way, dtype, p2) for way in WAYS for dtype in DTYPES for p2 in (False, True)]
+
+
+def triton_cases(way: str, dtype: torch.dtype, power_of_two: bool) -> list[Case]:
+    """Each combination takes its turn in the views, so that all are met in every way."""
+    turn = COMBINATIONS.index((way, dtype, power_of_two))
+    sources = MAIN[2 * power_of_two :] + [OTHERS[(3 * turn + i) % len(OTHERS)] for i in range(3)]
+    return cases(turn, sources, 16 if power_of_two else 24)
+
+
+def test_the_sweep_is_wide() -> None:
+    for way in WAYS:
+        sweeps = [triton_cases(*c) for c in COMBINATIONS if c[0] == way]
+        assert {case.view for sweep in sweeps for case in sweep} == set(VIEWS)
+        for plain, power_of_two in zip(sweeps[::2], sweeps[1::2], strict=True):
+            assert len(plain) + len(power_of_two) >= 200
+            assert (
+                {case.kind for case in plain} == {case.kind for case in power_of_two} == set(KINDS)
+            )
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("way", "dtype", "power_of_two"), COMBINATIONS)
+def test_triton_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for case in triton_cases(way, dtype, power_of_two):
+        x = view_of(*case, dtype, rng)
+        check(triton_cast, way, x, power_of_two)
+
+
+GLUON_SOURCES = [
+    ("contiguous", "even", "even"),
+    ("contiguous", "aligned", "aligned"),
+    ("columns", "aligned", "even"),
+    ("one row", "even", "aligned"),
+]
+
+
+@on_a_gpu
+@every_rounding
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("way", GLUON_WAYS)
+def test_gluon_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for case in cases(GLUON_WAYS.index(way), GLUON_SOURCES, 25):
+        x = view_of(*case, dtype, rng)
+        assert gluon_cast.takes(to_device(x, CUDA))
+        check(gluon_cast, way, x, power_of_two)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_sizes_of_zero_and_one(way: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for rows, cols in [(0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (1, 128), (300, 1), (128, 1)]:
+        check(triton_cast, way, values("normal", rows, cols, BF16, rng), False)
+        if "square" not in way and (rows % 16, cols % 16) == (0, 0):
+            check(gluon_cast, way, values("normal", rows, cols, BF16, rng), False)
+
+
+@on_a_gpu
+@every_rounding
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_stacks(dtype: torch.dtype, power_of_two: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for kind in KINDS:
+        for experts, rows, cols in [(3, 256, 128), (2, 130, 300), (4, 129, 576), (0, 5, 5)]:
+            x = values(kind, experts * rows, cols, dtype, rng).view(experts, rows, cols)
+            check(triton_cast, "quantize_square", x, power_of_two)
+            check(triton_cast, "quantize_square", x[1:], power_of_two)
+            check(triton_cast, "quantize_square", x.mT, power_of_two)
+
+
+# Far into memory
+
+
+@on_a_gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_strides_beyond_32_bits(way: str) -> None:
+    x = torch.zeros(130 * 2**24 + 200, dtype=BF16, device=CUDA)
+    x = x.as_strided((130, 200), (2**24, 1))
+    rng = torch.Generator().manual_seed(0)
+    x.copy_(values("bits", 130, 200, BF16, rng))
+    for source in (x, x.t()):
+        got = getattr(triton_cast, way)(source, False)
+        want = getattr(reference, way)(source.cpu(), False)
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(ours.cpu(), theirs)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("module", [triton_cast, gluon_cast], ids=["triton", "gluon"])
+def test_more_than_2_to_the_31_elements(module: ModuleType) -> None:
+    """The first and the last rows, which lie in blocks of their own."""
+    m, k = 2**20 + 144, 2112
+    x = torch.randn((m, k), dtype=BF16, device=CUDA)
+    assert x.numel() > 2**31
+    data, scale, col_data, col_scale = module.quantize_both(x, False)
+    for rows, blocks in ((slice(128), slice(1)), (slice(2**20, m), slice(2**13, None))):
+        want = reference.quantize_both(x[rows].cpu(), False)
+        got = data[rows], scale[rows], col_data[:, rows], col_scale[:, blocks]
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(ours.cpu(), theirs)
+
+
+@on_a_gpu
+def test_a_square_cast_of_more_than_2_to_the_31_elements() -> None:
+    x = torch.randn((2**20 + 130, 2112), dtype=BF16, device=CUDA)
+    data, scale = triton_cast.quantize_square(x, False)
+    want = reference.quantize_square(x[-130:].cpu(), False)
+    assert_same(data[-130:].cpu(), want[0])
+    assert_same(scale[-2:].cpu(), want[1])
+
+
+# Where and when
+
+
+@on_a_gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_run_on_the_current_stream(way: str) -> None:
+    module = gluon_cast if way in GLUON_WAYS else triton_cast
+    x = values("normal", 256, 512, BF16, torch.Generator().manual_seed(0))
+    late = torch.zeros_like(x, device=CUDA)
+    getattr(module, way)(late, False)  # compiles
+    on_device = x.to(CUDA)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        late.copy_(on_device)
+        got = getattr(module, way)(late, False)
+    stream.synchronize()
+    for ours, theirs in zip(got, getattr(reference, way)(x, False), strict=True):
+        assert_same(ours.cpu(), theirs)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_casts_run_on_the_device_of_their_input(way: str) -> None:
+    x = values("normal", 256, 512, BF16, torch.Generator().manual_seed(0))
+    for module in {triton_cast, gluon_cast if way in GLUON_WAYS else triton_cast}:
+        for device in ("cuda:0", "cuda:1", "cuda:0"):
+            got = getattr(module, way)(x.to(device), False)
+            assert torch.cuda.current_device() == 0
+            for ours, theirs in zip(got, getattr(reference, way)(x, False), strict=True):
+                assert ours.device == torch.device(device)
+                assert_same(ours.cpu(), theirs)
