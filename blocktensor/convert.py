@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .ops.checks import HIGH_PRECISION
 from .ops.layouts import SQUARE_BLOCK, square_scale_shape
 from .recipe import DEFAULT_RECIPE, Recipe
+from .state import register_state_hooks
 from .tables import collapse, human_bytes, text_table
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
@@ -114,6 +115,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE)
         is_converted(module.weight) or isinstance(module, NonDynamicallyQuantizableLinear)
     ):
         _swap_in(module.weight, _converted_weight(module.weight, recipe))
+    if isinstance(module, nn.Linear) and isinstance(module.weight, BlockwiseFP8Weight):
+        register_state_hooks(module)
 
 
 def convert(
@@ -247,6 +250,8 @@ def _swap_in(parameter: nn.Parameter, converted: Tensor) -> None:
             f"convert the model before wrapping it in DDP or FSDP, and not between a forward and "
             f"its backward"
         ) from error
+    for name, value in new.__dict__.items():  # attributes that others hung on the parameter
+        parameter.__dict__.setdefault(name, value)
     if any(hooks):
         parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 

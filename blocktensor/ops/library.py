@@ -242,6 +242,11 @@ def _gemm_flops(a_shape: Any, a_scale: Any, b_shape: Any, *_: Any, **__: Any) ->
     return 2 * a_shape[0] * b_shape[0] * a_shape[1]
 
 
+@register_flop_formula(torch.ops.blocktensor.gemm_add_)
+def _gemm_add_flops(sum: Any, a: Any, a_scale: Any, b: Any, *_: Any, **__: Any) -> int:
+    return _gemm_flops(a, a_scale, b)
+
+
 def gemm(
     a: Tensor,
     a_scale: Tensor,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .layouts import (
     BLOCK,
-    empty_rowwise_scale,
-    empty_square_scale,
+    Form,
+    empty_rowwise_form,
+    empty_square_form,
     num_blocks,
     rows_per_scale,
 )
@@ -55,16 +56,22 @@ def _whole_blocks(x: Tensor, more_rows: int) -> Tensor:
     return x.float().contiguous()
 
 
-def quantize_rowwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _filled(form: Form, data: Tensor, scale: Tensor) -> Form:
+    form[0].copy_(data)
+    form[1].copy_(scale)
+    return form
+
+
+def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 1x128 blocks: data e4m3 ``[M, K]``, scale fp32 ``[M, ceil(K/128)]``."""
     m, k = x.shape
     blocks = _whole_blocks(x, 0).view(m, num_blocks(k), BLOCK)  # [M, K/128, 128]
     scale = scale_from_amax(blocks.abs().amax(-1), power_of_two)  # [M, K/128]
-    data = to_e4m3(blocks / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
-    return data, empty_rowwise_scale(m, k, x.device).copy_(scale)
+    data = to_e4m3(blocks / scale.unsqueeze(-1)).flatten(1)[:, :k]
+    return _filled(empty_rowwise_form(m, k, x.device), data, scale)
 
 
-def quantize_columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 128x1 blocks: data ``[K, M]`` contiguous, scale ``[K, ceil(M/128)]``."""
     return quantize_rowwise(x.t(), power_of_two)
 
@@ -74,21 +81,21 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
     return *quantize_rowwise(x, power_of_two), *quantize_columnwise(x, power_of_two)
 
 
-def quantize_square(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[..., N, K]`` in 128x128 blocks: data alike, scale ``[..., N/128, K/128]`` (ceil)."""
     *lead, n, k = x.shape
     padded = _whole_blocks(x, -n % BLOCK)
     blocks = padded.view(*lead, num_blocks(n), BLOCK, num_blocks(k), BLOCK)
     scale = scale_from_amax(blocks.abs().amax((-3, -1)), power_of_two)  # [..., N/128, K/128]
     data = to_e4m3(blocks / scale[..., :, None, :, None]).view(padded.shape)[..., :n, :k]
-    return data.contiguous(), empty_square_scale(x.shape, x.device).copy_(scale)
+    return _filled(empty_square_form(x.shape, x.device), data, scale)
 
 
-def transpose_square(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """Exact transpose of a 128x128 cast: bytes ``[..., N, K]`` to ``[..., K, N]``, scales too."""
     flipped = data.transpose(-1, -2)
-    out_scale = empty_square_scale(flipped.shape, data.device)
-    return flipped.contiguous(), out_scale.copy_(scale.transpose(-1, -2))
+    form = empty_square_form(flipped.shape, data.device)
+    return _filled(form, flipped, scale.transpose(-1, -2))
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +104,8 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     expanded = scale.repeat_interleave(BLOCK, -1)[..., :cols]
     if rows_per_scale(rows, scale) == BLOCK:
         expanded = expanded.repeat_interleave(BLOCK, -2)[..., :rows, :]
-    return (data.float() * expanded).to(dtype)
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    return out.copy_(data.float() * expanded)
 
 
 def gemm(

@@ -1,0 +1,36 @@
+"""What a converted module saves and loads: the plain tensors of an unconverted one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .weight import BlockwiseFP8Weight
+
+
+def register_state_hooks(module: nn.Module) -> None:
+    """Make ``state_dict`` hold the master, and ``load_state_dict(assign=True)`` stay in FP8.
+
+    (Without ``assign`` a loaded tensor is copied into the master, which needs no help.)
+    """
+    if _plain_weight not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_plain_weight)
+        module.register_load_state_dict_pre_hook(_wrap_assigned_weight)
+
+
+def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    value = state.get(f"{prefix}weight")
+    if isinstance(value, BlockwiseFP8Weight) and value is not module.weight:  # keep_vars=False
+        state[f"{prefix}weight"] = value.master
+
+
+def _wrap_assigned_weight(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    weight, value = module.weight, state.get(f"{prefix}weight")
+    if not metadata.get("assign_to_params_buffers") or value is None:
+        return
+    if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
+        wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
+        state[f"{prefix}weight"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
