@@ -11,6 +11,7 @@ Saved for backward: the FP8 columnwise form of x, and the weight (whose FP8 form
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ class _Linear(torch.autograd.Function):
         if needs_dx:
             saved_w = w if isinstance(w, BlockwiseFP8Weight) else w_fp8
         ctx.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
+        if ctx.cache is not None and (needs_dx or needs_dw):
+            ctx.cache.before_backward()
         ctx.weight = _save(ctx, x_col, saved_w)
         ctx.shapes = x.shape, w.shape
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -127,19 +130,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            grads = _linear_backward(ctx, grad)
+            grads = _linear_backward(ctx, saved, grad)
         if torch.is_grad_enabled():  # create_graph=True: let the second derivative say so
             tracked = torch.zeros((), requires_grad=True)
             grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
         return *grads, None, None
 
 
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]
     x_shape, w_shape = ctx.shapes
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    x_col, w = _restore(ctx)
+    x_col, w = _restore(ctx, saved)
     dx = dw = dbias = None
     if needs_bias:
         dbias = grad.reshape(-1, w_shape[0]).sum(0, dtype=torch.float32).to(bias_dtype)
@@ -259,8 +263,8 @@ def _save(ctx: Any, x: Form | None, w: Tensor | None) -> tuple[list[str], Any, A
     return layout
 
 
-def _restore(ctx: Any) -> tuple[Form, Tensor | None]:
-    x_data, x_scale, *w_tensors = ctx.saved_tensors
+def _restore(ctx: Any, saved: Sequence[Tensor]) -> tuple[Form, Tensor | None]:
+    x_data, x_scale, *w_tensors = saved
     if ctx.weight is not None:
         names, context, shape, stride = ctx.weight
         inner = dict(zip(names, w_tensors, strict=True))

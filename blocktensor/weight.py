@@ -7,6 +7,7 @@ which is cast once per version of the master and shared by every view of the wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,12 +26,23 @@ WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 class FP8Cache:
     """The FP8 form of one master, kept for as long as it is needed and no longer.
 
-    Valid for one version of the master. Released during the backward pass that, going by the
-    previous version, is the version's last: with one backward pass a step no FP8 bytes rest between
-    steps, with N microbatches the one cast serves all N. A wrong guess costs a cast, never a bit.
+    Valid for one version of the master. Released by the backward that is expected to be the
+    version's last: when no forward waits for its backward, and as many have run as the previous
+    version saw (at first: one). With one backward a step, no FP8 bytes rest between steps; with N
+    microbatches the one cast serves all N, but for the first step, which learns their number. A
+    wrong guess costs a cast, never a bit.
     """
 
-    __slots__ = ("_backwards", "_expected", "_key", "_value", "casts", "master", "recipe")
+    __slots__ = (
+        "_backwards",
+        "_expected",
+        "_key",
+        "_pending",
+        "_value",
+        "casts",
+        "master",
+        "recipe",
+    )
 
     def __init__(self, master: Tensor, recipe: Recipe) -> None:
         self.master = master
@@ -38,8 +50,9 @@ class FP8Cache:
         self.casts = 0
         self._value: BlockwiseFP8Tensor | None = None
         self._key: tuple[int, ...] | None = None
-        self._backwards = 0  # backward passes through this version
-        self._expected = 0  # backward passes through the previous one; 0: unknown
+        self._pending = 0  # forwards of this version that wait for their backward
+        self._backwards = 0  # backwards of this version
+        self._expected = 1.0  # how many there will be
 
     def __getstate__(self) -> tuple[Tensor, Recipe]:  # copies and checkpoints cast for themselves
         return self.master, self.recipe
@@ -47,23 +60,35 @@ class FP8Cache:
     def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def get(self, wrapper_version: int) -> BlockwiseFP8Tensor:
-        """The FP8 form of the master as it is now."""
+    def get(self, wrapper_version: int, accumulating: bool) -> BlockwiseFP8Tensor:
+        """The FP8 form of the master as it is now.
+
+        ``accumulating``: the weight holds a gradient, so a use of the same version after its
+        expected last backward is one more microbatch, and more may follow.
+        """
         if not self.recipe.cache_weight or self.master.is_inference():
             return self._cast()
         key = (wrapper_version, self.master._version, self.master.data_ptr())
         if key != self._key:
-            self._expected, self._backwards = self._backwards, 0
+            self._expected = float(max(self._backwards, 1))
+            self._backwards = self._pending = 0
             self._key, self._value = key, None
+        elif self._value is None and accumulating:
+            self._expected = math.inf
         value = self._value  # read once: a backward pass in another thread may release it
         if value is None:
             value = self._value = self._cast()
         return value
 
+    def before_backward(self) -> None:
+        """A forward has been recorded whose backward will read the FP8 form."""
+        self._pending += 1
+
     def after_backward(self) -> None:
-        """A backward pass has read the FP8 form; release it if that was the last one expected."""
+        """A backward has read the FP8 form; release it if that was the last one expected."""
+        self._pending -= 1
         self._backwards += 1
-        if self._expected and self._backwards >= self._expected:
+        if self._pending <= 0 and self._backwards >= self._expected:
             self._value = None
 
     def invalidate(self) -> None:
@@ -140,7 +165,8 @@ class BlockwiseFP8Weight(Tensor):
 
     def quantized(self) -> BlockwiseFP8Tensor:
         """The FP8 form of the weight as it is now: cast at most once per version of the master."""
-        fp8 = self.cache.get(0 if self.is_inference() else self._version)
+        version = 0 if self.is_inference() else self._version
+        fp8 = self.cache.get(version, accumulating=self.is_leaf and self.grad is not None)
         if not self.transposed:
             return fp8
         return fp8.relabel(shape=self.shape, strides=self.stride(), transpose=True)

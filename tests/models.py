@@ -37,10 +37,11 @@ def randn(
     return values.to(device, dtype).requires_grad_(grad)
 
 
-def with_outliers(x: Tensor) -> Tensor:
-    """``x`` with every hundredth entry a hundred times larger, spread over rows and columns."""
-    chosen = torch.rand(x.shape, generator=torch.Generator().manual_seed(99)) < 0.01
-    return torch.where(chosen.to(x.device), x * 100, x)
+def with_outliers(*shape: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """Normal bf16 data with one entry in a hundred a hundred times larger."""
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 10**6)) < 0.01
+    x = randn(*shape, seed=seed)
+    return torch.where(chosen, x * 100, x).to(device)
 
 
 def linear(
@@ -65,6 +66,7 @@ def linear(
 
 
 DIM = 64
+TOKENS = torch.arange(12).view(2, 6)
 
 
 class Block(nn.Module):
@@ -172,12 +174,6 @@ def assert_matches(actual: Tensor, expected: Tensor) -> None:
     bound = 2e-4 if actual.dtype == torch.float32 else 4e-3
     error = (actual.double() - expected.double()).norm()
     assert error <= bound * expected.double().norm(), f"relative error {error / expected.norm()}"
-
-
-def sqnr(actual: Tensor, exact: Tensor) -> float:
-    """Signal to quantization noise, in dB."""
-    noise = (actual.double() - exact.double()).square().sum()
-    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
 
 
 def complaint(kind: type[Exception], run: Callable[[], Any]) -> str:

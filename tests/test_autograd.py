@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, functional, to_blockwise_fp8_weights
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from tests.models import (
     RECIPES,
     assert_matches,
@@ -81,13 +81,11 @@ def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> Non
 
 
 def test_an_expanded_gradient(device: torch.device) -> None:
-    module, x = linear(256, 384, device=device), randn(6, 384, device=device, grad=True)
-    module(x).sum().backward()
-    expected = composed(
-        x.detach(), plain(module.weight), torch.ones_like(randn(6, 256, device=device))
-    )
-    assert_matches(x.grad, expected[1])
-    assert_matches(module.weight.grad, expected[2])
+    module, x = linear(256, 384, device=device), randn(6, 384, device=device)
+    ones = torch.ones(6, 256, dtype=x.dtype, device=device)
+    got = grads_of(module, x, ones[:1, :1].expand(6, 256))
+    assert_all_equal(got, grads_of(module, x, ones))
+    assert_matches(got[1], composed(x, plain(module.weight), ones)[1])
 
 
 @pytest.mark.parametrize("spoiled", ["x", "grad"])
@@ -195,12 +193,20 @@ def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
         torch.bfloat16,
         torch.bfloat16,
     )
-    with torch.autocast(device.type, enabled=False):
-        wanted = functional.linear(
-            x.detach().to(torch.float32), plain(module.weight).float(), plain(module.bias).float()
-        )
-    torch.testing.assert_close(y.float(), wanted, rtol=1e-2, atol=1e-2)
+    values = x.detach().to(autocast)  # what autocast gives any linear
+    wanted = functional.linear(values.float(), *(plain(p).float() for p in module.parameters()))
     assert_matches(y.detach(), wanted.to(autocast))
+
+
+def test_autocast_keeps_the_precision_of_fp32_gradients(device: torch.device) -> None:
+    module = linear(256, 384, dtype=torch.float32, device=device)
+    x = randn(5, 384, dtype=torch.float32, device=device, grad=True)
+    grad = randn(5, 256, seed=3, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = module(x)
+    y.backward(grad)
+    _, _, dw = composed(x.detach().bfloat16(), plain(module.weight), grad)
+    assert_matches(module.weight.grad, dw)
 
 
 def test_autocast_off_again_restores_strict_dtypes() -> None:
@@ -259,16 +265,20 @@ part of the model in high precision (convert(..., skip=[...]))""",
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, device: torch.device) -> None:
-    module = nn.Sequential(linear(256, 384, bias=True, device=device), nn.SiLU())
+@pytest.mark.parametrize("around", [(), (nn.SiLU(),)], ids=["alone", "silu"])
+def test_activation_checkpointing(
+    around: tuple[nn.Module, ...], reentrant: bool, device: torch.device
+) -> None:
+    module = nn.Sequential(linear(256, 384, bias=True, device=device), *around)
     x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
     again = grads_of(module, x, grad, lambda m, t: checkpoint(m, t, use_reentrant=reentrant))
+    assert module[0].weight.cache.casts == 1
     assert_all_equal(again, grads_of(module, x, grad))
 
 
 def test_offloading_saved_tensors(device: torch.device) -> None:
     module = linear(256, 384, bias=True, device=device)
-    x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
+    x, grad = randn(300, 384, device=device), randn(300, 256, seed=3, device=device)
 
     def offloaded(m: nn.Module, t: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
@@ -354,40 +364,9 @@ def test_a_weight_used_twice_in_one_graph() -> None:
     module, x, grad = linear(256, 256, dtype=torch.float32), randn(5, 256), randn(5, 256, seed=9)
     x, grad = x.float(), grad.float()
     _, dx, dw = grads_of(module, x, grad, lambda m, t: m(m(t)))
+    assert module.weight.cache.casts == 1
     hidden = module(x).detach()
     _, dh, dw_outer = grads_of(module, hidden, grad)
     dw_outer = dw_outer.clone()
     _, dx_wanted, dw_inner = grads_of(module, x, dh)
     assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])
-    assert module.weight.cache.casts == 1
-
-
-@pytest.mark.gpu
-def test_peak_memory_is_lower_by_the_bf16_copy_of_x() -> None:
-    m, n, k = 4096, 18432, 7168
-
-    def peak(convert: bool) -> int:
-        module = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
-        if convert:
-            to_blockwise_fp8_weights(module)
-        leaf = torch.ones(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(2):  # the first also loads kernels and takes workspaces
-            module.zero_grad()
-            leaf.grad = None
-            torch.cuda.reset_peak_memory_stats()
-            (module(leaf * 1) * 1).sum().backward()
-        return torch.cuda.max_memory_allocated()
-
-    assert peak(convert=False) - peak(convert=True) >= 2 * m * k
-
-
-@pytest.mark.gpu
-def test_on_a_stream_of_its_own() -> None:
-    module, stream = linear(2048, 1024, device="cuda"), torch.cuda.Stream()
-    x, grad = randn(512, 1024, device="cuda"), randn(512, 2048, seed=9, device="cuda")
-    wanted = grads_of(module, x, grad)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = grads_of(module, x, grad)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert_all_equal(got, wanted)

@@ -120,6 +120,8 @@ def test_below_autograd_products_are_fp8_too() -> None:
             assert torch.equal(torch.ops.aten.mm(x, w.t()), bare)
             assert torch.equal(torch.ops.aten.addmm(bias, x, w.t()), wanted)
             assert torch.equal(torch.ops.aten.mm(w, x.t()).t(), bare)
+            scaled = torch.ops.aten.addmm(bias, x, w.t(), alpha=2, beta=3)
+            torch.testing.assert_close(scaled, 2 * bare + 3 * bias, rtol=0.02, atol=0.05)
 
 
 # A weight is its master to every other op
@@ -238,6 +240,8 @@ in FP8: call .dequantize() first to work on a plain tensor""",
         lambda x: x.view(2, 512),
         lambda x: x.flatten(),
         lambda x: x.t().view(256, 2, 2),
+        lambda x: x.t().view(2, 128, 4),
+        lambda x: BlockwiseFP8Tensor.quantize(x.dequantize(), SQUARE).view(2, 2, 256),
         lambda x: x.view(2, 2, 256).transpose(0, 1),
         lambda x: x.view(2, 2, 256).mT,
         lambda x: x.view(2, 2, 256).permute(2, 0, 1),

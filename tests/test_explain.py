@@ -30,9 +30,8 @@ def not_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def narrow(explained: Explanation) -> str:
     """The table up to the reasons, which differ with the backends there are."""
-    return "\n".join(
-        line.partition("cublas:")[0][:56].rstrip() for line in str(explained).splitlines()
-    )
+    lines = str(explained).splitlines()
+    return "\n".join(line[: lines[0].index("why")].rstrip() for line in lines)
 
 
 def test_a_model() -> None:
@@ -43,19 +42,14 @@ def test_a_model() -> None:
     assert_expected_inline(
         narrow(explained),
         """\
-layer          product  M x N x K      backend    why
--------------  -------  -------------  ---------  ------
-blocks.0.up    fprop    12 x 192 x 64  reference
-blocks.0.up    dgrad    12 x 64 x 192  reference
-blocks.0.up    wgrad    192 x 64 x 12  reference
-blocks.0.down  fprop    12 x 64 x 192  reference
-blocks.0.down  dgrad    12 x 192 x 64  reference
-blocks.0.down  wgrad    64 x 192 x 12  reference
-blocks.1.up    fprop    12 x 192 x 64  reference
-blocks.1.up    dgrad    12 x 64 x 192  reference
-blocks.1.down  fprop    12 x 64 x 192  reference
-blocks.1.down  dgrad    12 x 192 x 64  reference
-blocks.1.down  wgrad    64 x 192 x 12  reference""",
+layer              product  M x N x K      backend
+-----------------  -------  -------------  ---------
+blocks.*.up (2)    fprop    12 x 192 x 64  reference
+blocks.*.up (2)    dgrad    12 x 64 x 192  reference
+blocks.0.up        wgrad    192 x 64 x 12  reference
+blocks.*.down (2)  fprop    12 x 64 x 192  reference
+blocks.*.down (2)  dgrad    12 x 192 x 64  reference
+blocks.*.down (2)  wgrad    64 x 192 x 12  reference""",
     )
     assert explained.backends == ("reference",)
 
@@ -77,11 +71,11 @@ layer           product  M x N x K           backend
 
 
 def test_the_reason_says_why_faster_backends_were_passed_over() -> None:
-    for product in explain([(4096, 2048, 1100)], device="cpu").products:
-        assert product.reason in str(explain([(4096, 2048, 1100)], device="cpu"))
-        for name in ("cublas", "triton"):
-            assert f"{name}: needs a CUDA device, got 'cpu'" in product.reason
-        assert product.reason.endswith("runs on any device")
+    explained = explain([(4096, 2048, 1100)], device="cpu")
+    for product in explained.products:
+        assert product.reason in str(explained)
+        for part in ("runs on any device", "cublas", "triton", "needs a CUDA device, got 'cpu'"):
+            assert part in product.reason
 
 
 def test_the_products_are_those_that_run() -> None:

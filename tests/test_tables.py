@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor.tables import human_bytes, text_table
+from blocktensor.tables import collapse, human_bytes, text_table
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
@@ -38,6 +38,30 @@ def test_no_line_ends_in_blanks() -> None:
 def test_rows_of_another_length_are_an_error() -> None:
     with pytest.raises((ValueError, IndexError)):
         text_table(("a", "b"), [("only one",)])
+
+
+def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:
+    rows = [
+        ("embed", "50x64"),
+        ("blocks.0.up", "192x64"),
+        ("blocks.0.down", "64x192"),
+        ("blocks.1.up", "192x64"),
+        ("blocks.1.down", "64x64"),
+        ("blocks.10.up", "192x64"),
+        ("experts.3.blocks.2.up", "192x64"),
+    ]
+    assert_expected_inline(
+        text_table(("layer", "shape"), collapse(rows)),
+        """\
+layer                  shape
+---------------------  ------
+embed                  50x64
+blocks.*.up (3)        192x64
+blocks.0.down          64x192
+blocks.1.down          64x64
+experts.3.blocks.2.up  192x64""",
+    )
+    assert collapse([]) == []
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,10 @@ def test_from_data(shape: tuple[int, ...], device: torch.device) -> None:
     assert_same_bytes(got.rowwise_data, data)
     assert_same_bytes(got.rowwise_scale, scale)
     assert got.rowwise_scale.stride() == scale.stride()
+    lying = data.mT.contiguous().mT
+    again = BlockwiseFP8Tensor.from_data(lying, scale, block_shape=block)
+    assert again.rowwise_data.is_contiguous()
+    assert_same(again, got)
     assert torch.equal(got.dequantize(), made.dequantize())
     half = BlockwiseFP8Tensor.from_data(data, scale, block_shape=block, dtype=torch.float16)
     assert half.dequantize().dtype == torch.float16

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import textwrap
 import threading
 from collections.abc import Callable
@@ -214,6 +212,7 @@ ROUTES: dict[str, Callable[[nn.Linear], Any]] = {
     "addcmul_": no_grad(lambda m: m.weight.addcmul_(NEW, NEW)),
     "clamp_": no_grad(lambda m: m.weight.clamp_(-0.01, 0.01)),
     "out=": no_grad(lambda m: torch.mul(NEW, 2, out=m.weight)),
+    "data = of the master": lambda m: setattr(getattr(m.weight, "master", m.weight), "data", NEW),
     "set_": no_grad(lambda m: m.weight.set_(NEW.clone())),
     "_foreach_mul_": no_grad(lambda m: torch._foreach_mul_([m.weight], 2)),
     "_foreach_copy_": no_grad(lambda m: torch._foreach_copy_([m.weight], [NEW])),
@@ -249,6 +248,15 @@ def test_a_change_is_noticed(route: str) -> None:
     assert not torch.equal(twins[1](X), before)
 
 
+def test_a_weight_made_in_inference_mode_is_cast_at_every_use() -> None:
+    with torch.inference_mode():
+        module = linear(N, K, dtype=torch.float32)
+        for factor in (2, 3):
+            module.weight.mul_(factor)
+            assert torch.equal(module(X), functional.linear(X, plain(module.weight)))
+        assert module.weight.cache.nbytes() == 0
+
+
 def test_what_happens_behind_pytorchs_back_needs_invalidate() -> None:
     module = linear(N, K, dtype=torch.float32)
     before = module(X)
@@ -258,58 +266,7 @@ def test_what_happens_behind_pytorchs_back_needs_invalidate() -> None:
     assert not torch.equal(module(X), before)
 
 
-# Loading, copying, saving
-
-
-def test_state_dicts_cross_between_plain_and_converted() -> None:
-    ordinary, converted = pair(bias=True)
-    other = linear(N, K, bias=True, dtype=torch.float32)
-    with torch.no_grad():
-        other.weight.mul_(3)
-    state = {key: value.clone() for key, value in other.state_dict().items()}
-    assert list(state) == list(ordinary.state_dict())
-    assert not converted.load_state_dict(state).missing_keys
-    assert not ordinary.load_state_dict(state).unexpected_keys
-    assert_twins(ordinary, converted)
-    converted.load_state_dict(pair(bias=True)[0].state_dict())
-    ordinary.load_state_dict(pair(bias=True)[1].state_dict())
-    assert_twins(ordinary, converted)
-    assert torch.equal(ordinary.weight, plain(linear(N, K, dtype=torch.float32).weight))
-
-
-def test_assigning_a_state_dict_keeps_the_weight_fp8() -> None:
-    ordinary, converted = pair()
-    state = {"weight": NEW.clone()}
-    for module in (ordinary, converted):
-        module.load_state_dict(state, assign=True)
-    assert_twins(ordinary, converted)
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_saving_and_loading_a_state_dict(weights_only: bool) -> None:
-    module, fresh = (
-        linear(N, K, bias=True, dtype=torch.float32, recipe=POWER_OF_TWO),
-        pair(bias=True)[1],
-    )
-    module(X)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    assert file.tell() < 4 * N * K + 5000  # no FP8 form in the file
-    file.seek(0)
-    fresh.load_state_dict(torch.load(file, weights_only=weights_only))
-    assert torch.equal(fresh.weight.master, module.weight.master)
-
-
-def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
-    module = linear(N, K, bias=True, dtype=torch.float32)
-    y = module(X)
-    again = pickle.loads(pickle.dumps(module))
-    assert again.weight.cache.master.data_ptr() == again.weight.master.data_ptr()
-    assert again.weight.cache.nbytes() == 0
-    assert torch.equal(again(X), y)
-    module.share_memory()
-    assert module.weight.master.is_shared()
-    assert torch.equal(module(X), y)
+# Copies
 
 
 def test_deepcopy_shares_nothing() -> None:

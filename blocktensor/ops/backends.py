@@ -108,13 +108,13 @@ def _cublas_declines(p: GemmProblem) -> str | None:
         return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
     if p.out_dtype not in (torch.bfloat16, torch.float32):
         return f"output {p.out_dtype} not supported"
-    if p.a_block == p.b_block == BLOCK:
-        return "no 128x128 by 128x128 kernel"
+    if p.a_block == BLOCK:  # its 128x128 by 1x128 kernel refuses most ragged shapes
+        return "no 128x128 blocks on the left"
     if p.k == 0:
         return "nothing to contract"
     if p.k % 16 or p.n % 16:
         return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
-    if (p.a_block == 1 and p.m % 4) or (p.b_block == 1 and p.n % 4):
+    if p.m % 4:
         return f"M must be a multiple of 4, got M={p.m}"
     return None
 

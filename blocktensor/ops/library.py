@@ -198,6 +198,8 @@ def _gemm(
     if 0 in (problem.m, problem.n):
         return torch.empty((problem.m, problem.n), dtype=out_dtype, device=a.device)
     module = backends.gemm_module(backends.choose_gemm(problem).name)
+    if bias is not None:
+        bias = bias.contiguous()
     return module.gemm(a, a_scale, b, b_scale, bias, out_dtype)
 
 

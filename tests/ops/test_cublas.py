@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktensor.ops import backends, cublas
+from blocktensor.ops import backends, cublas, library
 from tests import gemms
 from tests.gemms import Shape
+from tests.numeric import worst_row
 
 CUDA = torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = (1, 3, 4, 12, 16, 48, 127, 128, 129, 144, 272, 300, 576, 1100, 2112, 10944)
-BLOCKS = ((1, 128), (1, 1), (128, 1))
+BLOCKS = ((1, 128), (1, 1))
 every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 
 
@@ -40,7 +41,6 @@ def test_the_sample_is_wide(blocks: tuple[int, int], dtype: torch.dtype) -> None
     assert any(s.k % 128 for s in shapes)
     assert any(s.n % 128 for s in shapes)
     assert any(s.m < 16 for s in shapes)
-    assert any(s.m % 4 for s in shapes) == (blocks[0] == 128)
 
 
 @pytest.mark.gpu
@@ -60,9 +60,11 @@ def test_bias(blocks: tuple[int, int], rng: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_strided_bias(rng: torch.Generator) -> None:
+def test_strided_bias(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "cublas")
     bias = 1000 * torch.randn(2 * 144, generator=rng, device=CUDA).to(BF16)[::2]
-    gemms.check(cublas, *gemms.operands(Shape(128, 144, 272), (1, 128), rng), BF16, bias)
+    a, b = gemms.operands(Shape(128, 144, 272), (1, 128), rng)
+    assert worst_row(library.gemm(*a, *b, bias=bias), a, b, bias) <= gemms.TOLERANCE[BF16]
 
 
 @pytest.mark.gpu

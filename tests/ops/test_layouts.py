@@ -94,7 +94,15 @@ def test_square_scales_for_cublas(rows: int, cols: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [[slice(1, 3)], [..., slice(1, 4)], [..., slice(4)], [2], [..., slice(5, 6)]]
+    "part",
+    [
+        [slice(1, 3)],
+        [..., slice(1, 4)],
+        [..., slice(4)],
+        [2],
+        [..., slice(5, 6)],
+        [..., slice(1, 6)],
+    ],
 )
 @pytest.mark.parametrize("layout", ["ours", "dense", "transposed"])
 def test_slices_of_square_scales_for_cublas(part: list[slice], layout: str) -> None:
@@ -110,5 +118,7 @@ def test_slices_of_square_scales_for_cublas(part: list[slice], layout: str) -> N
     n_cols = scale.shape[1]
     assert given.stride() == (1, layouts.pad4(n_cols))
     assert torch.equal(given[:n_cols].t(), scale)
+    if given.untyped_storage().data_ptr() != scale.untyped_storage().data_ptr():
+        assert (given[n_cols:] == 0).all()
     end = given.storage_offset() + math.prod(given.shape)
     assert end * 4 <= given.untyped_storage().nbytes()

@@ -226,6 +226,8 @@ def test_every_nan_becomes_one_nan(sign: int, payload: int) -> None:
     data, scale = reference.quantize_rowwise(x, False)
     assert data.view(torch.uint8).tolist() == [[0x7F] * 3]
     assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
+    scale = reference.scale_from_amax(x[:, :1], True)
+    assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
 
 
 @ROUNDINGS

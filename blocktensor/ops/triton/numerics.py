@@ -62,7 +62,7 @@ def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         r = tl.where(amax_bits < INF_BITS, r, tl.where(amax_bits == INF_BITS, 0.0, scale))
         return r, r, r
     elif METHOD == "corrected":
-        pre = tl.where(amax_bits < TINY_BITS, TWO_64, 1.0)
+        pre = tl.where((amax_bits < TINY_BITS) & (amax_bits > 0), TWO_64, 1.0)
         s = scale * pre
         r = _approximate_reciprocal(s)
         # r <= 1/s makes e >= 0, so that a negative zero stays negative
@@ -78,9 +78,9 @@ def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     # x / scale, as far as e4m3 rounding can tell; (pre, r, e) broadcast against x.
     if POWER_OF_TWO:
-        return x * r
+        return x.to(tl.float32) * r
     elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order
-        y = x * pre
+        y = (x * pre.to(x.dtype)).to(tl.float32)  # exact in 16 bits, two at a time
         return tl.fma(y, r, y * e)
     else:
         return tl.div_rn(x, r)
