@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError:
         print("benchmarks need rich: pip install 'blocktensor[demo]'", file=sys.stderr)
         return 2
-    console = Console(width=120)
+    console = Console(width=160)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
         rows: list[dict[str, Any]] = []
         with console.status(f"{name} …") as status:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .timing import Call, round_robin
+from .timing import Call, flushed, round_robin
 
 SHAPES = (
     (4096, 18432, 7168),
@@ -35,8 +35,21 @@ def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
     return run
 
 
+def _graphed(step: Call) -> Call:
+    """The step as a replayed CUDA graph: device time alone, no host."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
-    """One row a shape: milliseconds of each and the speed-up."""
+    """One row a shape: eager under sustained load, eager with L2 flushed, and in CUDA graphs."""
     for m, n, k in shapes:
         sets = max(1, min(4, 2**28 // (m * (n + k))))
         data = [
@@ -50,15 +63,17 @@ def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[
         for name in ("bf16", "fp8"):
             layers[name] = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
         bt.to_blockwise_fp8_weights(layers["fp8"])
-        times = round_robin(
-            {name: [_step(layer, x, g) for x, g in data] for name, layer in layers.items()}
-        )
-        yield {
-            "m": m,
-            "n": n,
-            "k": k,
-            "bf16_ms": round(times["bf16"], 4),
-            "fp8_ms": round(times["fp8"], 4),
-            "speedup": round(times["bf16"] / times["fp8"], 3),
-            "backends": [f"{p.kind}:{p.backend}" for p in bt.explain([(m, n, k)]).products],
-        }
+        steps = {name: [_step(layer, x, g) for x, g in data] for name, layer in layers.items()}
+        once = {name: flushed(calls[0]) for name, calls in steps.items()}
+        eager = round_robin(steps)
+        graphs = {name: [_graphed(call) for call in calls] for name, calls in steps.items()}
+        device = round_robin(graphs)
+        row: dict[str, Any] = {"m": m, "n": n, "k": k}
+        for label, times in (("eager", eager), ("flushed", once), ("graph", device)):
+            row |= {
+                f"{label}_bf16_ms": round(times["bf16"], 4),
+                f"{label}_fp8_ms": round(times["fp8"], 4),
+                f"{label}_speedup": round(times["bf16"] / times["fp8"], 3),
+            }
+        backends = sorted({p.backend for p in bt.explain([(m, n, k)]).products})
+        yield row | {"backends": " ".join(backends)}

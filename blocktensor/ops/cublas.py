@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layouts import BLOCK, cublas_rowwise_scale, cublas_square_scale, rows_per_scale
+from .layouts import BLOCK, cublas_rowwise_scale, cublas_square_scale, rows_per_scale, vectorisable
 
 
 def gemm(
@@ -19,6 +19,7 @@ def gemm(
     """See :func:`blocktensor.ops.reference.gemm`; shapes and bias as ``backends`` allows."""
     a_scale, a_kind = _operand(a, a_scale)
     b_scale, b_kind = _operand(b, b_scale)
+    a, b = vectorisable(a), vectorisable(b)
     return torch.nn.functional.scaled_mm(
         a, b.t(), a_scale, a_kind, b_scale, b_kind, bias=bias, output_dtype=out_dtype
     )

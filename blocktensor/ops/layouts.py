@@ -110,3 +110,11 @@ def cublas_square_scale(scale: Tensor) -> Tensor:
     buffer = torch.zeros((n_rows, padded), dtype=scale.dtype, device=scale.device)
     buffer[:, :n_cols] = scale
     return buffer.t()
+
+
+def vectorisable(data: Tensor) -> Tensor:
+    """``data[R, K]``, zero-padded to K % 16 == 0 and 16-byte aligned; a copy only where needed."""
+    k = data.shape[1]
+    if k % 16:
+        return torch.nn.functional.pad(data.view(torch.uint8), (0, -k % 16)).view(data.dtype)
+    return data if data.data_ptr() % 16 == 0 else data.clone()

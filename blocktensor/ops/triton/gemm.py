@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layouts import BLOCK, ceil_div, num_blocks, rows_per_scale
+from ..layouts import BLOCK, ceil_div, num_blocks, rows_per_scale, vectorisable
 from .launch import Launch
 
 
@@ -81,7 +81,7 @@ def gemm_kernel(
     rows = tl.arange(0, TILE_M)
     cols = tl.arange(0, TILE_N)
     corner = out_ptr + first_m.to(tl.int64) * out_stride + first_n
-    out_ptrs = corner + (rows[:, None] * out_stride + cols[None, :])
+    out_ptrs = corner + (rows.to(tl.int64)[:, None] * out_stride + cols[None, :])
     inside = (rows < M - first_m)[:, None] & (cols < N - first_n)[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=inside, other=0.0)
@@ -99,8 +99,8 @@ def plan_gemm(
 ) -> Launch:
     """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
 
-    Rows of ``a`` and ``b`` must be multiples of 16 bytes (:func:`vectorisable`): byte loads would
-    take more registers than there are.
+    Rows of ``a`` and ``b`` must be multiples of 16 bytes (``layouts.vectorisable``): byte loads
+    would take more registers than there are.
     """
     (m, k), n = a.shape, b.shape[0]
     tile_m = 64 if m <= 64 else 128
@@ -122,14 +122,6 @@ def plan_gemm(
         },
         {"num_warps": 8 if tile_m == BLOCK else 4, "num_stages": 4},
     )  # fmt: skip
-
-
-def vectorisable(data: Tensor) -> Tensor:
-    """``data[R, K]``, zero-padded to K % 16 == 0 and 16-byte aligned; a copy only where needed."""
-    k = data.shape[1]
-    if k % 16 == 0 and data.data_ptr() % 16 == 0:
-        return data
-    return torch.nn.functional.pad(data.view(torch.uint8), (0, -k % 16)).view(data.dtype)
 
 
 def gemm(

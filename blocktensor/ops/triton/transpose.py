@@ -45,7 +45,12 @@ def transpose_128x128_kernel(
     first_k = block_k.to(tl.int64) * 128
     source = data_ptr + matrix * stride_e + first_n * stride_n + first_k * stride_k
     source += n.to(tl.int64)[:, None] * stride_n + k[None, :] * stride_k
-    target = out_ptr + (matrix * cols + first_k) * rows + first_n + (k[:, None] * rows + n[None, :])
+    target = (
+        out_ptr
+        + (matrix * cols + first_k) * rows
+        + first_n
+        + (k.to(tl.int64)[:, None] * rows + n[None, :])
+    )
     if EVEN:
         tl.store(target, tl.trans(tl.load(source)))
     else:
@@ -136,6 +141,7 @@ def plan_dequantize(data: Tensor, scale: Tensor, out: Tensor) -> Launch:
 def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """See :func:`blocktensor.ops.reference.transpose_square`."""
     *lead, n, k = data.shape
+    scale = scale if scale.stride(-1) == 1 else scale.contiguous()
     out = empty_square_form((*lead, k, n), data.device)
     plan_transpose(data, scale, *out)()
     return out
