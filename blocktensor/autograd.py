@@ -89,10 +89,11 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> 
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for tensor, what in ((w, "weight"), (bias, "bias")):
-        if tensor is not None and tensor.dtype != x.dtype:
+    others = {"weight": w} if bias is None else {"weight": w, "bias": bias}
+    for what, other in others.items():
+        if other.dtype != x.dtype:
             raise TypeError(
-                f"the input is {x.dtype} and the {what} {tensor.dtype}: convert one of them, or "
+                f"the input is {x.dtype} and the {what} {other.dtype}: convert one of them, or "
                 f"run under torch.autocast"
             )
     return x.dtype
@@ -110,6 +111,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         x_row, x_col = _forms(x, recipe, True, needs_dw)
+        assert x_row is not None
         w_fp8 = _fp8_weight(w, recipe)
         y = gemm_forms(x_row, w_fp8.rowwise(), bias, out_dtype)
 
@@ -151,16 +153,17 @@ def _linear_backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[T
         return dx, dw, dbias
 
     g_row, g_col = _forms(grad, ctx.recipe, needs_dx, needs_dw)
-    if needs_dx:
-        w_col = _fp8_weight(w, ctx.recipe).columnwise()
+    w_col = None if w is None else _fp8_weight(w, ctx.recipe).columnwise()
     if ctx.cache is not None:
         ctx.cache.after_backward()  # before the GEMM allocates its output
     if needs_dx:
+        assert g_row is not None and w_col is not None
         dx = gemm_forms(g_row, w_col, None, x_dtype).view(x_shape)
         del w_col, g_row
         if isinstance(grad, BlockwiseFP8Tensor):
             grad.release_rowwise()  # made by _EarlyGradientCast for this call alone
     if needs_dw:
+        assert g_col is not None
         dw = gemm_forms(g_col, x_col, None, w_dtype)
     return dx, dw, dbias
 

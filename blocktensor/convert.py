@@ -229,14 +229,14 @@ def _why_converted(weight: Tensor, was: bool, users: list[str], name: str) -> st
     return "trainable" if weight.requires_grad else "initialised later"
 
 
-def _converted_weight(weight: nn.Parameter, recipe: Recipe) -> Tensor:
+def _converted_weight(weight: Tensor, recipe: Recipe) -> Tensor:
     frozen = not weight.requires_grad and weight.device.type != "meta"
     if frozen:
         return BlockwiseFP8Tensor.quantize(weight.detach(), SQUARE_BLOCK, recipe)
     return BlockwiseFP8Weight(weight.detach(), recipe)
 
 
-def _swap_in(parameter: nn.Parameter, converted: Tensor) -> None:
+def _swap_in(parameter: Tensor, converted: Tensor) -> None:
     """Give ``parameter`` the content of ``converted``, so that all who hold it see the FP8 one."""
     new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
     del converted

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .ops import checks
-from .ops.layouts import ROWWISE_BLOCK, empty_rowwise_scale, empty_square_scale
-from .tensor import ATEN_OPS, BlockwiseFP8Tensor, Form, refuse, scaled_mm
+from .ops.layouts import ROWWISE_BLOCK, Form, empty_rowwise_scale, empty_square_scale
+from .tensor import ATEN_OPS, BlockwiseFP8Tensor, refuse, scaled_mm
 from .weight import WEIGHT_OPS, BlockwiseFP8Weight, FP8Cache, on_master
 
 aten = torch.ops.aten
@@ -279,8 +279,7 @@ def _empty_like(
 
 @_implements(ATEN_OPS, aten.copy_.default)
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    both = isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)
-    if not both:
+    if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):
         refuse(func)
     same = (x.shape, x.block_shape, x.recipe.scale) == (
         source.shape,

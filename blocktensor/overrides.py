@@ -72,13 +72,13 @@ def _addmm_override(
     return product.mul(alpha).add(input, alpha=beta)
 
 
-@_overrides(Tensor.data.__get__)
+@_overrides(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _get_data(tensor: Tensor) -> Tensor:
     # detach() shares the version counter, which .data does not: writes through it are noticed
     return tensor.detach()
 
 
-@_overrides(Tensor.data.__set__)
+@_overrides(Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(tensor: Tensor, new: Tensor) -> None:
     same = (tensor.shape, tensor.dtype, tensor.device) == (new.shape, new.dtype, new.device)
     if not (isinstance(tensor, BlockwiseFP8Weight) and same):
@@ -90,7 +90,7 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
 
 
 @_overrides(Tensor.share_memory_)
-def _share_memory(tensor: Tensor) -> Tensor:
+def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
     # torch's own would look for the storage of the wrapper, which has none
     with torch._C.DisableTorchFunctionSubclass():
         for name in tensor.__tensor_flatten__()[0]:

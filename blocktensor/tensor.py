@@ -273,7 +273,7 @@ class BlockwiseFP8Tensor(Tensor):
             recipe=recipe,
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         forms = "+".join(
             side
             for side in ("rowwise", "columnwise")
@@ -301,7 +301,7 @@ class BlockwiseFP8Tensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],

@@ -200,7 +200,7 @@ class BlockwiseFP8Weight(Tensor):
         cache = FP8Cache(master.transpose(-1, -2) if transposed else master, recipe)
         return BlockwiseFP8Weight(master, cache=cache, transposed=transposed)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
@@ -222,7 +222,7 @@ class BlockwiseFP8Weight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],

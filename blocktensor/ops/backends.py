@@ -209,7 +209,7 @@ def transpose_module(x: Tensor) -> ModuleType:
 
 @functools.cache
 def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType, ModuleType | None]:
-    if _triton_unusable(torch.device(kind, index)) is not None:
+    if _triton_unusable(torch.device(kind, index or 0)) is not None:
         reference = importlib.import_module("blocktensor.ops.reference")
         return reference, reference, None
     gluon = importlib.util.find_spec("triton.experimental.gluon") is not None
@@ -221,4 +221,5 @@ def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType,
 
 
 def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    index: int | None = device.index
+    return torch.cuda.current_device() if index is None else index
