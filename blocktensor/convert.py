@@ -100,10 +100,10 @@ class ConversionReport:
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Convert the weight of one nn.Linear in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Any other module, a weight converted before, and the output projection of nn.MultiheadAttention
-    (which multiplies by it without calling it) are left as they are. The parameter keeps its
-    identity: tied modules, optimizers and parameter groups that hold it see the FP8 one. A weight
-    that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
+    Any other module, a weight converted before, a parametrized weight, and the output projection of
+    nn.MultiheadAttention (which multiplies by it without calling it) are left as they are. The
+    parameter keeps its identity: tied modules, optimizers and parameter groups that hold it see the
+    FP8 one. A weight that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
     :class:`BlockwiseFP8Tensor` whose high-precision copy is dropped (on the meta device: a
     BlockwiseFP8Weight, to be initialised later).
 
@@ -111,11 +111,11 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE)
         TypeError: the weight is not bf16, fp16 or fp32.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
-    if isinstance(module, nn.Linear) and not (
-        is_converted(module.weight) or isinstance(module, NonDynamicallyQuantizableLinear)
-    ):
+    if not isinstance(module, nn.Linear) or _why_unconvertible(module) is not None:
+        return
+    if not is_converted(module.weight):
         _swap_in(module.weight, _converted_weight(module.weight, recipe))
-    if isinstance(module, nn.Linear) and isinstance(module.weight, BlockwiseFP8Weight):
+    if isinstance(module.weight, BlockwiseFP8Weight):
         register_state_hooks(module)
 
 
@@ -153,38 +153,42 @@ def convert(
             raise ValueError(f"skip pattern {pattern!r} matches no module of the model")
     small = auto_filter_small_kn
     thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
+    layers = [
+        (name, module, module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    ]
+    embeddings = {id(w): name for name, module, w in layers if isinstance(module, nn.Embedding)}
     users: dict[int, list[str]] = defaultdict(list)  # names by parameter, for ties
-    embeddings: dict[int, str] = {}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Embedding):
-            embeddings[id(weight)] = name
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            users[id(weight)].append(name)
+    for name, _, weight in layers:
+        users[id(weight)].append(name)
 
     entries = []
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        weight = module.weight
+    for name, module, weight in layers:
         first_use = users[id(weight)][0] == name
         before = _bytes_of(weight) if first_use else 0
         shape, dtype = tuple(weight.shape), weight.dtype
         reason = _why_skip(name, module, embeddings, filter, skip, thresholds)
         if reason is None:
             was = is_converted(weight)
-            to_blockwise_fp8_weights(module, recipe)
-            reason = _why_converted(module.weight, was, users[id(weight)], name)
-        after = _bytes_of(module.weight) if first_use else 0
-        entries.append(
-            Entry(name, shape, dtype, is_converted(module.weight), reason, before, after)
-        )
+            to_blockwise_fp8_weights(module, recipe)  # the parameter keeps its identity
+            reason = _why_converted(weight, was, users[id(weight)], name)
+        after = _bytes_of(weight) if first_use else 0
+        entries.append(Entry(name, shape, dtype, is_converted(weight), reason, before, after))
     return ConversionReport(tuple(entries))
 
 
 def is_converted(weight: Tensor) -> bool:
     """True for the two FP8 types."""
     return isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+
+
+def _why_unconvertible(module: nn.Linear) -> str | None:
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention multiplies by it without calling it"
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed (parametrized), not a parameter"
+    return None
 
 
 def _why_skip(
@@ -198,8 +202,8 @@ def _why_skip(
     weight = module.weight
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention multiplies by it without calling it"
+    if reason := _why_unconvertible(module):
+        return reason
     for pattern in skip:
         if fnmatch.fnmatch(name, pattern):
             return f"skip pattern {pattern!r}"

@@ -33,7 +33,28 @@ ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 _INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
 
 
-class BlockwiseFP8Tensor(Tensor):
+class FP8Type(Tensor):
+    """What the two FP8 types share: overrides above autograd, and no base-class constructor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        override = TORCH_FUNCTIONS.get(func)
+        if override is not None:
+            return override(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class BlockwiseFP8Tensor(FP8Type):
     """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
 
     To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
@@ -100,9 +121,6 @@ class BlockwiseFP8Tensor(Tensor):
         self.recipe = recipe
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     @classmethod
     def from_data(
         cls,
@@ -161,7 +179,12 @@ class BlockwiseFP8Tensor(Tensor):
             TypeError, ValueError: another dtype, rank or block shape.
         """
         checks.block_shape(block_shape)
-        shape = {"shape": x.shape, "dtype": x.dtype, "block_shape": block_shape, "recipe": recipe}
+        shape: dict[str, Any] = {
+            "shape": x.shape,
+            "dtype": x.dtype,
+            "block_shape": block_shape,
+            "recipe": recipe,
+        }
         if block_shape == SQUARE_BLOCK:
             return cls(library.quantize_square(x, recipe.power_of_two), None, **shape)
         if not (rowwise or columnwise):
@@ -285,20 +308,6 @@ class BlockwiseFP8Tensor(Tensor):
             f"block_shape={self.block_shape}, scale={self.recipe.scale!r}, forms={forms}, "
             f"device={str(self.device)!r}{grad})"
         )
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        override = TORCH_FUNCTIONS.get(func)
-        if override is not None:
-            return override(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

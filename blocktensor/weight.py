@@ -17,7 +17,7 @@ from torch import Tensor
 from .ops import checks
 from .ops.layouts import SQUARE_BLOCK
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tensor import TORCH_FUNCTIONS, BlockwiseFP8Tensor
+from .tensor import BlockwiseFP8Tensor, FP8Type
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 """Ops that do more than act on the master; filled by ``dispatch.py``."""
@@ -108,7 +108,7 @@ class FP8Cache:
         return BlockwiseFP8Tensor.quantize(self.master, SQUARE_BLOCK, self.recipe)
 
 
-class BlockwiseFP8Weight(Tensor):
+class BlockwiseFP8Weight(FP8Type):
     """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
 
     Attributes:
@@ -154,9 +154,6 @@ class BlockwiseFP8Weight(Tensor):
         self.cache = FP8Cache(master, recipe) if cache is None else cache
         self.transposed = transposed
         return self
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
 
     @property
     def recipe(self) -> Recipe:
@@ -206,20 +203,6 @@ class BlockwiseFP8Weight(Tensor):
             f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
             f"scale={self.recipe.scale!r}, device={str(self.device)!r}{grad})"
         )
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        override = TORCH_FUNCTIONS.get(func)
-        if override is not None:
-            return override(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

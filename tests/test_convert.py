@@ -135,7 +135,6 @@ def test_apply_to_a_head_tied_to_an_embedding() -> None:
     assert torch.isfinite(model.embed.weight.grad).all()
 
 
-@pytest.mark.xfail(reason="a parametrized weight is a temporary", raises=IndexError)
 def test_a_parametrized_linear_is_left_alone_and_said_so() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)))
     report = convert(model, auto_filter_small_kn=False)

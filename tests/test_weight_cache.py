@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,19 @@ def test_in_a_steady_state_nothing_rests_between_steps(microbatches: int) -> Non
         assert cache.casts == step + 1 + (microbatches > 1)
 
 
+def test_a_graph_that_is_dropped_holds_the_bytes_for_one_version_only() -> None:
+    module = linear(N, K, dtype=torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    held = []
+    for step in range(3):
+        if step == 1:
+            module(X)  # an evaluation without no_grad
+        module(X).sum().backward()
+        held.append(module.weight.cache.nbytes() > 0)
+        optimizer.step()
+    assert held == [False, True, False]
+
+
 def test_a_changing_number_of_microbatches_stays_right() -> None:
     module = linear(N, K, dtype=torch.float32)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -77,6 +92,39 @@ def test_a_changing_number_of_microbatches_stays_right() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert module.weight.cache.casts <= 15  # a wrong guess costs a cast, no more
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_forwards_backwards_evaluations_and_steps_is_right(seed: int) -> None:
+    choice = random.Random(seed)
+    module = linear(N, K, dtype=torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(6):
+        values = plain(module.weight).requires_grad_()
+        waiting: list[tuple[Tensor, Tensor]] = []
+        for _ in range(choice.randrange(12)):
+            what = choice.choice(["forward", "forward", "backward", "evaluation", "drop"])
+            if what == "forward":
+                a, b = both([X * choice.random()])[0]
+                needs_dx = choice.random() < 0.7
+                pair = module(a if needs_dx else X), functional.linear(b if needs_dx else X, values)
+                assert torch.equal(*pair)
+                waiting.append(pair)
+            elif what == "evaluation":
+                with choice.choice([torch.no_grad, torch.inference_mode])():
+                    assert torch.equal(module(X), functional.linear(X, values.detach()))
+            elif waiting:
+                taken = waiting.pop(choice.randrange(len(waiting)))
+                if what == "backward":
+                    again = choice.random() < 0.2
+                    for output in taken:
+                        output.sum().backward(retain_graph=again)
+                        if again:
+                            output.sum().backward()
+        if values.grad is not None:
+            assert torch.equal(module.weight.grad, values.grad)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def both(inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -28,6 +28,7 @@ def transpose_128x128_kernel(
     in_scale_ld,
     out_scale_ld,
     EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     # One program moves one 128x128 block of bytes and its scale.
     block = tl.program_id(0)
@@ -45,12 +46,10 @@ def transpose_128x128_kernel(
     first_k = block_k.to(tl.int64) * 128
     source = data_ptr + matrix * stride_e + first_n * stride_n + first_k * stride_k
     source += n.to(tl.int64)[:, None] * stride_n + k[None, :] * stride_k
-    target = (
-        out_ptr
-        + (matrix * cols + first_k) * rows
-        + first_n
-        + (k.to(tl.int64)[:, None] * rows + n[None, :])
-    )
+    if WIDE:  # offsets inside a tile pass 2^31
+        k = k.to(tl.int64)
+    corner = out_ptr + (matrix * cols + first_k) * rows + first_n
+    target = corner + (k[:, None] * rows + n[None, :])
     if EVEN:
         tl.store(target, tl.trans(tl.load(source)))
     else:
@@ -117,7 +116,7 @@ def plan_transpose(data: Tensor, scale: Tensor, out: Tensor, out_scale: Tensor) 
          data.stride(0) if stacked else 0, data.stride(-2), data.stride(-1),
          scale.stride(0) if stacked else 0, num_blocks(n), num_blocks(k),
          scale.stride(-2), out_scale.stride(-2)),
-        {"EVEN": n % BLOCK == 0 and k % BLOCK == 0},
+        {"EVEN": n % BLOCK == 0 and k % BLOCK == 0, "WIDE": n >= 2**24},
         {"num_warps": 8},
     )  # fmt: skip
 
