@@ -1,4 +1,7 @@
-"""``python -m benchmarks NAME``: measure, show a table, write ``benchmarks/results/NAME.json``."""
+"""``python -m benchmarks NAME``: measure, show a table, write ``benchmarks/results/NAME.json``.
+
+``readme`` measures nothing: it puts the results on disk into the README.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import cast, linear, memory, results
+from . import cast, linear, memory, readme, results
 
 BENCHMARKS = {"linear": linear, "cast": cast, "memory": memory}
 
@@ -28,9 +31,12 @@ def _table(name: str, rows: list[dict[str, Any]]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmarks named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHMARKS, "all"])
+    parser.add_argument("name", choices=[*BENCHMARKS, "all", "readme"])
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the JSON")
     options = parser.parse_args(argv)
+    if options.name == "readme":
+        print("README.md updated" if readme.update() else "README.md is up to date")
+        return 0
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU: none found", file=sys.stderr)
         return 2

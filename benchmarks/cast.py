@@ -9,7 +9,7 @@ import torch
 
 from blocktensor.ops import library
 
-from .timing import copy_bandwidth, flushed
+from .timing import copy_bandwidth, flushed, graphed
 
 SHAPES = ((16384, 18432), (4096, 18432), (4096, 7168), (4096, 2048))
 
@@ -32,7 +32,7 @@ def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, 
             if dtype == torch.bfloat16:
                 cases.append(("transpose", lambda s=square: library.transpose_square(*s), 2))
             for op, call, per_element in cases:
-                ms = flushed(call)
+                ms = flushed(graphed(call))
                 rate = m * k * per_element / ms * 1e-6
                 yield {
                     "op": op,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .timing import Call, flushed, round_robin
+from .timing import Call, flushed, graphed, round_robin
 
 SHAPES = (
     (4096, 18432, 7168),
@@ -35,19 +35,6 @@ def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
     return run
 
 
-def _graphed(step: Call) -> Call:
-    """The step as a replayed CUDA graph: device time alone, no host."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
     """One row a shape: eager under sustained load, eager with L2 flushed, and in CUDA graphs."""
     for m, n, k in shapes:
@@ -66,7 +53,7 @@ def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[
         steps = {name: [_step(layer, x, g) for x, g in data] for name, layer in layers.items()}
         once = {name: flushed(calls[0]) for name, calls in steps.items()}
         eager = round_robin(steps)
-        graphs = {name: [_graphed(call) for call in calls] for name, calls in steps.items()}
+        graphs = {name: [graphed(call) for call in calls] for name, calls in steps.items()}
         device = round_robin(graphs)
         row: dict[str, Any] = {"m": m, "n": n, "k": k}
         for label, times in (("eager", eager), ("flushed", once), ("graph", device)):

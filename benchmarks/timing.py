@@ -47,6 +47,19 @@ def round_robin(
     return {name: median(values) for name, values in times.items()}
 
 
+def graphed(call: Call) -> Call:
+    """``call`` as a replayed CUDA graph: device time alone, no host."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def flushed(call: Call) -> float:
     """Median milliseconds of one call with L2 flushed before each (``triton.testing.do_bench``)."""
     from triton.testing import do_bench

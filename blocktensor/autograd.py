@@ -57,7 +57,7 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) ->
     out_dtype = _check_linear(x, w, bias, recipe)
     if x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor):
         x = x.to(out_dtype)  # as autocast does for every linear; 16-bit casts are also faster
-    y = _Linear.apply(x, w, bias, recipe, out_dtype)
+    y = _Linear.apply(x, w, bias, recipe, out_dtype, torch.is_grad_enabled())
     node = y.grad_fn
     keeps_bias_grad = bias is not None and bias.requires_grad
     if node is not None and not keeps_bias_grad and not torch.compiler.is_compiling():
@@ -108,8 +108,9 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
+        recorded: bool,
     ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        needs_dx, needs_dw = (recorded and needed for needed in ctx.needs_input_grad[:2])
         x_row, x_col = _forms(x, recipe, True, needs_dw)
         assert x_row is not None
         w_fp8 = _fp8_weight(w, recipe)
@@ -138,7 +139,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: let the second derivative say so
             tracked = torch.zeros((), requires_grad=True)
             grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _linear_backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:

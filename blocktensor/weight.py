@@ -26,11 +26,10 @@ WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 class FP8Cache:
     """The FP8 form of one master, kept for as long as it is needed and no longer.
 
-    Valid for one version of the master. Released by the backward that is expected to be the
-    version's last: when no forward waits for its backward, and as many have run as the previous
-    version saw (at first: one). With one backward a step, no FP8 bytes rest between steps; with N
-    microbatches the one cast serves all N, but for the first step, which learns their number. A
-    wrong guess costs a cast, never a bit.
+    Valid for one version of the master. Released by the version's last backward: there will be as
+    many as the previous version saw; in the first, the last is when no forward waits for one. So
+    one backward a step leaves no FP8 bytes between steps, and N microbatches share one cast, but
+    for the first step, which learns their number. A wrong guess costs a cast, never a bit.
     """
 
     __slots__ = (
@@ -52,7 +51,7 @@ class FP8Cache:
         self._key: tuple[int, ...] | None = None
         self._pending = 0  # forwards of this version that wait for their backward
         self._backwards = 0  # backwards of this version
-        self._expected = 1.0  # how many there will be
+        self._expected: float | None = None  # how many there will be; None: not known yet
 
     def __getstate__(self) -> tuple[Tensor, Recipe]:  # copies and checkpoints cast for themselves
         return self.master, self.recipe
@@ -70,7 +69,7 @@ class FP8Cache:
             return self._cast()
         key = (wrapper_version, self.master._version, self.master.data_ptr())
         if key != self._key:
-            self._expected = float(max(self._backwards, 1))
+            self._expected = self._backwards or self._expected
             self._backwards = self._pending = 0
             self._key, self._value = key, None
         elif self._value is None and accumulating:
@@ -88,7 +87,8 @@ class FP8Cache:
         """A backward has read the FP8 form; release it if that was the last one expected."""
         self._pending -= 1
         self._backwards += 1
-        if self._pending <= 0 and self._backwards >= self._expected:
+        expected = self._expected
+        if self._pending <= 0 if expected is None else self._backwards >= expected:
             self._value = None
 
     def invalidate(self) -> None:

@@ -76,14 +76,28 @@ blocktensor.gemm""",
     )
 
 
-def test_trace_without_gradients_casts_x_rowwise_only() -> None:
-    module, x = linear(256, 384, frozen=True), randn(5, 384)
-    assert_expected_inline(
-        traced(lambda: module(x)),
-        """\
+@pytest.mark.parametrize(
+    ("mode", "frozen"),
+    [
+        (torch.enable_grad, True),
+        (torch.no_grad, True),
+        (torch.inference_mode, True),
+        (torch.no_grad, False),
+        (torch.inference_mode, False),
+    ],
+)
+def test_trace_without_gradients_casts_x_rowwise_only(
+    mode: Callable[[], Any], frozen: bool
+) -> None:
+    module, x = linear(256, 384, frozen=frozen), randn(5, 384)
+    module(x)
+    with mode():
+        assert_expected_inline(
+            traced(lambda: module(x)),
+            """\
 blocktensor.quantize_rowwise
 blocktensor.gemm""",
-    )
+        )
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, functional
 from tests.models import linear, plain, randn
@@ -64,17 +67,44 @@ def test_in_a_steady_state_nothing_rests_between_steps(microbatches: int) -> Non
         assert cache.casts == step + 1 + (microbatches > 1)
 
 
-def test_a_graph_that_is_dropped_holds_the_bytes_for_one_version_only() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_releases_too(reentrant: bool) -> None:
+    module = linear(N, K, dtype=torch.float32)
+    cache, optimizer = module.weight.cache, torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(4):
+        for _ in range(2):
+            leaf = X.clone().requires_grad_()
+            checkpoint(module, leaf, use_reentrant=reentrant).sum().backward()
+        assert step == 0 or cache.nbytes() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert cache.casts <= 5
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluations_do_not_delay_the_release(mode: Callable[[], Any]) -> None:
+    module = linear(N, K, dtype=torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        with mode():
+            module(X)
+        module(X).sum().backward()
+        assert module.weight.cache.nbytes() == 0
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dropped_in", [0, 1])
+def test_a_graph_that_is_dropped_holds_the_bytes_in_the_first_version_only(dropped_in: int) -> None:
     module = linear(N, K, dtype=torch.float32)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     held = []
     for step in range(3):
-        if step == 1:
+        if step == dropped_in:
             module(X)  # an evaluation without no_grad
         module(X).sum().backward()
         held.append(module.weight.cache.nbytes() > 0)
         optimizer.step()
-    assert held == [False, True, False]
+    assert held == [dropped_in == 0, False, False]
 
 
 def test_a_changing_number_of_microbatches_stays_right() -> None:
