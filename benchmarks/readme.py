@@ -26,7 +26,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
 def _source(name: str) -> str:
     where = _load(name)["environment"]
     return (
-        f"`{where['command'].split(' --out')[0]}`, {where['device']}, torch {where['torch']}, "
+        f"`{where['command']}`, {where['device']}, torch {where['torch']}, "
         f"Triton {where['triton']}, {where['date']}"
     )
 
