@@ -12,7 +12,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..layouts import BLOCK, Form, ceil_div, empty_rowwise_form, num_blocks
+from ..layouts import BLOCK, Form, ceil_div, num_blocks
+from ..triton.cast import both_by, columnwise_by
 from ..triton.launch import Launch
 from ..triton.numerics import divisor, quotient, scale_from_bits
 
@@ -179,15 +180,9 @@ def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) 
 
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
-    m, k = x.shape
-    col = empty_rowwise_form(k, m, x.device)
-    plan_columnwise(x, None, col, power_of_two)()
-    return col
+    return columnwise_by(plan_columnwise, x, power_of_two)
 
 
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
-    m, k = x.shape
-    row, col = empty_rowwise_form(m, k, x.device), empty_rowwise_form(k, m, x.device)
-    plan_columnwise(x, row, col, power_of_two)()
-    return *row, *col
+    return both_by(plan_columnwise, x, power_of_two)

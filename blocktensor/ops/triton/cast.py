@@ -6,6 +6,8 @@ Every launcher has the signature and, byte for byte, the result of its namesake 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -165,6 +167,10 @@ def cast_128x128_kernel(
         tl.store(target, q, mask=inside)
 
 
+Planner = Callable[[Tensor, Form | None, Form, bool], Launch]
+"""Plans the cast of a tensor into a rowwise form, unless None, and a columnwise one."""
+
+
 def _method(dtype: torch.dtype) -> str:
     return "divide" if dtype == torch.float32 else "corrected"
 
@@ -238,10 +244,7 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
 
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
-    m, k = x.shape
-    form = empty_rowwise_form(k, m, x.device)
-    plan_1x128(x, None, form, power_of_two)()
-    return form
+    return columnwise_by(plan_1x128, x, power_of_two)
 
 
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -251,9 +254,22 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
     """
     if x.dtype == torch.float32 and not _vectorised(x):
         return *quantize_rowwise(x, power_of_two), *quantize_columnwise(x, power_of_two)
+    return both_by(plan_1x128, x, power_of_two)
+
+
+def columnwise_by(plan: Planner, x: Tensor, power_of_two: bool) -> Form:
+    """The columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
+    m, k = x.shape
+    col = empty_rowwise_form(k, m, x.device)
+    plan(x, None, col, power_of_two)()
+    return col
+
+
+def both_by(plan: Planner, x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     m, k = x.shape
     row, col = empty_rowwise_form(m, k, x.device), empty_rowwise_form(k, m, x.device)
-    plan_1x128(x, row, col, power_of_two)()
+    plan(x, row, col, power_of_two)()
     return *row, *col
 
 
