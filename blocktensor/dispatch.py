@@ -48,27 +48,22 @@ def _implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[[An
 # Products, shared by both types
 
 
-def _left(x: Tensor, partner: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
+def _fp8(x: Tensor) -> BlockwiseFP8Tensor | None:
     if isinstance(x, BlockwiseFP8Weight):
         return x.quantized()
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x
-    return BlockwiseFP8Tensor.quantize(x, recipe=partner.recipe, columnwise=False)
-
-
-def _right(x: Tensor, partner: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
-    if isinstance(x, BlockwiseFP8Weight):
-        return x.quantized()
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x
-    return BlockwiseFP8Tensor.quantize(x, recipe=partner.recipe, rowwise=False)
+    return x if isinstance(x, BlockwiseFP8Tensor) else None
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a @ b`` below autograd, where at least one operand is FP8; the other is cast 1x128."""
-    partner = next(x for x in (b, a) if isinstance(x, (BlockwiseFP8Tensor, BlockwiseFP8Weight)))
-    fp8 = partner.quantized() if isinstance(partner, BlockwiseFP8Weight) else partner
-    return scaled_mm(_left(a, fp8), _right(b, fp8), bias=bias, out_dtype=a.dtype)
+    left, right = _fp8(a), _fp8(b)
+    known = left if right is None else right
+    assert known is not None
+    if left is None:
+        left = BlockwiseFP8Tensor.quantize(a, recipe=known.recipe, columnwise=False)
+    if right is None:
+        right = BlockwiseFP8Tensor.quantize(b, recipe=known.recipe, rowwise=False)
+    return scaled_mm(left, right, bias=bias, out_dtype=a.dtype)
 
 
 def _refuse_untracked(func: Any, *operands: Tensor) -> None:
