@@ -58,21 +58,20 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def compile_for_sm90(launch: Launch) -> Resources:
-    """Compile ``launch`` with Triton's own ptxas; spills are read from ``ptxas -v``."""
+    """Compile ``launch`` with Triton's own tools; the stack of a kernel is what it spills."""
     kernel = triton.compile(
-        _source(launch), target=GPUTarget("cuda", 90, 32), options=dict(launch.options)
+        _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.compiler_options
     )
-    ptxas = triton.knobs.nvidia.ptxas.path
-    nvdisasm = Path(ptxas).with_name("nvdisasm")
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(kernel.asm["ptx"])
-        report = subprocess.run(
-            [ptxas, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-        sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    assert registers and spills, f"ptxas -v printed no resources: {report}"
-    return Resources(int(registers[1]), sum(map(int, spills)), kernel.metadata.shared, sass.stdout)
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
+        sass = _output(tools / "nvdisasm", "-c", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, f"cuobjdump printed no resources: {usage}"
+    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, sass)
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -250,9 +250,10 @@ def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
 
-    But for fp32 that cannot be loaded in vectors: both casts of a tile would spill registers.
+    But for fp32 in scalar loads or 64-bit offsets: both casts of a tile would spill registers.
     """
-    if x.dtype == torch.float32 and not _vectorised(x):
+    awkward = not _vectorised(x) or _wide(*x.stride(), *x.shape)
+    if awkward and x.dtype == torch.float32:
         return *quantize_rowwise(x, power_of_two), *quantize_columnwise(x, power_of_two)
     return both_by(plan_1x128, x, power_of_two)
 
