@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .ops import checks
-from .ops.layouts import ROWWISE_BLOCK, Form, empty_rowwise_scale, empty_square_scale
+from .ops.layouts import ROWWISE_BLOCK, Form, empty_rowwise_form, empty_square_form
 from .tensor import ATEN_OPS, BlockwiseFP8Tensor, refuse, scaled_mm
 from .weight import WEIGHT_OPS, BlockwiseFP8Weight, FP8Cache, on_master
 
@@ -200,16 +200,10 @@ def _infer(size: list[int], x: Tensor) -> list[int]:
 
 
 def _empty_form(x: BlockwiseFP8Tensor, form: Form, device: torch.device) -> Form:
-    data = torch.empty_like(form[0], device=device)
+    shape = form[0].shape
     if x.block_shape == ROWWISE_BLOCK:
-        return data, empty_rowwise_scale(data.shape[0], data.shape[1], device)
-    return data, empty_square_scale(data.shape, device)
-
-
-def _forms(x: BlockwiseFP8Tensor) -> tuple[Form | None, Form | None]:
-    row = None if x.rowwise_data is None else x.rowwise()
-    col = None if x.columnwise_data is None else x.columnwise()
-    return row, col
+        return empty_rowwise_form(shape[0], shape[1], device)
+    return empty_square_form(shape, device)
 
 
 def _fresh(
@@ -221,7 +215,7 @@ def _fresh(
 ) -> BlockwiseFP8Tensor:
     """Storage of its own, scales included, filled from ``x`` or left uninitialised."""
     made: list[Form | None] = []
-    for form in _forms(x):
+    for form in x.forms():
         if form is None:
             made.append(None)
             continue

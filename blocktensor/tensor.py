@@ -191,6 +191,12 @@ class BlockwiseFP8Tensor(FP8Type):
             raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
         return cls(*rowwise_block_forms(x, recipe, rowwise, columnwise), **shape)
 
+    def forms(self) -> tuple[Form | None, Form | None]:
+        """The rowwise and the columnwise (data, scale), None where not held."""
+        row = None if self.rowwise_data is None else self.rowwise()
+        col = None if self.columnwise_data is None else self.columnwise()
+        return row, col
+
     def rowwise(self) -> Form:
         """The rowwise (data, scale), derived by a byte transpose where 128x128 blocks lack it."""
         if self.rowwise_data is not None and self.rowwise_scale is not None:
@@ -248,21 +254,12 @@ class BlockwiseFP8Tensor(FP8Type):
         strides: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         transpose: bool = False,
-        inner: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> BlockwiseFP8Tensor:
-        """The same bytes (or ``inner`` of each) under another shape, dtype or orientation."""
-        forms = [
-            None if data is None or scale is None else (inner(data), inner(scale))
-            for data, scale in (
-                (self.rowwise_data, self.rowwise_scale),
-                (self.columnwise_data, self.columnwise_scale),
-            )
-        ]
-        if transpose:
-            forms.reverse()
+        """The same bytes under another shape, dtype or orientation."""
+        rowwise, columnwise = self.forms()
         return BlockwiseFP8Tensor(
-            forms[0],
-            forms[1],
+            columnwise if transpose else rowwise,
+            rowwise if transpose else columnwise,
             shape=self.shape if shape is None else shape,
             strides=strides if shape is not None or strides is not None else self.stride(),
             dtype=self.dtype if dtype is None else dtype,
