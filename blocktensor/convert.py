@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .ops.layouts import SQUARE_BLOCK, square_scale_shape
 from .recipe import DEFAULT_RECIPE, Recipe
 from .state import register_state_hooks
 from .tables import collapse, human_bytes, text_table
-from .tensor import BlockwiseFP8Tensor
+from .tensor import BlockwiseFP8Tensor, FP8Type
 from .weight import BlockwiseFP8Weight
 
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "output_projection", "logits")
@@ -180,7 +181,7 @@ def convert(
 
 def is_converted(weight: Tensor) -> bool:
     """True for the two FP8 types."""
-    return isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+    return isinstance(weight, FP8Type)
 
 
 def _why_unconvertible(module: nn.Linear) -> str | None:
@@ -261,16 +262,9 @@ def _swap_in(parameter: Tensor, converted: Tensor) -> None:
 
 
 def _bytes_of(weight: Tensor) -> int:
-    fp8 = weight.numel() + 4 * _numel(square_scale_shape(weight.shape))
+    fp8 = weight.numel() + 4 * math.prod(square_scale_shape(weight.shape))
     if isinstance(weight, BlockwiseFP8Tensor):
         return fp8
     if isinstance(weight, BlockwiseFP8Weight):
         return weight.master.nbytes + (fp8 if weight.recipe.cache_weight else 0)
     return weight.nbytes
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

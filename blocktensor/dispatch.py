@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .ops import checks
 from .ops.layouts import ROWWISE_BLOCK, Form, empty_rowwise_form, empty_square_form
-from .tensor import ATEN_OPS, BlockwiseFP8Tensor, refuse, scaled_mm
+from .tensor import ATEN_OPS, BlockwiseFP8Tensor, FP8Type, refuse, scaled_mm
 from .weight import WEIGHT_OPS, BlockwiseFP8Weight, FP8Cache, on_master
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
 def _addmm(
     func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if isinstance(bias, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
+    if isinstance(bias, FP8Type):
         refuse(func)
     _refuse_untracked(func, a, b)
     if bias.ndim == 1 and beta == 1 and alpha == 1:

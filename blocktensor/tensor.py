@@ -252,17 +252,16 @@ class BlockwiseFP8Tensor(FP8Type):
         *,
         shape: Sequence[int] | None = None,
         strides: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
         transpose: bool = False,
     ) -> BlockwiseFP8Tensor:
-        """The same bytes under another shape, dtype or orientation."""
+        """The same bytes under another shape (by default contiguous) or orientation."""
         rowwise, columnwise = self.forms()
         return BlockwiseFP8Tensor(
             columnwise if transpose else rowwise,
             rowwise if transpose else columnwise,
             shape=self.shape if shape is None else shape,
-            strides=strides if shape is not None or strides is not None else self.stride(),
-            dtype=self.dtype if dtype is None else dtype,
+            strides=self.stride() if shape is None else strides,
+            dtype=self.dtype,
             block_shape=self.block_shape,
             recipe=self.recipe,
         )
@@ -332,7 +331,6 @@ def rowwise_block_forms(
     x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool
 ) -> tuple[Form | None, Form | None]:
     """The forms asked for of ``x[..., K]`` in 1x128 blocks, leading dimensions flattened."""
-    checks.high_precision(x, "the tensor to quantize")
     if x.ndim == 0:
         raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
     matrix = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -60,6 +60,7 @@ def test_bias(bias_dtype: torch.dtype, dtype: torch.dtype, rng: torch.Generator)
 
 def test_strided_bias(rng: torch.Generator) -> None:
     bias = torch.randn(2 * 129, generator=rng, device=CUDA).mul(1000)[::2]
+    assert not bias.is_contiguous()
     a, b = gemms.operands(Shape(130, 129, 300), (1, 128), rng)
     out = library.gemm(*a, *b, bias=bias, out_dtype=FP32)
     assert worst_row(out, a, b, bias) <= gemms.TOLERANCE[FP32]
