@@ -112,6 +112,24 @@ def cublas_square_scale(scale: Tensor) -> Tensor:
     return buffer.t()
 
 
+def tma_rowwise_scale(scale: Tensor) -> Tensor:
+    """1x128 scales as TMA reads them: column-major, columns 16 bytes apart; a copy where needed."""
+    rows, blocks = scale.shape
+    fits = (rows == 1 or scale.stride(0) == 1) and (blocks == 1 or scale.stride(1) % 4 == 0)
+    if fits and scale.stride(1) >= rows and scale.data_ptr() % 16 == 0:
+        return scale
+    return empty_rowwise_scale(rows, blocks * BLOCK, scale.device).copy_(scale)
+
+
+def tma_square_scale(scale: Tensor) -> Tensor:
+    """128x128 scales as TMA reads them: row-major, rows 16 bytes apart; a copy where needed."""
+    rows, blocks = scale.shape
+    fits = (blocks == 1 or scale.stride(1) == 1) and (rows == 1 or scale.stride(0) % 4 == 0)
+    if fits and scale.stride(0) >= blocks and scale.data_ptr() % 16 == 0:
+        return scale
+    return empty_square_scale((rows * BLOCK, blocks * BLOCK), scale.device).copy_(scale)
+
+
 def vectorisable(data: Tensor) -> Tensor:
     """``data[R, K]``, zero-padded to K % 16 == 0 and 16-byte aligned; a copy only where needed."""
     k = data.shape[1]

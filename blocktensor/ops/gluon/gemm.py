@@ -1,0 +1,132 @@
+"""The Hopper GEMM's launcher: operands as tensor maps, the tile for a shape, the grid."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..layouts import (
+    BLOCK,
+    ceil_div,
+    num_blocks,
+    rows_per_scale,
+    tma_rowwise_scale,
+    tma_square_scale,
+    vectorisable,
+)
+from ..triton.launch import Launch
+from . import narrow
+from .kernel import gemm_kernel
+from .tile import Tile
+from .tiles import choose_tile
+
+_H200_SMS = 132
+_OUT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    if device.type != "cuda":  # planning for a GPU that is not here
+        return _H200_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared(rows: int, cols: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
+
+
+_VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def _data_map(data: Tensor, rows: int) -> TensorDescriptor:
+    layout = _shared(rows, BLOCK, gl.float8e4nv)
+    return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [rows, BLOCK], layout)
+
+
+def _scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
+    # Scales as one vector: what a tile at the edge reads beyond its rows belongs to rows that
+    # nobody stores.
+    size = (major - 1) * ld + minor
+    return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
+
+
+def _fits_tma(out: Tensor) -> bool:
+    return out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+
+
+def plan_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: bool,
+    tile: Tile | None = None,
+) -> Launch:
+    """The launch of ``out (+)= A B^T (+ bias)``.
+
+    ``a`` and ``b`` as ``layouts.vectorisable`` makes them, scales as ``layouts.tma_*_scale`` do;
+    ``out`` has contiguous rows. ``tile`` overrides the choice.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    b_block = rows_per_scale(n, b_scale)
+    blocks = num_blocks(k)
+    tma = _fits_tma(out)
+    if tile is None:
+        tile, _ = choose_tile(m, n, blocks, b_block, _sms(out.device))
+    a_scale_ld = a_scale.stride(1)
+    a_scale_map = _scale_map(a_scale, tile.a_scales, a_scale_ld, m, blocks)
+    if b_block == 1:
+        b_scale_ld = b_scale.stride(1)
+        b_scale_map = _scale_map(b_scale, tile.b_scales, b_scale_ld, n, blocks)
+    else:
+        b_scale_ld = b_scale.stride(0)
+        b_scale_map = _scale_map(b_scale, tile.b_scales, b_scale_ld, blocks, b_scale.shape[0])
+    target: Tensor | TensorDescriptor = out
+    if tma:
+        box = [64, 32]
+        layout = _shared(*box, _OUT[out.dtype])
+        target = TensorDescriptor(out, [m, n], [out.stride(0), 1], box, layout)
+    tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
+    if tile.width == 96:
+        narrow.install()  # before the kernel is compiled; somebody may have taken its place
+    return Launch(
+        gemm_kernel,
+        (min(tiles_m * tiles_n, _sms(out.device) * tile.programs),),
+        (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
+         out if bias is None else bias, m, n, tiles_m, tiles_n, blocks, a_scale_ld, b_scale_ld,
+         out.stride(0)),
+        {"BIAS": bias is not None, "ADD": accumulate, "TMA": tma, "T": tile},
+        {"num_warps": 4} if tile.programs == 1 else {"num_warps": 4, "maxnreg": 128},
+    )  # fmt: skip
+
+
+def _operand(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if rows_per_scale(data.shape[0], scale) == BLOCK:
+        return vectorisable(data), tma_square_scale(scale)
+    return vectorisable(data), tma_rowwise_scale(scale)
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See :func:`blocktensor.ops.reference.gemm`."""
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), bias, out, accumulate=False)()
+    return out
+
+
+def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    """See :func:`blocktensor.ops.reference.gemm_add_`."""
+    plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), None, out, accumulate=True)()

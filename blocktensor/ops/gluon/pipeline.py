@@ -1,0 +1,93 @@
+"""Device functions that bring operands: the order of tiles, the ring of stages, the producer."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def unknown(x):
+    # The same number, but not to the compiler: what is computed from it is computed here and now,
+    # and takes no register before.
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
+    # L2 order: GROUP m tiles share a sweep over n, m fastest inside the group.
+    group = index // (GROUP * tiles_n)
+    first = group * GROUP
+    size = gl.minimum(GROUP, tiles_m - first)
+    within = index - group * GROUP * tiles_n
+    return first + within % size, within // size
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    wraps = stage + 1 == STAGES
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def produce(
+    a_map,
+    a_scale_map,
+    b_map,
+    b_scale_map,
+    a_s,
+    a_scale_s,
+    b_s,
+    b_scale_s,
+    full,
+    empty,
+    tiles_m,
+    tiles_n,
+    blocks_k,
+    a_scale_ld,
+    b_scale_ld,
+    T: gl.constexpr,
+):
+    # The producer warp: every k block of every tile of this program, in order.
+    A_COPIES: gl.constexpr = T.m // T.a_rows
+    B_COPIES: gl.constexpr = T.n // T.b_rows
+    B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
+    SCALE_COPIES: gl.constexpr = T.b_scale_copies
+    BYTES: gl.constexpr = (
+        (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
+    )
+    stage = 0
+    phase = 1  # waiting for parity 1 of a fresh barrier returns at once
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, T.group)
+        row = tile_m * T.m
+        col = tile_n * T.n
+        a_scale_at = row
+        b_scale_at = col if T.b_block == 1 else col // 128 * b_scale_ld
+        for k in range(blocks_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BYTES)
+            for i in gl.static_range(SCALE_COPIES):
+                # A copy starts at a multiple of 16 bytes: of 128x128 scales, number k % 4 is meant.
+                at = b_scale_at + i * (T.n // SCALE_COPIES) if T.b_block == 1 else b_scale_at + k // 4 * 4
+                tma.async_copy_global_to_shared(
+                    b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
+                )
+            tma.async_copy_global_to_shared(a_scale_map, [a_scale_at], bar, a_scale_s.index(stage))
+            a_scale_at += a_scale_ld
+            if T.b_block == 1:
+                b_scale_at += b_scale_ld
+            for i in gl.static_range(A_COPIES):
+                tma.async_copy_global_to_shared(
+                    a_map, [row + i * T.a_rows, k * 128], bar, a_s.index(stage * A_COPIES + i)
+                )
+            for i in gl.static_range(B_COPIES):
+                target = b_s.index((stage * B_COPIES + i) * B_STEPS)
+                if B_STEPS > 1:
+                    target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
+                tma.async_copy_global_to_shared(
+                    b_map, [col + i * T.b_rows, k * 128], bar, target
+                )
+            stage, phase = advance(stage, phase, T.stages)

@@ -1,0 +1,81 @@
+"""The tiles there are, and which one a shape gets: the one predicted to be fastest.
+
+The prediction is a line per tile, fitted to measurements: programs work in waves, and a wave takes
+a time per k block and a time for the rest. ``python -m benchmarks tiles`` measures and writes
+``tiles.json`` anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..layouts import BLOCK, ceil_div
+from .tile import Tile
+
+FILE = Path(__file__).with_name("tiles.json")
+
+TILES = {
+    tile.name: tile
+    for tile in (
+        Tile("square 256x128", BLOCK, rows=2, cols=1, width=128, depth=1),
+        Tile("square 128x128", BLOCK, rows=1, cols=1, width=128, depth=1, stages=6, group=16),
+        Tile("square 64x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=1, buffers=2,
+             programs=2),
+        Tile("rows 256x128", 1, rows=2, cols=2, width=64, depth=2),
+        Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16),
+    )
+}  # fmt: skip
+
+CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
+"""What tiles.json calls cuBLAS's kernels, by the rows of B that share a scale."""
+
+CUBLAS_MARGIN = 0.97
+"""cuBLAS is preferred only where it is predicted to take less than this of our time."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a kernel takes: microseconds per wave and k block, per wave, and per launch."""
+
+    m: int
+    n: int
+    programs: int
+    block_us: float
+    wave_us: float
+    launch_us: float
+
+    def waves(self, m: int, n: int, sms: int) -> int:
+        """Times that every SM works, where an SM holds ``programs`` tiles of ``m`` x ``n``."""
+        return ceil_div(ceil_div(m, self.m) * ceil_div(n, self.n), sms * self.programs)
+
+    def microseconds(self, m: int, n: int, blocks: int, sms: int) -> float:
+        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks."""
+        waves = self.waves(m, n, sms)
+        return waves * (blocks * self.block_us + self.wave_us) + self.launch_us
+
+
+@functools.cache
+def speeds() -> dict[str, Speed]:
+    """Measured speeds, by the name of a tile or of cuBLAS's kernel."""
+    return {name: Speed(**fields) for name, fields in json.loads(FILE.read_text())["speeds"].items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(m: int, n: int, blocks: int, b_block: int, sms: int) -> tuple[Tile, float]:
+    """The tile for a shape, and its predicted time in microseconds."""
+    predicted = {
+        tile: speeds()[name].microseconds(m, n, blocks, sms)
+        for name, tile in TILES.items()
+        if tile.b_block == b_block
+    }
+    return min(predicted.items(), key=lambda item: item[1])
+
+
+def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, sms: int) -> bool:
+    """Whether cuBLAS is predicted to be faster than the best tile."""
+    ours = choose_tile(m, n, blocks, b_block, sms)[1]
+    theirs = speeds()[CUBLAS[b_block]].microseconds(m, n, blocks, sms)
+    return theirs < CUBLAS_MARGIN * ours

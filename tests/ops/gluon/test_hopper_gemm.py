@@ -1,0 +1,190 @@
+"""The Hopper GEMM on a GPU: every tile, and the choice among them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.gluon.tiles import TILES
+from blocktensor.ops.layouts import tma_rowwise_scale, tma_square_scale, vectorisable
+from tests import gemms
+from tests.gemms import Shape
+from tests.numeric import operand, relative_error, worst_row
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gluon import gemm as hopper
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="written for sm_90",
+    ),
+]
+
+CUDA = torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = (1, 3, 127, 128, 129, 300, 576, 1408, 2112, 10944)
+BLOCKS = ((1, 128), (1, 1))
+every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+every_tile = pytest.mark.parametrize("name", TILES)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator(CUDA).manual_seed(0)
+
+
+def fixed(name: str) -> SimpleNamespace:
+    """The backend with one tile for all shapes."""
+    tile = TILES[name]
+
+    def gemm(
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=CUDA)
+        scales = tma_rowwise_scale(a_scale), b_scale
+        lay_out = tma_square_scale if tile.b_block == 128 else tma_rowwise_scale
+        a, b = vectorisable(a), vectorisable(b)
+        hopper.plan_gemm(a, scales[0], b, lay_out(b_scale), bias, out, False, tile)()
+        return out
+
+    return SimpleNamespace(gemm=gemm, blocks=(1, tile.b_block))
+
+
+@every_tile
+@pytest.mark.parametrize(("dtype", "count"), [(BF16, 30), (FP32, 15), (FP16, 5)])
+def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: torch.Generator) -> None:
+    module = fixed(name)
+    for shape in gemms.shapes(count, count, SIZES, lambda _: True):
+        a, b = gemms.operands(shape, module.blocks, rng)
+        if dtype == FP16:
+            a[1].mul_(2**-14)  # products of some 10^4, else beyond fp16
+        gemms.check(module, a, b, dtype)
+
+
+@every_kind
+def test_the_choice(blocks: tuple[int, int], rng: torch.Generator) -> None:
+    for shape in gemms.shapes(7, 40, SIZES, lambda _: True):
+        gemms.check(hopper, *gemms.operands(shape, blocks, rng), BF16)
+
+
+@pytest.mark.parametrize(("bias_dtype", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+def test_bias(bias_dtype: torch.dtype, dtype: torch.dtype, rng: torch.Generator) -> None:
+    for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(4096, 264, 64)):
+        bias = 1000 * torch.randn(shape.n, generator=rng, device=CUDA).to(bias_dtype)
+        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), dtype, bias)
+
+
+def guarded(m: int, n: int, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
+    """A buffer of NaN, and an ``[m, n]`` view of it with a row below and ``columns`` beside it."""
+    buffer = torch.full((m + 1, n + columns), float("nan"), dtype=dtype, device=CUDA)
+    return buffer, buffer[:m, :n]
+
+
+def assert_guards_hold(buffer: Tensor, m: int, n: int) -> None:
+    assert buffer[m:].isnan().all()
+    assert buffer[:, n:].isnan().all()
+    assert not buffer[:m, :n].isnan().any()
+
+
+@every_tile
+@pytest.mark.parametrize(("n", "columns"), [(1032, 8), (129, 0), (129, 3), (264, 1)])
+def test_nothing_is_written_outside(
+    name: str, n: int, columns: int, rng: torch.Generator
+) -> None:
+    tile = TILES[name]
+    a, b = gemms.operands(Shape(700, n, 384), (1, tile.b_block), rng)
+    buffer, out = guarded(700, n, BF16, columns)
+    hopper.plan_gemm(*a, *b, None, out, False, tile)()
+    assert_guards_hold(buffer, 700, n)
+    assert relative_error(out, reference.gemm(*a, *b, None, FP32)) <= gemms.TOLERANCE[BF16]
+
+
+@every_tile
+@pytest.mark.parametrize("columns", [4, 3])  # with 3, rows that TMA cannot address
+def test_accumulation(name: str, columns: int, rng: torch.Generator) -> None:
+    tile = TILES[name]
+    for m, n, k in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
+        a, b = operand(m, k, 1, rng), operand(n, k, tile.b_block, rng)
+        a, b = (vectorisable(a[0]), a[1]), (vectorisable(b[0]), b[1])
+        buffer, out = guarded(m, n, FP32, columns)
+        before = out.copy_(1000 * torch.randn((m, n), generator=rng, device=CUDA)).clone()
+        scale = tma_square_scale(b[1]) if tile.b_block == 128 else tma_rowwise_scale(b[1])
+        hopper.plan_gemm(a[0], tma_rowwise_scale(a[1]), b[0], scale, None, out, True, tile)()
+        want = before + reference.gemm(*a, *b, None, FP32)
+        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+        assert_guards_hold(buffer, m, n)
+
+
+@every_kind
+def test_accumulation_by_choice(blocks: tuple[int, int], rng: torch.Generator) -> None:
+    a, b = gemms.operands(Shape(2048, 2048, 4096), blocks, rng)
+    out = torch.ones((2048, 2048), device=CUDA)
+    hopper.gemm_add_(out, *a, *b)
+    want = 1 + reference.gemm(*a, *b, None, FP32)
+    assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+
+
+@every_tile
+def test_promotion(name: str) -> None:
+    module = fixed(name)
+    gemms.check_promotion(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_scales_per_block(name: str) -> None:
+    module = fixed(name)
+    gemms.check_scales_per_block(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_bad_blocks(name: str) -> None:
+    module = fixed(name)
+    gemms.check_bad_blocks(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_fifty_runs_give_the_same_bits(name: str, rng: torch.Generator) -> None:
+    module = fixed(name)
+    a, b = gemms.operands(Shape(2999, 1544, 10944), module.blocks, rng)
+    first = module.gemm(*a, *b, None, FP32)
+    for _ in range(50):
+        assert torch.equal(module.gemm(*a, *b, None, FP32), first)
+
+
+def test_stream() -> None:
+    gemms.check_stream(hopper, CUDA)
+
+
+def test_views() -> None:
+    gemms.check_views(hopper, CUDA)
+
+
+def test_more_than_2_to_the_31_elements(rng: torch.Generator) -> None:
+    """The last rows of a long operand, and of a large output."""
+    a, b = operand(2**20 + 130, 2112, 1, rng), operand(2176, 2112, 128, rng)
+    out = hopper.gemm(*a, *b, None, BF16)
+    assert min(a[0].numel(), out.numel()) > 2**31
+    tail = a[0][-130:], a[1][-130:]
+    assert worst_row(out[-130:], tail, b) <= gemms.TOLERANCE[BF16]
+
+
+def test_many_tiles_for_each_program(rng: torch.Generator) -> None:
+    """Rings, buffers and counters go on from tile to tile."""
+    for name in TILES:
+        module = fixed(name)
+        a, b = gemms.operands(Shape(8200, 6152, 144), module.blocks, rng)
+        gemms.check(module, a, b, BF16)
+
+

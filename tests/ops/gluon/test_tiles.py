@@ -1,0 +1,72 @@
+"""The tiles, and the prediction that chooses among them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from blocktensor.ops.gluon import tiles
+from blocktensor.ops.gluon.tiles import CUBLAS, TILES, Speed, choose_tile, cublas_is_faster, speeds
+
+H200 = 132
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_is_called_after_its_size(name: str) -> None:
+    tile = TILES[name]
+    assert name == f"{'square' if tile.b_block == 128 else 'rows'} {tile.m}x{tile.n}"
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
+    tile = TILES[name]
+    assert 64 * tile.width * tile.products * tile.warpgroups == tile.m * tile.n
+    assert tile.m % tile.a_rows == 0 and tile.n % tile.b_rows == 0
+    assert tile.a_scales >= tile.m and tile.a_scales & (tile.a_scales - 1) == 0
+    if tile.b_block == 1:
+        assert tile.b_scales * tile.b_scale_copies >= tile.n
+
+
+def test_the_file_knows_every_kernel() -> None:
+    assert set(speeds()) == {*TILES, *CUBLAS.values()}
+    for name, tile in TILES.items():
+        assert (speeds()[name].m, speeds()[name].n) == (tile.m, tile.n)
+        assert speeds()[name].programs == tile.programs
+    source = json.loads(tiles.FILE.read_text())
+    assert source["command"] == "python -m benchmarks tiles"
+    assert source["gpu"] == "NVIDIA H200"
+
+
+def test_a_wave_more_takes_its_time() -> None:
+    speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0)
+    assert speed.waves(128 * 12, 128 * 11, H200) == 1
+    assert speed.waves(128 * 12 + 1, 128 * 11, H200) == 2
+    assert speed.microseconds(128, 128, 8, H200) == 0.5 * 8 + 2 + 3
+    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * (0.5 * 8 + 2) + 3
+    assert Speed(128, 128, 2, 1, 1, 1).waves(128 * 264, 128, H200) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "b_block", "expected"),
+    [
+        ((8192, 8192, 64), 128, "square 256x128"),
+        ((64, 7168, 16), 128, "square 64x128"),
+        ((4096, 4096, 32), 1, "rows 256x128"),
+        ((2048, 7168, 32), 1, "rows 128x192"),
+    ],
+)
+def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
+    tile, predicted = choose_tile(*shape, b_block, H200)
+    assert tile.name == expected
+    others = [speeds()[n] for n, t in TILES.items() if t.b_block == b_block]
+    assert predicted == min(s.microseconds(*shape, H200) for s in others)
+
+
+def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (4096, 4096, 32)
+    ours = choose_tile(*shape, 1, H200)[1]
+    for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
+        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, theirs)}
+        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        assert cublas_is_faster(*shape, 1, H200) is faster
