@@ -150,9 +150,9 @@ def _draft(kind: str, variant: str) -> Maker:
 
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     """TFLOP/s of every candidate on one shape."""
-    bytes_of_a_set = (case.m + case.n) * case.k if case.kind == "fprop" else 0
-    bytes_of_a_set = bytes_of_a_set or (case.n + case.k) * case.m
-    count = max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // bytes_of_a_set)))
+    problem = case.problem(False)
+    read = (problem.m + problem.n) * problem.k
+    count = max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // read)))
     repeats = graph_repeats(case.flops * count)
     stream = torch.cuda.Stream()
     notes: list[str] = []

@@ -49,7 +49,10 @@ def present(name: str) -> bool:
 
 
 def torchao_gemm(a: Form, b: Form, out_dtype: torch.dtype) -> Call:
-    """A call of torchao's Triton GEMM; it takes B and its scales transposed, as views."""
+    """A call of torchao's Triton GEMM; it takes B and its scales transposed, as views.
+
+    Its kernels compile and tune themselves for every shape: the first run takes minutes.
+    """
     module: Any = _load("torchao")
     square = rows_per_scale(b[0].shape[0], b[1]) > 1
     name = "triton_fp8_gemm_1x128_128x128" if square else "triton_fp8_gemm_1x128_128x1"

@@ -15,6 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- results: python -m benchmarks readme -->", "<!-- end of results -->"
 
 Content = dict[str, Any]
+_OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
 _PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
 
 
@@ -46,6 +47,13 @@ def _shape(row: Row) -> str:
     return label(row["m"], row["n"], row["k"])
 
 
+def _peers(rows: Sequence[Row]) -> str:
+    """Geometric means against the peers that have no column in the table."""
+    found = {name: ratios(rows, "blocktensor", column) for name, column in _OTHER_PEERS.items()}
+    means = {name: geometric_mean(values) for name, values in found.items() if values}
+    return ", ".join(f"{_times(mean)} {name}" for name, mean in means.items())
+
+
 def _gemm(content: Content) -> list[str]:
     kinds = {"fprop": "forward", "wgrad": "weight gradient", "wgrad_add": "added to fp32"}
     by_kind = {kind: select(content["rows"], {"kind": kind}) for kind in kinds}
@@ -67,6 +75,8 @@ def _gemm(content: Content) -> list[str]:
     for rows in by_kind.values():
         over = [ratios(rows, "blocktensor", peer) for peer in peers]
         means += ["", *(_times(geometric_mean(values) if values else None) for values in over)]
+    against = {kinds[kind]: _peers(rows) for kind, rows in by_kind.items()}
+    summary = "; ".join(f"{kind} {means}" for kind, means in against.items() if means)
     absent = ", ".join(sorted(content.get("absent", {})))
     return [
         "**GEMMs** against cuBLAS's blockwise kernel, and against the limit: cuBLAS with one scale "
@@ -74,6 +84,7 @@ def _gemm(content: Content) -> list[str]:
         "",
         *_table(header, [*body, means]),
         "",
+        *([f"Against other peers, geometric means: {summary}.", ""] if summary else []),
         *_image("gemm_fprop.png", "forward GEMMs"),
         *_image("gemm_wgrad.png", "weight gradient GEMMs"),
         _source(content, f"; not installed there: {absent}" if absent else ""),
