@@ -34,12 +34,13 @@ def _cell(value: object) -> str:
 
 
 def _table(name: str, rows: Sequence[Row]) -> Any:
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title=name)
+    table = Table(title=name, box=SIMPLE, padding=(0, 1, 0, 0))
     shown = [c for c in columns(rows) if any(row.get(c) not in (None, "") for row in rows)]
     for column in shown:
-        table.add_column(column)
+        table.add_column(column.replace("_", " "))  # long names may break
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in shown))
     return table

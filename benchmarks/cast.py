@@ -12,7 +12,7 @@ from blocktensor.ops import library
 
 from . import peers
 from .shapes import CASTS
-from .timing import Call, copy_bandwidth, flushed
+from .timing import Call, copy_bandwidth, flushed_device
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -67,7 +67,7 @@ def measure(shapes: tuple[tuple[int, int], ...] = CASTS) -> Iterator[dict[str, A
         for dtype in DTYPES:
             x = torch.randn(m, k, device="cuda", dtype=dtype)
             for op in ops(x):
-                ms = flushed(op.call)
+                ms = flushed_device(op.call)
                 rate = m * k * op.bytes / ms * 1e-6
                 row = {
                     "op": op.name,
@@ -87,6 +87,7 @@ def _torchao(op: Op, x: Tensor, floor_ms: float) -> dict[str, Any]:
     if op.name not in peers.CASTS or not peers.present("torchao"):
         return {}
     try:
-        return {"torchao_share": round(floor_ms / flushed(peers.torchao_cast(op.name, x)), 3)}
+        ms = flushed_device(peers.torchao_cast(op.name, x))
+        return {"torchao_share": round(floor_ms / ms, 3)}
     except Exception:  # whatever a peer raises, it declines this shape
         return {"torchao_share": None}

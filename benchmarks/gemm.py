@@ -24,7 +24,7 @@ KINDS = ("fprop", "wgrad", "wgrad_add")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); 1x128 by 1x128 to bf16; the same
 added to fp32."""
 
-QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 3}
+QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
 """The arguments of a smoke run."""
 
 _ROTATED_BYTES = 200 * 2**20  # four times the L2 of an H200
@@ -177,7 +177,7 @@ def measure_case(case: Case, rounds: int) -> dict[str, Any]:
             except RuntimeError:
                 notes.append(f"{name} eager: cannot be captured")
                 timed[name], products[name] = calls, 1
-        ms = round_robin(timed, rounds=rounds, block_ms=8.0)
+        ms = round_robin(timed, rounds=rounds, block_ms=4.0)
         stream.synchronize()
     rates = {name: case.flops * products[name] / ms[name] * 1e-9 for name in timed}
     return _row(case, rates, "; ".join(notes))
@@ -212,7 +212,7 @@ def facts() -> dict[str, Any]:
     return {"absent": peers.absent(), "unit": "TFLOP/s"}
 
 
-def measure(shapes: tuple[Shape, ...] = SET_S, rounds: int = 12) -> Iterator[dict[str, Any]]:
+def measure(shapes: tuple[Shape, ...] = SET_S, rounds: int = 32) -> Iterator[dict[str, Any]]:
     """One row a shape and kind: TFLOP/s of every candidate, all of a row in one round robin."""
     for kind in KINDS:
         for shape in shapes:

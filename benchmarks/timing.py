@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 Call = Callable[[], object]
 
+_FLUSHED_BYTES = 2**28  # five times the L2 of an H200
 _GRAPH_FLOPS = 1e12  # a millisecond of FP8: the few microseconds between two graphs do not count
 
 
@@ -23,10 +25,16 @@ def _block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.c
     return start, end
 
 
+def middle_mean(values: Sequence[float]) -> float:
+    """The mean of the middle half: as deaf to outliers as the median, and steadier."""
+    cut = len(values) // 4
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
 def round_robin(
-    candidates: Mapping[str, Sequence[Call]], rounds: int = 12, block_ms: float = 12.0
+    candidates: Mapping[str, Sequence[Call]], rounds: int = 20, block_ms: float = 12.0
 ) -> dict[str, float]:
-    """Median milliseconds a call of each candidate, under sustained load.
+    """Milliseconds a call of each candidate, under sustained load: ``middle_mean`` of its blocks.
 
     Every candidate runs in turn in short blocks, so that all share one power and temperature
     state; the order is drawn anew each round, so that no candidate always follows the one that
@@ -50,7 +58,7 @@ def round_robin(
         torch.cuda.synchronize()
         for name, (start, end) in blocks if turn >= 2 else ():
             times[name].append(start.elapsed_time(end) / counts[name])
-    return {name: median(values) for name, values in times.items()}
+    return {name: middle_mean(values) for name, values in times.items()}
 
 
 def graphed(*calls: Call, repeats: int = 1, stream: torch.cuda.Stream | None = None) -> Call:
@@ -80,12 +88,36 @@ def graph_repeats(flops: float) -> int:
 def flushed(call: Call) -> float:
     """Median milliseconds of one call with L2 flushed before each (``triton.testing.do_bench``).
 
-    The flush takes longer than a launch: host time does not show unless it is tens of microseconds.
+    The flush hides some 60 us of host time; what takes longer shows.
     """
     from triton.testing import do_bench
 
     call()
     return float(do_bench(call, warmup=5, rep=30, return_mode="median"))
+
+
+def flushed_device(call: Call, repeats: int = 100) -> float:
+    """As ``flushed``, but the GPU begins when all launches are queued: no host time, however long.
+
+    On a busy machine one launch can take longer than the flush before it.
+    """
+    flush = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+
+    def measure(count: int) -> list[float]:
+        blocks = []
+        for _ in range(count):
+            flush.zero_()
+            blocks.append(_block([call], 1))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in blocks]
+
+    measure(3)
+    start = time.perf_counter()
+    measure(10)
+    a_launch = (time.perf_counter() - start) / 10
+    # twice as long as the launches took while they waited for the GPU, at 2 GHz
+    torch.cuda._sleep(int(2 * a_launch * repeats * 2e9))
+    return median(measure(repeats))
 
 
 def copy_bandwidth() -> float:

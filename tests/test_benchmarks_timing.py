@@ -77,6 +77,30 @@ def test_warm_up_rounds_do_not_count_and_outliers_do_not_show(clock: Clock) -> N
     assert timing.round_robin({"x": [call]}, rounds=5, block_ms=10.0) == {"x": 10.0}
 
 
+def test_a_middle_mean_leaves_out_both_ends() -> None:
+    assert timing.middle_mean([9.0, 1.0, 2.0, 4.0]) == 3.0
+    assert timing.middle_mean([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0]) == 3.5
+    assert timing.middle_mean([7.0]) == 7.0
+
+
+def test_a_flushed_call_waits_until_all_are_queued(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = []
+    flush = SimpleNamespace(zero_=lambda: (happened.append("flush"), clock.spend(60.0)))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: flush)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("pause"))
+
+    def call() -> None:
+        happened.append("call")
+        clock.spend(0.25)
+
+    assert timing.flushed_device(call, repeats=20) == 0.25
+    assert happened.count("pause") == 1
+    measured = happened[happened.index("pause") + 1 :]
+    assert measured == ["flush", "call"] * 20
+
+
 @pytest.mark.parametrize(("flops", "repeats"), [(1e12, 1), (5e12, 1), (0.4e12, 3), (3.4e10, 30)])
 def test_a_graph_is_about_a_millisecond_long(flops: float, repeats: int) -> None:
     assert timing.graph_repeats(flops) == repeats
