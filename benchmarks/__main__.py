@@ -1,60 +1,137 @@
 """``python -m benchmarks NAME``: measure, show a table, write ``benchmarks/results/NAME.json``.
 
-``readme`` measures nothing: it puts the results on disk into the README.
+``all`` measures everything. ``check`` says which bars of ``thresholds.json`` the results hold,
+``plot`` draws them into ``docs/plots``, ``readme`` puts them into the README: these three need no
+GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import cast, linear, memory, readme, results
+from . import cast, check, gemm, linear, memory, plots, readme, results
+from .results import Row
+from .summary import columns
 
-BENCHMARKS = {"linear": linear, "cast": cast, "memory": memory}
+# A benchmark is a module with measure(**arguments), which yields rows. It may have: QUICK, the
+# arguments of a smoke run; total(**arguments), the number of rows; facts(), what the JSON says
+# beside them.
+BENCHMARKS: dict[str, Any] = {"gemm": gemm, "cast": cast, "linear": linear, "memory": memory}
+if importlib.util.find_spec(f"{__package__}.host"):
+    BENCHMARKS["host"] = importlib.import_module(f"{__package__}.host")
 
 
-def _table(name: str, rows: list[dict[str, Any]]) -> Any:
+def _cell(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _table(name: str, rows: Sequence[Row]) -> Any:
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title=name)
-    for column in rows[0]:
-        table.add_column(column)
+    table = Table(title=name, box=SIMPLE, padding=(0, 1, 0, 0))
+    shown = [c for c in columns(rows) if any(row.get(c) not in (None, "") for row in rows)]
+    for column in shown:
+        table.add_column(column.replace("_", " "))  # long names may break
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*(_cell(row.get(column)) for column in shown))
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmarks named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHMARKS, "all", "readme"])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the JSON")
-    options = parser.parse_args(argv)
-    if options.name == "readme":
-        print("README.md updated" if readme.update() else "README.md is up to date")
-        return 0
+def _measure(name: str, quick: bool, console: Any) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of one benchmark, behind a progress bar, and the facts beside them."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    module = BENCHMARKS[name]
+    arguments = getattr(module, "QUICK", {}) if quick else {}
+    total = module.total(**arguments) if hasattr(module, "total") else None
+    rows: list[Row] = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(name, total=total, last="")
+        for row in module.measure(**arguments):
+            rows.append(row)
+            last = " ".join(str(value) for value in list(row.values())[:6])
+            progress.update(task, advance=1, last=last)
+    return rows, module.facts() if hasattr(module, "facts") else {}
+
+
+def _run(names: Sequence[str], quick: bool, folder: Path) -> int:
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU: none found", file=sys.stderr)
         return 2
-    try:
-        from rich.console import Console
-    except ImportError:
-        print("benchmarks need rich: pip install 'blocktensor[demo]'", file=sys.stderr)
-        return 2
-    console = Console(width=160)
-    for name in BENCHMARKS if options.name == "all" else [options.name]:
-        rows: list[dict[str, Any]] = []
-        with console.status(f"{name} …") as status:
-            for row in BENCHMARKS[name].measure():
-                rows.append(row)
-                status.update(f"{name}: {len(rows)} rows, last {list(row.values())[:4]}")
+    from rich.console import Console
+
+    console = Console(width=200)
+    for name in names:
+        rows, facts = _measure(name, quick, console)
         console.print(_table(name, rows))
-        console.print(f"written to {results.write(name, rows, options.out)}")
+        for peer, reason in facts.get("absent", {}).items():
+            console.print(f"absent: {peer} ({reason})", markup=False)
+        console.print(f"written to {results.write(name, rows, folder, **facts)}", markup=False)
     return 0
+
+
+def _check(folder: Path) -> int:
+    from rich.console import Console
+
+    found = check.verdicts(check.load_bars(), folder)
+    Console(width=160).print(check.table(found))
+    failed = sum(verdict.holds is False for verdict in found)
+    print(f"{failed} of {len(found)} bars do not hold" if failed else "every bar holds")
+    return 0 if check.passed(found) else 1
+
+
+def _plot(folder: Path) -> int:
+    for path in plots.draw(folder):
+        print(f"drawn: {path}")
+    for name in plots.missing(folder):
+        print(f"{name}.json is missing: {results.command(name)}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=[*BENCHMARKS, "all", "check", "plot", "readme"])
+    parser.add_argument("--out", type=Path, help="folder of the JSON, to write or to read")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"smoke run: a shape or two, few rounds; no results, so into {results.SMOKE_FOLDER}",
+    )
+    options = parser.parse_args(argv)
+    folder: Path = options.out or (results.SMOKE_FOLDER if options.quick else results.FOLDER)
+    if options.name == "readme":
+        print("README.md updated" if readme.update() else "README.md is up to date")
+        return 0
+    if options.name in ("check", "plot") or torch.cuda.is_available():
+        try:
+            importlib.import_module("matplotlib" if options.name == "plot" else "rich")
+        except ImportError as error:
+            print(f"benchmarks need {error.name}: pip install 'blocktensor[demo]'", file=sys.stderr)
+            return 2
+    if options.name == "check":
+        return _check(folder)
+    if options.name == "plot":
+        return _plot(folder)
+    names = list(BENCHMARKS) if options.name == "all" else [options.name]
+    return _run(names, options.quick, folder)
 
 
 if __name__ == "__main__":

@@ -3,43 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blocktensor.ops import library
 
-from .timing import copy_bandwidth, flushed, graphed
+from . import peers
+from .shapes import CASTS
+from .timing import Call, copy_bandwidth, flushed_device
 
-SHAPES = ((16384, 18432), (4096, 18432), (4096, 7168), (4096, 2048))
+DTYPES = (torch.bfloat16, torch.float32)
+
+QUICK: dict[str, Any] = {"shapes": ((4096, 2048),)}
+"""The arguments of a smoke run."""
 
 
-def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
+class Op(NamedTuple):
+    """One op on one matrix, and the bytes an element that it reads and writes; scales not counted.
+
+    ``dtype`` is that of the high-precision side; a transpose has none.
+    """
+
+    name: str
+    dtype: str
+    call: Call
+    bytes: int
+
+
+def ops(x: Tensor) -> list[Op]:
+    """Every op of ``blocktensor.ops.library`` that casts to or from ``x``'s dtype."""
+    square, row = library.quantize_square(x, False), library.quantize_rowwise(x, False)
+    dtype, size = x.dtype, x.element_size()
+    name = str(dtype).removeprefix("torch.")
+    cases = [
+        Op("rowwise", name, lambda: library.quantize_rowwise(x, False), size + 1),
+        Op("columnwise", name, lambda: library.quantize_columnwise(x, False), size + 1),
+        Op("rowwise+columnwise", name, lambda: library.quantize_both(x, False), size + 2),
+        Op("128x128", name, lambda: library.quantize_square(x, False), size + 1),
+        Op("dequantize 1x128", name, lambda: library.dequantize(*row, dtype), size + 1),
+        Op("dequantize 128x128", name, lambda: library.dequantize(*square, dtype), size + 1),
+    ]
+    if dtype == torch.bfloat16:
+        cases.append(Op("transpose", "float8_e4m3fn", lambda: library.transpose_square(*square), 2))
+    return cases
+
+
+def total(shapes: tuple[tuple[int, int], ...] = CASTS) -> int:
+    """How many rows ``measure`` will yield."""
+    return len(shapes) * 13
+
+
+def facts() -> dict[str, Any]:
+    """What the results say beside their rows."""
+    return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}
+
+
+def measure(shapes: tuple[tuple[int, int], ...] = CASTS) -> Iterator[dict[str, Any]]:
     """One row an op, dtype and shape: GB/s and the share of a plain copy."""
     copy = copy_bandwidth()
     for m, k in shapes:
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in DTYPES:
             x = torch.randn(m, k, device="cuda", dtype=dtype)
-            square = library.quantize_square(x, False)
-            read = x.element_size()
-            # op, call, bytes an element read and written
-            cases = [
-                ("rowwise", lambda x=x: library.quantize_rowwise(x, False), read + 1),
-                ("columnwise", lambda x=x: library.quantize_columnwise(x, False), read + 1),
-                ("rowwise+columnwise", lambda x=x: library.quantize_both(x, False), read + 2),
-                ("128x128", lambda x=x: library.quantize_square(x, False), read + 1),
-            ]
-            if dtype == torch.bfloat16:
-                cases.append(("transpose", lambda s=square: library.transpose_square(*s), 2))
-            for op, call, per_element in cases:
-                ms = flushed(graphed(call))
-                rate = m * k * per_element / ms * 1e-6
-                yield {
-                    "op": op,
-                    "dtype": str(dtype).removeprefix("torch."),
+            for op in ops(x):
+                ms = flushed_device(op.call)
+                rate = m * k * op.bytes / ms * 1e-6
+                row = {
+                    "op": op.name,
+                    "dtype": op.dtype,
                     "m": m,
                     "k": k,
                     "us": round(ms * 1e3, 1),
                     "gb_s": round(rate),
                     "share_of_copy": round(rate / copy, 3),
+                    "copy_gb_s": round(copy),
                 }
+                yield row | _torchao(op, x, m * k * op.bytes * 1e-6 / copy)
+
+
+def _torchao(op: Op, x: Tensor, floor_ms: float) -> dict[str, Any]:
+    """The share of a copy that torchao's cast reaches, where it has one and takes the shape."""
+    if op.name not in peers.CASTS or not peers.present("torchao"):
+        return {}
+    try:
+        ms = flushed_device(peers.torchao_cast(op.name, x))
+        return {"torchao_share": round(floor_ms / ms, 3)}
+    except Exception:  # whatever a peer raises, it declines this shape
+        return {"torchao_share": None}

@@ -1,4 +1,7 @@
-"""nn.Linear forward + backward, bf16 against FP8, eager, the weight cast every step."""
+"""nn.Linear forward + backward, bf16 against FP8, the weight cast every step.
+
+Also its device time against the sum of its GEMMs and casts, each measured alone in the same run.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +12,123 @@ import torch
 from torch import Tensor, nn
 
 import blocktensor as bt
+from blocktensor.ops import library
 
-from .timing import Call, flushed, graphed, round_robin
+from . import peers
+from .shapes import LINEAR, SMALL, Shape
+from .timing import Call, flushed, graph_repeats, graphed, round_robin
 
-SHAPES = (
-    (4096, 18432, 7168),
-    (16384, 18432, 7168),
-    (8192, 28672, 8192),
-    (4096, 4096, 4096),
-    (4096, 10944, 2048),
-    (4096, 2048, 7168),
-    (4096, 7168, 2048),
-    (4096, 2048, 2048),
-)
-"""(M tokens, N out, K in)."""
+QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
+"""The arguments of a smoke run."""
+
+_MOST_SETS = 8
+_ROTATED_ELEMENTS = 2**28
 
 
 def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
+    weight = layer.weight
+
     def run() -> None:
-        if isinstance(layer.weight, bt.BlockwiseFP8Weight):
-            layer.weight.invalidate()  # as after an optimizer step: one cast a step
-        x.grad = layer.weight.grad = None
+        if isinstance(weight, bt.BlockwiseFP8Weight):
+            weight.invalidate()  # as after an optimizer step: one cast a step
+        x.grad = weight.grad = None
         layer(x).backward(grad)
 
     return run
 
 
-def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
+def layers(n: int, k: int) -> dict[str, nn.Linear]:
+    """The same linear in bf16, in FP8, and where it is here in torchao's FP8."""
+
+    def plain() -> nn.Linear:
+        return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    fp8 = plain()
+    bt.to_blockwise_fp8_weights(fp8)
+    made: dict[str, nn.Linear] = {"bf16": plain(), "fp8": fp8}
+    if peers.present("torchao") and n % 128 == 0 and k % 128 == 0:
+        made["torchao"] = peers.torchao_linear(plain())
+    return made
+
+
+def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
+    """The casts and GEMMs of one step, each as a call."""
+    x_row, x_columns = library.quantize_rowwise(x, False), library.quantize_columnwise(x, False)
+    g_row, g_columns = (
+        library.quantize_rowwise(grad, False),
+        library.quantize_columnwise(grad, False),
+    )
+    square = library.quantize_square(w, False)
+    transposed = library.transpose_square(*square)
+    dtype = x.dtype
+    return {
+        "cast_x": lambda: library.quantize_both(x, False),
+        "cast_w": lambda: library.quantize_square(w, False),
+        "transpose_w": lambda: library.transpose_square(*square),
+        "cast_g": lambda: library.quantize_both(grad, False),
+        "fprop": lambda: library.gemm_forms(x_row, square, None, dtype),
+        "dgrad": lambda: library.gemm_forms(g_row, transposed, None, dtype),
+        "wgrad": lambda: library.gemm_forms(g_columns, x_columns, None, dtype),
+    }
+
+
+def total(shapes: tuple[Shape, ...] = LINEAR, **_: Any) -> int:
+    """How many rows ``measure`` will yield."""
+    return len(shapes)
+
+
+def facts() -> dict[str, Any]:
+    """What the results say beside their rows."""
+    return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}
+
+
+def measure(shapes: tuple[Shape, ...] = LINEAR, rounds: int = 20) -> Iterator[dict[str, Any]]:
     """One row a shape: eager under sustained load, eager with L2 flushed, and in CUDA graphs."""
-    for m, n, k in shapes:
-        sets = max(1, min(4, 2**28 // (m * (n + k))))
-        data = [
-            (
-                torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True),
-                torch.randn(m, n, device="cuda", dtype=torch.bfloat16),
-            )
-            for _ in range(sets)
-        ]
-        layers = {}
-        for name in ("bf16", "fp8"):
-            layers[name] = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
-        bt.to_blockwise_fp8_weights(layers["fp8"])
-        steps = {name: [_step(layer, x, g) for x, g in data] for name, layer in layers.items()}
-        once = {name: flushed(calls[0]) for name, calls in steps.items()}
-        eager = round_robin(steps)
-        graphs = {name: [graphed(call) for call in calls] for name, calls in steps.items()}
-        device = round_robin(graphs)
-        row: dict[str, Any] = {"m": m, "n": n, "k": k}
-        for label, times in (("eager", eager), ("flushed", once), ("graph", device)):
-            row |= {
-                f"{label}_bf16_ms": round(times["bf16"], 4),
-                f"{label}_fp8_ms": round(times["fp8"], 4),
-                f"{label}_speedup": round(times["bf16"] / times["fp8"], 3),
-            }
-        backends = sorted({p.backend for p in bt.explain([(m, n, k)]).products})
-        yield row | {"backends": " ".join(backends)}
+    for shape in shapes:
+        yield measure_shape(shape, rounds)
+
+
+def measure_shape(shape: Shape, rounds: int) -> dict[str, Any]:
+    """Times and speed-ups of one linear, and the sum of its parts."""
+    m, n, k = shape
+    count = max(1, min(_MOST_SETS, _ROTATED_ELEMENTS // (m * (n + k))))
+    steps: dict[str, list[Call]] = {}
+    alone: dict[str, list[Call]] = {}
+    for _ in range(count):  # weights rotate too: nothing of a step is in L2 when it begins
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        made = layers(n, k)
+        for name, layer in made.items():
+            steps.setdefault(name, []).append(_step(layer, x, grad))
+        for name, call in parts(x.detach(), made["bf16"].weight.detach(), grad).items():
+            alone.setdefault(name, []).append(call)
+    # cuBLAS warns where it is the first to use the GPU in autograd's thread
+    (torch.ones((), device="cuda", requires_grad=True) * 2).backward()
+    once = {name: flushed(calls[0]) for name, calls in steps.items()}
+    eager = round_robin(steps, rounds)
+
+    steps.pop("torchao", None)
+    repeats = graph_repeats(6 * m * n * k * count)
+    # captured last: a graph holds the memory of its gradients
+    graphs = {
+        name: [graphed(*calls, repeats=repeats)] for name, calls in {**steps, **alone}.items()
+    }
+    device = {name: ms / (count * repeats) for name, ms in round_robin(graphs, rounds, 5.0).items()}
+    row: dict[str, Any] = {"m": m, "n": n, "k": k}
+    for label, times in (("eager", eager), ("flushed", once), ("graph", device)):
+        row |= {
+            f"{label}_bf16_ms": round(times["bf16"], 4),
+            f"{label}_fp8_ms": round(times["fp8"], 4),
+            f"{label}_speedup": round(times["bf16"] / times["fp8"], 3),
+        }
+    if "torchao" in eager:
+        row["eager_torchao_ms"] = round(eager["torchao"], 4)
+        row["eager_torchao_speedup"] = round(eager["bf16"] / eager["torchao"], 3)
+    together = sum(device[name] for name in alone)
+    row |= {f"{name}_us": round(device[name] * 1e3, 1) for name in alone}
+    row |= {
+        "parts_ms": round(together, 4),
+        "over_parts": round(device["fp8"] / together, 3),
+        "backends": " ".join(bt.explain([shape]).backends),
+    }
+    return row

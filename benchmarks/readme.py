@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import FOLDER
+from . import plots, results
+from .results import Row
+from .shapes import label
+from .summary import columns, geometric_mean, ratios, select
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- results: python -m benchmarks readme -->", "<!-- end of results -->"
 
-
-def _load(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
-    return content
+Content = dict[str, Any]
+_OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
+_PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -23,68 +24,139 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
 
 
-def _source(name: str) -> str:
-    where = _load(name)["environment"]
+def _source(content: Content, remark: str = "") -> str:
+    where = content["environment"]
     return (
-        f"`{where['command']}`, {where['device']}, torch {where['torch']}, "
-        f"Triton {where['triton']}, {where['date']}"
+        f"(`{where['command']}`, {where['device']}, torch {where['torch']}, "
+        f"Triton {where['triton']}, {where['date']}{remark})"
     )
 
 
-def _linear() -> list[str]:
-    rows = [
-        (
-            f"{r['m']} x ({r['n']} x {r['k']})",
-            f"{r['eager_speedup']:.2f}x",
-            f"{r['flushed_speedup']:.2f}x",
-            f"{r['graph_speedup']:.2f}x",
-        )
-        for r in _load("linear")["rows"]
+def _image(file: str, text: str) -> list[str]:
+    """The plot, where it has been drawn."""
+    if not (plots.FOLDER / file).exists():
+        return []
+    return [f"![{text}]({plots.FOLDER.relative_to(README.parent).as_posix()}/{file})", ""]
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def _shape(row: Row) -> str:
+    return label(row["m"], row["n"], row["k"])
+
+
+def _peers(rows: Sequence[Row]) -> str:
+    """Geometric means against the peers that have no column in the table."""
+    found = {name: ratios(rows, "blocktensor", column) for name, column in _OTHER_PEERS.items()}
+    means = {name: geometric_mean(values) for name, values in found.items() if values}
+    return ", ".join(f"{_times(mean)} {name}" for name, mean in means.items())
+
+
+def _gemm(content: Content) -> list[str]:
+    kinds = {"fprop": "forward", "wgrad": "weight gradient", "wgrad_add": "added to fp32"}
+    by_kind = {kind: select(content["rows"], {"kind": kind}) for kind in kinds}
+    by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
+    header = ["tokens x (out x in)"]
+    for kind in by_kind:
+        header += [f"{kinds[kind]}, TFLOP/s", "cuBLAS", "limit"]
+    peers = ("cublas", "tensorwise")
+    body = []
+    for shape in dict.fromkeys(map(_shape, content["rows"])):
+        cells: list[str] = [shape]
+        for rows in by_kind.values():
+            row = next((r for r in rows if _shape(r) == shape), {})
+            cells.append("–" if not row else f"{row['blocktensor']:.0f}")
+            for peer in peers:
+                cells.append(_times(next(iter(ratios([row], "blocktensor", peer)), None)))
+        body.append(cells)
+    means = ["geometric mean"]
+    for rows in by_kind.values():
+        over = [ratios(rows, "blocktensor", peer) for peer in peers]
+        means += ["", *(_times(geometric_mean(values) if values else None) for values in over)]
+    against = {kinds[kind]: _peers(rows) for kind, rows in by_kind.items()}
+    summary = "; ".join(f"{kind} {means}" for kind, means in against.items() if means)
+    absent = ", ".join(sorted(content.get("absent", {})))
+    return [
+        "**GEMMs** against cuBLAS's blockwise kernel, and against the limit: cuBLAS with one scale "
+        "a tensor:",
+        "",
+        *_table(header, [*body, means]),
+        "",
+        *([f"Against other peers, geometric means: {summary}.", ""] if summary else []),
+        *_image("gemm_fprop.png", "forward GEMMs"),
+        *_image("gemm_wgrad.png", "weight gradient GEMMs"),
+        _source(content, f"; not installed there: {absent}" if absent else ""),
     ]
-    header = ("tokens x (out x in)", "eager, sustained", "eager, one call", "CUDA graph")
+
+
+def _linear(content: Content) -> list[str]:
+    series = {
+        "eager, sustained": "eager_speedup",
+        "eager, one call": "flushed_speedup",
+        "CUDA graph": "graph_speedup",
+        "torchao, eager": "eager_torchao_speedup",
+    }
+    series = {name: c for name, c in series.items() if c in columns(content["rows"])}
+    rows = [(_shape(r), *(_times(r.get(c)) for c in series.values())) for r in content["rows"]]
     return [
         "**nn.Linear, forward + backward, FP8 against bf16**, the weight cast every step:",
         "",
-        *_table(header, rows),
+        *_table(("tokens x (out x in)", *series), rows),
         "",
-        f"({_source('linear')}. Host time bounds small layers in eager mode: compare the graph.)",
+        *_image("linear_speedup.png", "speed-up of linears"),
+        _source(content, ". Host time bounds small layers in eager mode: compare the graph."),
     ]
 
 
-def _memory() -> list[str]:
-    rows = [
-        (r["variant"], f"{r['m']} x ({r['n']} x {r['k']})", r["peak_mib"], r["saved_mib"])
-        for r in _load("memory")["rows"]
-    ]
+def _memory(content: Content) -> list[str]:
+    rows = [(r["variant"], _shape(r), r["peak_mib"], r["saved_mib"]) for r in content["rows"]]
     return [
         "**Peak memory of that linear in a training step** (MiB, weights and gradients included):",
         "",
         *_table(("variant", "tokens x (out x in)", "peak", "less than bf16"), rows),
         "",
-        f"({_source('memory')})",
+        _source(content),
     ]
 
 
-def _cast() -> list[str]:
-    measured = {
-        (r["op"], r["m"], r["k"]): r["share_of_copy"]
-        for r in _load("cast")["rows"]
-        if r["dtype"] == "bfloat16"
-    }
-    shapes = sorted({(m, k) for _, m, k in measured}, key=lambda s: -s[0] * s[1])
-    ops = list(dict.fromkeys(op for op, _, _ in measured))
-    rows = [(op, *(f"{measured[op, m, k]:.0%}" for m, k in shapes)) for op in ops]
+def _cast(content: Content) -> list[str]:
+    measured: dict[str, dict[tuple[int, int], float]] = {}
+    for r in content["rows"]:
+        name = r["op"]
+        if name != "transpose":  # of FP8 bytes, whatever they were cast from
+            name += _PRECISIONS.get(r["dtype"], "")
+        measured.setdefault(name, {})[r["m"], r["k"]] = r["share_of_copy"]
+    sizes = {size for shares in measured.values() for size in shares}
+    shapes = sorted(sizes, key=lambda s: -s[0] * s[1])
+    rows = [
+        (name, *(f"{shares[s]:.0%}" if s in shares else "–" for s in shapes))
+        for name, shares in measured.items()
+    ]
     return [
-        "**Casts of bf16, share of the speed of a plain copy** (bytes that must move):",
+        "**Casts, share of the speed of a plain copy** (bytes that must move):",
         "",
         *_table(("cast", *(f"{m} x {k}" for m, k in shapes)), rows),
         "",
-        f"({_source('cast')})",
+        *_image("cast_roofline.png", "casts against a copy"),
+        _source(content),
     ]
 
 
-def _training() -> list[str]:
-    demo = _load("train_lm")
+def _host(content: Content) -> list[str]:
+    shown = columns(content["rows"])
+    rows = [[r.get(column, "–") for column in shown] for r in content["rows"]]
+    return [
+        "**Host time**, what the CPU spends before the GPU has its work:",
+        "",
+        *_table([c.replace("_", " ") for c in shown], rows),
+        "",
+        _source(content),
+    ]
+
+
+def _training(demo: Content) -> list[str]:
     by_seed: dict[int, dict[str, Any]] = {}
     for run in demo["runs"]:
         by_seed.setdefault(run["seed"], {})[run["precision"]] = run
@@ -104,10 +176,26 @@ def _training() -> list[str]:
     ]
 
 
-def render() -> str:
+SECTIONS: dict[str, Callable[[Content], list[str]]] = {
+    "linear": _linear,
+    "gemm": _gemm,
+    "memory": _memory,
+    "cast": _cast,
+    "host": _host,
+    "train_lm": _training,
+}
+"""In the order of the README; a result that is not on disk has no section."""
+
+
+def render(folder: Path = results.FOLDER) -> str:
     """The section between the two marks, marks included."""
-    parts = [_linear(), _memory(), _cast(), _training()]
-    return "\n\n".join([START, *("\n".join(part) for part in parts), END])
+    contents = {name: results.load(name, folder) for name in SECTIONS}
+    parts = [
+        "\n".join(SECTIONS[name](content))
+        for name, content in contents.items()
+        if content is not None
+    ]
+    return "\n\n".join([START, *parts, END])
 
 
 def update(readme: Path = README) -> bool:

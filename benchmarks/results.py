@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,19 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent / "results"
+SMOKE_FOLDER = Path("runs/benchmarks")
+"""Where smoke runs write: they are no results."""
+
+Row = dict[str, Any]
 
 
-def environment() -> dict[str, str]:
-    """Device, versions, date and command of this run."""
+def command(name: str) -> str:
+    """What makes ``name.json``."""
+    return f"python -m benchmarks {name}"
+
+
+def environment(name: str) -> dict[str, str]:
+    """Device, versions and date of this run, and the command that repeats it."""
     try:
         from triton import __version__ as triton
     except ImportError:
@@ -29,16 +37,26 @@ def environment() -> dict[str, str]:
         "triton": triton,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:2]),  # where to is no matter
+        "cuda": torch.version.cuda or "absent",
+        "command": command(name),
     }
 
 
-def write(name: str, rows: list[dict[str, Any]], folder: Path = FOLDER, **extra: Any) -> Path:
+def write(name: str, rows: list[Row], folder: Path = FOLDER, **extra: Any) -> Path:
     """Write ``name.json`` atomically: environment, any ``extra`` facts, and the rows."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.json"
-    content = json.dumps({"environment": environment(), **extra, "rows": rows}, indent=1)
+    content = json.dumps({"environment": environment(name), **extra, "rows": rows}, indent=1)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         file.write(content + "\n")
     os.replace(file.name, target)
     return target
+
+
+def load(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """The content of ``name.json``, or None where it has not been made."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

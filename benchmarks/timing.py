@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 Call = Callable[[], object]
+
+_FLUSHED_BYTES = 2**28  # five times the L2 of an H200
+_GRAPH_FLOPS = 1e12  # a millisecond of FP8: the few microseconds between two graphs do not count
 
 
 def _block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -19,14 +25,21 @@ def _block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.c
     return start, end
 
 
-def round_robin(
-    candidates: Mapping[str, Sequence[Call]], rounds: int = 12, block_ms: float = 12.0
-) -> dict[str, float]:
-    """Median milliseconds a call of each candidate, under sustained load.
+def middle_mean(values: Sequence[float]) -> float:
+    """The mean of the middle half: as deaf to outliers as the median, and steadier."""
+    cut = len(values) // 4
+    return fmean(sorted(values)[cut : len(values) - cut])
 
-    Every candidate runs in turn in short blocks, the order rotating, so that all share one power
-    and temperature state; each cycles through its own list of calls (rotating inputs), so that
-    nothing is found in L2. Nothing waits for the GPU between blocks, as in training: host time
+
+def round_robin(
+    candidates: Mapping[str, Sequence[Call]], rounds: int = 20, block_ms: float = 12.0
+) -> dict[str, float]:
+    """Milliseconds a call of each candidate, under sustained load: ``middle_mean`` of its blocks.
+
+    Every candidate runs in turn in short blocks, so that all share one power and temperature
+    state; the order is drawn anew each round, so that no candidate always follows the one that
+    heats or cools the card most. Each cycles through its own list of calls (rotating inputs), so
+    that nothing is found in L2. Nothing waits for the GPU between blocks, as in training: host time
     counts where it is longer than device time. Two rounds warm up.
     """
     names = list(candidates)
@@ -36,36 +49,75 @@ def round_robin(
             call()
         start, end = _block(candidates[name], 3)
         end.synchronize()
-        counts[name] = max(3, int(block_ms * 3 / start.elapsed_time(end)))
+        counts[name] = max(1, round(block_ms * 3 / start.elapsed_time(end)))
     times: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     for turn in range(rounds + 2):
-        shift = turn % len(names)
-        blocks = [(n, _block(candidates[n], counts[n])) for n in names[shift:] + names[:shift]]
+        shuffled = order.sample(names, len(names))
+        blocks = [(name, _block(candidates[name], counts[name])) for name in shuffled]
         torch.cuda.synchronize()
         for name, (start, end) in blocks if turn >= 2 else ():
             times[name].append(start.elapsed_time(end) / counts[name])
-    return {name: median(values) for name, values in times.items()}
+    return {name: middle_mean(values) for name, values in times.items()}
 
 
-def graphed(call: Call) -> Call:
-    """``call`` as a replayed CUDA graph: device time alone, no host."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
+def graphed(*calls: Call, repeats: int = 1, stream: torch.cuda.Stream | None = None) -> Call:
+    """``calls`` in turn, ``repeats`` times over, as one replayed CUDA graph: no host time.
+
+    They are captured on ``stream``, for calls that remember the stream they were made for.
+    """
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            for call in calls:
+                call()
     return graph.replay
 
 
+def graph_repeats(flops: float) -> int:
+    """How often to repeat calls of together ``flops`` in a graph, so that it is long enough."""
+    return max(1, math.ceil(_GRAPH_FLOPS / flops))
+
+
 def flushed(call: Call) -> float:
-    """Median milliseconds of one call with L2 flushed before each (``triton.testing.do_bench``)."""
+    """Median milliseconds of one call with L2 flushed before each (``triton.testing.do_bench``).
+
+    The flush hides some 60 us of host time; what takes longer shows.
+    """
     from triton.testing import do_bench
 
     call()
     return float(do_bench(call, warmup=5, rep=30, return_mode="median"))
+
+
+def flushed_device(call: Call, repeats: int = 100) -> float:
+    """As ``flushed``, but the GPU begins when all launches are queued: no host time, however long.
+
+    On a busy machine one launch can take longer than the flush before it.
+    """
+    flush = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+
+    def measure(count: int) -> list[float]:
+        blocks = []
+        for _ in range(count):
+            flush.zero_()
+            blocks.append(_block([call], 1))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in blocks]
+
+    measure(3)
+    start = time.perf_counter()
+    measure(10)
+    a_launch = (time.perf_counter() - start) / 10
+    # twice as long as the launches took while they waited for the GPU, at 2 GHz
+    torch.cuda._sleep(int(2 * a_launch * repeats * 2e9))
+    return median(measure(repeats))
 
 
 def copy_bandwidth() -> float:

@@ -1,0 +1,219 @@
+"""GEMMs: every backend of ours, and our peers, on the same FP8 bytes under sustained load.
+
+Each candidate is timed as a CUDA graph over several sets of inputs and outputs, so that neither
+host time nor L2 hits count. "blocktensor" is what a user gets: the backend chosen for the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocktensor.ops import backends, library
+from blocktensor.ops.layouts import BLOCK, Form
+
+from . import drafts, peers
+from .shapes import SET_S, SMALL, Shape
+from .timing import Call, graph_repeats, graphed, round_robin
+
+KINDS = ("fprop", "wgrad", "wgrad_add")
+"""1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); 1x128 by 1x128 to bf16; the same
+added to fp32."""
+
+QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
+"""The arguments of a smoke run."""
+
+_ROTATED_BYTES = 200 * 2**20  # four times the L2 of an H200
+_MOST_SETS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One GEMM of a linear ``[M, K] x [N, K]^T``: of its forward or of its weight's gradient."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float32 if self.kind == "wgrad_add" else torch.bfloat16
+
+    def problem(self, accumulate: bool) -> backends.GemmProblem:
+        """What the choice of backend sees."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, self.m)
+        b_block = BLOCK if self.kind == "fprop" else 1
+        return backends.GemmProblem(
+            *sizes, 1, b_block, self.out_dtype, device, accumulate=accumulate
+        )
+
+
+class Inputs(NamedTuple):
+    """One set of operands: the bf16 product is ``left @ right``, the FP8 one ``a bᵀ``."""
+
+    left: Tensor
+    right: Tensor
+    a: Form
+    b: Form
+    out: Tensor
+
+
+Maker = Callable[[Inputs], Call]
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Operands cast from normal numbers, as layers make them."""
+    x = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)
+    if case.kind == "fprop":
+        w = torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
+        a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
+        left, right = x, w.t()
+    else:
+        g = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
+        a, b = library.quantize_columnwise(g, False), library.quantize_columnwise(x, False)
+        left, right = g.t(), x
+    out = torch.zeros(a[0].shape[0], b[0].shape[0], dtype=case.out_dtype, device="cuda")
+    return Inputs(left, right, a, b, out)
+
+
+def _kept(call: Call) -> Call:
+    """``call`` with its last result alive, so that each set of inputs has its own output."""
+    kept: list[object] = [None]
+
+    def run() -> None:
+        kept[0] = call()
+
+    return run
+
+
+def ours(case: Case) -> dict[str, Maker]:
+    """The public op, then every backend that takes this shape; they may not fail."""
+    adds = case.kind == "wgrad_add"
+    makers: dict[str, Maker] = {}
+    if adds:
+        makers["blocktensor"] = lambda i: lambda: library.gemm_add_(i.out, *i.a, *i.b)
+    else:
+        makers["blocktensor"] = lambda i: lambda: library.gemm_forms(i.a, i.b, None, case.out_dtype)
+    for backend in backends.GEMM_BACKENDS:
+        # cuBLAS cannot add: its plain fp32 product is the peer of ours
+        problem = case.problem(adds and backend.name != "cublas")
+        if backend.name == "reference" or backend.unusable(problem.device):
+            continue
+        if backend.declines(problem) is None:
+            makers[backend.name] = _backend(backend.name, problem)
+    return makers
+
+
+def _backend(name: str, problem: backends.GemmProblem) -> Maker:
+    module = backends.gemm_module(name)
+    if problem.accumulate:
+        return lambda i: lambda: module.gemm_add_(i.out, *i.a, *i.b)
+    return lambda i: lambda: module.gemm(*i.a, *i.b, None, problem.out_dtype)
+
+
+def others(case: Case) -> dict[str, Maker]:
+    """Peers that are here, and drafts; one that fails on a shape is named in the row's note."""
+    one = torch.ones((), device="cuda")
+    dtype = case.out_dtype
+    makers: dict[str, Maker] = {
+        "tensorwise": lambda i: (
+            lambda: torch._scaled_mm(
+                i.a[0], i.b[0].t(), one, one, out_dtype=dtype, use_fast_accum=True
+            )
+        )
+    }
+    if case.kind != "wgrad_add":
+        makers["bf16"] = lambda i: lambda: torch.mm(i.left, i.right)
+    if peers.present("torchao"):
+        makers["torchao"] = lambda i: peers.torchao_gemm(i.a, i.b, dtype)
+    if peers.present("deepgemm") and case.kind != "wgrad":
+        deepgemm = peers.deepgemm_fprop if case.kind == "fprop" else peers.deepgemm_add
+        makers["deepgemm"] = lambda i: deepgemm(i.a, i.b, i.out)
+    for variant in drafts.variants(case.kind):
+        makers[f"draft_{variant}"] = _draft(case.kind, variant)
+    return makers
+
+
+def _draft(kind: str, variant: str) -> Maker:
+    return lambda i: drafts.prepare(kind, variant, i.a, i.b, i.out)
+
+
+def measure_case(case: Case, rounds: int) -> dict[str, Any]:
+    """TFLOP/s of every candidate on one shape."""
+    problem = case.problem(False)
+    read = (problem.m + problem.n) * problem.k
+    count = max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // read)))
+    repeats = graph_repeats(case.flops * count)
+    stream = torch.cuda.Stream()
+    notes: list[str] = []
+    timed: dict[str, list[Call]] = {}
+    products: dict[str, int] = {}  # GEMMs in one timed call
+    with torch.cuda.stream(stream):  # drafts launch on the stream that they were made on
+        sets = [make_inputs(case) for _ in range(count)]
+        for name, maker in ours(case).items():
+            calls = [_kept(maker(inputs)) for inputs in sets]
+            timed[name] = [graphed(*calls, repeats=repeats, stream=stream)]
+            products[name] = count * repeats
+        for name, maker in others(case).items():
+            try:
+                calls = [_kept(maker(inputs)) for inputs in sets]
+                calls[0]()
+            except Exception as error:  # whatever a peer raises, it declines this shape
+                notes.append(f"{name} declines: {type(error).__name__} {str(error)[:100]}".strip())
+                continue
+            try:
+                timed[name] = [graphed(*calls, repeats=repeats, stream=stream)]
+                products[name] = count * repeats
+            except RuntimeError:
+                notes.append(f"{name} eager: cannot be captured")
+                timed[name], products[name] = calls, 1
+        ms = round_robin(timed, rounds=rounds, block_ms=4.0)
+        stream.synchronize()
+    rates = {name: case.flops * products[name] / ms[name] * 1e-9 for name in timed}
+    return _row(case, rates, "; ".join(notes))
+
+
+def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
+    """One row of the results: TFLOP/s, and ratios made from them before they were rounded."""
+    row: dict[str, Any] = {
+        "kind": case.kind,
+        "m": case.m,
+        "n": case.n,
+        "k": case.k,
+        "backend": backends.choose_gemm(case.problem(case.kind == "wgrad_add")).name,
+        **{name: round(rate, 1) for name, rate in rates.items()},
+    }
+    best = max((rate for name, rate in rates.items() if name.startswith("draft_")), default=None)
+    if best is not None:
+        row["best_draft"] = round(best, 1)
+    for label, peer in (("vs_cublas", "cublas"), ("vs_bf16", "bf16"), ("of_limit", "tensorwise")):
+        if peer in rates:
+            row[label] = round(rates["blocktensor"] / rates[peer], 3)
+    return row | {"note": note}
+
+
+def total(shapes: tuple[Shape, ...] = SET_S, **_: Any) -> int:
+    """How many rows ``measure`` will yield."""
+    return len(shapes) * len(KINDS)
+
+
+def facts() -> dict[str, Any]:
+    """What the results say beside their rows."""
+    return {"absent": peers.absent(), "unit": "TFLOP/s"}
+
+
+def measure(shapes: tuple[Shape, ...] = SET_S, rounds: int = 32) -> Iterator[dict[str, Any]]:
+    """One row a shape and kind: TFLOP/s of every candidate, all of a row in one round robin."""
+    for kind in KINDS:
+        for shape in shapes:
+            yield measure_case(Case(kind, *shape), rounds)

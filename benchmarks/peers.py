@@ -1,0 +1,88 @@
+"""Other libraries' kernels for the same work, each where it can be imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocktensor.ops.layouts import Form, rows_per_scale
+
+from .timing import Call
+
+MODULES = {
+    "torchao": "torchao.prototype.blockwise_fp8_training.kernels",
+    "deepgemm": "deep_gemm",
+}
+"""Column of the results: the module that must be importable."""
+
+CASTS = {
+    "rowwise": "triton_fp8_blockwise_act_quant_lhs",
+    "columnwise": "triton_fp8_blockwise_act_quant_transposed_lhs",
+    "128x128": "triton_fp8_blockwise_weight_quant_transposed_rhs",
+}
+"""Our cast: torchao's kernel for it."""
+
+
+@functools.cache
+def _load(name: str) -> ModuleType | str:
+    try:
+        return importlib.import_module(MODULES[name])
+    # Whatever a library's import runs into, compiled parts included, it is absent here.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def absent() -> dict[str, str]:
+    """The peers that cannot be imported here, and why."""
+    found = {name: _load(name) for name in MODULES}
+    return {name: reason for name, reason in found.items() if isinstance(reason, str)}
+
+
+def present(name: str) -> bool:
+    """Whether the peer can be imported."""
+    return not isinstance(_load(name), str)
+
+
+def torchao_gemm(a: Form, b: Form, out_dtype: torch.dtype) -> Call:
+    """A call of torchao's Triton GEMM; it takes B and its scales transposed, as views.
+
+    Its kernels compile and tune themselves for every shape: the first run takes minutes.
+    """
+    module: Any = _load("torchao")
+    square = rows_per_scale(b[0].shape[0], b[1]) > 1
+    name = "triton_fp8_gemm_1x128_128x128" if square else "triton_fp8_gemm_1x128_128x1"
+    gemm = getattr(module, name)
+    operands = a[0], b[0].t(), a[1], b[1].t()
+    return lambda: gemm(*operands, out_dtype=out_dtype)
+
+
+def torchao_cast(op: str, x: Tensor) -> Call:
+    """A call of torchao's cast of ``x`` that corresponds to ours."""
+    module: Any = _load("torchao")
+    cast = getattr(module, CASTS[op])
+    return lambda: cast(x)
+
+
+def torchao_linear(layer: nn.Linear) -> nn.Linear:
+    """The blockwise linear of torchao over the weight of ``layer``, GEMMs by cuBLAS."""
+    module: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.linear")
+    converted: nn.Linear = module.Float8BlockwiseLinear.from_float(layer)
+    return converted
+
+
+def deepgemm_fprop(a: Form, b: Form, out: Tensor) -> Call:
+    """A call of DeepGEMM's 1x128 by 128x128 product into ``out``."""
+    module: Any = _load("deepgemm")
+    b = b[0], b[1].contiguous()
+    return lambda: module.fp8_gemm_nt(a, b, out, recipe=(1, 128, 128), disable_ue8m0_cast=True)
+
+
+def deepgemm_add(a: Form, b: Form, out: Tensor) -> Call:
+    """A call of DeepGEMM's 1x128 by 1x128 product, added to fp32 ``out``."""
+    module: Any = _load("deepgemm")
+    return lambda: module.fp8_gemm_nt(a, b, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)

@@ -1,0 +1,144 @@
+"""Plots made from the results on disk alone: ``python -m benchmarks plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import results
+from .results import Row
+from .shapes import label
+from .summary import columns, select
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = Path(__file__).parent.parent / "docs" / "plots"
+
+NAMES = {
+    "blocktensor": "blocktensor",
+    "cublas": "cuBLAS blockwise",
+    "deepgemm": "DeepGEMM",
+    "torchao": "torchao Triton",
+    "bf16": "bf16",
+}
+COLOURS = {
+    "blocktensor": "#ee6677",
+    "cublas": "#4477aa",
+    "deepgemm": "#228833",
+    "torchao": "#ccbb44",
+    "bf16": "#bbbbbb",
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One PNG: its file, the result it is made from, its title, and what draws it."""
+
+    file: str
+    result: str
+    title: str
+    draw: Any
+
+
+def _grouped_bars(axes: Axes, groups: Sequence[str], bars: dict[str, list[float | None]]) -> None:
+    """Bars of every series side by side over each group; a series without a number has a gap."""
+    width = 0.8 / len(bars)
+    for index, (name, values) in enumerate(bars.items()):
+        places = [g - 0.4 + (index + 0.5) * width for g in range(len(groups))]
+        drawn = [(x, v) for x, v in zip(places, values, strict=True) if v is not None]
+        axes.bar(
+            [x for x, _ in drawn],
+            [v for _, v in drawn],
+            width,
+            label=NAMES.get(name, name),
+            color=COLOURS.get(name, f"C{index}"),
+        )
+    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right", fontsize=8)
+
+
+def _gemm(axes: Axes, rows: Sequence[Row]) -> None:
+    groups = [label(r["m"], r["n"], r["k"]) for r in rows]
+    present = columns(rows)
+    shown = [name for name in NAMES if name in present]
+    _grouped_bars(axes, groups, {name: [r.get(name) for r in rows] for name in shown})
+    for place, row in enumerate(rows):
+        limit = row.get("tensorwise")
+        if limit is not None:
+            text = "cuBLAS tensorwise (limit)" if place == 0 else "_nolegend_"
+            axes.hlines(limit, place - 0.42, place + 0.42, color="black", linewidth=1.4, label=text)
+    axes.set_ylabel("TFLOP/s")
+
+
+def _fprop(axes: Axes, rows: Sequence[Row]) -> None:
+    _gemm(axes, select(rows, {"kind": "fprop"}))
+
+
+def _wgrad(axes: Axes, rows: Sequence[Row]) -> None:
+    _gemm(axes, select(rows, {"kind": "wgrad"}))
+
+
+def _linear(axes: Axes, rows: Sequence[Row]) -> None:
+    series = {"eager": "eager_speedup", "CUDA graph": "graph_speedup"}
+    if "eager_torchao_speedup" in columns(rows):
+        series["torchao, eager"] = "eager_torchao_speedup"
+    groups = [label(r["m"], r["n"], r["k"]) for r in rows]
+    bars = {name: [r.get(column) for r in rows] for name, column in series.items()}
+    _grouped_bars(axes, groups, bars)
+    axes.axhline(1, color="black", linewidth=1, label="bf16")
+    axes.set_ylabel("speed-up over bf16")
+
+
+def _cast(axes: Axes, rows: Sequence[Row]) -> None:
+    rows = [r for r in rows if r["dtype"] != "float32"]
+    sizes = sorted({(r["m"], r["k"]) for r in rows}, key=lambda s: -s[0] * s[1])
+    share = {(r["op"], r["m"], r["k"]): r["share_of_copy"] * 100 for r in rows}
+    ops = list(dict.fromkeys(r["op"] for r in rows))
+    bars = {op: [share.get((op, *size)) for size in sizes] for op in ops}
+    _grouped_bars(axes, [f"{m} x {k}" for m, k in sizes], bars)
+    axes.axhline(100, color="black", linewidth=1.4, label="copy (limit)")
+    axes.set_ylabel("share of the copy bandwidth (%)")
+
+
+PLOTS = (
+    Plot("gemm_fprop.png", "gemm", "Forward and data gradient, 1x128 by 128x128", _fprop),
+    Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", _wgrad),
+    Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
+    Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
+)
+
+
+def missing(source: Path = results.FOLDER) -> list[str]:
+    """Names of the results that plots need and that are not there."""
+    names = dict.fromkeys(plot.result for plot in PLOTS)
+    return [name for name in names if results.load(name, source) is None]
+
+
+def draw(source: Path = results.FOLDER, target: Path | None = None) -> list[Path]:
+    """Write every plot whose results are in ``source``; the files written."""
+    target = FOLDER if target is None else target
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    written = []
+    for plot in PLOTS:
+        content = results.load(plot.result, source)
+        if content is None:
+            continue
+        target.mkdir(parents=True, exist_ok=True)
+        # Without pyplot, which would look for a display and keep the figure alive.
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        plot.draw(axes, content["rows"])
+        where = content["environment"]
+        axes.set_title(f"{plot.title} ({where['device']}, {where['date']})", fontsize=11)
+        axes.grid(axis="y", alpha=0.2)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
+        figure.savefig(target / plot.file, format="png", dpi=130)
+        written.append(target / plot.file)
+    return written
