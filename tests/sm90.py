@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocktensor.ops.triton.launch import Launch
 
@@ -42,7 +43,10 @@ def _source(launch: Launch) -> ASTSource:
     # (and tensors that start at one) are marked divisible.
     signature, constants, attributes = {}, dict(launch.constants), {}
     for index, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
-        if isinstance(arg, Tensor):
+        if isinstance(arg, TensorDescriptor):
+            box = f"{_TYPES[arg.base.dtype][1:]}{list(arg.block_shape)}"
+            signature[param.name] = f"tensordesc<{box},{arg.layout!r}>"
+        elif isinstance(arg, Tensor):
             signature[param.name] = _TYPES[arg.dtype]
             if arg.storage_offset() * arg.itemsize % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]

@@ -71,14 +71,12 @@ def _send(
 
 
 @gluon.jit
-def _store_masked(x, out, row, col, M, N, out_ld, ADD: gl.constexpr):
+def _store_masked(x, out, row, col, M, N, out_ld):
     # For rows that TMA cannot address, whose length is no multiple of 16 bytes.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     target = out + (rows.to(gl.int64)[:, None] * out_ld + cols[None, :])
-    if ADD:
-        x += gl.load(target, mask=inside, other=0.0)
     gl.store(target, x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -109,4 +107,4 @@ def store_wave(
         _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, ADD, T)
     else:
         for i in gl.static_range(PARTS):
-            _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld, ADD)
+            _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld)

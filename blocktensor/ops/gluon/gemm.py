@@ -55,7 +55,8 @@ def _scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> Te
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
 
 
-def _fits_tma(out: Tensor) -> bool:
+def fits_tma(out: Tensor) -> bool:
+    """Whether TMA can address the rows of ``out``: multiples of 16 bytes, at one."""
     return out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
@@ -72,14 +73,15 @@ def plan_gemm(
     """The launch of ``out (+)= A B^T (+ bias)``.
 
     ``a`` and ``b`` as ``layouts.vectorisable`` makes them, scales as ``layouts.tma_*_scale`` do;
-    ``out`` has contiguous rows. ``tile`` overrides the choice.
+    ``out`` has contiguous rows, which TMA can address if it accumulates. ``tile`` overrides the
+    choice.
     """
     (m, k), n = a.shape, b.shape[0]
     b_block = rows_per_scale(n, b_scale)
     blocks = num_blocks(k)
-    tma = _fits_tma(out)
+    tma = fits_tma(out)
     if tile is None:
-        tile, _ = choose_tile(m, n, blocks, b_block, _sms(out.device))
+        tile, _ = choose_tile(m, n, blocks, b_block, _sms(out.device), plain=tma or bias is None)
     a_scale_ld = a_scale.stride(1)
     a_scale_map = _scale_map(a_scale, tile.a_scales, a_scale_ld, m, blocks)
     if b_block == 1:
@@ -129,4 +131,7 @@ def gemm(
 
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """See :func:`blocktensor.ops.reference.gemm_add_`."""
-    plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), None, out, accumulate=True)()
+    if fits_tma(out):
+        plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), None, out, accumulate=True)()
+    else:
+        out.add_(gemm(a, a_scale, b, b_scale, None, out.dtype))

@@ -54,9 +54,7 @@ def produce(
     B_COPIES: gl.constexpr = T.n // T.b_rows
     B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
-    BYTES: gl.constexpr = (
-        (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
-    )
+    BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -71,7 +69,11 @@ def produce(
             mbarrier.expect(bar, BYTES)
             for i in gl.static_range(SCALE_COPIES):
                 # A copy starts at a multiple of 16 bytes: of 128x128 scales, number k % 4 is meant.
-                at = b_scale_at + i * (T.n // SCALE_COPIES) if T.b_block == 1 else b_scale_at + k // 4 * 4
+                at = (
+                    b_scale_at + i * (T.n // SCALE_COPIES)
+                    if T.b_block == 1
+                    else b_scale_at + k // 4 * 4
+                )
                 tma.async_copy_global_to_shared(
                     b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
                 )
@@ -87,7 +89,5 @@ def produce(
                 target = b_s.index((stage * B_COPIES + i) * B_STEPS)
                 if B_STEPS > 1:
                     target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
-                tma.async_copy_global_to_shared(
-                    b_map, [col + i * T.b_rows, k * 128], bar, target
-                )
+                tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
             stage, phase = advance(stage, phase, T.stages)

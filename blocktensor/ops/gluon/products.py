@@ -1,4 +1,4 @@
-"""Device functions of a consumer warpgroup: tensor core products and their promotion to fp32."""
+"""Device functions of a consumer warpgroup: tensor core products, scales and promotion to fp32."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,17 +6,16 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.jit
-def put(values, I: gl.constexpr, value):
-    return values[:I] + (value,) + values[I + 1 :]
+def put(values, AT: gl.constexpr, value):
+    # the tuple with another value at AT
+    return values[:AT] + (value,) + values[AT + 1 :]
 
 
 @gluon.jit
 def pin(x):
     # No instruction, but a place in the order of things: LLVM would sink promotions below the next
     # product, which then needs a raw accumulator of its own, and loads up to the loop's head.
-    return gl.inline_asm_elementwise(
-        "// pin", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("// pin", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -28,31 +27,31 @@ def halves(x):
 
 @gluon.jit
 def pieces(x, T: gl.constexpr):
-    # A raw accumulator as tensors of at most 64 columns; of one for 96 columns, the last 32 are dead.
+    # A raw accumulator as tensors of at most 64 columns; of one for 96, the last 32 are dead.
     if T.width == 64:
         parts = (x,)
     elif T.width == 128:
         parts = halves(x)
     else:
         left, right = halves(x)
-        right, dead = halves(right)
+        right, _ = halves(right)
         parts = (left, right)
     return parts
 
 
 @gluon.jit
-def start(raw, a_s, b_s, stage, I: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
-    # Product I of this warpgroup's share of the stage, asynchronous.
+def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
+    # Product INDEX of this warpgroup's share of the stage, asynchronous.
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
-    ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + I // T.cols * 64
-    COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + I % T.cols) * T.width
+    ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
+    COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + INDEX % T.cols) * T.width
     a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
     if T.a_rows > 64:
         a = a.slice(ROW % T.a_rows, 64, dim=0)
-    if T.width == 96:
-        # 128 rows, of which the product reads 96 (ops/gluon/narrow.py)
-        b = b_s.index(stage * (T.n // 32) + COL // 32)._reinterpret(b_s.dtype, [128, 128], b_s.layout)
+    if T.width == 96:  # 128 rows, of which the product reads 96 (ops/gluon/narrow.py)
+        rows = b_s.index(stage * (T.n // 32) + COL // 32)
+        b = rows._reinterpret(b_s.dtype, [128, 128], b_s.layout)
     else:
         b = b_s.index(stage * B_COPIES + COL // T.b_rows)
         if T.b_rows > T.width:
@@ -61,15 +60,25 @@ def start(raw, a_s, b_s, stage, I: gl.constexpr, WG: gl.constexpr, T: gl.constex
 
 
 @gluon.jit
-def row_scales(scales, stage, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
+def row_scales(
+    scales, stage, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
+):
     # [64]: of the rows of row wave WAVE
     ROW: gl.constexpr = ((WG * T.rows if T.split == "m" else 0) + WAVE) * 64
     return scales.index(stage).slice(ROW, 64).load(gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
-def column_scales(scales, stage, PART: gl.constexpr, PIECE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, like):
-    # [columns of `like`]: of the PIECE-th piece of column part PART
+def column_scales(
+    scales,
+    stage,
+    PART: gl.constexpr,
+    PIECE: gl.constexpr,
+    WG: gl.constexpr,
+    T: gl.constexpr,
+    like,
+):
+    # [columns of `like`]: of piece PIECE of column part PART
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
     FIRST: gl.constexpr = (0 if T.width == 96 else COL) + PIECE * 64
     copy = stage * T.b_scale_copies + (WG if T.width == 96 else 0)
@@ -78,9 +87,8 @@ def column_scales(scales, stage, PART: gl.constexpr, PIECE: gl.constexpr, WG: gl
 
 @gluon.jit
 def along_rows(scale, like):
-    return gl.convert_layout(
-        scale, gl.SliceLayout(1, like.type.layout), assert_trivial=True
-    )[:, None]
+    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.convert_layout(scale, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -92,7 +100,7 @@ def promote_rows(acc, raw, row, FIRST: gl.constexpr):
 
 @gluon.jit
 def promote(acc, raw, row, col):
-    # acc + raw * col * row. A thread holds 2 rows x 2 columns in four consecutive registers; written
+    # acc + raw * col * row. A thread holds 2 rows x 2 columns in four registers in a row; written
     # in this order, two neighbours share an operand, which then costs no register read. Tensor
     # cores and FMAs compete for register ports: it is these reads that limit the kernel.
     return gl.inline_asm_elementwise(

@@ -60,16 +60,23 @@ class Speed:
 @functools.cache
 def speeds() -> dict[str, Speed]:
     """Measured speeds, by the name of a tile or of cuBLAS's kernel."""
-    return {name: Speed(**fields) for name, fields in json.loads(FILE.read_text())["speeds"].items()}
+    return {
+        name: Speed(**fields) for name, fields in json.loads(FILE.read_text())["speeds"].items()
+    }
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, blocks: int, b_block: int, sms: int) -> tuple[Tile, float]:
-    """The tile for a shape, and its predicted time in microseconds."""
+def choose_tile(
+    m: int, n: int, blocks: int, b_block: int, sms: int, plain: bool = True
+) -> tuple[Tile, float]:
+    """The tile for a shape, and its predicted time in microseconds.
+
+    Not ``plain``: bias and masked stores together, for which two row waves leave no registers.
+    """
     predicted = {
         tile: speeds()[name].microseconds(m, n, blocks, sms)
         for name, tile in TILES.items()
-        if tile.b_block == b_block
+        if tile.b_block == b_block and (plain or tile.rows == 1)
     }
     return min(predicted.items(), key=lambda item: item[1])
 
