@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import readme, results
+from benchmarks import host, readme, results
 
 
 def test_the_readme_shows_the_results_on_disk() -> None:
@@ -47,3 +47,16 @@ def test_without_a_gpu_a_measurement_says_so(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["linear"]) == 2
     assert capsys.readouterr().err == "benchmarks need a CUDA GPU: none found\n"
+
+
+def test_host_time_is_a_median_with_the_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, slow = [0.0], [0], iter([5e-3] * 30 + [1e-3] + [2e-6] * 2 + [9e-3])
+
+    def call() -> None:
+        assert waits[0] in (0, 1)
+        waits[0] = 0
+        now[0] += next(slow)
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.__setitem__(0, 1))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert host.host_us(call, calls=3) == pytest.approx(2)
