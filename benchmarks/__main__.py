@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +16,20 @@ from typing import Any
 
 import torch
 
-from . import cast, check, gemm, linear, memory, plots, readme, results
+from . import cast, check, gemm, host, linear, memory, plots, readme, results
 from .results import Row
 from .summary import columns
 
 # A benchmark is a module with measure(**arguments), which yields rows. It may have: QUICK, the
 # arguments of a smoke run; total(**arguments), the number of rows; facts(), what the JSON says
 # beside them.
-BENCHMARKS: dict[str, Any] = {"gemm": gemm, "cast": cast, "linear": linear, "memory": memory}
-if importlib.util.find_spec(f"{__package__}.host"):
-    BENCHMARKS["host"] = importlib.import_module(f"{__package__}.host")
+BENCHMARKS: dict[str, Any] = {
+    "gemm": gemm,
+    "cast": cast,
+    "linear": linear,
+    "host": host,
+    "memory": memory,
+}
 
 
 def _cell(value: object) -> str:

@@ -12,18 +12,20 @@ Saved for backward: the FP8 columnwise form of x, and the weight (whose FP8 form
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from .forms import Forms
 from .ops import checks
 from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
 from .ops.library import gemm_forms
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, check_recipes, rowwise_block_forms
-from .weight import BlockwiseFP8Weight
+from .weight import BlockwiseFP8Weight, FP8Cache
 
 _FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
@@ -53,16 +55,35 @@ def linear(
 
 def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:
     if recipe is None:
-        recipe = next((t.recipe for t in (w, x) if isinstance(t, _FP8_TYPES)), DEFAULT_RECIPE)
-    out_dtype = _check_linear(x, w, bias, recipe)
-    if x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor):
-        x = x.to(out_dtype)  # as autocast does for every linear; 16-bit casts are also faster
-    y = _Linear.apply(x, w, bias, recipe, out_dtype, torch.is_grad_enabled())
-    node = y.grad_fn
-    keeps_bias_grad = bias is not None and bias.requires_grad
-    if node is not None and not keeps_bias_grad and not torch.compiler.is_compiling():
-        node.register_prehook(_EarlyGradientCast(recipe, x.requires_grad, w.requires_grad))
+        known = w if isinstance(w, _FP8_TYPES) else x
+        recipe = known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
+    out_dtype = x.dtype if _obviously_fit(x, w, bias, recipe) else None
+    if out_dtype is None:
+        out_dtype = _check_linear(x, w, bias, recipe)
+        if x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor):
+            x = x.to(out_dtype)  # as autocast does for every linear; 16-bit casts are also faster
+    call = _Call(recipe, out_dtype, torch.is_grad_enabled())
+    y: Tensor = _apply(x, w, bias, call)
+    keeps_grad = bias is not None and bias.requires_grad  # the bias's gradient sums it
+    if y.requires_grad and not keeps_grad and not torch.compiler.is_compiling():
+        y.grad_fn.register_prehook(call)  # type: ignore[union-attr]
     return y
+
+
+def _obviously_fit(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
+    """Whether :func:`_check_linear` has nothing to say, told by a quick look at the usual case."""
+    return (
+        bias is None
+        and type(w) is BlockwiseFP8Weight
+        and w.recipe is recipe
+        and w.ndim == 2
+        and not isinstance(x, BlockwiseFP8Tensor)
+        and x.dtype is w.dtype
+        and x.ndim > 0
+        and x.shape[-1] == w.shape[1]
+        and x.device == w.device
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
 def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
@@ -99,96 +120,121 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> 
     return x.dtype
 
 
+class _Call:
+    """One call of the linear: what its backward needs beside tensors, and the gradient's cast.
+
+    Called before backward begins (a pre-hook of the node), it replaces the incoming gradient by its
+    FP8 forms. The high-precision gradient then dies as soon as it is cast, instead of living
+    through dgrad and wgrad: autograd holds a backward's inputs until it returns.
+    """
+
+    __slots__ = ("cache", "early", "needs", "out_dtype", "recipe", "recorded", "w_layout", "w_like",
+                 "x_like")  # fmt: skip
+
+    cache: FP8Cache | None
+    needs: tuple[bool, bool]  # the gradients of x and w
+    w_layout: Any
+    w_like: tuple[torch.Size, torch.dtype]
+    x_like: tuple[torch.Size, torch.dtype]
+
+    def __init__(self, recipe: Recipe, out_dtype: torch.dtype, recorded: bool) -> None:
+        self.recipe, self.out_dtype, self.recorded = recipe, out_dtype, recorded
+        # by thread: two may run backward through one graph at once
+        self.early: dict[int, tuple[Form | None, Form | None]] = {}
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        (grad,) = grads
+        self.early.pop(get_ident(), None)  # of a backward that failed
+        if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
+            return None
+        self.early[get_ident()] = rowwise_block_forms(grad, self.recipe, *self.needs)
+        return (None,)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        recorded: bool,
-    ) -> Tensor:
-        needs_dx, needs_dw = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        x_row, x_col = _forms(x, recipe, True, needs_dw)
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        needs_dx, needs_dw = ctx.needs_input_grad[:2] if call.recorded else (False, False)
+        x_row, x_col = _forms(x, call.recipe, True, needs_dw)
         assert x_row is not None
-        w_fp8 = _fp8_weight(w, recipe)
-        y = gemm_forms(x_row, w_fp8.rowwise(), bias, out_dtype)
+        call.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
+        if call.cache is None and not isinstance(w, BlockwiseFP8Tensor):
+            w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, call.recipe)
+        y = gemm_forms(x_row, _fp8_weight(w).rowwise(), bias, call.out_dtype)
 
-        saved_w: Tensor | BlockwiseFP8Tensor | None = None
-        if needs_dx:
-            saved_w = w if isinstance(w, BlockwiseFP8Weight) else w_fp8
-        ctx.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
-        if ctx.cache is not None and (needs_dx or needs_dw):
-            ctx.cache.before_backward()
-        ctx.weight = _save(ctx, x_col, saved_w)
-        ctx.shapes = x.shape, w.shape
-        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
-        ctx.recipe = recipe
+        if call.cache is not None and (needs_dx or needs_dw):
+            call.cache.before_backward()
+        call.w_layout = _save(ctx, x_col, w if needs_dx else None)
+        call.x_like = x.shape, x.dtype
+        call.w_like = w.shape, w.dtype
+        call.needs = needs_dx, needs_dw
+        ctx.call = call
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
         if x.ndim == 2:
             return y
         # a plain view made in here could not be modified in place by the caller
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
+        if not torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                return *_linear_backward(ctx, saved, grad), None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             grads = _linear_backward(ctx, saved, grad)
-        if torch.is_grad_enabled():  # create_graph=True: let the second derivative say so
-            tracked = torch.zeros((), requires_grad=True)
-            grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
-        return *grads, None, None, None
+        # create_graph=True: let the second derivative say that there is none
+        tracked = torch.zeros((), requires_grad=True)
+        grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
+        return *grads, None
 
 
-def _linear_backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]
-    x_shape, w_shape = ctx.shapes
-    x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    x_col, w = _restore(ctx, saved)
+def _linear_backward(
+    ctx: Any, saved: Sequence[Tensor], grad: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    early = call.early.pop(get_ident(), None)
+    needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]  # fewer for autograd.grad(y, [x])
     dx = dw = dbias = None
-    if needs_bias:
-        dbias = grad.reshape(-1, w_shape[0]).sum(0, dtype=torch.float32).to(bias_dtype)
+    if needs_bias and grad is not None:
+        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if not (needs_dx or needs_dw):
         return dx, dw, dbias
 
-    g_row, g_col = _forms(grad, ctx.recipe, needs_dx, needs_dw)
-    w_col = None if w is None else _fp8_weight(w, ctx.recipe).columnwise()
-    if ctx.cache is not None:
-        ctx.cache.after_backward()  # before the GEMM allocates its output
+    if early is None and grad is not None:
+        early = _forms(grad, call.recipe, needs_dx, needs_dw)
+    x_col, w = _restore(call.w_layout, saved)
+    w_col = None
+    if needs_dx and w is not None and early is not None:
+        w_col = _fp8_weight(w).columnwise()
+    if call.cache is not None:
+        call.cache.after_backward()  # before the GEMM allocates its output
+    if early is None:  # nothing came back to this output
+        return dx, dw, dbias
+    g_row, g_col = early
+    del early
     if needs_dx:
         assert g_row is not None and w_col is not None
-        dx = gemm_forms(g_row, w_col, None, x_dtype).view(x_shape)
+        shape, dtype = call.x_like
+        dx = gemm_forms(g_row, w_col, None, dtype)
+        if len(shape) != 2:
+            dx = dx.view(shape)
         del w_col, g_row
-        if isinstance(grad, BlockwiseFP8Tensor):
-            grad.release_rowwise()  # made by _EarlyGradientCast for this call alone
     if needs_dw:
         assert g_col is not None
-        dw = gemm_forms(g_col, x_col, None, w_dtype)
+        dw = gemm_forms(g_col, x_col, None, call.w_like[1])
     return dx, dw, dbias
 
 
-class _EarlyGradientCast:
-    """Replaces a linear's incoming gradient by its FP8 forms before backward begins.
+def _apply(*args: Any) -> Tensor:
+    """``_Linear.apply``, but for its preparations for functorch, which would refuse it anyway."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _Linear.apply(*args)
+    return _apply_now(*args)
 
-    The high-precision gradient then dies as soon as it is cast, instead of living through dgrad
-    and wgrad: autograd holds a backward's inputs until it returns.
-    """
 
-    __slots__ = ("columnwise", "recipe", "rowwise")
-
-    def __init__(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> None:
-        self.recipe, self.rowwise, self.columnwise = recipe, rowwise, columnwise
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        (grad,) = grads
-        if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
-            return None
-        fp8 = BlockwiseFP8Tensor.quantize(
-            grad, ROWWISE_BLOCK, self.recipe, rowwise=self.rowwise, columnwise=self.columnwise
-        )
-        return (fp8,)
+_apply_now = super(torch.autograd.Function, _Linear).apply
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -243,12 +289,11 @@ def _forms(
     return rowwise_block_forms(x, recipe, rowwise, columnwise)
 
 
-def _fp8_weight(w: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
+def _fp8_weight(w: Tensor) -> Forms:
     if isinstance(w, BlockwiseFP8Weight):
-        return w.quantized()
-    if isinstance(w, BlockwiseFP8Tensor):
-        return w
-    return BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, recipe)
+        return w.forms()
+    assert isinstance(w, BlockwiseFP8Tensor)
+    return w
 
 
 # Saving. Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
@@ -267,10 +312,10 @@ def _save(ctx: Any, x: Form | None, w: Tensor | None) -> tuple[list[str], Any, A
     return layout
 
 
-def _restore(ctx: Any, saved: Sequence[Tensor]) -> tuple[Form, Tensor | None]:
+def _restore(layout: Any, saved: Sequence[Tensor]) -> tuple[Form, Tensor | None]:
     x_data, x_scale, *w_tensors = saved
-    if ctx.weight is not None:
-        names, context, shape, stride = ctx.weight
+    if layout is not None:
+        names, context, shape, stride = layout
         inner = dict(zip(names, w_tensors, strict=True))
         w = BlockwiseFP8Tensor.__tensor_unflatten__(inner, context, shape, stride)
         return (x_data, x_scale), w

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .forms import Forms
 from .ops import checks, library
 from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
 from .recipe import DEFAULT_RECIPE, Recipe
@@ -54,7 +55,7 @@ class FP8Type(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class BlockwiseFP8Tensor(FP8Type):
+class BlockwiseFP8Tensor(Forms, FP8Type):
     """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
 
     To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
@@ -69,13 +70,6 @@ class BlockwiseFP8Tensor(FP8Type):
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
     128x128 tensor may be a stack ``[E, N, K]``.
     """
-
-    rowwise_data: Tensor | None
-    rowwise_scale: Tensor | None
-    columnwise_data: Tensor | None
-    columnwise_scale: Tensor | None
-    block_shape: tuple[int, int]
-    recipe: Recipe
 
     @staticmethod
     def __new__(
@@ -111,7 +105,7 @@ class BlockwiseFP8Tensor(FP8Type):
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
-            strides=strides if strides is not None else _contiguous_strides(shape),
+            strides=strides,  # None: contiguous
             dtype=dtype,
             device=present[0].device,
         )
@@ -190,50 +184,6 @@ class BlockwiseFP8Tensor(FP8Type):
         if not (rowwise or columnwise):
             raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
         return cls(*rowwise_block_forms(x, recipe, rowwise, columnwise), **shape)
-
-    def forms(self) -> tuple[Form | None, Form | None]:
-        """The rowwise and the columnwise (data, scale), None where not held."""
-        row = None if self.rowwise_data is None else self.rowwise()
-        col = None if self.columnwise_data is None else self.columnwise()
-        return row, col
-
-    def rowwise(self) -> Form:
-        """The rowwise (data, scale), derived by a byte transpose where 128x128 blocks lack it."""
-        if self.rowwise_data is not None and self.rowwise_scale is not None:
-            return self.rowwise_data, self.rowwise_scale
-        assert self.columnwise_data is not None and self.columnwise_scale is not None
-        derived = self._derive("rowwise", self.columnwise_data, self.columnwise_scale)
-        if self.recipe.columnwise == "keep":
-            self.rowwise_data, self.rowwise_scale = derived
-        return derived
-
-    def columnwise(self) -> Form:
-        """The columnwise (data, scale), derived by a byte transpose where 128x128 blocks lack it.
-
-        Raises:
-            ValueError: 1x128 blocks cast without it: a second rounding would be needed.
-        """
-        if self.columnwise_data is not None and self.columnwise_scale is not None:
-            return self.columnwise_data, self.columnwise_scale
-        assert self.rowwise_data is not None and self.rowwise_scale is not None
-        derived = self._derive("columnwise", self.rowwise_data, self.rowwise_scale)
-        if self.recipe.columnwise == "keep":
-            self.columnwise_data, self.columnwise_scale = derived
-        return derived
-
-    def _derive(self, wanted: str, data: Tensor, scale: Tensor) -> Form:
-        if self.block_shape != SQUARE_BLOCK:
-            raise ValueError(
-                f"this BlockwiseFP8Tensor {list(self.shape)} was cast in 1x128 blocks without its "
-                f"{wanted} form, which needs other scales: quantize the high-precision tensor with "
-                f"{wanted}=True"
-            )
-        return library.transpose_square(data, scale)
-
-    def release_rowwise(self) -> None:
-        """Drop the rowwise bytes of a tensor that has both forms (a gradient after its dgrad)."""
-        if self.columnwise_data is not None:
-            self.rowwise_data = self.rowwise_scale = None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """``data * scale`` as a plain tensor of the logical shape, in ``dtype`` or ``self.dtype``.
@@ -373,11 +323,3 @@ def scaled_mm(
         )
     check_recipes(a.recipe, b.recipe)
     return library.gemm(*a.rowwise(), *b.columnwise(), bias=bias, out_dtype=out_dtype or a.dtype)
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .forms import Forms, SquareForms
 from .ops import checks
 from .ops.layouts import SQUARE_BLOCK
 from .recipe import DEFAULT_RECIPE, Recipe
@@ -47,7 +48,7 @@ class FP8Cache:
         self.master = master
         self.recipe = recipe
         self.casts = 0
-        self._value: BlockwiseFP8Tensor | None = None
+        self._value: Forms | None = None
         self._key: tuple[int, ...] | None = None
         self._pending = 0  # forwards of this version that wait for their backward
         self._backwards = 0  # backwards of this version
@@ -59,7 +60,7 @@ class FP8Cache:
     def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def get(self, wrapper_version: int, accumulating: bool) -> BlockwiseFP8Tensor:
+    def get(self, wrapper_version: int, accumulating: bool) -> Forms:
         """The FP8 form of the master as it is now.
 
         ``accumulating``: the weight holds a gradient, so a use of the same version after its
@@ -78,6 +79,22 @@ class FP8Cache:
         if value is None:
             value = self._value = self._cast()
         return value
+
+    def tensor(self, wrapper_version: int, accumulating: bool) -> BlockwiseFP8Tensor:
+        """:meth:`get` as a tensor."""
+        value = self.get(wrapper_version, accumulating)
+        if isinstance(value, BlockwiseFP8Tensor):
+            return value
+        made = BlockwiseFP8Tensor(
+            *value.forms(),
+            shape=self.master.shape,
+            dtype=self.master.dtype,
+            block_shape=SQUARE_BLOCK,
+            recipe=self.recipe,
+        )
+        if self._value is value:
+            self._value = made
+        return made
 
     def before_backward(self) -> None:
         """A forward has been recorded whose backward will read the FP8 form."""
@@ -100,12 +117,11 @@ class FP8Cache:
         value = self._value
         if value is None:
             return 0
-        names, _ = value.__tensor_flatten__()
-        return sum(getattr(value, name).nbytes for name in names)
+        return sum(tensor.nbytes for form in value.forms() if form for tensor in form)
 
-    def _cast(self) -> BlockwiseFP8Tensor:
+    def _cast(self) -> SquareForms:
         self.casts += 1
-        return BlockwiseFP8Tensor.quantize(self.master, SQUARE_BLOCK, self.recipe)
+        return SquareForms(self.master, self.recipe)
 
 
 class BlockwiseFP8Weight(FP8Type):
@@ -160,13 +176,22 @@ class BlockwiseFP8Weight(FP8Type):
         """How this weight is cast."""
         return self.cache.recipe
 
+    def forms(self) -> Forms:
+        """The FP8 forms of the weight as it is now: cast at most once per version of the master."""
+        if self.transposed:
+            return self.quantized()
+        return self.cache.get(*self._state())
+
     def quantized(self) -> BlockwiseFP8Tensor:
-        """The FP8 form of the weight as it is now: cast at most once per version of the master."""
-        version = 0 if self.is_inference() else self._version
-        fp8 = self.cache.get(version, accumulating=self.is_leaf and self.grad is not None)
+        """:meth:`forms` as a tensor."""
+        fp8 = self.cache.tensor(*self._state())
         if not self.transposed:
             return fp8
         return fp8.relabel(shape=self.shape, strides=self.stride(), transpose=True)
+
+    def _state(self) -> tuple[int, bool]:
+        version = 0 if self.is_inference() else self._version
+        return version, self.is_leaf and self.grad is not None
 
     def replace_master(self, master: Tensor) -> None:
         """Take another master of the same shape, dtype and device (``weight.data = …``)."""

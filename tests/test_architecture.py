@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.state",),
     ("blocktensor.weight",),
     ("blocktensor.tensor",),
+    ("blocktensor.forms",),
     ("blocktensor.recipe",),
     ("blocktensor.tables",),
     ("blocktensor.ops",),
@@ -42,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.ops.gluon.*",),
     ("blocktensor.ops.cublas", "blocktensor.ops.triton.*"),
     ("blocktensor.ops.reference",),
+    ("blocktensor.ops.prepared",),
     ("blocktensor.ops.checks",),
     ("blocktensor.ops.layouts",),
 )

@@ -310,6 +310,23 @@ def test_backward_in_other_threads(device: torch.device) -> None:
         assert_all_equal(list(result), [dx, dw])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_where_no_gradient_arrives_none_leaves(bias: bool) -> None:
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    module, x = linear(256, 384, bias=bias), randn(5, 384, grad=True)
+    Ends.apply(module(x)).sum().backward()
+    assert all(t.grad is None for t in (x, *module.parameters()))
+    assert module.weight.cache.nbytes() == 0
+
+
 def test_hooks_on_the_output_see_and_change_the_plain_gradient() -> None:
     module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
     seen: list[Tensor] = []

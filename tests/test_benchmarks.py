@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import cast, gemm, linear, plots, readme, results, shapes
+from benchmarks import cast, gemm, host, linear, plots, readme, results, shapes
 from benchmarks.results import Row
 
 
@@ -170,3 +170,16 @@ def test_the_bars_shapes_are_measured() -> None:
     assert cast.total() == 65
     assert gemm.total(**gemm.QUICK) == 3
     assert cast.total(**cast.QUICK) == 13
+
+
+def test_host_time_is_a_median_with_the_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, slow = [0.0], [0], iter([5e-3] * 30 + [1e-3] + [2e-6] * 2 + [9e-3])
+
+    def call() -> None:
+        assert waits[0] in (0, 1)
+        waits[0] = 0
+        now[0] += next(slow)
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.__setitem__(0, 1))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert host.host_us(call, calls=3) == pytest.approx(2)

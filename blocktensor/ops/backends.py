@@ -154,6 +154,16 @@ def choose_gemm(problem: GemmProblem) -> Choice:
     return _choose(problem, os.environ.get(FORCE_VARIABLE) or None)
 
 
+def forced() -> object:
+    """What ``BLOCKTENSOR_GEMM`` is now, for comparison only: read at every GEMM, so read fast."""
+    return _environment.get(_FORCE_KEY)
+
+
+# os.environ's own dictionary, where it has one: reading through os.environ costs a microsecond.
+_environment = getattr(os.environ, "_data", os.environ)
+_FORCE_KEY = FORCE_VARIABLE if _environment is os.environ else os.environ.encodekey(FORCE_VARIABLE)
+
+
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GemmProblem, forced: str | None) -> Choice:
     passed_over: dict[str, list[str]] = {}  # reason: names

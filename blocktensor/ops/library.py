@@ -7,76 +7,87 @@ counting), a fake or meta tensor. Both ways run the same body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from . import backends, checks
-from .layouts import Form, empty_rowwise_form, empty_square_form, rows_per_scale
+from .layouts import Form, empty_rowwise_form, empty_square_form, rows_per_scale, vectorisable
+from .prepared import Prepared, Run, prepare
 
 _PLAIN = (Tensor, nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _must_be_seen(x: Tensor) -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or x.device.type == "meta"
-        or type(x) not in _PLAIN
+    return is_compiling() or type(x) not in _PLAIN or x.is_meta or _dispatch_modes() > 0
+
+
+def _register(run: Prepared, name: str, schema: str, mutates: tuple[str, ...] = ()) -> Any:
+    def body(*args: Any) -> Any:
+        return run(*args)
+
+    return torch.library.custom_op(
+        f"blocktensor::{name}", body, mutates_args=mutates, schema=schema
     )
-
-
-def _register(name: str, schema: str, mutates: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    def wrap(body: Callable[..., Any]) -> Any:
-        return torch.library.custom_op(
-            f"blocktensor::{name}", body, mutates_args=mutates, schema=schema
-        )
-
-    return wrap
 
 
 # Casts
 
 
-def _quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
-    return backends.cast_module(x).quantize_rowwise(x, power_of_two)
+def _kind_of_cast(x: Tensor, power_of_two: bool) -> Hashable:
+    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device, power_of_two
 
 
-def _quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
-    return backends.cast_module(x, columnwise=True).quantize_columnwise(x, power_of_two)
+def _kind_of_form(data: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Hashable:
+    aligned = data.data_ptr() & 15, scale.data_ptr() & 15
+    layout = data.shape, data.stride(), scale.shape, scale.stride()
+    return layout, data.dtype, scale.dtype, aligned, data.device, dtype
 
 
-def _quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return backends.cast_module(x, columnwise=True).quantize_both(x, power_of_two)
+def _matrix_cast(name: str, columnwise: bool) -> Prepared:
+    def prepare_cast(x: Tensor, power_of_two: bool) -> Run:
+        _check_matrix(x)
+        return prepare(backends.cast_module(x, columnwise=columnwise), name, x, power_of_two)
+
+    return Prepared(_kind_of_cast, prepare_cast)
 
 
-def _quantize_square(x: Tensor, power_of_two: bool) -> Form:
-    return backends.cast_module(x).quantize_square(x, power_of_two)
+def _prepare_square(x: Tensor, power_of_two: bool) -> Run:
+    _check_stack(x)
+    return prepare(backends.cast_module(x), "quantize_square", x, power_of_two)
 
 
-def _transpose_square(data: Tensor, scale: Tensor) -> Form:
-    return backends.transpose_module(data).transpose_square(data, scale)
+def _prepare_transpose(data: Tensor, scale: Tensor) -> Run:
+    return prepare(backends.transpose_module(data), "transpose_square", data, scale)
 
 
-def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return backends.transpose_module(data).dequantize(data, scale, dtype)
+def _prepare_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Run:
+    return prepare(backends.transpose_module(data), "dequantize", data, scale, dtype)
 
+
+_rowwise = _matrix_cast("quantize_rowwise", columnwise=False)
+_columnwise = _matrix_cast("quantize_columnwise", columnwise=True)
+_both = _matrix_cast("quantize_both", columnwise=True)
+_square = Prepared(_kind_of_cast, _prepare_square)
+_transpose = Prepared(_kind_of_form, _prepare_transpose)
+_dequantize = Prepared(_kind_of_form, _prepare_dequantize)
 
 _PAIR = "(Tensor x, bool power_of_two) -> (Tensor, Tensor)"
-_rowwise_op = _register("quantize_rowwise", _PAIR)(_quantize_rowwise)
-_columnwise_op = _register("quantize_columnwise", _PAIR)(_quantize_columnwise)
-_both_op = _register(
-    "quantize_both", "(Tensor x, bool power_of_two) -> (Tensor, Tensor, Tensor, Tensor)"
-)(_quantize_both)
-_square_op = _register("quantize_square", _PAIR)(_quantize_square)
-_transpose_op = _register("transpose_square", "(Tensor data, Tensor scale) -> (Tensor, Tensor)")(
-    _transpose_square
+_FOUR = "(Tensor x, bool power_of_two) -> (Tensor, Tensor, Tensor, Tensor)"
+_rowwise_op = _register(_rowwise, "quantize_rowwise", _PAIR)
+_columnwise_op = _register(_columnwise, "quantize_columnwise", _PAIR)
+_both_op = _register(_both, "quantize_both", _FOUR)
+_square_op = _register(_square, "quantize_square", _PAIR)
+_transpose_op = _register(
+    _transpose, "transpose_square", "(Tensor data, Tensor scale) -> (Tensor, Tensor)"
 )
-_dequantize_op = _register("dequantize", "(Tensor data, Tensor scale, ScalarType dtype) -> Tensor")(
-    _dequantize
+_dequantize_op = _register(
+    _dequantize, "dequantize", "(Tensor data, Tensor scale, ScalarType dtype) -> Tensor"
 )
 
 
@@ -118,32 +129,39 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     Raises:
         TypeError, ValueError: ``x`` is not bf16/fp16/fp32, or not a matrix. (So do all casts.)
     """
-    _check_matrix(x)
-    return (_rowwise_op if _must_be_seen(x) else _quantize_rowwise)(x, power_of_two)
+    if _must_be_seen(x):
+        _check_matrix(x)
+        return _rowwise_op(x, power_of_two)
+    return _rowwise(x, power_of_two)
 
 
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 128x1 blocks, data written ``[K, M]``."""
-    _check_matrix(x)
-    return (_columnwise_op if _must_be_seen(x) else _quantize_columnwise)(x, power_of_two)
+    if _must_be_seen(x):
+        _check_matrix(x)
+        return _columnwise_op(x, power_of_two)
+    return _columnwise(x, power_of_two)
 
 
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both casts of ``x[M, K]`` from one read: rowwise data, scale, columnwise data, scale."""
-    _check_matrix(x)
-    return (_both_op if _must_be_seen(x) else _quantize_both)(x, power_of_two)
+    if _must_be_seen(x):
+        _check_matrix(x)
+        return _both_op(x, power_of_two)
+    return _both(x, power_of_two)
 
 
 def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[N, K]`` or ``x[E, N, K]`` in 128x128 blocks."""
-    checks.high_precision(x, "the tensor to quantize")
-    checks.rank(x, (2, 3), "the tensor to quantize", "128x128 blocks need [N, K] or [E, N, K]")
-    return (_square_op if _must_be_seen(x) else _quantize_square)(x, power_of_two)
+    if _must_be_seen(x):
+        _check_stack(x)
+        return _square_op(x, power_of_two)
+    return _square(x, power_of_two)
 
 
 def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """Exact transpose of 128x128 ``data[..., N, K]`` and its scales."""
-    return (_transpose_op if _must_be_seen(data) else _transpose_square)(data, scale)
+    return (_transpose_op if _must_be_seen(data) else _transpose)(data, scale)
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,6 +174,11 @@ def _check_matrix(x: Tensor) -> None:
     checks.rank(
         x, (2,), "the tensor to quantize", "flatten leading dimensions with .flatten(0, -2)"
     )
+
+
+def _check_stack(x: Tensor) -> None:
+    checks.high_precision(x, "the tensor to quantize")
+    checks.rank(x, (2, 3), "the tensor to quantize", "128x128 blocks need [N, K] or [E, N, K]")
 
 
 # GEMM
@@ -184,42 +207,100 @@ def _problem(
     )
 
 
-def _gemm(
+def _kind_of_gemm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    problem = _problem(
-        a, a_scale, b, b_scale, out_dtype, None if bias is None else bias.dtype, False
+) -> Hashable:
+    # data is e4m3 and contiguous, scales are fp32: the callers' duty
+    at = a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr()
+    return (
+        a.shape,
+        a_scale.shape,
+        a_scale.stride(),
+        b.shape,
+        b_scale.shape,
+        b_scale.stride(),
+        (at[0] | at[1] | at[2] | at[3]) & 15 and tuple(address & 15 for address in at),
+        None if bias is None else (bias.stride(), bias.dtype, bias.data_ptr() & 15),
+        out_dtype,
+        a.device,
+        backends.forced(),
     )
+
+
+def _prepare_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Run:
+    bias_dtype = None if bias is None else bias.dtype
+    problem = _problem(a, a_scale, b, b_scale, out_dtype, bias_dtype, False)
     if 0 in (problem.m, problem.n):
-        return torch.empty((problem.m, problem.n), dtype=out_dtype, device=a.device)
-    module = backends.gemm_module(backends.choose_gemm(problem).name)
-    if bias is not None:
-        bias = bias.contiguous()
-    return module.gemm(a, a_scale, b, b_scale, bias, out_dtype)
+        return lambda a, *_: a.new_empty((problem.m, problem.n), dtype=out_dtype)
+    backend = backends.choose_gemm(problem).name
+    module, given = backends.gemm_module(backend), (a, a_scale, b, b_scale, bias)
+    ready = _dense(*given)
+    if backend == "reference" or _same(given, ready):
+        return prepare(module, "gemm", *given, out_dtype)
+    run = prepare(module, "gemm", *ready, out_dtype)
+    return lambda a, a_scale, b, b_scale, bias, out_dtype: run(
+        *_dense(a, a_scale, b, b_scale, bias), out_dtype
+    )
 
 
-def _gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+def _dense(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Operands as kernels read them: rows of whole vectors, the bias dense; copies where needed."""
+    bias = None if bias is None else bias.contiguous()
+    return vectorisable(a), a_scale, vectorisable(b), b_scale, bias
+
+
+def _same(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _kind_of_gemm_add_(
+    out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
+) -> Hashable:
+    product = _kind_of_gemm(a, a_scale, b, b_scale, None, out.dtype)
+    return product, out.stride(), out.data_ptr() & 15
+
+
+def _prepare_gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Run:
     problem = _problem(a, a_scale, b, b_scale, out.dtype, None, True)
-    if 0 not in (problem.m, problem.n, problem.k):
-        module = backends.gemm_module(backends.choose_gemm(problem).name)
-        module.gemm_add_(out, a, a_scale, b, b_scale)
+    if 0 in (problem.m, problem.n, problem.k):
+        return lambda *_: None
+    backend = backends.choose_gemm(problem).name
+    module, given = backends.gemm_module(backend), (a, a_scale, b, b_scale, None)
+    ready = _dense(*given)
+    if backend == "reference" or _same(given, ready):
+        return prepare(module, "gemm_add_", out, *given[:4])
+    run = prepare(module, "gemm_add_", out, *ready[:4])
+    return lambda out, a, a_scale, b, b_scale: run(out, *_dense(a, a_scale, b, b_scale, None)[:4])
 
 
+_gemm = Prepared(_kind_of_gemm, _prepare_gemm)
+_gemm_add_ = Prepared(_kind_of_gemm_add_, _prepare_gemm_add_)
 _gemm_op = _register(
+    _gemm,
     "gemm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
-)(_gemm)
+)
 _gemm_add_op = _register(
+    _gemm_add_,
     "gemm_add_",
     "(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> ()",
     ("out",),
-)(_gemm_add_)
+)
 
 
 @_gemm_op.register_fake

@@ -16,6 +16,7 @@ from ..layouts import BLOCK, Form, ceil_div, num_blocks
 from ..triton.cast import both_by, columnwise_by
 from ..triton.launch import Launch
 from ..triton.numerics import divisor, quotient, scale_from_bits
+from ..triton.replay import replayed
 
 _WARPS = 4
 
@@ -178,11 +179,13 @@ def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) 
     )  # fmt: skip
 
 
+@replayed
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
     return columnwise_by(plan_columnwise, x, power_of_two)
 
 
+@replayed
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
     return both_by(plan_columnwise, x, power_of_two)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layouts import BLOCK, Form, ceil_div, empty_rowwise_form, empty_square_form, num_blocks
 from .launch import Launch
 from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
+from .replay import replayed
 
 
 @triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
@@ -234,6 +235,7 @@ def plan_128x128(w: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> 
     )  # fmt: skip
 
 
+@replayed
 def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_rowwise`."""
     m, k = x.shape
@@ -242,11 +244,13 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     return form
 
 
+@replayed
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
     return columnwise_by(plan_1x128, x, power_of_two)
 
 
+@replayed
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
 
@@ -274,6 +278,7 @@ def both_by(plan: Planner, x: Tensor, power_of_two: bool) -> tuple[Tensor, Tenso
     return *row, *col
 
 
+@replayed
 def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_square`."""
     form = empty_square_form(x.shape, x.device)

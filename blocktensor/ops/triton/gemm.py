@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layouts import BLOCK, ceil_div, num_blocks, rows_per_scale, vectorisable
 from .launch import Launch
+from .replay import replayed
 
 
 @triton.jit(do_not_specialize=["M", "blocks_k", "tiles_m", "tiles_n"])
@@ -124,6 +125,7 @@ def plan_gemm(
     )  # fmt: skip
 
 
+@replayed
 def gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -139,6 +141,7 @@ def gemm(
     return out
 
 
+@replayed
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """See :func:`blocktensor.ops.reference.gemm_add_`."""
     a, b = vectorisable(a), vectorisable(b)

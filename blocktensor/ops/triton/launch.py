@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-"""Compiled kernels by everything that Triton specialises on."""
+_WATCHED = threading.local()
 
 
 class Launch(NamedTuple):
     """One launch of a Triton or Gluon kernel.
 
     Planning needs shapes, strides and dtypes only, so that a launch planned from meta tensors can
-    be compiled for a GPU this machine does not have.
+    be compiled for a GPU this machine does not have. ``args`` are tensors, integers and Gluon's
+    host-side ``TensorDescriptor`` objects over tensors, at least one of the first or last kind.
     """
 
     kernel: Any
     grid: tuple[int]
-    args: tuple[Tensor | int, ...]
+    args: tuple[Any, ...]
     constants: dict[str, Any]
     options: dict[str, int]
 
     def __call__(self) -> None:
-        """Launch on the current stream of the arguments' device; an empty grid launches nothing."""
+        """Launch on the current stream of the arguments' device; an empty grid launches nothing.
+
+        This is Triton's own launch, some 45 us of host time: it binds and specialises every
+        argument anew. ``replay.py`` repeats launches for less.
+        """
         if self.grid[0] == 0:
             return
-        device = self.args[0].device.index  # type: ignore[union-attr]
-        if device == torch.cuda.current_device():
-            self._launch(device)
-        else:  # Triton launches on the current device, whatever its arguments
-            with torch.cuda.device(device):
-                self._launch(device)
+        device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
+        with torch.cuda.device(device):  # Triton launches on the current one, whatever the tensors'
+            compiled = self.kernel[self.grid](*self.args, **self.constants, **self.compiler_options)
+        watched = getattr(_WATCHED, "launches", None)
+        if watched is not None:
+            watched.append((self, compiled))
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """``options``, and what Triton's versions default differently."""
         return {"enable_fp_fusion": True, **self.options}
 
-    def _launch(self, device: int) -> None:
-        # Triton's own launch binds and specialises every argument anew, 45 us of host time; a
-        # compiled kernel launched directly takes about a third. The key tells arguments apart at
-        # least as finely as Triton does.
-        key = (
-            self.kernel,
-            device,
-            *self.constants.values(),
-            *self.options.values(),
-            *map(_specialization, self.args),
-        )
-        compiled = _COMPILED.get(key)
-        if compiled is None:
-            compiled = self.kernel[self.grid](*self.args, **self.constants, **self.compiler_options)
-            if compiled is not None:
-                _COMPILED[key] = compiled
-            return
-        grid = (self.grid[0], 1, 1)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled[grid](*self.args, *self.constants.values(), stream=stream)
+
+def pointed_at(arg: Any) -> Tensor | None:
+    """The tensor that a kernel argument points at, directly or as a TensorDescriptor."""
+    arg = getattr(arg, "base", arg)
+    return arg if isinstance(arg, Tensor) else None
 
 
-def _specialization(arg: Tensor | int) -> Any:
-    if isinstance(arg, int):
-        return "1" if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
-    return arg.dtype, arg.data_ptr() % 16 == 0
+class watch_launches:
+    """Within ``with``: the list of this thread's launches, each with its compiled kernel."""
+
+    def __enter__(self) -> list[tuple[Launch, Any]]:
+        self._outer = getattr(_WATCHED, "launches", None)
+        launches: list[tuple[Launch, Any]] = []
+        _WATCHED.launches = launches
+        return launches
+
+    def __exit__(self, *_: object) -> None:
+        _WATCHED.launches = self._outer

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layouts import BLOCK, Form, ceil_div, empty_square_form, num_blocks, rows_per_scale
 from .launch import Launch
+from .replay import replayed
 
 
 @triton.jit(do_not_specialize=["blocks_n", "blocks_k", "in_scale_ld", "out_scale_ld"])
@@ -137,6 +138,7 @@ def plan_dequantize(data: Tensor, scale: Tensor, out: Tensor) -> Launch:
     )  # fmt: skip
 
 
+@replayed
 def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """See :func:`blocktensor.ops.reference.transpose_square`."""
     *lead, n, k = data.shape
@@ -146,6 +148,7 @@ def transpose_square(data: Tensor, scale: Tensor) -> Form:
     return out
 
 
+@replayed
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See :func:`blocktensor.ops.reference.dequantize`."""
     out = torch.empty(data.shape, dtype=dtype, device=data.device)

@@ -1,0 +1,86 @@
+"""Host time: what eager mode pays before the GPU has anything to do."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blocktensor as bt
+from blocktensor.ops import backends, library
+
+from .timing import Call
+
+SHAPES = ((256, 512, 512), (4096, 2048, 2048))
+"""(M tokens, N out, K in)."""
+
+CALLS = 500
+
+
+def host_us(call: Call, calls: int = CALLS) -> float:
+    """Median microseconds until ``call`` returns, the GPU idle at its start."""
+    for _ in range(30):
+        call()
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return median(times) * 1e6
+
+
+def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
+    def run() -> None:
+        if isinstance(layer.weight, bt.BlockwiseFP8Weight):
+            layer.weight.invalidate()  # as after an optimizer step: one cast a step
+        x.grad = layer.weight.grad = None
+        layer(x).backward(grad)
+
+    return run
+
+
+def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
+    """What is timed: the op, the backend or dtype it runs in, and a call of it."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
+    yield "cast rowwise", "fp8", lambda: library.quantize_rowwise(x, False)
+    yield "cast columnwise", "fp8", lambda: library.quantize_columnwise(x, False)
+    yield "cast rowwise+columnwise", "fp8", lambda: library.quantize_both(x, False)
+    yield "cast 128x128", "fp8", lambda: library.quantize_square(w, False)
+    yield "transpose 128x128", "fp8", lambda: library.transpose_square(*b)
+    for name in backends.usable_gemm_backends(x.device):
+        if name != "reference":
+            yield "gemm", name, lambda: library.gemm_forms(a, b, None, torch.bfloat16)
+    grad = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    leaf = x.detach().requires_grad_()
+    for dtype in ("bf16", "fp8"):
+        layer = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        if dtype == "fp8":
+            bt.to_blockwise_fp8_weights(layer)
+        yield "linear forward", dtype, functools.partial(layer, leaf)
+        yield "linear forward+backward", dtype, _step(layer, leaf, grad)
+
+
+def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
+    """One row an op, backend and shape: host microseconds a call, median of 500."""
+    before = os.environ.pop(backends.FORCE_VARIABLE, None)
+    try:
+        for m, n, k in shapes:
+            for op, what, call in _calls(m, n, k):
+                if op == "gemm":
+                    os.environ[backends.FORCE_VARIABLE] = what
+                us = host_us(call)
+                os.environ.pop(backends.FORCE_VARIABLE, None)
+                yield {"op": op, "in": what, "m": m, "n": n, "k": k, "host_us": round(us, 1)}
+    finally:
+        if before is not None:
+            os.environ[backends.FORCE_VARIABLE] = before

@@ -1,0 +1,63 @@
+"""Ops that prepare once for each kind of arguments, and from then on only run.
+
+What an op checks and chooses depends on its tensors' shapes, strides, dtypes, alignment and device,
+and on arguments that are no tensors: never on values. So it is decided once for each such kind of
+call; the next call of the kind costs one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+Run = Callable[..., Any]
+"""A prepared op: takes what the op takes."""
+
+MAX_KINDS = 4096
+"""Kinds of calls remembered by one op; beyond them, the oldest is prepared anew when it returns."""
+
+
+class Prepared:
+    """An op as a table of runs, filled on demand.
+
+    Args:
+        kind: takes what a call passes and returns, as a hashable value, all that ``prepare`` (and
+            the run it returns) may look at.
+        prepare: takes what a call passes and returns how to run calls of this kind; what it raises
+            reaches the caller, and nothing is remembered.
+
+    Threads may share one: two that meet a new kind together both prepare it, and either will do.
+    """
+
+    __slots__ = ("_kind", "_prepare", "_runs")
+
+    def __init__(self, kind: Callable[..., Hashable], prepare: Callable[..., Run]) -> None:
+        self._kind, self._prepare = kind, prepare
+        self._runs: dict[Hashable, Run] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the op."""
+        kind = self._kind(*args)
+        run = self._runs.get(kind)
+        if run is None:
+            run = self._prepare(*args)
+            while len(self._runs) >= MAX_KINDS:
+                self._runs.pop(next(iter(tuple(self._runs))), None)
+            self._runs[kind] = run
+        return run(*args)
+
+    def forget(self) -> None:
+        """Prepare every kind of call anew."""
+        self._runs.clear()
+
+
+def prepare(module: Any, name: str, *args: Any) -> Run:
+    """How to call ``module.name`` again with arguments of the same kind as ``args``.
+
+    A function with an attribute ``prepare`` is asked; a plain one is looked up at every call.
+    """
+    own = getattr(getattr(module, name), "prepare", None)
+    if own is not None:
+        run: Run = own(*args)
+        return run
+    return lambda *args: getattr(module, name)(*args)
