@@ -16,19 +16,20 @@ from typing import Any
 
 import torch
 
-from . import cast, check, gemm, host, linear, memory, plots, readme, results
+from . import cast, check, gemm, host, linear, memory, plots, readme, results, tiles
 from .results import Row
 from .summary import columns
 
 # A benchmark is a module with measure(**arguments), which yields rows. It may have: QUICK, the
 # arguments of a smoke run; total(**arguments), the number of rows; facts(), what the JSON says
-# beside them.
+# beside them; publish(rows), which hands them to the library.
 BENCHMARKS: dict[str, Any] = {
     "gemm": gemm,
     "cast": cast,
     "linear": linear,
     "host": host,
     "memory": memory,
+    "tiles": tiles,
 }
 
 
@@ -87,6 +88,8 @@ def _run(names: Sequence[str], quick: bool, folder: Path) -> int:
         for peer, reason in facts.get("absent", {}).items():
             console.print(f"absent: {peer} ({reason})", markup=False)
         console.print(f"written to {results.write(name, rows, folder, **facts)}", markup=False)
+        if hasattr(BENCHMARKS[name], "publish") and not quick:
+            console.print(f"published to {BENCHMARKS[name].publish(rows)}", markup=False)
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import warnings
@@ -18,10 +19,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .layouts import BLOCK
+from .gluon.tiles import cublas_is_faster, sms
+from .layouts import BLOCK, num_blocks
 
 FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
 _FP8_CAPABILITY = (8, 9)
+_GLUON_TRITON = "3.6."
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Choice:
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _triton_version() -> str:
+    return importlib.metadata.version("triton")
 
 
 @functools.cache
@@ -119,11 +127,41 @@ def _cublas_declines(p: GemmProblem) -> str | None:
     return None
 
 
+def _gluon_unusable(device: torch.device) -> str | None:
+    if reason := _triton_unusable(device):
+        return reason
+    if _capability(_index(device)) != (9, 0):
+        return "written for sm_90"
+    version = _triton_version()
+    return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
+
+
+def _gluon_declines(p: GemmProblem) -> str | None:
+    if p.a_block == BLOCK:
+        return "no 128x128 blocks on the left"
+    if p.k == 0:
+        return "nothing to contract"
+    if p.b_block == 1 and p.bias is not None:
+        return "no bias where both sides have 1x128 blocks"
+    cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
+    shape = p.m, p.n, num_blocks(p.k), p.b_block
+    if cublas_takes and cublas_is_faster(*shape, sms(p.device)):
+        return "cuBLAS is predicted to be faster at this shape"
+    return None
+
+
 def _never(_: object) -> None:
     return None
 
 
 GEMM_BACKENDS = (
+    GemmBackend(
+        "gluon",
+        "blocktensor.ops.gluon.gemm",
+        _gluon_unusable,
+        _gluon_declines,
+        "the kernel for this GPU",
+    ),
     GemmBackend(
         "cublas",
         "blocktensor.ops.cublas",

@@ -19,20 +19,13 @@ from ..layouts import (
     vectorisable,
 )
 from ..triton.launch import Launch
+from ..triton.replay import replayed
 from . import narrow
 from .kernel import gemm_kernel
 from .tile import Tile
-from .tiles import choose_tile
+from .tiles import choose_tile, sms
 
-_H200_SMS = 132
 _OUT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    if device.type != "cuda":  # planning for a GPU that is not here
-        return _H200_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -81,7 +74,7 @@ def plan_gemm(
     blocks = num_blocks(k)
     tma = fits_tma(out)
     if tile is None:
-        tile, _ = choose_tile(m, n, blocks, b_block, _sms(out.device), plain=tma or bias is None)
+        tile, _ = choose_tile(m, n, blocks, b_block, sms(out.device), plain=tma or bias is None)
     a_scale_ld = a_scale.stride(1)
     a_scale_map = _scale_map(a_scale, tile.a_scales, a_scale_ld, m, blocks)
     if b_block == 1:
@@ -100,7 +93,7 @@ def plan_gemm(
         narrow.install()  # before the kernel is compiled; somebody may have taken its place
     return Launch(
         gemm_kernel,
-        (min(tiles_m * tiles_n, _sms(out.device) * tile.programs),),
+        (min(tiles_m * tiles_n, sms(out.device) * tile.programs),),
         (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
          out if bias is None else bias, m, n, tiles_m, tiles_n, blocks, a_scale_ld, b_scale_ld,
          out.stride(0)),
@@ -115,6 +108,7 @@ def _operand(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return vectorisable(data), tma_rowwise_scale(scale)
 
 
+@replayed
 def gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -129,6 +123,7 @@ def gemm(
     return out
 
 
+@replayed
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """See :func:`blocktensor.ops.reference.gemm_add_`."""
     if fits_tma(out):

@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..layouts import BLOCK, ceil_div
 from .tile import Tile
 
@@ -34,6 +36,14 @@ CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
 
 CUBLAS_MARGIN = 0.97
 """cuBLAS is preferred only where it is predicted to take less than this of our time."""
+
+
+@functools.cache
+def sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; of an H200 for one that is not here (meta tensors)."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)
