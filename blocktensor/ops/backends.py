@@ -22,6 +22,7 @@ from .layouts import BLOCK
 
 FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
 _FP8_CAPABILITY = (8, 9)
+_GLUON_CAPABILITY = (9, 0)  # our kernels' 16-bit maxima, two at a time
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,9 @@ def gemm_module(name: str) -> ModuleType:
 
 
 def cast_module(x: Tensor, *, columnwise: bool = False) -> ModuleType:
-    """Where casts of ``x`` run; ``columnwise``: also or only columnwise, which Gluon does best."""
+    """Where casts of ``x`` run, columnwise or not."""
     cast, _, fast = _cast_modules(x.device.type, x.device.index)
-    return fast if columnwise and fast is not None and fast.takes(x) else cast
+    return fast if fast is not None and fast.takes(x) else cast
 
 
 def transpose_module(x: Tensor) -> ModuleType:
@@ -209,10 +210,12 @@ def transpose_module(x: Tensor) -> ModuleType:
 
 @functools.cache
 def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType, ModuleType | None]:
-    if _triton_unusable(torch.device(kind, index or 0)) is not None:
+    device = torch.device(kind, index or 0)
+    if _triton_unusable(device) is not None:
         reference = importlib.import_module("blocktensor.ops.reference")
         return reference, reference, None
     gluon = importlib.util.find_spec("triton.experimental.gluon") is not None
+    gluon = gluon and _capability(_index(device)) >= _GLUON_CAPABILITY
     return (
         importlib.import_module("blocktensor.ops.triton.cast"),
         importlib.import_module("blocktensor.ops.triton.transpose"),

@@ -249,15 +249,15 @@ class Fake:
     [
         (torch.bfloat16, (256, 272), (272, 1), "gluon.cast"),
         (torch.float16, (16, 16), (32, 1), "gluon.cast"),
-        (torch.float32, (256, 272), (272, 1), "triton.cast"),
+        (torch.float32, (255, 271), (271, 1), "gluon.cast"),
+        (torch.bfloat16, (255, 270), (272, 1), "gluon.cast"),
+        (torch.bfloat16, (256, 271), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 270), (271, 1), "triton.cast"),
         (torch.bfloat16, (256, 272), (1, 256), "triton.cast"),
-        (torch.bfloat16, (250, 272), (272, 1), "triton.cast"),
-        (torch.bfloat16, (256, 264), (272, 1), "triton.cast"),
-        (torch.bfloat16, (256, 272), (280, 1), "triton.cast"),
         (torch.bfloat16, (256, 272), (2**24, 1), "triton.cast"),
     ],
 )
-def test_who_casts_columnwise(
+def test_who_casts(
     pretend: Pretend,
     dtype: torch.dtype,
     shape: tuple[int, int],
@@ -266,10 +266,16 @@ def test_who_casts_columnwise(
 ) -> None:
     pretend((9, 0))
     x = Fake(dtype, shape, stride)
-    name = backends.cast_module(x, columnwise=True).__name__
-    assert name == f"blocktensor.ops.{module}"
-    assert backends.cast_module(x).__name__ == "blocktensor.ops.triton.cast"
+    for columnwise in (False, True):
+        name = backends.cast_module(x, columnwise=columnwise).__name__
+        assert name == f"blocktensor.ops.{module}"
     assert backends.transpose_module(x).__name__ == "blocktensor.ops.triton.transpose"
+
+
+def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
+    pretend((8, 9))
+    x = Fake(torch.bfloat16, (256, 272), (272, 1))
+    assert backends.cast_module(x).__name__ == "blocktensor.ops.triton.cast"
 
 
 @pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])
