@@ -199,28 +199,34 @@ def gemm_module(name: str) -> ModuleType:
 
 def cast_module(x: Tensor, *, columnwise: bool = False) -> ModuleType:
     """Where casts of ``x`` run, columnwise or not."""
-    cast, _, fast = _cast_modules(x.device.type, x.device.index)
+    cast, _, fast, _ = _cast_modules(x.device.type, x.device.index)
     return fast if fast is not None and fast.takes(x) else cast
 
 
 def transpose_module(x: Tensor) -> ModuleType:
     """Where byte transposes and dequantizes of ``x`` run."""
-    return _cast_modules(x.device.type, x.device.index)[1]
+    _, transpose, _, fast = _cast_modules(x.device.type, x.device.index)
+    return fast if fast is not None and fast.takes(x) else transpose
 
 
 @functools.cache
-def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType, ModuleType | None]:
+def _cast_modules(
+    kind: str, index: int | None
+) -> tuple[ModuleType, ModuleType, ModuleType | None, ModuleType | None]:
+    # for casts and for transposes: what takes every tensor; then what is faster where it takes one
     device = torch.device(kind, index or 0)
+    load = importlib.import_module
     if _triton_unusable(device) is not None:
-        reference = importlib.import_module("blocktensor.ops.reference")
-        return reference, reference, None
-    gluon = importlib.util.find_spec("triton.experimental.gluon") is not None
-    gluon = gluon and _capability(_index(device)) >= _GLUON_CAPABILITY
-    return (
-        importlib.import_module("blocktensor.ops.triton.cast"),
-        importlib.import_module("blocktensor.ops.triton.transpose"),
-        importlib.import_module("blocktensor.ops.gluon.cast") if gluon else None,
-    )
+        reference = load("blocktensor.ops.reference")
+        return reference, reference, None, None
+    any_cast, any_transpose = (load(f"blocktensor.ops.triton.{op}") for op in ("cast", "transpose"))
+    if (
+        importlib.util.find_spec("triton.experimental.gluon") is None
+        or _capability(_index(device)) < _GLUON_CAPABILITY
+    ):
+        return any_cast, any_transpose, None, None
+    cast, transpose = (load(f"blocktensor.ops.gluon.{op}") for op in ("cast", "transpose"))
+    return any_cast, any_transpose, cast, transpose
 
 
 def _index(device: torch.device) -> int:

@@ -249,8 +249,9 @@ class Fake:
     [
         (torch.bfloat16, (256, 272), (272, 1), "gluon.cast"),
         (torch.float16, (16, 16), (32, 1), "gluon.cast"),
-        (torch.float32, (255, 271), (271, 1), "gluon.cast"),
-        (torch.bfloat16, (255, 270), (272, 1), "gluon.cast"),
+        (torch.float32, (252, 271), (271, 1), "gluon.cast"),
+        (torch.bfloat16, (252, 270), (272, 1), "gluon.cast"),
+        (torch.bfloat16, (254, 272), (272, 1), "triton.cast"),
         (torch.bfloat16, (256, 271), (272, 1), "triton.cast"),
         (torch.bfloat16, (256, 270), (271, 1), "triton.cast"),
         (torch.bfloat16, (256, 272), (1, 256), "triton.cast"),
@@ -269,13 +270,32 @@ def test_who_casts(
     for columnwise in (False, True):
         name = backends.cast_module(x, columnwise=columnwise).__name__
         assert name == f"blocktensor.ops.{module}"
-    assert backends.transpose_module(x).__name__ == "blocktensor.ops.triton.transpose"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "module"),
+    [
+        ((256, 272), (272, 1), "gluon.transpose"),
+        ((252, 268), (268, 1), "gluon.transpose"),
+        ((254, 272), (272, 1), "triton.transpose"),
+        ((256, 270), (272, 1), "triton.transpose"),
+        ((256, 272), (274, 1), "triton.transpose"),
+        ((256, 272), (1, 256), "triton.transpose"),
+    ],
+)
+def test_who_transposes(
+    pretend: Pretend, shape: tuple[int, int], stride: tuple[int, int], module: str
+) -> None:
+    pretend((9, 0))
+    x = Fake(torch.float8_e4m3fn, shape, stride)
+    assert backends.transpose_module(x).__name__ == f"blocktensor.ops.{module}"
 
 
 def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
     pretend((8, 9))
     x = Fake(torch.bfloat16, (256, 272), (272, 1))
     assert backends.cast_module(x).__name__ == "blocktensor.ops.triton.cast"
+    assert backends.transpose_module(x).__name__ == "blocktensor.ops.triton.transpose"
 
 
 @pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])

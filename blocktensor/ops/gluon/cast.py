@@ -22,11 +22,16 @@ __all__ = [
 
 
 def takes(x: Tensor) -> bool:
-    """Whether ``x[..., M, K]`` can be cast here: every row whole words, one after the other."""
+    """Whether ``x[..., M, K]`` is cast here: rows of whole words, by fours of rows.
+
+    Any M could be, but a columnwise cast would store single bytes, and a warp's would lie in many
+    lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
+    """
     per_word = 4 // x.element_size()
     return (
         x.stride(-1) == 1
         and x.shape[-1] % per_word == 0
+        and x.shape[-2] % 4 == 0
         and x.data_ptr() % 4 == 0
         and all(stride % per_word == 0 for stride in x.stride()[:-1])
         and max(x.stride(-2), *x.shape[-2:]) < 2**24  # 32-bit offsets inside a tile

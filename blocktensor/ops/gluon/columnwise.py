@@ -203,10 +203,10 @@ def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) 
     row_data, row_scale = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
-    unit_m = 16 if m % 16 == 0 else 4 if m % 4 == 0 else 1
+    unit_m = 16 if m % 16 == 0 else 4
     unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
     options = {"num_warps": 8}
-    if unit_m > 1 and unit_k > 1:  # narrower accesses need more registers, for their addresses
+    if unit_k > 1:  # scalar loads need more registers, for their addresses
         options["maxnreg"] = _max_registers(x, row is not None, power_of_two)
     return Launch(
         cast_columnwise_kernel,

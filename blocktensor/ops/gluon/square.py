@@ -59,7 +59,7 @@ def cast_128x128_kernel(
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     inside = (n < rows - block_n * 128) & (word < words - block_k * WORDS)
-    source = w_ptr.to(gl.pointer_type(gl.int32)) + matrix * (stride_e * UNIT)
+    source = w_ptr.to(gl.pointer_type(gl.int32)) + matrix * stride_e * UNIT
     source += first_n * stride + first_word
     w = gl.load(source + (n * stride + word), mask=inside, other=0)
 

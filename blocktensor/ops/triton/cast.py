@@ -185,7 +185,7 @@ def _wide(*strides: int) -> bool:
 
 def _warps_1x128(x: Tensor, columnwise: bool) -> int:
     if not columnwise:
-        return 4
+        return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
     if x.dtype != torch.float32:
         return 8
     return 16 if _vectorised(x) else 32  # fewer would spill

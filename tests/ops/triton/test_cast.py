@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops import reference
+from blocktensor.ops import backends, reference
 from tests.numeric import DTYPES, KINDS, VIEWS, assert_same, to_device, values, view_of
 
 pytest.importorskip("triton")
@@ -127,12 +127,11 @@ def test_triton_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
 GLUON_SOURCES = [
     ("contiguous", "even", "even"),
     ("contiguous", "aligned", "aligned"),
-    ("contiguous", "odd", "aligned"),
+    ("contiguous", "fours", "aligned"),
     ("contiguous", "aligned", "fours"),
     ("contiguous", "fours", "fours"),
-    ("contiguous", "odd", "fours"),
     ("columns", "aligned", "even"),
-    ("columns", "odd", "fours"),
+    ("columns", "fours", "fours"),
     ("one row", "even", "aligned"),
 ]
 
@@ -154,17 +153,21 @@ def test_gluon_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
 @pytest.mark.parametrize("way", GLUON_WAYS)
 def test_gluon_bytes_of_fp32_with_odd_columns(way: str, power_of_two: bool) -> None:
     rng = torch.Generator().manual_seed(0)
-    for case in cases(2, [("contiguous", "odd", "odd"), ("sliced", "odd", "odd")], len(KINDS)):
+    for case in cases(2, [("contiguous", "fours", "odd"), ("sliced", "fours", "odd")], len(KINDS)):
         check(gluon_cast, way, view_of(*case, FP32, rng), power_of_two)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(127, 576), (129, 10944), (4096, 576), (1, 128), (257, 10944)])
-def test_gluon_bytes_of_ragged_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (127, 576), (129, 10944), (4096, 576), (4096, 130), (512, 10944)]
+)
+def test_bytes_of_ragged_shapes_by_whoever_casts_them(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     x = values("bits", *shape, dtype, torch.Generator().manual_seed(0))
-    for way in GLUON_WAYS:
-        check(gluon_cast, way, x, False)
+    for way in WAYS:
+        check(backends.cast_module(x.to(CUDA)), way, x, False)
 
 
 @on_a_gpu
@@ -188,7 +191,7 @@ def test_sizes_of_zero_and_one(way: str) -> None:
     rng = torch.Generator().manual_seed(0)
     for rows, cols in [(0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (1, 128), (300, 1), (128, 1)]:
         check(triton_cast, way, values("normal", rows, cols, BF16, rng), False)
-        if way in GLUON_WAYS:
+        if way in GLUON_WAYS and rows % 4 == 0:
             dtype = FP32 if cols % 2 else BF16
             check(gluon_cast, way, values("normal", rows, cols, dtype, rng), False)
 
@@ -199,7 +202,7 @@ def test_sizes_of_zero_and_one(way: str) -> None:
 def test_stacks(dtype: torch.dtype, power_of_two: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     for kind in KINDS:
-        for experts, rows, cols in [(3, 256, 128), (2, 130, 300), (4, 129, 576), (0, 5, 5)]:
+        for experts, rows, cols in [(3, 256, 128), (2, 132, 300), (4, 129, 576), (0, 5, 5)]:
             x = values(kind, experts * rows, cols, dtype, rng).view(experts, rows, cols)
             for module in (triton_cast, gluon_cast):
                 check(module, "quantize_square", x, power_of_two)
