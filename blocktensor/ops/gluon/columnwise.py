@@ -28,6 +28,8 @@ from .patches import (
     times,
 )
 
+PATCH_ROWS = gl.constexpr(16)
+
 
 @gluon.constexpr_function
 def _staggered(count, dtype):
@@ -94,15 +96,13 @@ def cast_columnwise_kernel(
     METHOD: gl.constexpr,
     UNIT_M: gl.constexpr,
     UNIT_K: gl.constexpr,
-    PATCH_ROWS: gl.constexpr,
-    LANES_DOWN: gl.constexpr,
 ):
     # One program casts a tile [128, 128], read once. Sizes and strides come as multiples of a unit,
     # UNIT_M rows or UNIT_K words, so that loads, stores and their masks are as wide as it allows.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
-    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, LANES_DOWN, gl.num_warps())
+    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 2, gl.num_warps())
     BY_ROW: gl.constexpr = LAYOUTS[0]
     BY_COLUMN: gl.constexpr = LAYOUTS[1]
     COLUMNS: gl.constexpr = LAYOUTS[2]
@@ -189,14 +189,6 @@ def cast_columnwise_kernel(
         row_partial._keep_alive()
 
 
-def _max_registers(x: Tensor, both: bool, power_of_two: bool) -> int:
-    # As many programs an SM as nothing spills with: 4, or 2 of fp32. Where no element is ever
-    # scaled beforehand, nothing keeps the compiler from loading all divisors at once.
-    if x.dtype == torch.float32:
-        return 128
-    return 80 if both and (power_of_two or x.dtype == torch.float16) else 64
-
-
 def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) -> Launch:
     """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``: (data, scale)."""
     m, k = x.shape
@@ -205,9 +197,9 @@ def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) 
     per_word = 4 // x.element_size()
     unit_m = 16 if m % 16 == 0 else 4
     unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
-    options = {"num_warps": 8}
-    if unit_k > 1:  # scalar loads need more registers, for their addresses
-        options["maxnreg"] = _max_registers(x, row is not None, power_of_two)
+    options = {"num_warps": 8 // per_word}
+    if row is not None and unit_k > 1:
+        options["maxnreg"] = 128  # so that 4 programs fit an SM, 2 of fp32; nothing spills
     return Launch(
         cast_columnwise_kernel,
         (ceil_div(m, BLOCK) * blocks_k,),
@@ -219,8 +211,6 @@ def plan_columnwise(x: Tensor, row: Form | None, col: Form, power_of_two: bool) 
             "METHOD": "refined" if x.dtype == torch.float32 else "corrected",
             "UNIT_M": unit_m,
             "UNIT_K": unit_k,
-            "PATCH_ROWS": 8 if per_word == 2 else 16,
-            "LANES_DOWN": 4 if per_word == 2 else 2,
         },
         options,
     )  # fmt: skip
