@@ -91,12 +91,6 @@ def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     return _filled(empty_square_form(x.shape, x.device), data, scale)
 
 
-def quantize_square_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The 128x128 cast of ``x[..., N, K]``, data and scale, then its transpose, data and scale."""
-    form = quantize_square(x, power_of_two)
-    return *form, *transpose_square(*form)
-
-
 def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """Exact transpose of a 128x128 cast: bytes ``[..., N, K]`` to ``[..., K, N]``, scales too."""
     flipped = data.transpose(-1, -2)

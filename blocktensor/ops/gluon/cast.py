@@ -17,7 +17,6 @@ __all__ = [
     "quantize_columnwise",
     "quantize_rowwise",
     "quantize_square",
-    "quantize_square_both",
     "takes",
 ]
 
@@ -52,14 +51,5 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
 def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """See :func:`blocktensor.ops.reference.quantize_square`."""
     form = empty_square_form(x.shape, x.device)
-    plan_128x128(x, form, None, power_of_two)()
+    plan_128x128(x, *form, power_of_two)()
     return form
-
-
-def quantize_square_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`blocktensor.ops.reference.quantize_square_both`; reads ``x`` once."""
-    *lead, n, k = x.shape
-    form = empty_square_form(x.shape, x.device)
-    transposed = empty_square_form((*lead, k, n), x.device)
-    plan_128x128(x, form, transposed, power_of_two)()
-    return *form, *transposed

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..layouts import BLOCK, Form, ceil_div, empty_rowwise_form, empty_square_form, num_blocks
 from .launch import Launch
 from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
-from .transpose import transpose_square
 
 
 @triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
@@ -288,9 +287,3 @@ def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     form = empty_square_form(x.shape, x.device)
     plan_128x128(x, *form, power_of_two)()
     return form
-
-
-def quantize_square_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`blocktensor.ops.reference.quantize_square_both`; two launches."""
-    form = quantize_square(x, power_of_two)
-    return *form, *transpose_square(*form)

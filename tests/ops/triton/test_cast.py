@@ -21,7 +21,7 @@ from blocktensor.ops.triton import cast as triton_cast
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
-GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square", "quantize_square_both")
+GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square")
 on_a_gpu = pytest.mark.gpu
 every_rounding = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
 
@@ -208,9 +208,6 @@ def test_stacks(dtype: torch.dtype, power_of_two: bool) -> None:
                 check(module, "quantize_square", x, power_of_two)
                 check(module, "quantize_square", x[1:], power_of_two)
             check(triton_cast, "quantize_square", x.mT, power_of_two)
-            check(triton_cast, "quantize_square_both", x, power_of_two)
-            if rows % 4 == 0:
-                check(gluon_cast, "quantize_square_both", x, power_of_two)
 
 
 # Far into memory

@@ -72,7 +72,7 @@ INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "wide": lambda dtype: torch.empty_strided((256, 130), (2**25, 1), dtype=dtype, device=META),
 }
 WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
-GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square", "quantize_square_both")
+GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square")
 
 
 @pytest.mark.parametrize(
