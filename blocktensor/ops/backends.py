@@ -24,6 +24,7 @@ from .layouts import BLOCK, num_blocks
 
 FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
 _FP8_CAPABILITY = (8, 9)
+_GLUON_CAPABILITY = (9, 0)  # TMA and wgmma; 16-bit maxima, two at a time, in casts
 _GLUON_TRITON = "3.6."
 
 
@@ -49,8 +50,9 @@ class GemmProblem:
 class GemmBackend:
     """One entry of the registry.
 
-    ``unusable(device)`` and ``declines(problem)`` return the reason, or None where all is well;
-    ``declines`` may assume a usable device.
+    ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return the reason, or None
+    where all is well; the latter two may assume a usable device. A backend that declines cannot;
+    one that yields could, but the next is better.
     """
 
     name: str
@@ -58,6 +60,7 @@ class GemmBackend:
     unusable: Callable[[torch.device], str | None]
     declines: Callable[[GemmProblem], str | None]
     why: str
+    yields: Callable[[GemmProblem], str | None] = lambda problem: None
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _cublas_declines(p: GemmProblem) -> str | None:
 def _gluon_unusable(device: torch.device) -> str | None:
     if reason := _triton_unusable(device):
         return reason
-    if _capability(_index(device)) != (9, 0):
+    if _capability(_index(device)) != _GLUON_CAPABILITY:
         return "written for sm_90"
     version = _triton_version()
     return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
@@ -143,10 +146,14 @@ def _gluon_declines(p: GemmProblem) -> str | None:
         return "nothing to contract"
     if p.b_block == 1 and p.bias is not None:
         return "no bias where both sides have 1x128 blocks"
+    return None
+
+
+def _gluon_yields(p: GemmProblem) -> str | None:
     cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
     shape = p.m, p.n, num_blocks(p.k), p.b_block
     if cublas_takes and cublas_is_faster(*shape, sms(p.device)):
-        return "cuBLAS is predicted to be faster at this shape"
+        return "cuBLAS is predicted to be faster here"
     return None
 
 
@@ -161,6 +168,7 @@ GEMM_BACKENDS = (
         _gluon_unusable,
         _gluon_declines,
         "the kernel for this GPU",
+        _gluon_yields,
     ),
     GemmBackend(
         "cublas",
@@ -209,6 +217,8 @@ def _choose(problem: GemmProblem, forced: str | None) -> Choice:
         if forced is not None and backend.name != forced:
             continue
         reason = backend.unusable(problem.device) or backend.declines(problem)
+        if forced is None:
+            reason = reason or backend.yields(problem)
         if reason is not None:
             passed_over.setdefault(reason, []).append(backend.name)
             continue
@@ -244,28 +254,36 @@ def gemm_module(name: str) -> ModuleType:
     return importlib.import_module(next(b.module for b in GEMM_BACKENDS if b.name == name))
 
 
-def cast_module(x: Tensor, *, columnwise: bool = False) -> ModuleType:
-    """Where casts of ``x`` run; ``columnwise``: also or only columnwise, which Gluon does best."""
-    cast, _, fast = _cast_modules(x.device.type, x.device.index)
-    return fast if columnwise and fast is not None and fast.takes(x) else cast
+def cast_module(x: Tensor) -> ModuleType:
+    """Where casts of ``x`` run."""
+    cast, _, fast, _ = _cast_modules(x.device.type, x.device.index)
+    return fast if fast is not None and fast.takes(x) else cast
 
 
 def transpose_module(x: Tensor) -> ModuleType:
     """Where byte transposes and dequantizes of ``x`` run."""
-    return _cast_modules(x.device.type, x.device.index)[1]
+    _, transpose, _, fast = _cast_modules(x.device.type, x.device.index)
+    return fast if fast is not None and fast.takes(x) else transpose
 
 
 @functools.cache
-def _cast_modules(kind: str, index: int | None) -> tuple[ModuleType, ModuleType, ModuleType | None]:
-    if _triton_unusable(torch.device(kind, index or 0)) is not None:
-        reference = importlib.import_module("blocktensor.ops.reference")
-        return reference, reference, None
-    gluon = importlib.util.find_spec("triton.experimental.gluon") is not None
-    return (
-        importlib.import_module("blocktensor.ops.triton.cast"),
-        importlib.import_module("blocktensor.ops.triton.transpose"),
-        importlib.import_module("blocktensor.ops.gluon.cast") if gluon else None,
-    )
+def _cast_modules(
+    kind: str, index: int | None
+) -> tuple[ModuleType, ModuleType, ModuleType | None, ModuleType | None]:
+    # for casts and for transposes: what takes every tensor; then what is faster where it takes one
+    device = torch.device(kind, index or 0)
+    load = importlib.import_module
+    if _triton_unusable(device) is not None:
+        reference = load("blocktensor.ops.reference")
+        return reference, reference, None, None
+    any_cast, any_transpose = (load(f"blocktensor.ops.triton.{op}") for op in ("cast", "transpose"))
+    if (
+        importlib.util.find_spec("triton.experimental.gluon") is None
+        or _capability(_index(device)) < _GLUON_CAPABILITY
+    ):
+        return any_cast, any_transpose, None, None
+    cast, transpose = (load(f"blocktensor.ops.gluon.{op}") for op in ("cast", "transpose"))
+    return any_cast, any_transpose, cast, transpose
 
 
 def _index(device: torch.device) -> int:

@@ -49,10 +49,10 @@ def _kind_of_form(data: Tensor, scale: Tensor, dtype: torch.dtype | None = None)
     return layout, data.dtype, scale.dtype, aligned, data.device, dtype
 
 
-def _matrix_cast(name: str, columnwise: bool) -> Prepared:
+def _matrix_cast(name: str) -> Prepared:
     def prepare_cast(x: Tensor, power_of_two: bool) -> Run:
         _check_matrix(x)
-        return prepare(backends.cast_module(x, columnwise=columnwise), name, x, power_of_two)
+        return prepare(backends.cast_module(x), name, x, power_of_two)
 
     return Prepared(_kind_of_cast, prepare_cast)
 
@@ -70,9 +70,9 @@ def _prepare_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Run:
     return prepare(backends.transpose_module(data), "dequantize", data, scale, dtype)
 
 
-_rowwise = _matrix_cast("quantize_rowwise", columnwise=False)
-_columnwise = _matrix_cast("quantize_columnwise", columnwise=True)
-_both = _matrix_cast("quantize_both", columnwise=True)
+_rowwise = _matrix_cast("quantize_rowwise")
+_columnwise = _matrix_cast("quantize_columnwise")
+_both = _matrix_cast("quantize_both")
 _square = Prepared(_kind_of_cast, _prepare_square)
 _transpose = Prepared(_kind_of_form, _prepare_transpose)
 _dequantize = Prepared(_kind_of_form, _prepare_dequantize)

@@ -35,20 +35,22 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """Make `backends` see a GPU of some capability, a CUDA version, Triton or none."""
+    """Make `backends` see a GPU of some capability, a CUDA version, a Triton version or none."""
 
     def install(
-        capability: tuple[int, int], cuda: str | None = "13.0", triton: bool = True
+        capability: tuple[int, int], cuda: str | None = "13.0", triton: str | None = "3.9.0"
     ) -> None:
         monkeypatch.setattr(backends, "_capability", lambda index: capability)
-        monkeypatch.setattr(backends, "_has_triton", lambda: triton)
+        monkeypatch.setattr(backends, "_has_triton", lambda: triton is not None)
+        monkeypatch.setattr(backends, "_triton_version", lambda: triton)
+        monkeypatch.setattr(backends, "sms", lambda device: 132)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     return install
 
 
 def test_the_order_of_preference() -> None:
-    assert [b.name for b in backends.GEMM_BACKENDS] == ["cublas", "triton", "reference"]
+    assert [b.name for b in backends.GEMM_BACKENDS] == ["gluon", "cublas", "triton", "reference"]
 
 
 def test_every_backend_has_its_functions() -> None:
@@ -66,7 +68,7 @@ def test_a_cpu_runs_the_reference() -> None:
     assert usable_gemm_backends(CPU) == ("reference",)
     assert choose_gemm(replace(PROBLEM, device=CPU)) == Choice(
         "reference",
-        "runs on any device; cublas, triton: needs a CUDA device, got 'cpu'",
+        "runs on any device; gluon, cublas, triton: needs a CUDA device, got 'cpu'",
     )
 
 
@@ -78,7 +80,7 @@ def test_a_gpu_without_fp8_runs_the_reference_and_says_so_once(pretend: Pretend)
     assert choice.name == "reference"
     assert [str(w.message) for w in caught] == [
         "blocktensor: FP8 GEMMs on cuda:0 run in the slow pure-torch reference "
-        "(cublas, triton: needs a GPU with FP8 (sm_89 or later), got sm_80)"
+        "(gluon, cublas, triton: needs a GPU with FP8 (sm_89 or later), got sm_80)"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -91,7 +93,10 @@ def test_a_cpu_runs_the_reference_without_a_warning() -> None:
         choose_gemm(replace(PROBLEM, device=CPU))
 
 
-SM90_ONLY = "takes any shape; cublas: cuBLAS scales blockwise on sm_90 only"
+NEWER = "gluon: tested with Triton 3.6, got 3.9.0"
+SM90_ONLY = (
+    "takes any shape; gluon: written for sm_90; cublas: cuBLAS scales blockwise on sm_90 only"
+)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +104,20 @@ SM90_ONLY = "takes any shape; cublas: cuBLAS scales blockwise on sm_90 only"
     [
         ((8, 9), "13.0", "triton", SM90_ONLY),
         ((10, 0), "13.0", "triton", SM90_ONLY),
-        ((9, 0), "12.8", "triton", "takes any shape; cublas: needs CUDA >= 12.9, torch has 12.8"),
-        ((9, 0), None, "triton", "takes any shape; cublas: needs CUDA >= 12.9, torch has None"),
-        ((9, 0), "12.9", "cublas", "takes this shape"),
-        ((9, 0), "13.0", "cublas", "takes this shape"),
+        (
+            (9, 0),
+            "12.8",
+            "triton",
+            f"takes any shape; {NEWER}; cublas: needs CUDA >= 12.9, torch has 12.8",
+        ),
+        (
+            (9, 0),
+            None,
+            "triton",
+            f"takes any shape; {NEWER}; cublas: needs CUDA >= 12.9, torch has None",
+        ),
+        ((9, 0), "12.9", "cublas", f"takes this shape; {NEWER}"),
+        ((9, 0), "13.0", "cublas", f"takes this shape; {NEWER}"),
     ],
 )
 def test_the_choice_on_a_gpu(
@@ -115,9 +130,9 @@ def test_the_choice_on_a_gpu(
 
 
 def test_cublas_needs_no_triton(pretend: Pretend) -> None:
-    pretend((9, 0), triton=False)
+    pretend((9, 0), triton=None)
     assert usable_gemm_backends(CUDA) == ("cublas", "reference")
-    with pytest.warns(UserWarning, match="triton: triton is not installed"):
+    with pytest.warns(UserWarning, match="gluon, triton: triton is not installed"):
         assert choose_gemm(replace(PROBLEM, accumulate=True)).name == "reference"
 
 
@@ -146,7 +161,7 @@ def test_what_cublas_declines_goes_to_triton(
 ) -> None:
     pretend((9, 0))
     assert choose_gemm(replace(PROBLEM, **change)) == Choice(
-        "triton", f"takes any shape; cublas: {reason}"
+        "triton", f"takes any shape; {NEWER}; cublas: {reason}"
     )
 
 
@@ -162,6 +177,56 @@ def test_what_cublas_declines_goes_to_triton(
 def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
     pretend((9, 0))
     assert choose_gemm(replace(PROBLEM, **change)).name == "cublas"
+
+
+# The kernel for Hopper
+
+
+HOPPER_SHAPES = [
+    {},
+    {"bias": torch.float32},
+    {"out_dtype": torch.float16},
+    {"out_dtype": torch.float32, "accumulate": True},
+    {"b_block": 1},
+    {"m": 1, "n": 1, "k": 1},
+    {"m": 4097, "n": 129, "k": 2055},
+]
+
+
+@pytest.mark.parametrize("change", HOPPER_SHAPES)
+def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, object]) -> None:
+    pretend((9, 0), triton="3.6.0")
+    assert choose_gemm(replace(PROBLEM, **change)) == Choice("gluon", "the kernel for this GPU")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "reason"),
+    [
+        ({"a_block": 128}, "triton", "no 128x128 blocks on the left"),
+        ({"k": 0}, "triton", "nothing to contract"),
+        (
+            {"b_block": 1, "bias": torch.float32},
+            "triton",
+            "no bias where both sides have 1x128 blocks",
+        ),
+        ({"m": 576, "n": 7168, "k": 4096, "b_block": 1}, "cublas", "cuBLAS is predicted to be"),
+    ],
+)
+def test_what_hoppers_kernel_leaves_to_others(
+    pretend: Pretend, change: dict[str, object], name: str, reason: str
+) -> None:
+    pretend((9, 0), triton="3.6.0")
+    choice = choose_gemm(replace(PROBLEM, **change))
+    assert choice.name == name
+    assert "gluon" in choice.reason
+    assert reason in choice.reason
+
+
+def test_a_slower_kernel_can_be_forced(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend((9, 0), triton="3.6.0")
+    monkeypatch.setenv(backends.FORCE_VARIABLE, "gluon")
+    problem = replace(PROBLEM, m=576, n=7168, k=4096, b_block=1)
+    assert choose_gemm(problem) == Choice("gluon", "forced by BLOCKTENSOR_GEMM")
 
 
 # Forcing one
@@ -249,15 +314,16 @@ class Fake:
     [
         (torch.bfloat16, (256, 272), (272, 1), "gluon.cast"),
         (torch.float16, (16, 16), (32, 1), "gluon.cast"),
-        (torch.float32, (256, 272), (272, 1), "triton.cast"),
+        (torch.float32, (252, 271), (271, 1), "gluon.cast"),
+        (torch.bfloat16, (252, 270), (272, 1), "gluon.cast"),
+        (torch.bfloat16, (254, 272), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 271), (272, 1), "triton.cast"),
+        (torch.bfloat16, (256, 270), (271, 1), "triton.cast"),
         (torch.bfloat16, (256, 272), (1, 256), "triton.cast"),
-        (torch.bfloat16, (250, 272), (272, 1), "triton.cast"),
-        (torch.bfloat16, (256, 264), (272, 1), "triton.cast"),
-        (torch.bfloat16, (256, 272), (280, 1), "triton.cast"),
         (torch.bfloat16, (256, 272), (2**24, 1), "triton.cast"),
     ],
 )
-def test_who_casts_columnwise(
+def test_who_casts(
     pretend: Pretend,
     dtype: torch.dtype,
     shape: tuple[int, int],
@@ -266,21 +332,43 @@ def test_who_casts_columnwise(
 ) -> None:
     pretend((9, 0))
     x = Fake(dtype, shape, stride)
-    name = backends.cast_module(x, columnwise=True).__name__
-    assert name == f"blocktensor.ops.{module}"
+    assert backends.cast_module(x).__name__ == f"blocktensor.ops.{module}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "module"),
+    [
+        ((256, 272), (272, 1), "gluon.transpose"),
+        ((252, 268), (268, 1), "gluon.transpose"),
+        ((254, 272), (272, 1), "triton.transpose"),
+        ((256, 270), (272, 1), "triton.transpose"),
+        ((256, 272), (274, 1), "triton.transpose"),
+        ((256, 272), (1, 256), "triton.transpose"),
+    ],
+)
+def test_who_transposes(
+    pretend: Pretend, shape: tuple[int, int], stride: tuple[int, int], module: str
+) -> None:
+    pretend((9, 0))
+    x = Fake(torch.float8_e4m3fn, shape, stride)
+    assert backends.transpose_module(x).__name__ == f"blocktensor.ops.{module}"
+
+
+def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
+    pretend((8, 9))
+    x = Fake(torch.bfloat16, (256, 272), (272, 1))
     assert backends.cast_module(x).__name__ == "blocktensor.ops.triton.cast"
     assert backends.transpose_module(x).__name__ == "blocktensor.ops.triton.transpose"
 
 
-@pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])
+@pytest.mark.parametrize(("capability", "triton"), [((8, 0), "3.6.0"), ((9, 0), None)])
 def test_casts_fall_back_to_the_reference(
-    pretend: Pretend, capability: tuple[int, int], triton: bool
+    pretend: Pretend, capability: tuple[int, int], triton: str | None
 ) -> None:
     pretend(capability, triton=triton)
     x = Fake(torch.bfloat16, (256, 272), (272, 1))
     for module in (
         backends.cast_module(x),
-        backends.cast_module(x, columnwise=True),
         backends.transpose_module(x),
     ):
         assert module.__name__ == "blocktensor.ops.reference"

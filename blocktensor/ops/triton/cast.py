@@ -173,7 +173,7 @@ Planner = Callable[[Tensor, Form | None, Form, bool], Launch]
 
 
 def _method(dtype: torch.dtype) -> str:
-    return "divide" if dtype == torch.float32 else "corrected"
+    return "refined" if dtype == torch.float32 else "corrected"
 
 
 def _vectorised(x: Tensor) -> bool:
@@ -182,6 +182,14 @@ def _vectorised(x: Tensor) -> bool:
 
 def _wide(*strides: int) -> bool:
     return any(abs(stride) * BLOCK >= 2**31 for stride in strides)
+
+
+def _warps_1x128(x: Tensor, columnwise: bool) -> int:
+    if not columnwise:
+        return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
+    if x.dtype != torch.float32:
+        return 8
+    return 16 if _vectorised(x) else 32  # fewer would spill
 
 
 def plan_1x128(
@@ -211,7 +219,7 @@ def plan_1x128(
             "POWER_OF_TWO": power_of_two,
             "METHOD": _method(x.dtype),
         },
-        {"num_warps": 4 if col is None else 16 if x.dtype == torch.float32 else 8},
+        {"num_warps": _warps_1x128(x, col is not None)},
     )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ METHOD names how they are computed; each gives the reference's bytes for the inp
 - ``"corrected"``, bf16 and fp16: multiply-adds only. amax / 448 is exact for every bf16 and fp16
   amax; x / scale rounds to e4m3 as the IEEE quotient does (tests/ops/triton/test_numerics.py
   enumerates both).
-- ``"divide"``, fp32: IEEE divisions, since a 24-bit significand admits quotients too close to a
-  rounding boundary for anything less.
+- ``"refined"``, fp32: a block divides, an element refines its product with the reciprocal by the
+  remainder. That rounds as a division does, but perhaps where the scale lies within some ulps of a
+  number of 4 bits, and there too the bytes are right (enumerated in the same file).
 
 Power-of-two scales need neither: their reciprocal is exact.
 """
@@ -71,7 +72,9 @@ def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         e = tl.where(amax_bits < INF_BITS, tl.fma(-s, r, 1.0) * r, 0.0)
         return pre, r, e
     else:
-        return scale, scale, scale
+        pre = tl.where((amax_bits < TINY_BITS) & (amax_bits > 0), TWO_64, 1.0)
+        s = scale * pre
+        return pre, tl.div_rn(1.0, s), tl.where(amax_bits == INF_BITS, 0.0, s)
 
 
 @triton.jit
@@ -82,5 +85,7 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order
         y = (x * pre.to(x.dtype)).to(tl.float32)  # exact in 16 bits, two at a time
         return tl.fma(y, r, y * e)
-    else:
-        return tl.div_rn(x, r)
+    else:  # e is the scale. Multiplied by -1, since Triton's -x is 0 - x, which loses a zero's sign
+        y = x * pre
+        q = y * r
+        return tl.fma(tl.fma(e, q, y * -1.0) * -1.0, r, q)

@@ -39,7 +39,6 @@ def transpose_128x128_kernel(
     scale = tl.load(
         scale_ptr + matrix * scale_stride_e + block_n.to(tl.int64) * in_scale_ld + block_k
     )
-    tl.store(out_scale_ptr + (matrix * blocks_k + block_k) * out_scale_ld + block_n, scale)
 
     n = tl.arange(0, 128)
     k = tl.arange(0, 128)
@@ -58,6 +57,8 @@ def transpose_128x128_kernel(
         k_inside = k < cols - block_k * 128
         tile = tl.load(source, mask=n_inside[:, None] & k_inside[None, :], other=0)
         tl.store(target, tl.trans(tile), mask=k_inside[:, None] & n_inside[None, :])
+    # last: the tile's loads would wait for it
+    tl.store(out_scale_ptr + (matrix * blocks_k + block_k) * out_scale_ld + block_n, scale)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks_k"])

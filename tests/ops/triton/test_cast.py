@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops import reference
+from blocktensor.ops import backends, reference
 from tests.numeric import DTYPES, KINDS, VIEWS, assert_same, to_device, values, view_of
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ from blocktensor.ops.triton import cast as triton_cast
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
-GLUON_WAYS = ("quantize_columnwise", "quantize_both")
+GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square")
 on_a_gpu = pytest.mark.gpu
 every_rounding = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
 
@@ -59,6 +59,8 @@ def size(kind: str, draw: random.Random) -> int:
         return 128 * draw.randint(1, largest // 128)
     if kind == "aligned":  # a multiple of 16, not of 128
         return 16 * draw.choice([n for n in range(1, largest // 16) if n % 8])
+    if kind == "fours":  # a multiple of 4, not of 8
+        return 4 * draw.choice([n for n in range(1, largest // 4) if n % 2])
     assert kind == "odd"
     return draw.choice([n for n in range(2, largest) if n % 16])
 
@@ -125,21 +127,62 @@ def test_triton_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
 GLUON_SOURCES = [
     ("contiguous", "even", "even"),
     ("contiguous", "aligned", "aligned"),
+    ("contiguous", "fours", "aligned"),
+    ("contiguous", "aligned", "fours"),
+    ("contiguous", "fours", "fours"),
     ("columns", "aligned", "even"),
+    ("columns", "fours", "fours"),
     ("one row", "even", "aligned"),
 ]
 
 
 @on_a_gpu
 @every_rounding
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", GLUON_WAYS)
 def test_gluon_bytes(way: str, dtype: torch.dtype, power_of_two: bool) -> None:
     rng = torch.Generator().manual_seed(0)
-    for case in cases(GLUON_WAYS.index(way), GLUON_SOURCES, 25):
+    for case in cases(GLUON_WAYS.index(way), GLUON_SOURCES, 2 * len(KINDS)):
         x = view_of(*case, dtype, rng)
         assert gluon_cast.takes(to_device(x, CUDA))
         check(gluon_cast, way, x, power_of_two)
+
+
+@on_a_gpu
+@every_rounding
+@pytest.mark.parametrize("way", GLUON_WAYS)
+def test_gluon_bytes_of_fp32_with_odd_columns(way: str, power_of_two: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for case in cases(2, [("contiguous", "fours", "odd"), ("sliced", "fours", "odd")], len(KINDS)):
+        check(gluon_cast, way, view_of(*case, FP32, rng), power_of_two)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (127, 576), (129, 10944), (4096, 576), (4096, 130), (512, 10944)]
+)
+def test_bytes_of_ragged_shapes_by_whoever_casts_them(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = values("bits", *shape, dtype, torch.Generator().manual_seed(0))
+    for way in WAYS:
+        check(backends.cast_module(x.to(CUDA)), way, x, False)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("way", GLUON_WAYS)
+def test_gluon_bytes_of_tiles_with_tiny_blocks(way: str) -> None:
+    """Blocks below 2^-60 in one direction, in the other or in both, beside ordinary ones."""
+    rng = torch.Generator().manual_seed(0)
+    for dtype in (BF16, FP32):
+        for tiny in (2.0**-62, 2.0**-125, 2.0**-131):
+            x = values("normal", 256, 384, dtype, rng)
+            x[5:9] *= tiny
+            x[:, 200:203] *= tiny
+            x[128:, 256:] *= tiny
+            x[130:133, 128:] = 0
+            check(gluon_cast, way, x, False)
 
 
 @on_a_gpu
@@ -148,8 +191,9 @@ def test_sizes_of_zero_and_one(way: str) -> None:
     rng = torch.Generator().manual_seed(0)
     for rows, cols in [(0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (1, 128), (300, 1), (128, 1)]:
         check(triton_cast, way, values("normal", rows, cols, BF16, rng), False)
-        if way in GLUON_WAYS and (rows % 16, cols % 16) == (0, 0):
-            check(gluon_cast, way, values("normal", rows, cols, BF16, rng), False)
+        if way in GLUON_WAYS and rows % 4 == 0:
+            dtype = FP32 if cols % 2 else BF16
+            check(gluon_cast, way, values("normal", rows, cols, dtype, rng), False)
 
 
 @on_a_gpu
@@ -158,10 +202,11 @@ def test_sizes_of_zero_and_one(way: str) -> None:
 def test_stacks(dtype: torch.dtype, power_of_two: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     for kind in KINDS:
-        for experts, rows, cols in [(3, 256, 128), (2, 130, 300), (4, 129, 576), (0, 5, 5)]:
+        for experts, rows, cols in [(3, 256, 128), (2, 132, 300), (4, 129, 576), (0, 5, 5)]:
             x = values(kind, experts * rows, cols, dtype, rng).view(experts, rows, cols)
-            check(triton_cast, "quantize_square", x, power_of_two)
-            check(triton_cast, "quantize_square", x[1:], power_of_two)
+            for module in (triton_cast, gluon_cast):
+                check(module, "quantize_square", x, power_of_two)
+                check(module, "quantize_square", x[1:], power_of_two)
             check(triton_cast, "quantize_square", x.mT, power_of_two)
 
 
@@ -198,9 +243,10 @@ def test_more_than_2_to_the_31_elements(module: ModuleType) -> None:
 
 
 @on_a_gpu
-def test_a_square_cast_of_more_than_2_to_the_31_elements() -> None:
+@pytest.mark.parametrize("module", [triton_cast, gluon_cast], ids=["triton", "gluon"])
+def test_a_square_cast_of_more_than_2_to_the_31_elements(module: ModuleType) -> None:
     x = torch.randn((2**20 + 130, 2112), dtype=BF16, device=CUDA)
-    data, scale = triton_cast.quantize_square(x, False)
+    data, scale = module.quantize_square(x, False)
     want = reference.quantize_square(x[-130:].cpu(), False)
     assert_same(data[-130:].cpu(), want[0])
     assert_same(scale[-2:].cpu(), want[1])

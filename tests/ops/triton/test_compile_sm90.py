@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 import triton
 
 from blocktensor.ops.gluon import cast as gluon_cast
+from blocktensor.ops.gluon import transpose as gluon_transpose
 from blocktensor.ops.triton import cast, gemm, transpose
 from blocktensor.ops.triton.launch import Launch
 from tests.sm90 import compile_for_sm90
@@ -70,7 +72,7 @@ INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "wide": lambda dtype: torch.empty_strided((256, 130), (2**25, 1), dtype=dtype, device=META),
 }
 WAYS = ("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_square")
-GLUON_WAYS = ("quantize_columnwise", "quantize_both")
+GLUON_WAYS = ("quantize_columnwise", "quantize_both", "quantize_square")
 
 
 @pytest.mark.parametrize(
@@ -101,15 +103,20 @@ def test_casts_with_power_of_two_scales(
 def test_square_casts_of_stacks(
     dtype: torch.dtype, shape: tuple[int, ...], compile_launches: Compile
 ) -> None:
-    assert compile_launches(lambda: cast.quantize_square(like(shape, dtype), False)) == 1
-    assert compile_launches(lambda: cast.quantize_square(like(shape, dtype).mT, True)) == 1
+    x = like(shape, dtype)
+    for square in (cast.quantize_square, gluon_cast.quantize_square):
+        assert compile_launches(partial(square, x, False)) == 1
+    assert compile_launches(lambda: cast.quantize_square(x.mT, True)) == 1
+
+
+GLUON_SHAPES = [(4096, 7168), (300, 576), (304, 130), (300, 130)]
 
 
 @pytest.mark.parametrize(
     ("way", "dtype", "shape", "power_of_two"),
     [
-        *itertools.product(GLUON_WAYS, [BF16], [(4096, 7168), (304, 576)], [False, True]),
-        *itertools.product(GLUON_WAYS, [FP16], [(304, 576)], [False, True]),
+        *itertools.product(GLUON_WAYS, DTYPES, GLUON_SHAPES, [False]),
+        *itertools.product(GLUON_WAYS, DTYPES, [(300, 576)], [True]),
     ],
 )
 def test_gluon_casts(
@@ -131,10 +138,12 @@ def form(shape: tuple[int, ...], rows: int) -> tuple[Tensor, Tensor]:
     return layouts.empty_square_form(shape, META)
 
 
-@pytest.mark.parametrize("shape", [(256, 512), (129, 130), (3, 300, 576)])
+@pytest.mark.parametrize("shape", [(256, 512), (129, 130), (3, 300, 576), (256, 132)])
 def test_transpose(shape: tuple[int, ...], compile_launches: Compile) -> None:
     data, scale = form(shape, 128)
     assert compile_launches(lambda: transpose.transpose_square(data, scale)) == 1
+    if gluon_transpose.takes(data):
+        assert compile_launches(lambda: gluon_transpose.transpose_square(data, scale)) == 1
     flipped = data.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert compile_launches(lambda: transpose.transpose_square(flipped, scale)) == 1
 

@@ -13,6 +13,7 @@ from tests.numeric import DTYPES, E4M3, assert_same, lay_out, to_device
 
 pytest.importorskip("triton")
 
+from blocktensor.ops.gluon import transpose as gluon_transpose
 from blocktensor.ops.triton import transpose
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +22,7 @@ CUDA = torch.device("cuda")
 SHAPES = [
     *((128, 128), (256, 640), (1920, 384)),
     *((16, 48), (304, 576), (112, 2000)),
+    *((300, 580), (308, 576), (4, 4), (256, 1004)),
     *((129, 130), (300, 577), (7, 1100), (2049, 67)),
     *((1, 1), (1, 300), (300, 1), (128, 1)),
     *((0, 5), (5, 0)),
@@ -50,13 +52,15 @@ CPU = torch.device("cpu")
 
 
 def check_transpose(data: Tensor, scale: Tensor) -> None:
-    got = transpose.transpose_square(to_device(data, CUDA), to_device(scale, CUDA))
+    on_gpu = to_device(data, CUDA), to_device(scale, CUDA)
     want = reference.transpose_square(data, scale)
-    assert got[0].is_contiguous()
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours.cpu(), theirs)
-    if scale.numel():
-        assert got[1].stride() == layouts.empty_square_scale(got[0].shape, CPU).stride()
+    for module in [transpose, *[gluon_transpose] * gluon_transpose.takes(on_gpu[0])]:
+        got = module.transpose_square(*on_gpu)
+        assert got[0].is_contiguous()
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(ours.cpu(), theirs)
+        if scale.numel():
+            assert got[1].stride() == layouts.empty_square_scale(got[0].shape, CPU).stride()
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["matrix", "stack"])
@@ -69,6 +73,7 @@ def test_transpose(lead: tuple[int, ...], rng: torch.Generator) -> None:
 
 def test_transpose_of_slices_on_block_boundaries(rng: torch.Generator) -> None:
     data, scale = any_bytes((3, 640, 500), rng), any_scale((3, 5, 4), 128, rng)
+    assert gluon_transpose.takes(data)
     check_transpose(data[1:], scale[1:])
     check_transpose(data[1], scale[1])
     check_transpose(data[:, 128:500], scale[:, 1:4])
