@@ -203,6 +203,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backends, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    monkeypatch.setattr(backends, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(backends, "sms", lambda device: 132)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv(backends.FORCE_VARIABLE, raising=False)
     backends._choose.cache_clear()
@@ -217,7 +219,7 @@ def test_every_backend_that_takes_a_shape_is_measured(kind: str) -> None:
     assert names[0] == "blocktensor"
     usable = set(backends.usable_gemm_backends(torch.device("cuda", 0)))
     assert set(names[1:]) <= usable - {"reference"}
-    assert {"cublas", "triton"} <= set(names)
+    assert {"gluon", "cublas", "triton"} <= set(names)
 
 
 @pytest.mark.usefixtures("hopper")
