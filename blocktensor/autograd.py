@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .forms import Forms
+from .forms import Forms, SquareForms
 from .ops import checks
 from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
 from .ops.library import gemm_forms
@@ -160,7 +160,7 @@ class _Linear(torch.autograd.Function):
         call.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
         if call.cache is None and not isinstance(w, BlockwiseFP8Tensor):
             w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, call.recipe)
-        y = gemm_forms(x_row, _fp8_weight(w).rowwise(), bias, call.out_dtype)
+        y = gemm_forms(x_row, _fp8_weight(w, call.recipe).rowwise(), bias, call.out_dtype)
 
         if call.cache is not None and (needs_dx or needs_dw):
             call.cache.before_backward()
@@ -207,7 +207,7 @@ def _linear_backward(
     x_col, w = _restore(call.w_layout, saved)
     w_col = None
     if needs_dx and w is not None and early is not None:
-        w_col = _fp8_weight(w).columnwise()
+        w_col = _fp8_weight(w, call.recipe).columnwise()
     if call.cache is not None:
         call.cache.after_backward()  # before the GEMM allocates its output
     if early is None:  # nothing came back to this output
@@ -289,11 +289,12 @@ def _forms(
     return rowwise_block_forms(x, recipe, rowwise, columnwise)
 
 
-def _fp8_weight(w: Tensor) -> Forms:
+def _fp8_weight(w: Tensor, recipe: Recipe) -> Forms:
     if isinstance(w, BlockwiseFP8Weight):
         return w.forms()
-    assert isinstance(w, BlockwiseFP8Tensor)
-    return w
+    if isinstance(w, BlockwiseFP8Tensor):
+        return w
+    return SquareForms(w, recipe)  # hooks that offload what is saved bring a weight back plain
 
 
 # Saving. Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation

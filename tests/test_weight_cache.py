@@ -198,3 +198,15 @@ def test_a_layer_whose_input_needs_no_grad_keeps_nothing_either() -> None:
         optimizer.step()
     assert module.weight.cache.casts == 3
     assert module.weight.cache.nbytes() == 0
+
+
+def test_a_saved_weight_may_come_back_plain() -> None:
+    """As from hooks that move what is saved to another device and back."""
+    module = linear(N, K, dtype=torch.float32)
+    gradients = []
+    for pack in (lambda tensor: tensor, lambda tensor: plain(tensor).clone()):
+        leaf = X.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = module(leaf)
+        gradients.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0])
+    assert torch.equal(*gradients)

@@ -86,7 +86,7 @@ def choose_tile(
     predicted = {
         tile: speeds()[name].microseconds(m, n, blocks, sms)
         for name, tile in TILES.items()
-        if tile.b_block == b_block and (plain or tile.rows == 1)
+        if tile.b_block == b_block and (plain or tile.rows == 1 or b_block == 1)
     }
     return min(predicted.items(), key=lambda item: item[1])
 
