@@ -212,7 +212,7 @@ def facts() -> dict[str, Any]:
     return {"absent": peers.absent(), "unit": "TFLOP/s"}
 
 
-def measure(shapes: tuple[Shape, ...] = SET_S, rounds: int = 32) -> Iterator[dict[str, Any]]:
+def measure(shapes: tuple[Shape, ...] = SET_S, rounds: int = 20) -> Iterator[dict[str, Any]]:
     """One row a shape and kind: TFLOP/s of every candidate, all of a row in one round robin."""
     for kind in KINDS:
         for shape in shapes:
