@@ -20,7 +20,7 @@ from ..layouts import (
 )
 from ..triton.launch import Launch
 from ..triton.replay import replayed
-from . import narrow
+from . import assembly
 from .kernel import gemm_kernel
 from .tile import Tile
 from .tiles import choose_tile, sms
@@ -89,8 +89,7 @@ def plan_gemm(
         layout = _shared(*box, _OUT[out.dtype])
         target = TensorDescriptor(out, [m, n], [out.stride(0), 1], box, layout)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
-    if tile.width == 96:
-        narrow.install()  # before the kernel is compiled; somebody may have taken its place
+    assembly.install()  # before the kernel is compiled; somebody may have taken its place
     return Launch(
         gemm_kernel,
         (min(tiles_m * tiles_n, sms(out.device) * tile.programs),),

@@ -8,13 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from . import narrow
+from . import assembly
 from .blocks import block_of_rows, block_of_squares
 from .epilogue import CHUNK, store_wave
 from .pipeline import advance, produce, tile_of, unknown
 from .products import column_scales, pieces, row_scales
 
-MARK_96 = gl.constexpr(narrow.MARK)
+NARROW = gl.constexpr(assembly.NARROW)
+NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
 
 
 @gluon.jit
@@ -117,7 +118,7 @@ def _consume(
 
 @gluon.jit
 def _mark(TEXT: gl.constexpr):
-    # a comment in the assembly, for ops/gluon/narrow.py
+    # a comment in the assembly, for ops/gluon/assembly.py
     gl.inline_asm_elementwise(
         TEXT, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -169,7 +170,9 @@ def gemm_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=T.warpgroups)
     if T.width == 96:
-        _mark(MARK_96)
+        _mark(NARROW)
+    if T.b_block == 128:
+        _mark(NEWER_PTXAS)
     if T.warpgroups == 1:
         gl.warp_specialize(
             [

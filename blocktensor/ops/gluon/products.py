@@ -49,7 +49,7 @@ def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.con
     a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
     if T.a_rows > 64:
         a = a.slice(ROW % T.a_rows, 64, dim=0)
-    if T.width == 96:  # 128 rows, of which the product reads 96 (ops/gluon/narrow.py)
+    if T.width == 96:  # 128 rows, of which the product reads 96 (ops/gluon/assembly.py)
         rows = b_s.index(stage * (T.n // 32) + COL // 32)
         b = rows._reinterpret(b_s.dtype, [128, 128], b_s.layout)
     else:
