@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..layouts import (
     BLOCK,
+    Form,
     ceil_div,
     num_blocks,
     rows_per_scale,
@@ -19,6 +20,7 @@ from ..layouts import (
     vectorisable,
 )
 from ..triton.launch import Launch
+from ..triton.parts import plan_sum
 from ..triton.replay import replayed
 from . import assembly
 from .kernel import gemm_kernel
@@ -61,20 +63,20 @@ def plan_gemm(
     bias: Tensor | None,
     out: Tensor,
     accumulate: bool,
-    tile: Tile | None = None,
+    tile: Tile,
+    parts: int = 1,
 ) -> Launch:
     """The launch of ``out (+)= A B^T (+ bias)``.
 
     ``a`` and ``b`` as ``layouts.vectorisable`` makes them, scales as ``layouts.tma_*_scale`` do;
-    ``out`` has contiguous rows, which TMA can address if it accumulates. ``tile`` overrides the
-    choice.
+    ``out`` has contiguous rows, which TMA can address if it accumulates. With ``parts`` of K,
+    which divide its blocks, their sums go to fp32 rows of ``out`` one below the other, each part
+    padded to whole tiles.
     """
     (m, k), n = a.shape, b.shape[0]
     b_block = rows_per_scale(n, b_scale)
     blocks = num_blocks(k)
     tma = fits_tma(out)
-    if tile is None:
-        tile, _ = choose_tile(m, n, blocks, b_block, sms(out.device), plain=tma or bias is None)
     a_scale_ld = a_scale.stride(1)
     a_scale_map = _scale_map(a_scale, tile.a_scales, a_scale_ld, m, blocks)
     if b_block == 1:
@@ -87,16 +89,16 @@ def plan_gemm(
     if tma:
         box = [64, 32]
         layout = _shared(*box, _OUT[out.dtype])
-        target = TensorDescriptor(out, [m, n], [out.stride(0), 1], box, layout)
+        target = TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     assembly.install()  # before the kernel is compiled; somebody may have taken its place
     return Launch(
         gemm_kernel,
-        (min(tiles_m * tiles_n, sms(out.device) * tile.programs),),
+        (min(tiles_m * tiles_n * parts, sms(out.device) * tile.programs),),
         (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
-         out if bias is None else bias, m, n, tiles_m, tiles_n, blocks, a_scale_ld, b_scale_ld,
-         out.stride(0)),
-        {"BIAS": bias is not None, "ADD": accumulate, "TMA": tma, "T": tile},
+         out if bias is None else bias, out.shape[0], n, tiles_m, tiles_n, blocks // parts, parts,
+         a_scale_ld, b_scale_ld, out.stride(0)),
+        {"BIAS": bias is not None, "ADD": accumulate, "TMA": tma, "SPLIT": parts > 1, "T": tile},
         {"num_warps": 4} if tile.programs == 1 else {"num_warps": 4, "maxnreg": 128},
     )  # fmt: skip
 
@@ -105,6 +107,22 @@ def _operand(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if rows_per_scale(data.shape[0], scale) == BLOCK:
         return vectorisable(data), tma_square_scale(scale)
     return vectorisable(data), tma_rowwise_scale(scale)
+
+
+def _run(a: Form, b: Form, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
+    """``out (+)= A B^T (+ bias)`` by the tile, and in the parts of K, predicted to be fastest."""
+    (m, k), n = a[0].shape, b[0].shape[0]
+    kind = rows_per_scale(n, b[1])
+    plain = bias is None or fits_tma(out)
+    tile, parts, _ = choose_tile(m, n, num_blocks(k), kind, sms(out.device), plain)
+    operands = *_operand(*a), *_operand(*b)
+    if parts == 1:
+        plan_gemm(*operands, bias, out, accumulate, tile)()
+        return
+    rows = ceil_div(m, tile.m) * tile.m
+    sums = torch.empty((parts * rows, n), dtype=torch.float32, device=out.device)
+    plan_gemm(*operands, None, sums, False, tile, parts)()
+    plan_sum(sums.view(parts, rows, n), bias, out, accumulate)()
 
 
 @replayed
@@ -118,7 +136,7 @@ def gemm(
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`."""
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), bias, out, accumulate=False)()
+    _run((a, a_scale), (b, b_scale), bias, out, accumulate=False)
     return out
 
 
@@ -126,6 +144,6 @@ def gemm(
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """See :func:`blocktensor.ops.reference.gemm_add_`."""
     if fits_tma(out):
-        plan_gemm(*_operand(a, a_scale), *_operand(b, b_scale), None, out, accumulate=True)()
+        _run((a, a_scale), (b, b_scale), None, out, accumulate=True)
     else:
         out.add_(gemm(a, a_scale, b, b_scale, None, out.dtype))

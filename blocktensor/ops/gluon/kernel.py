@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import assembly
 from .blocks import block_of_rows, block_of_squares
 from .epilogue import CHUNK, store_wave
-from .pipeline import advance, produce, tile_of, unknown
+from .pipeline import advance, produce, unknown, work_of
 from .products import column_scales, pieces, row_scales
 
 NARROW = gl.constexpr(assembly.NARROW)
@@ -34,14 +34,16 @@ def _consume(
     tiles_m,
     tiles_n,
     blocks_k,
+    parts,
     out_ld,
     WG: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
     TMA: gl.constexpr,
+    SPLIT: gl.constexpr,
     T: gl.constexpr,
 ):
-    # Consumer warpgroup WG: of all tiles of this program, the part that falls to it.
+    # Consumer warpgroup WG: of all items of this program, what falls to it.
     WIDTH: gl.constexpr = T.raw_width
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32]
@@ -65,22 +67,23 @@ def _consume(
     if T.b_block == 1:
         row = row_scales(a_scale_s, 0, 0, WG, T, LAYOUT)
         cols = ()
-        for part in gl.static_range(COLS):
+        for i in gl.static_range(COLS):
             for j in gl.static_range(PIECES):
-                cols = cols + (column_scales(b_scale_s, 0, part, j, WG, T, zeros[j]),)
-    tiles = tiles_m * tiles_n
+                cols = cols + (column_scales(b_scale_s, 0, i, j, WG, T, zeros[j]),)
+    items = tiles_m * tiles_n * parts
     programs = gl.num_programs(0)
-    total = (tiles - gl.program_id(0) + programs - 1) // programs * blocks_k
+    total = (items - gl.program_id(0) + programs - 1) // programs * blocks_k
     left = total
     last = 0
-    for tile in range(gl.program_id(0), tiles, programs):
+    for item in range(gl.program_id(0), items, programs):
         acc = zeros
         if T.b_block == 128:
-            tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, T.group)
+            tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, SPLIT, T.group)
+            first = part * blocks_k
             next_stage, next_phase = advance(stage, phase, T.stages)
             raw, acc = block_of_squares(
                 raw, acc, a_s, a_scale_s, b_s, b_scale_s, full, empty,
-                stage, next_stage, next_phase, last, 0, left, total, True, WG, LAYOUT, T,
+                stage, next_stage, next_phase, last, first, left, total, True, WG, LAYOUT, T,
             )  # fmt: skip
             last = stage
             stage = next_stage
@@ -96,7 +99,8 @@ def _consume(
             else:
                 raw, acc = block_of_squares(
                     raw, acc, a_s, a_scale_s, b_s, b_scale_s, full, empty,
-                    stage, next_stage, next_phase, last, k, left, total, False, WG, LAYOUT, T,
+                    stage, next_stage, next_phase, last, first + k, left, total, False, WG, LAYOUT,
+                    T,
                 )  # fmt: skip
             last = stage
             stage = next_stage
@@ -105,8 +109,8 @@ def _consume(
         if T.b_block == 1:
             mbarrier.arrive(empty.index(last), count=1)
             # Not before: these numbers would take registers that the sums need.
-            tile_m, tile_n = tile_of(unknown(tile), tiles_m, tiles_n, T.group)
-        row0 = tile_m * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
+            tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, SPLIT, T.group)
+        row0 = (part * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
         for wave in gl.static_range(WAVES):
             store_wave(
@@ -125,7 +129,16 @@ def _mark(TEXT: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["M", "N", "tiles_m", "tiles_n", "blocks_k", "a_scale_ld", "b_scale_ld"]
+    do_not_specialize=[
+        "M",
+        "N",
+        "tiles_m",
+        "tiles_n",
+        "blocks_k",
+        "parts",
+        "a_scale_ld",
+        "b_scale_ld",
+    ]
 )
 def gemm_kernel(
     a_map,
@@ -139,15 +152,18 @@ def gemm_kernel(
     tiles_m,
     tiles_n,
     blocks_k,
+    parts,
     a_scale_ld,
     b_scale_ld,
     out_ld,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
     TMA: gl.constexpr,
+    SPLIT: gl.constexpr,
     T: gl.constexpr,
 ):
-    # `out` is a tensor map where TMA, else a pointer. `bias` is read where BIAS.
+    # `out` is a tensor map where TMA, else a pointer. `bias` is read where BIAS. With SPLIT, `out`
+    # holds the sums of the `parts` of K below each other, `blocks_k` blocks each.
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     B_STEPS: gl.constexpr = T.n // T.b_rows_apart
@@ -177,9 +193,11 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, out_ld, 0, BIAS, ADD, TMA, T)),
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
+                            SPLIT, T)),
                 (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
-                           full, empty, tiles_m, tiles_n, blocks_k, a_scale_ld, b_scale_ld, T)),
+                           full, empty, tiles_m, tiles_n, blocks_k, parts, a_scale_ld, b_scale_ld,
+                           SPLIT, T)),
             ],
             [1],
             [24],
@@ -188,11 +206,14 @@ def gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, out_ld, 0, BIAS, ADD, TMA, T)),
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
+                            SPLIT, T)),
                 (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, out_ld, 1, BIAS, ADD, TMA, T)),
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 1, BIAS, ADD, TMA,
+                            SPLIT, T)),
                 (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
-                           full, empty, tiles_m, tiles_n, blocks_k, a_scale_ld, b_scale_ld, T)),
+                           full, empty, tiles_m, tiles_n, blocks_k, parts, a_scale_ld, b_scale_ld,
+                           SPLIT, T)),
             ],
             [4, 1],
             [T.registers, 24],

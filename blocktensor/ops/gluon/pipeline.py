@@ -25,6 +25,18 @@ def tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def work_of(index, tiles_m, tiles_n, SPLIT: gl.constexpr, GROUP: gl.constexpr):
+    # Tile and part of K of item `index`: with SPLIT, every tile is made in several parts.
+    if SPLIT:
+        part = index // (tiles_m * tiles_n)
+        tile_m, tile_n = tile_of(index - part * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    else:
+        part = 0
+        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP)
+    return tile_m, tile_n, part
+
+
+@gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
     wraps = stage + 1 == STAGES
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
@@ -45,11 +57,13 @@ def produce(
     tiles_m,
     tiles_n,
     blocks_k,
+    parts,
     a_scale_ld,
     b_scale_ld,
+    SPLIT: gl.constexpr,
     T: gl.constexpr,
 ):
-    # The producer warp: every k block of every tile of this program, in order.
+    # The producer warp: every k block of every item of this program, in order.
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
     B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
@@ -57,13 +71,14 @@ def produce(
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, T.group)
+    for item in range(gl.program_id(0), tiles_m * tiles_n * parts, gl.num_programs(0)):
+        tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, SPLIT, T.group)
+        first = part * blocks_k
         row = tile_m * T.m
         col = tile_n * T.n
-        a_scale_at = row
-        b_scale_at = col if T.b_block == 1 else col // 128 * b_scale_ld
-        for k in range(blocks_k):
+        a_scale_at = row + first * a_scale_ld
+        b_scale_at = col + first * b_scale_ld if T.b_block == 1 else col // 128 * b_scale_ld
+        for k in range(first, first + blocks_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BYTES)

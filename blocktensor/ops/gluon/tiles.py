@@ -38,6 +38,17 @@ CUBLAS_MARGIN = 0.97
 """cuBLAS is preferred only where it is predicted to take less than this of our time."""
 
 
+MOST_PARTS = 16
+SUM_US = 3.0
+"""A launch that sums parts, microseconds."""
+
+PARTS_MARGIN = 0.9
+"""Parts are made only where they are predicted to take less than this of the time."""
+
+SUMMED_PER_US = 6e5
+"""Numbers that it sums in a microsecond, out of L2."""
+
+
 @functools.cache
 def sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; of an H200 for one that is not here (meta tensors)."""
@@ -57,14 +68,15 @@ class Speed:
     wave_us: float
     launch_us: float
 
-    def waves(self, m: int, n: int, sms: int) -> int:
+    def waves(self, m: int, n: int, sms: int, parts: int = 1) -> int:
         """Times that every SM works, where an SM holds ``programs`` tiles of ``m`` x ``n``."""
-        return ceil_div(ceil_div(m, self.m) * ceil_div(n, self.n), sms * self.programs)
+        tiles = ceil_div(m, self.m) * ceil_div(n, self.n)
+        return ceil_div(tiles * parts, sms * self.programs)
 
-    def microseconds(self, m: int, n: int, blocks: int, sms: int) -> float:
-        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks."""
-        waves = self.waves(m, n, sms)
-        return waves * (blocks * self.block_us + self.wave_us) + self.launch_us
+    def microseconds(self, m: int, n: int, blocks: int, sms: int, parts: int = 1) -> float:
+        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks, in ``parts`` of them."""
+        waves = self.waves(m, n, sms, parts)
+        return waves * (blocks // parts * self.block_us + self.wave_us) + self.launch_us
 
 
 @functools.cache
@@ -75,24 +87,34 @@ def speeds() -> dict[str, Speed]:
     }
 
 
+def possible_parts(blocks: int) -> list[int]:
+    """Into how many equal parts ``blocks`` k blocks can be cut, a few blocks each."""
+    return [p for p in range(1, MOST_PARTS + 1) if blocks % p == 0 and (p == 1 or blocks // p >= 4)]
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
     m: int, n: int, blocks: int, b_block: int, sms: int, plain: bool = True
-) -> tuple[Tile, float]:
-    """The tile for a shape, and its predicted time in microseconds.
+) -> tuple[Tile, int, float]:
+    """The tile for a shape, the parts of K to make it in, and the predicted time in microseconds.
 
     Not ``plain``: bias and masked stores together, for which two row waves leave no registers.
     """
-    predicted = {
-        tile: speeds()[name].microseconds(m, n, blocks, sms)
-        for name, tile in TILES.items()
-        if tile.b_block == b_block and (plain or tile.rows == 1 or b_block == 1)
-    }
-    return min(predicted.items(), key=lambda item: item[1])
+    predicted = {}
+    for name, tile in TILES.items():
+        if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
+            continue
+        for parts in possible_parts(blocks):
+            us = speeds()[name].microseconds(m, n, blocks, sms, parts)
+            if parts > 1:
+                us = (us + SUM_US + parts * m * n / SUMMED_PER_US) / PARTS_MARGIN
+            predicted[tile, parts] = us
+    (tile, parts), us = min(predicted.items(), key=lambda item: item[1])
+    return tile, parts, us
 
 
 def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, sms: int) -> bool:
     """Whether cuBLAS is predicted to be faster than the best tile."""
-    ours = choose_tile(m, n, blocks, b_block, sms)[1]
+    ours = choose_tile(m, n, blocks, b_block, sms)[2]
     theirs = speeds()[CUBLAS[b_block]].microseconds(m, n, blocks, sms)
     return theirs < CUBLAS_MARGIN * ours

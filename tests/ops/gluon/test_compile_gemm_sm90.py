@@ -26,15 +26,21 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def compiled(
-    tile: Tile, dtype: torch.dtype, *, n: int = 2112, bias: bool = False, add: bool = False
+    tile: Tile,
+    dtype: torch.dtype,
+    *,
+    n: int = 2112,
+    bias: bool = False,
+    add: bool = False,
+    parts: int = 1,
 ) -> Resources:
     m, k = 4096, 7168
     a, a_scale = layouts.empty_rowwise_form(m, k, META)
     form = layouts.empty_rowwise_form if tile.b_block == 1 else None
     b, b_scale = form(n, k, META) if form else layouts.empty_square_form((n, k), META)
-    out = torch.empty((m, n), dtype=dtype, device=META)
+    out = torch.empty((m * parts, n), dtype=dtype, device=META)
     added: Tensor | None = torch.empty(n, dtype=BF16, device=META) if bias else None
-    return compile_for_sm90(plan_gemm(a, a_scale, b, b_scale, added, out, add, tile))
+    return compile_for_sm90(plan_gemm(a, a_scale, b, b_scale, added, out, add, tile, parts))
 
 
 def assert_as_written(tile: Tile, code: Resources) -> None:
@@ -74,6 +80,11 @@ def test_bias(name: str, n: int) -> None:
 def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:
     assert choose_tile(8192, 8191, 56, 128, 132, plain=True)[0].rows == 2
     assert choose_tile(8192, 8191, 56, 128, 132, plain=False)[0].rows == 1
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_parts_of_k(name: str) -> None:
+    assert_as_written(TILES[name], compiled(TILES[name], FP32, parts=7))
 
 
 @pytest.mark.parametrize("name", TILES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.gluon.tiles import TILES
+from blocktensor.ops.gluon.tiles import TILES, choose_tile, sms
 from blocktensor.ops.layouts import tma_rowwise_scale, tma_square_scale, vectorisable
 from tests import gemms
 from tests.gemms import Shape
@@ -18,6 +18,7 @@ from tests.numeric import operand, relative_error, worst_row
 pytest.importorskip("triton")
 
 from blocktensor.ops.gluon import gemm as hopper
+from blocktensor.ops.triton.parts import plan_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +72,32 @@ def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: torch.Genera
         if dtype == FP16:
             a[1].mul_(2**-14)  # products of some 10^4, else beyond fp16
         gemms.check(module, a, b, dtype)
+
+
+@every_tile
+@pytest.mark.parametrize("parts", [2, 7, 14])
+def test_parts_of_k(name: str, parts: int, rng: torch.Generator) -> None:
+    tile = TILES[name]
+    for m, n in ((130, 264), (1, 8), (64, 2048)):
+        a, b = gemms.operands(Shape(m, n, 14 * 128), (1, tile.b_block), rng)
+        rows = -(-m // tile.m) * tile.m
+        sums = torch.full((parts * rows, n), float("nan"), device=CUDA)
+        hopper.plan_gemm(*a, *b, None, sums, False, tile, parts)()
+        bias = torch.randn(n, generator=rng, device=CUDA)
+        out = torch.full((m, n), float("nan"), device=CUDA)
+        plan_sum(sums.view(parts, rows, n), bias, out, False)()
+        assert relative_error(out, reference.gemm(*a, *b, bias, FP32)) <= gemms.TOLERANCE[FP32]
+        before = out.clone()
+        plan_sum(sums.view(parts, rows, n), None, out, True)()
+        want = before + reference.gemm(*a, *b, None, FP32)
+        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+
+
+def test_small_batches_are_made_in_parts(rng: torch.Generator) -> None:
+    for m in (1, 16, 64):
+        shape = Shape(m, 2048, 7168)
+        assert choose_tile(m, 2048, 56, 128, sms(CUDA))[1] > 1
+        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), BF16)
 
 
 @every_kind

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from blocktensor.ops.gluon import tiles
-from blocktensor.ops.gluon.tiles import CUBLAS, TILES, Speed, choose_tile, cublas_is_faster, speeds
+from blocktensor.ops.gluon.tiles import (
+    CUBLAS,
+    TILES,
+    Speed,
+    choose_tile,
+    cublas_is_faster,
+    possible_parts,
+    speeds,
+)
 
 H200 = 132
 
@@ -51,22 +59,36 @@ def test_a_wave_more_takes_its_time() -> None:
     ("shape", "b_block", "expected"),
     [
         ((8192, 8192, 64), 128, "square 256x128"),
-        ((64, 7168, 16), 128, "square 64x128"),
+        ((512, 2048, 16), 128, "square 64x128"),
         ((4096, 4096, 32), 1, "rows 256x128"),
         ((2048, 7168, 32), 1, "rows 128x192"),
     ],
 )
 def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
-    tile, predicted = choose_tile(*shape, b_block, H200)
-    assert tile.name == expected
+    tile, parts, predicted = choose_tile(*shape, b_block, H200)
+    assert (tile.name, parts) == (expected, 1)
     others = [speeds()[n] for n, t in TILES.items() if t.b_block == b_block]
     assert predicted == min(s.microseconds(*shape, H200) for s in others)
 
 
 def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (4096, 4096, 32)
-    ours = choose_tile(*shape, 1, H200)[1]
+    ours = choose_tile(*shape, 1, H200)[2]
     for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
         known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, theirs)}
         monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
         assert cublas_is_faster(*shape, 1, H200) is faster
+
+
+def test_parts_are_equal_and_of_a_few_blocks() -> None:
+    assert possible_parts(56) == [1, 2, 4, 7, 8, 14]
+    assert possible_parts(16) == [1, 2, 4]
+    assert possible_parts(86) == [1, 2]
+    assert possible_parts(3) == [1]
+
+
+def test_few_tiles_are_made_in_parts() -> None:
+    tile, parts, predicted = choose_tile(64, 2048, 56, 128, H200)
+    assert (tile.name, parts) == ("square 64x128", 14)
+    whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
+    assert predicted < whole
