@@ -43,6 +43,24 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch_lines(out_ptr, row, col, M, N, first, T: gl.constexpr):
+    # 32 lines of 128 bytes of the fp32 tile at [row, col] into L2, where sums will be added to them
+    LINES: gl.constexpr = T.n // 32  # of a row of the tile
+    line = first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    rows = row + line // LINES
+    cols = col + line % LINES * 32
+    inside = (rows < M) & (cols < N)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [out_ptr + (rows.to(gl.int64) * N + cols), inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def produce(
     a_map,
     a_scale_map,
@@ -54,12 +72,16 @@ def produce(
     b_scale_s,
     full,
     empty,
+    out_ptr,
+    M,
+    N,
     tiles_m,
     tiles_n,
     blocks_k,
     parts,
     a_scale_ld,
     b_scale_ld,
+    PREFETCH: gl.constexpr,
     SPLIT: gl.constexpr,
     T: gl.constexpr,
 ):
@@ -105,4 +127,12 @@ def produce(
                 if B_STEPS > 1:
                     target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
                 tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
+            if PREFETCH:  # in the second half of the k blocks: not so early that L2 forgets
+                half = blocks_k // 2
+                if k >= half:
+                    done = unknown(k - half)
+                    share = blocks_k - half
+                    groups = T.m * T.n // 32 // 32
+                    for lines in range(done * groups // share, (done + 1) * groups // share):
+                        _prefetch_lines(out_ptr, row, col, M, N, lines * 32, T)
             stage, phase = advance(stage, phase, T.stages)
