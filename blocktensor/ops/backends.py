@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .gluon.tiles import cublas_is_faster, sms
+from .gluon.tiles import choose_tile, cublas_is_faster, sms
 from .layouts import BLOCK, num_blocks
 
 FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -59,7 +59,7 @@ class GemmBackend:
     module: str
     unusable: Callable[[torch.device], str | None]
     declines: Callable[[GemmProblem], str | None]
-    why: str
+    why: Callable[[GemmProblem], str]
     yields: Callable[[GemmProblem], str | None] = lambda problem: None
 
 
@@ -149,6 +149,12 @@ def _gluon_declines(p: GemmProblem) -> str | None:
     return None
 
 
+def _gluon_why(p: GemmProblem) -> str:
+    tile, parts, us = choose_tile(p.m, p.n, num_blocks(p.k), p.b_block, sms(p.device))
+    cut = f" and {parts} parts of K" if parts > 1 else ""
+    return f"{tile.m}x{tile.n} tiles{cut}, predicted {us:.0f} us"
+
+
 def _gluon_yields(p: GemmProblem) -> str | None:
     cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
     shape = p.m, p.n, num_blocks(p.k), p.b_block
@@ -167,7 +173,7 @@ GEMM_BACKENDS = (
         "blocktensor.ops.gluon.gemm",
         _gluon_unusable,
         _gluon_declines,
-        "the kernel for this GPU",
+        _gluon_why,
         _gluon_yields,
     ),
     GemmBackend(
@@ -175,12 +181,18 @@ GEMM_BACKENDS = (
         "blocktensor.ops.cublas",
         _cublas_unusable,
         _cublas_declines,
-        "takes this shape",
+        lambda problem: "takes this shape",
     ),
     GemmBackend(
-        "triton", "blocktensor.ops.triton.gemm", _triton_unusable, _never, "takes any shape"
+        "triton",
+        "blocktensor.ops.triton.gemm",
+        _triton_unusable,
+        _never,
+        lambda _: "takes any shape",
     ),
-    GemmBackend("reference", "blocktensor.ops.reference", _never, _never, "runs on any device"),
+    GemmBackend(
+        "reference", "blocktensor.ops.reference", _never, _never, lambda _: "runs on any device"
+    ),
 )
 """In order of preference; every problem ends at the reference."""
 
@@ -227,7 +239,7 @@ def _choose(problem: GemmProblem, forced: str | None) -> Choice:
         why_not = [f"{', '.join(names)}: {reason}" for reason, names in passed_over.items()]
         if backend.name == "reference" and problem.device.type == "cuda":
             _warn_slow(problem.device, "; ".join(why_not))
-        return Choice(backend.name, "; ".join([backend.why, *why_not]))
+        return Choice(backend.name, "; ".join([backend.why(problem), *why_not]))
     usable = [
         b.name
         for b in GEMM_BACKENDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -182,21 +183,26 @@ def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
 # The kernel for Hopper
 
 
-HOPPER_SHAPES = [
-    {},
-    {"bias": torch.float32},
-    {"out_dtype": torch.float16},
-    {"out_dtype": torch.float32, "accumulate": True},
-    {"b_block": 1},
-    {"m": 1, "n": 1, "k": 1},
-    {"m": 4097, "n": 129, "k": 2055},
-]
-
-
-@pytest.mark.parametrize("change", HOPPER_SHAPES)
-def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("change", "tiles"),
+    [
+        ({}, "256x128 tiles"),
+        ({"bias": torch.float32}, "256x128 tiles"),
+        ({"out_dtype": torch.float16}, "256x128 tiles"),
+        ({"m": 7168, "n": 2048, "k": 4096, "b_block": 1, "accumulate": True}, "128x192 tiles"),
+        ({"m": 1, "n": 1, "k": 1}, "64x128 tiles"),
+        ({"m": 64, "n": 2048, "k": 7168}, "64x128 tiles and 14 parts of K"),
+        ({"m": 4097, "n": 129, "k": 2055}, "64x128 tiles"),
+    ],
+)
+def test_hopper_runs_its_own_kernel(
+    pretend: Pretend, change: dict[str, object], tiles: str
+) -> None:
+    """The choice of tile shows, and what it is expected to take."""
     pretend((9, 0), triton="3.6.0")
-    assert choose_gemm(replace(PROBLEM, **change)) == Choice("gluon", "the kernel for this GPU")
+    choice = choose_gemm(replace(PROBLEM, **change))
+    assert choice.name == "gluon"
+    assert re.fullmatch(rf"{tiles}, predicted -?\d+ us", choice.reason)
 
 
 @pytest.mark.parametrize(

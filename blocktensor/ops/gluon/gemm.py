@@ -96,9 +96,16 @@ def plan_gemm(
         gemm_kernel,
         (min(tiles_m * tiles_n * parts, sms(out.device) * tile.programs),),
         (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
-         out, out if bias is None else bias, out.shape[0], n, tiles_m, tiles_n, blocks // parts, parts,
-         a_scale_ld, b_scale_ld, out.stride(0)),
-        {"BIAS": bias is not None, "ADD": accumulate, "TMA": tma, "PREFETCH": accumulate and out.is_contiguous(), "SPLIT": parts > 1, "T": tile},
+         out, out if bias is None else bias, out.shape[0], n, tiles_m, tiles_n, blocks // parts,
+         parts, a_scale_ld, b_scale_ld, out.stride(0)),
+        {
+            "BIAS": bias is not None,
+            "ADD": accumulate,
+            "TMA": tma,
+            "PREFETCH": accumulate and out.is_contiguous(),
+            "SPLIT": parts > 1,
+            "T": tile,
+        },
         {"num_warps": 4} if tile.programs == 1 else {"num_warps": 4, "maxnreg": 128},
     )  # fmt: skip
 
