@@ -152,7 +152,8 @@ def _gluon_declines(p: GemmProblem) -> str | None:
 def _gluon_why(p: GemmProblem) -> str:
     tile, parts, us = choose_tile(p.m, p.n, num_blocks(p.k), p.b_block, sms(p.device))
     cut = f" and {parts} parts of K" if parts > 1 else ""
-    return f"{tile.m}x{tile.n} tiles{cut}, predicted {us:.0f} us"
+    rows, cols = tile.size
+    return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us"
 
 
 def _gluon_yields(p: GemmProblem) -> str | None:

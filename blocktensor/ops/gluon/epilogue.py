@@ -59,24 +59,32 @@ def _send(
             tma.store_wait(BUFFERS - COUNT if ALTERNATE and WAVE > 0 else 0)
         elif i % BATCH == 0:
             tma.store_wait(0 if COUNT - i > BATCH else BATCH - (COUNT - i))
-        out_s.index(WG * BUFFERS + BASE + i % BATCH).store(chunks[i].to(out.dtype))
+        buffer = out_s.index(WG * BUFFERS + BASE + i % BATCH)
+        if T.turned:
+            buffer = buffer.permute((1, 0))
+        buffer.store(chunks[i].to(out.dtype))
         if i % BATCH == BATCH - 1 or i == COUNT - 1:
             fence_async_shared()
             for j in gl.static_range(i // BATCH * BATCH, i + 1):
-                buffer = out_s.index(WG * BUFFERS + BASE + j % BATCH)
+                at = col + j * CHUNK
+                place = (at, row) if T.turned else (row, at)
+                full = out_s.index(WG * BUFFERS + BASE + j % BATCH)
                 if ADD:
-                    _reduce_add(out, [row, col + j * CHUNK], buffer)
+                    _reduce_add(out, [place[0], place[1]], full)
                 else:
-                    tma.async_copy_shared_to_global(out, [row, col + j * CHUNK], buffer)
+                    tma.async_copy_shared_to_global(out, [place[0], place[1]], full)
 
 
 @gluon.jit
-def _store_masked(x, out, row, col, M, N, out_ld):
+def _store_masked(x, out, row, col, M, N, out_ld, T: gl.constexpr):
     # For rows that TMA cannot address, whose length is no multiple of 16 bytes.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
-    target = out + (rows.to(gl.int64)[:, None] * out_ld + cols[None, :])
+    if T.turned:
+        target = out + (cols.to(gl.int64)[None, :] * out_ld + rows[:, None])
+    else:
+        target = out + (rows.to(gl.int64)[:, None] * out_ld + cols[None, :])
     gl.store(target, x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -107,4 +115,4 @@ def store_wave(
         _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, ADD, T)
     else:
         for i in gl.static_range(PARTS):
-            _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld)
+            _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld, T)

@@ -73,8 +73,12 @@ def plan_gemm(
     which divide its blocks, their sums go to fp32 rows of ``out`` one below the other, each part
     padded to whole tiles.
     """
+    b_block = rows_per_scale(b.shape[0], b_scale)
+    rows, cols = out.shape
+    if tile.turned:
+        a, a_scale, b, b_scale = b, b_scale, a, a_scale
+        rows, cols = cols, rows
     (m, k), n = a.shape, b.shape[0]
-    b_block = rows_per_scale(n, b_scale)
     blocks = num_blocks(k)
     tma = fits_tma(out)
     a_scale_ld = a_scale.stride(1)
@@ -87,7 +91,7 @@ def plan_gemm(
         b_scale_map = _scale_map(b_scale, tile.b_scales, b_scale_ld, blocks, b_scale.shape[0])
     target: Tensor | TensorDescriptor = out
     if tma:
-        box = [64, 32]
+        box = [32, 64] if tile.turned else [64, 32]
         layout = _shared(*box, _OUT[out.dtype])
         target = TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
@@ -96,13 +100,13 @@ def plan_gemm(
         gemm_kernel,
         (min(tiles_m * tiles_n * parts, sms(out.device) * tile.programs),),
         (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
-         out, out if bias is None else bias, out.shape[0], n, tiles_m, tiles_n, blocks // parts,
+         out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // parts,
          parts, a_scale_ld, b_scale_ld, out.stride(0)),
         {
             "BIAS": bias is not None,
             "ADD": accumulate,
             "TMA": tma,
-            "PREFETCH": accumulate and out.is_contiguous(),
+            "PREFETCH": accumulate and out.is_contiguous() and not tile.turned,
             "SPLIT": parts > 1,
             "T": tile,
         },

@@ -174,7 +174,9 @@ def gemm_kernel(
     if TMA:
         BUFFERS: gl.constexpr = T.buffers * 16 // out.dtype.primitive_bitwidth
         out_s = gl.allocate_shared_memory(
-            out.dtype, [T.warpgroups * BUFFERS, 64, CHUNK], out.layout
+            out.dtype,
+            [T.warpgroups * BUFFERS, CHUNK if T.turned else 64, 64 if T.turned else CHUNK],
+            out.layout,
         )
     else:
         out_s = a_s  # any

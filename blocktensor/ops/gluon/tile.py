@@ -28,6 +28,7 @@ class Tile:
         group: m tiles that share a sweep over n, for reuse in L2.
         registers: of a consumer thread.
         programs: programs an SM holds.
+        turned: the product is made as its transpose, and turned on its way to memory.
     """
 
     name: str
@@ -43,16 +44,22 @@ class Tile:
     group: int = 8
     registers: int = 240
     programs: int = 1
+    turned: bool = False
 
     @property
     def m(self) -> int:
-        """Rows of the tile."""
+        """Rows of the tile, as it is made: turned ones are columns of the output."""
         return WARPGROUP_ROWS * self.rows * (self.warpgroups if self.split == "m" else 1)
 
     @property
     def n(self) -> int:
-        """Columns of the tile."""
+        """Columns of the tile, as it is made."""
         return self.width * self.cols * (self.warpgroups if self.split == "n" else 1)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the output that a tile covers."""
+        return (self.n, self.m) if self.turned else (self.m, self.n)
 
     @property
     def products(self) -> int:

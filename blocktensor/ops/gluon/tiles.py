@@ -28,6 +28,8 @@ TILES = {
              programs=2),
         Tile("rows 256x128", 1, rows=2, cols=2, width=64, depth=2),
         Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16),
+        Tile("rows 192x128", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16,
+             turned=True),
     )
 }  # fmt: skip
 
@@ -104,7 +106,7 @@ def choose_tile(
     for name, tile in TILES.items():
         if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
             continue
-        for parts in possible_parts(blocks):
+        for parts in [1] if tile.turned else possible_parts(blocks):
             us = speeds()[name].microseconds(m, n, blocks, sms, parts)
             if parts > 1:
                 us = (us + SUM_US + parts * m * n / SUMMED_PER_US) / PARTS_MARGIN
