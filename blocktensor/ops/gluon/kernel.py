@@ -206,7 +206,7 @@ def gemm_kernel(
             [1],
             [24],
         )  # fmt: skip
-    else:
+    elif T.warpgroups == 2:
         gl.warp_specialize(
             [
                 (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
@@ -221,4 +221,23 @@ def gemm_kernel(
             ],
             [4, 1],
             [T.registers, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
+                            SPLIT, T)),
+                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 1, BIAS, ADD, TMA,
+                            SPLIT, T)),
+                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
+                            tiles_m, tiles_n, blocks_k, parts, out_ld, 2, BIAS, ADD, TMA,
+                            SPLIT, T)),
+                (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
+                           full, empty, out_ptr, M, N, tiles_m, tiles_n, blocks_k, parts,
+                           a_scale_ld, b_scale_ld, PREFETCH, SPLIT, T)),
+            ],
+            [4, 4, 1],
+            [T.registers, T.registers, 32],
         )  # fmt: skip

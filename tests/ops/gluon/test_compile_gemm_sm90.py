@@ -45,7 +45,7 @@ def compiled(
 
 def assert_as_written(tile: Tile, code: Resources) -> None:
     assert code.spilled_bytes == 0
-    # 384 threads leave 168 registers each; the consumers then take more from the producer
+    # What 384 or 512 threads leave each; the consumers then take more from the producer
     assert code.registers == (168 if tile.warpgroups == 2 else 128)
     assert code.shared_bytes * tile.programs <= 227 * 1024
     # One wait a product: ptxas serialises products that it cannot keep under way, each with a wait
