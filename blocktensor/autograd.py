@@ -61,9 +61,9 @@ def linear(
 class _Call:
     """One call of the linear: what its backward needs beside tensors, and the gradient's cast.
 
-    Called before backward begins (a pre-hook of the node), it replaces the incoming gradient by its
-    FP8 forms. The high-precision gradient then dies as soon as it is cast, instead of living
-    through dgrad and wgrad: autograd holds a backward's inputs until it returns.
+    Called before backward begins, where the plan asks for a pre-hook of the node, it replaces the
+    incoming gradient by its FP8 forms. The high-precision gradient then dies as soon as it is cast,
+    instead of living through dgrad and wgrad: autograd holds a backward's inputs until it returns.
     """
 
     __slots__ = ("cache", "early", "plan", "w_layout")

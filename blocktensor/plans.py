@@ -7,6 +7,7 @@ key, its backward under another, and looks nothing up op by op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
@@ -21,6 +22,10 @@ from .ops.prepared import remember
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, check_recipes
 from .weight import BlockwiseFP8Weight
+
+EARLY_BYTES = 32 << 20
+"""Incoming gradients of this size are cast before backward begins, and die then. The hook that does
+it takes a tenth of a small linear's host time, and a small gradient may as well live a little."""
 
 _FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
@@ -59,7 +64,9 @@ class Plan:
         self.needs = recorded and x.requires_grad, recorded and w.requires_grad
         sums_grad = bias is not None and bias.requires_grad  # which then has to stay
         self.traced = is_compiling() or torch._C._are_functorch_transforms_active()
-        self.hooked = any(self.needs) and not sums_grad and not self.traced
+        grad_bytes = math.prod(x.shape[:-1]) * w.shape[0] * self.out_dtype.itemsize
+        fits_hook = not (sums_grad or self.traced)
+        self.hooked = any(self.needs) and fits_hook and grad_bytes >= EARLY_BYTES
         self.bias_dtype = None if bias is None else bias.dtype
         self.x_like = x.shape, self.out_dtype if self.casts_x else x.dtype
         self.w_like = w.shape, w.dtype
