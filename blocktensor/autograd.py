@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .forms import Forms, SquareForms
-from .ops import checks
 from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
-from .ops.library import gemm_forms
+from .ops.pinned import Ops
+from .plans import Backward, Plan, plan_linear
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tensor import BlockwiseFP8Tensor, check_recipes, rowwise_block_forms
+from .tensor import BlockwiseFP8Tensor, rowwise_block_forms
 from .weight import BlockwiseFP8Weight, FP8Cache
-
-_FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
 def linear(
@@ -50,126 +48,70 @@ def linear(
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
-        return _linear(x, w, bias, recipe)
-
-
-def _linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Tensor:
-    if recipe is None:
-        known = w if isinstance(w, _FP8_TYPES) else x
-        recipe = known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
-    out_dtype = x.dtype if _obviously_fit(x, w, bias, recipe) else None
-    if out_dtype is None:
-        out_dtype = _check_linear(x, w, bias, recipe)
-        if x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor):
-            x = x.to(out_dtype)  # as autocast does for every linear; 16-bit casts are also faster
-    call = _Call(recipe, out_dtype, torch.is_grad_enabled())
-    y: Tensor = _apply(x, w, bias, call)
-    keeps_grad = bias is not None and bias.requires_grad  # the bias's gradient sums it
-    if y.requires_grad and not keeps_grad and not torch.compiler.is_compiling():
-        y.grad_fn.register_prehook(call)  # type: ignore[union-attr]
-    return y
-
-
-def _obviously_fit(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
-    """Whether :func:`_check_linear` has nothing to say, told by a quick look at the usual case."""
-    return (
-        bias is None
-        and type(w) is BlockwiseFP8Weight
-        and w.recipe is recipe
-        and w.ndim == 2
-        and not isinstance(x, BlockwiseFP8Tensor)
-        and x.dtype is w.dtype
-        and x.ndim > 0
-        and x.shape[-1] == w.shape[1]
-        and x.device == w.device
-        and not torch._C._is_any_autocast_enabled()
-    )
-
-
-def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
-    """Validate the operands of a linear; the output dtype."""
-    for tensor, what in ((x, "the input"), (w, "the weight")):
-        checks.high_precision(tensor, f"{what} of an FP8 linear")
-    checks.rank(w, (2,), "the weight of an FP8 linear", "stacks of experts need grouped_mm")
-    if x.ndim == 0:
-        raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
-    checks.same_k(x, w, "input", "weight")
-    checks.same_device(x, w, "the input", "the weight")
-    if isinstance(x, BlockwiseFP8Tensor) and x.block_shape != ROWWISE_BLOCK:
-        raise ValueError(
-            f"the input of an FP8 linear has blocks of {x.block_shape}: expected {ROWWISE_BLOCK}; "
-            f"blocktensor.quantize(x) makes them"
-        )
-    for tensor in (x, w):
-        if isinstance(tensor, _FP8_TYPES):
-            check_recipes(recipe, tensor.recipe)
-    if bias is not None:
-        checks.same_device(x, bias, "the input", "the bias")
-        if bias.shape != w.shape[:1]:
-            raise ValueError(f"the bias has shape {list(bias.shape)}: expected [{w.shape[0]}]")
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    others = {"weight": w} if bias is None else {"weight": w, "bias": bias}
-    for what, other in others.items():
-        if other.dtype != x.dtype:
-            raise TypeError(
-                f"the input is {x.dtype} and the {what} {other.dtype}: convert one of them, or "
-                f"run under torch.autocast"
-            )
-    return x.dtype
+        plan = plan_linear(x, w, bias, recipe)
+        if plan.casts_x:
+            x = x.to(plan.out_dtype)
+        call = _Call(plan)
+        y: Tensor = (_Linear.apply if plan.traced else _apply_now)(x, w, bias, call)
+        if plan.hooked:
+            y.grad_fn.register_prehook(call)  # type: ignore[union-attr]
+        return y
 
 
 class _Call:
     """One call of the linear: what its backward needs beside tensors, and the gradient's cast.
 
-    Called before backward begins (a pre-hook of the node), it replaces the incoming gradient by its
-    FP8 forms. The high-precision gradient then dies as soon as it is cast, instead of living
-    through dgrad and wgrad: autograd holds a backward's inputs until it returns.
+    Called before backward begins, where the plan asks for a pre-hook of the node, it replaces the
+    incoming gradient by its FP8 forms. The high-precision gradient then dies as soon as it is cast,
+    instead of living through dgrad and wgrad: autograd holds a backward's inputs until it returns.
     """
 
-    __slots__ = ("cache", "early", "needs", "out_dtype", "recipe", "recorded", "w_layout", "w_like",
-                 "x_like")  # fmt: skip
+    __slots__ = ("cache", "early", "plan", "w_layout")
 
     cache: FP8Cache | None
-    needs: tuple[bool, bool]  # the gradients of x and w
     w_layout: Any
-    w_like: tuple[torch.Size, torch.dtype]
-    x_like: tuple[torch.Size, torch.dtype]
 
-    def __init__(self, recipe: Recipe, out_dtype: torch.dtype, recorded: bool) -> None:
-        self.recipe, self.out_dtype, self.recorded = recipe, out_dtype, recorded
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         # by thread: two may run backward through one graph at once
-        self.early: dict[int, tuple[Form | None, Form | None]] = {}
+        self.early: dict[int, _Gradient] = {}
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         (grad,) = grads
-        self.early.pop(get_ident(), None)  # of a backward that failed
         if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
+            self.early.pop(get_ident(), None)  # of a backward that failed
             return None
-        self.early[get_ident()] = rowwise_block_forms(grad, self.recipe, *self.needs)
+        plan = self.plan
+        backward = plan.backward(grad)
+        row, col = rowwise_block_forms(grad, plan.recipe, *plan.needs, backward.ops)
+        self.early[get_ident()] = backward, row, col
         return (None,)
+
+
+_Gradient: TypeAlias = tuple[Backward, Form | None, Form | None]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2] if call.recorded else (False, False)
-        x_row, x_col = _forms(x, call.recipe, True, needs_dw)
+        plan = call.plan
+        ops, (needs_dx, needs_dw) = plan.ops, plan.needs
+        x_row, x_col = _forms(x, plan.recipe, True, needs_dw, ops)
         assert x_row is not None
-        call.cache = w.cache if isinstance(w, BlockwiseFP8Weight) else None
-        if call.cache is None and not isinstance(w, BlockwiseFP8Tensor):
-            w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, call.recipe)
-        y = gemm_forms(x_row, _fp8_weight(w, call.recipe).rowwise(), bias, call.out_dtype)
+        if isinstance(w, BlockwiseFP8Weight):
+            w_row = w.forms().rowwise(ops)
+            if needs_dx or needs_dw:
+                w.cache.before_backward()
+            call.cache = w.cache
+        else:
+            if not isinstance(w, BlockwiseFP8Tensor):
+                w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, plan.recipe)
+            w_row = w.rowwise(ops)
+            call.cache = None
+        y: Tensor = ops.product(*x_row, *w_row, bias, plan.out_dtype)
 
-        if call.cache is not None and (needs_dx or needs_dw):
-            call.cache.before_backward()
         call.w_layout = _save(ctx, x_col, w if needs_dx else None)
-        call.x_like = x.shape, x.dtype
-        call.w_like = w.shape, w.dtype
-        call.needs = needs_dx, needs_dw
         ctx.call = call
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         if x.ndim == 2:
             return y
@@ -181,59 +123,56 @@ class _Linear(torch.autograd.Function):
         saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
         if not torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
-                return *_linear_backward(ctx, saved, grad), None
+                return _linear_backward(ctx, saved, grad)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             grads = _linear_backward(ctx, saved, grad)
         # create_graph=True: let the second derivative say that there is none
         tracked = torch.zeros((), requires_grad=True)
-        grads = tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
-        return *grads, None
+        return tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in grads)
 
 
 def _linear_backward(
     ctx: Any, saved: Sequence[Tensor], grad: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of what :meth:`_Linear.forward` takes."""
     call: _Call = ctx.call
+    plan = call.plan
     early = call.early.pop(get_ident(), None)
-    needs_dx, needs_dw, needs_bias = ctx.needs_input_grad[:3]  # fewer for autograd.grad(y, [x])
+    needs_dx, needs_dw, needs_bias, _ = ctx.needs_input_grad  # fewer for autograd.grad(y, [x])
     dx = dw = dbias = None
     if needs_bias and grad is not None:
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(plan.bias_dtype)
     if not (needs_dx or needs_dw):
-        return dx, dw, dbias
+        return dx, dw, dbias, None
 
     if early is None and grad is not None:
-        early = _forms(grad, call.recipe, needs_dx, needs_dw)
-    x_col, w = _restore(call.w_layout, saved)
+        backward = plan.backward(grad)
+        early = backward, *_forms(grad, plan.recipe, needs_dx, needs_dw, backward.ops)
+    x_data, x_scale, *w_tensors = saved
     w_col = None
-    if needs_dx and w is not None and early is not None:
-        w_col = _fp8_weight(w, call.recipe).columnwise()
+    if needs_dx and early is not None:
+        w = _fp8_weight(_restore(call.w_layout, w_tensors), plan.recipe)
+        w_col = w.columnwise(early[0].ops)
     if call.cache is not None:
         call.cache.after_backward()  # before the GEMM allocates its output
     if early is None:  # nothing came back to this output
-        return dx, dw, dbias
-    g_row, g_col = early
+        return dx, dw, dbias, None
+    backward, g_row, g_col = early
     del early
     if needs_dx:
         assert g_row is not None and w_col is not None
-        shape, dtype = call.x_like
-        dx = gemm_forms(g_row, w_col, None, dtype)
+        shape, dtype = plan.x_like
+        dx = backward.ops.product(*g_row, *w_col, None, dtype)
         if len(shape) != 2:
             dx = dx.view(shape)
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
-        dw = gemm_forms(g_col, x_col, None, call.w_like[1])
-    return dx, dw, dbias
+        dw = backward.wgrad(x_data, x_scale).product(*g_col, x_data, x_scale, None, plan.w_like[1])
+    return dx, dw, dbias, None
 
 
-def _apply(*args: Any) -> Tensor:
-    """``_Linear.apply``, but for its preparations for functorch, which would refuse it anyway."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _Linear.apply(*args)
-    return _apply_now(*args)
-
-
+# _Linear.apply, but for its preparations for functorch, which would refuse it anyway
 _apply_now = super(torch.autograd.Function, _Linear).apply
 
 
@@ -281,12 +220,12 @@ def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
 
 
 def _forms(
-    x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool
+    x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool, ops: Ops
 ) -> tuple[Form | None, Form | None]:
     """The forms of an activation or gradient ``[..., K]``, cast now unless it is FP8 already."""
     if isinstance(x, BlockwiseFP8Tensor):
         return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
-    return rowwise_block_forms(x, recipe, rowwise, columnwise)
+    return rowwise_block_forms(x, recipe, rowwise, columnwise, ops)
 
 
 def _fp8_weight(w: Tensor, recipe: Recipe) -> Forms:
@@ -302,22 +241,20 @@ def _fp8_weight(w: Tensor, recipe: Recipe) -> Forms:
 
 
 def _save(ctx: Any, x: Form | None, w: Tensor | None) -> tuple[list[str], Any, Any, Any] | None:
-    layout, w_tensors = None, []
-    if isinstance(w, BlockwiseFP8Tensor):
-        names, context = w.__tensor_flatten__()
-        layout = names, context, w.shape, w.stride()
-        w_tensors = [getattr(w, name) for name in names]
-    elif w is not None:
-        w_tensors = [w]
-    ctx.save_for_backward(*(x or (None, None)), *w_tensors)
-    return layout
+    """Save what backward reads; how to wrap an FP8 ``w`` again."""
+    data, scale = x or (None, None)
+    if not isinstance(w, BlockwiseFP8Tensor):
+        ctx.save_for_backward(data, scale, w)
+        return None
+    names, context = w.__tensor_flatten__()
+    ctx.save_for_backward(data, scale, *[getattr(w, name) for name in names])
+    return names, context, w.shape, w.stride()
 
 
-def _restore(layout: Any, saved: Sequence[Tensor]) -> tuple[Form, Tensor | None]:
-    x_data, x_scale, *w_tensors = saved
-    if layout is not None:
-        names, context, shape, stride = layout
-        inner = dict(zip(names, w_tensors, strict=True))
-        w = BlockwiseFP8Tensor.__tensor_unflatten__(inner, context, shape, stride)
-        return (x_data, x_scale), w
-    return (x_data, x_scale), (w_tensors[0] if w_tensors else None)
+def _restore(layout: Any, w_tensors: Sequence[Tensor]) -> Tensor:
+    if layout is None:
+        (w,) = w_tensors
+        return w
+    names, context, shape, stride = layout
+    inner = dict(zip(names, w_tensors, strict=True))
+    return BlockwiseFP8Tensor.__tensor_unflatten__(inner, context, shape, stride)

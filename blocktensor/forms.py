@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from .ops import library
 from .ops.layouts import SQUARE_BLOCK, Form
+from .ops.pinned import Ops
 from .recipe import Recipe
 
 
@@ -30,17 +33,18 @@ class Forms:
         col = None if self.columnwise_data is None else self.columnwise()
         return row, col
 
-    def rowwise(self) -> Form:
+    def rowwise(self, ops: Ops = library) -> Form:
         """The rowwise (data, scale), derived by a byte transpose where 128x128 blocks lack it."""
         if self.rowwise_data is not None and self.rowwise_scale is not None:
             return self.rowwise_data, self.rowwise_scale
-        assert self.columnwise_data is not None and self.columnwise_scale is not None
-        derived = self._derive("rowwise", self.columnwise_data, self.columnwise_scale)
+        if self.block_shape != SQUARE_BLOCK:
+            self._refuse("rowwise")
+        derived: Form = ops.transpose_square(self.columnwise_data, self.columnwise_scale)
         if self.recipe.columnwise == "keep":
             self.rowwise_data, self.rowwise_scale = derived
         return derived
 
-    def columnwise(self) -> Form:
+    def columnwise(self, ops: Ops = library) -> Form:
         """The columnwise (data, scale), derived by a byte transpose where 128x128 blocks lack it.
 
         Raises:
@@ -48,21 +52,20 @@ class Forms:
         """
         if self.columnwise_data is not None and self.columnwise_scale is not None:
             return self.columnwise_data, self.columnwise_scale
-        assert self.rowwise_data is not None and self.rowwise_scale is not None
-        derived = self._derive("columnwise", self.rowwise_data, self.rowwise_scale)
+        if self.block_shape != SQUARE_BLOCK:
+            self._refuse("columnwise")
+        derived: Form = ops.transpose_square(self.rowwise_data, self.rowwise_scale)
         if self.recipe.columnwise == "keep":
             self.columnwise_data, self.columnwise_scale = derived
         return derived
 
-    def _derive(self, wanted: str, data: Tensor, scale: Tensor) -> Form:
-        if self.block_shape != SQUARE_BLOCK:
-            shape = list(self.shape)  # type: ignore[attr-defined]  # such forms are a tensor's
-            raise ValueError(
-                f"this BlockwiseFP8Tensor {shape} was cast in 1x128 blocks without its "
-                f"{wanted} form, which needs other scales: quantize the high-precision tensor with "
-                f"{wanted}=True"
-            )
-        return library.transpose_square(data, scale)
+    def _refuse(self, wanted: str) -> NoReturn:
+        shape = list(self.shape)  # type: ignore[attr-defined]  # such forms are a tensor's
+        raise ValueError(
+            f"this BlockwiseFP8Tensor {shape} was cast in 1x128 blocks without its "
+            f"{wanted} form, which needs other scales: quantize the high-precision tensor with "
+            f"{wanted}=True"
+        )
 
 
 class SquareForms(Forms):
@@ -70,12 +73,12 @@ class SquareForms(Forms):
 
     block_shape = SQUARE_BLOCK
 
-    def __init__(self, x: Tensor, recipe: Recipe) -> None:
+    def __init__(self, x: Tensor, recipe: Recipe, ops: Ops = library) -> None:
         """Cast ``x[..., N, K]``.
 
         Raises:
             TypeError, ValueError: another dtype or rank.
         """
-        self.rowwise_data, self.rowwise_scale = library.quantize_square(x, recipe.power_of_two)
+        self.rowwise_data, self.rowwise_scale = ops.quantize_square(x, recipe.power_of_two)
         self.columnwise_data = self.columnwise_scale = None
         self.recipe = recipe

@@ -60,29 +60,29 @@ class FP8Cache:
     def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def get(self, wrapper_version: int, accumulating: bool) -> Forms:
-        """The FP8 form of the master as it is now.
-
-        ``accumulating``: the weight holds a gradient, so a use of the same version after its
-        expected last backward is one more microbatch, and more may follow.
-        """
-        if not self.recipe.cache_weight or self.master.is_inference():
+    def get(self, user: BlockwiseFP8Weight) -> Forms:
+        """The FP8 form of the master as it is now; ``user`` is the weight, or a view of it."""
+        master = self.master
+        if not self.recipe.cache_weight or master.is_inference():
             return self._cast()
-        key = (wrapper_version, self.master._version, self.master.data_ptr())
+        version = 0 if user.is_inference() else user._version
+        key = version, master._version, master.data_ptr()
         if key != self._key:
             self._expected = self._backwards or self._expected
             self._backwards = self._pending = 0
             self._key, self._value = key, None
-        elif self._value is None and accumulating:
+        elif self._value is None and user.is_leaf and user.grad is not None:
+            # Used after its expected last backward, and it holds a gradient: this is one more
+            # microbatch, and more may follow.
             self._expected = math.inf
         value = self._value  # read once: a backward pass in another thread may release it
         if value is None:
             value = self._value = self._cast()
         return value
 
-    def tensor(self, wrapper_version: int, accumulating: bool) -> BlockwiseFP8Tensor:
+    def tensor(self, user: BlockwiseFP8Weight) -> BlockwiseFP8Tensor:
         """:meth:`get` as a tensor."""
-        value = self.get(wrapper_version, accumulating)
+        value = self.get(user)
         if isinstance(value, BlockwiseFP8Tensor):
             return value
         made = BlockwiseFP8Tensor(
@@ -178,20 +178,14 @@ class BlockwiseFP8Weight(FP8Type):
 
     def forms(self) -> Forms:
         """The FP8 forms of the weight as it is now: cast at most once per version of the master."""
-        if self.transposed:
-            return self.quantized()
-        return self.cache.get(*self._state())
+        return self.quantized() if self.transposed else self.cache.get(self)
 
     def quantized(self) -> BlockwiseFP8Tensor:
         """:meth:`forms` as a tensor."""
-        fp8 = self.cache.tensor(*self._state())
+        fp8 = self.cache.tensor(self)
         if not self.transposed:
             return fp8
         return fp8.relabel(shape=self.shape, strides=self.stride(), transpose=True)
-
-    def _state(self) -> tuple[int, bool]:
-        version = 0 if self.is_inference() else self._version
-        return version, self.is_leaf and self.grad is not None
 
     def replace_master(self, master: Tensor) -> None:
         """Take another master of the same shape, dtype and device (``weight.data = …``)."""

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional, plans
 from tests.models import (
     RECIPES,
     assert_matches,
@@ -24,6 +24,12 @@ from tests.models import (
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True, params=[0, plans.EARLY_BYTES], ids=["early", "late"])
+def when_gradients_are_cast(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "EARLY_BYTES", request.param)
+    monkeypatch.setattr(plans, "_PLANS", {})
 
 
 def grads_of(

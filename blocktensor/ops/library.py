@@ -23,7 +23,8 @@ _PLAIN = (Tensor, nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def _must_be_seen(x: Tensor) -> bool:
+def must_be_seen(x: Tensor) -> bool:
+    """Whether an op on ``x`` must go through the dispatcher: somebody watches, or x is not real."""
     return is_compiling() or type(x) not in _PLAIN or x.is_meta or _dispatch_modes() > 0
 
 
@@ -129,7 +130,7 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
     Raises:
         TypeError, ValueError: ``x`` is not bf16/fp16/fp32, or not a matrix. (So do all casts.)
     """
-    if _must_be_seen(x):
+    if must_be_seen(x):
         _check_matrix(x)
         return _rowwise_op(x, power_of_two)
     return _rowwise(x, power_of_two)
@@ -137,7 +138,7 @@ def quantize_rowwise(x: Tensor, power_of_two: bool) -> Form:
 
 def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[M, K]`` in 128x1 blocks, data written ``[K, M]``."""
-    if _must_be_seen(x):
+    if must_be_seen(x):
         _check_matrix(x)
         return _columnwise_op(x, power_of_two)
     return _columnwise(x, power_of_two)
@@ -145,7 +146,7 @@ def quantize_columnwise(x: Tensor, power_of_two: bool) -> Form:
 
 def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both casts of ``x[M, K]`` from one read: rowwise data, scale, columnwise data, scale."""
-    if _must_be_seen(x):
+    if must_be_seen(x):
         _check_matrix(x)
         return _both_op(x, power_of_two)
     return _both(x, power_of_two)
@@ -153,7 +154,7 @@ def quantize_both(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor
 
 def quantize_square(x: Tensor, power_of_two: bool) -> Form:
     """Cast ``x[N, K]`` or ``x[E, N, K]`` in 128x128 blocks."""
-    if _must_be_seen(x):
+    if must_be_seen(x):
         _check_stack(x)
         return _square_op(x, power_of_two)
     return _square(x, power_of_two)
@@ -161,12 +162,12 @@ def quantize_square(x: Tensor, power_of_two: bool) -> Form:
 
 def transpose_square(data: Tensor, scale: Tensor) -> Form:
     """Exact transpose of 128x128 ``data[..., N, K]`` and its scales."""
-    return (_transpose_op if _must_be_seen(data) else _transpose)(data, scale)
+    return (_transpose_op if must_be_seen(data) else _transpose)(data, scale)
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``data * scale`` in ``dtype``; see :func:`blocktensor.ops.reference.dequantize`."""
-    return (_dequantize_op if _must_be_seen(data) else _dequantize)(data, scale, dtype)
+    return (_dequantize_op if must_be_seen(data) else _dequantize)(data, scale, dtype)
 
 
 def _check_matrix(x: Tensor) -> None:
@@ -363,8 +364,12 @@ def gemm(
 
 def gemm_forms(a: Form, b: Form, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """:func:`gemm` of operands known to fit: made by this package, shapes checked by the caller."""
-    run = _gemm_op if _must_be_seen(a[0]) else _gemm
-    return run(*a, *b, bias, out_dtype)
+    return product(*a, *b, bias, out_dtype)
+
+
+def product(*args: Any) -> Tensor:
+    """:func:`gemm_forms` of ``a, a_scale, b, b_scale, bias, out_dtype``."""
+    return (_gemm_op if must_be_seen(args[0]) else _gemm)(*args)
 
 
 def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
@@ -387,5 +392,5 @@ def gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
             f"gemm_add_ needs an output {list(expected)} with rows contiguous, got "
             f"{list(out.shape)} with strides {out.stride()}"
         )
-    (_gemm_add_op if _must_be_seen(a) else _gemm_add_)(out, a, a_scale, b, b_scale)
+    (_gemm_add_op if must_be_seen(a) else _gemm_add_)(out, a, a_scale, b, b_scale)
     return out

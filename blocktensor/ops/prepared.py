@@ -8,13 +8,23 @@ call; the next call of the kind costs one look-up.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 Run = Callable[..., Any]
 """A prepared op: takes what the op takes."""
 
 MAX_KINDS = 4096
-"""Kinds of calls remembered by one op; beyond them, the oldest is prepared anew when it returns."""
+"""Kinds of calls in one table; beyond them, the oldest is prepared anew when it returns."""
+
+Value = TypeVar("Value")
+
+
+def remember(table: dict[Hashable, Value], kind: Hashable, value: Value) -> Value:
+    """Put ``value`` in a table of kinds, which forgets its oldest where it is full."""
+    while len(table) >= MAX_KINDS:
+        table.pop(next(iter(tuple(table))), None)
+    table[kind] = value
+    return value
 
 
 class Prepared:
@@ -37,14 +47,16 @@ class Prepared:
 
     def __call__(self, *args: Any) -> Any:
         """Run the op."""
+        run = self._runs.get(self._kind(*args)) or self.find(*args)
+        return run(*args)
+
+    def find(self, *args: Any) -> Run:
+        """How calls of the kind of ``args`` run."""
         kind = self._kind(*args)
         run = self._runs.get(kind)
         if run is None:
-            run = self._prepare(*args)
-            while len(self._runs) >= MAX_KINDS:
-                self._runs.pop(next(iter(tuple(self._runs))), None)
-            self._runs[kind] = run
-        return run(*args)
+            run = remember(self._runs, kind, self._prepare(*args))
+        return run
 
     def forget(self) -> None:
         """Prepare every kind of call anew."""
