@@ -63,7 +63,7 @@ def _times(case: Case, b_block: int, rounds: int) -> dict[str, float]:
     """Microseconds of each kernel for the scales of ``b_block`` on one shape."""
     inputs = make_inputs(case)
     makers: dict[str, Maker] = {n: _tile(n) for n, t in TILES.items() if t.b_block == b_block}
-    if backends._cublas_declines(case.problem(False)) is None:
+    if backends.gemm_backend("cublas").declines(case.problem(False)) is None:
         makers[CUBLAS[b_block]] = _cublas
     repeats = graph_repeats(case.flops)
     timed = {name: [graphed(make(inputs), repeats=repeats)] for name, make in makers.items()}

@@ -24,7 +24,7 @@ from .layouts import BLOCK, num_blocks
 
 FORCE_VARIABLE = "BLOCKTENSOR_GEMM"
 _FP8_CAPABILITY = (8, 9)
-_GLUON_CAPABILITY = (9, 0)  # TMA and wgmma; 16-bit maxima, two at a time, in casts
+_HOPPER = (9, 0)  # TMA and wgmma; 16-bit maxima, two at a time, in casts
 _GLUON_TRITON = "3.6."
 
 
@@ -106,7 +106,7 @@ def _triton_unusable(device: torch.device) -> str | None:
 def _cublas_unusable(device: torch.device) -> str | None:
     if reason := _lacks_fp8(device):
         return reason
-    if _capability(_index(device)) != (9, 0):
+    if _capability(_index(device)) != _HOPPER:
         return "cuBLAS scales blockwise on sm_90 only"
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return None if version >= (12, 9) else f"needs CUDA >= 12.9, torch has {torch.version.cuda}"
@@ -133,7 +133,7 @@ def _cublas_declines(p: GemmProblem) -> str | None:
 def _gluon_unusable(device: torch.device) -> str | None:
     if reason := _triton_unusable(device):
         return reason
-    if _capability(_index(device)) != _GLUON_CAPABILITY:
+    if _capability(_index(device)) != _HOPPER:
         return "written for sm_90"
     version = _triton_version()
     return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
@@ -196,6 +196,11 @@ GEMM_BACKENDS = (
     ),
 )
 """In order of preference; every problem ends at the reference."""
+
+
+def gemm_backend(name: str) -> GemmBackend:
+    """The entry of the registry with this name."""
+    return next(backend for backend in GEMM_BACKENDS if backend.name == name)
 
 
 def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
@@ -264,7 +269,7 @@ def _warn_slow(device: torch.device, why: str) -> None:
 @functools.cache
 def gemm_module(name: str) -> ModuleType:
     """The module behind a backend's name; has ``gemm`` and, unless it declines, ``gemm_add_``."""
-    return importlib.import_module(next(b.module for b in GEMM_BACKENDS if b.name == name))
+    return importlib.import_module(gemm_backend(name).module)
 
 
 def cast_module(x: Tensor) -> ModuleType:
@@ -292,7 +297,7 @@ def _cast_modules(
     any_cast, any_transpose = (load(f"blocktensor.ops.triton.{op}") for op in ("cast", "transpose"))
     if (
         importlib.util.find_spec("triton.experimental.gluon") is None
-        or _capability(_index(device)) < _GLUON_CAPABILITY
+        or _capability(_index(device)) < _HOPPER
     ):
         return any_cast, any_transpose, None, None
     cast, transpose = (load(f"blocktensor.ops.gluon.{op}") for op in ("cast", "transpose"))

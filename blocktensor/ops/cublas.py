@@ -20,8 +20,8 @@ def gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`; shapes and bias as ``backends`` allows."""
-    given = a, a_scale, b, b_scale, bias, out_dtype
-    return _prepare(*given)(*given)
+    ready = vectorisable(a), a_scale, vectorisable(b), b_scale, bias, out_dtype
+    return _prepare(*ready)(*ready)
 
 
 def _prepare(
@@ -32,6 +32,7 @@ def _prepare(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Run:
+    # for data as layouts.vectorisable makes it
     a_kind, a_lay_out = _operand(a, a_scale)
     b_kind, b_lay_out = _operand(b, b_scale)
 
@@ -45,8 +46,8 @@ def _prepare(
     ) -> Tensor:
         # what torch.nn.functional.scaled_mm calls, without its checks of enums and lists
         return torch._scaled_mm_v2(
-            vectorisable(a),
-            vectorisable(b).t(),
+            a,
+            b.t(),
             [a_lay_out(a_scale)],
             [a_kind],
             [],

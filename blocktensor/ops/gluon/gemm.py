@@ -23,8 +23,9 @@ from ..triton.launch import Launch
 from ..triton.parts import plan_sum
 from ..triton.replay import replayed
 from . import assembly
+from .epilogue import CHUNK
 from .kernel import gemm_kernel
-from .tile import Tile
+from .tile import WARPGROUP_ROWS, Tile
 from .tiles import choose_tile, sms
 
 _OUT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -91,7 +92,8 @@ def plan_gemm(
         b_scale_map = _scale_map(b_scale, tile.b_scales, b_scale_ld, blocks, b_scale.shape[0])
     target: Tensor | TensorDescriptor = out
     if tma:
-        box = [32, 64] if tile.turned else [64, 32]
+        box = [WARPGROUP_ROWS, CHUNK.value]
+        box = box[::-1] if tile.turned else box
         layout = _shared(*box, _OUT[out.dtype])
         target = TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
