@@ -151,8 +151,10 @@ def _linear_backward(
     x_data, x_scale, *w_tensors = saved
     w_col = None
     if needs_dx and early is not None:
-        w = _fp8_weight(_restore(call.w_layout, w_tensors), plan.recipe)
-        w_col = w.columnwise(early[0].ops)
+        # no name for the weight's forms: their bytes must die where the cache lets go of them
+        w_col = _fp8_weight(_restore(call.w_layout, w_tensors), plan.recipe).columnwise(
+            early[0].ops
+        )
     if call.cache is not None:
         call.cache.after_backward()  # before the GEMM allocates its output
     if early is None:  # nothing came back to this output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, functional
+from blocktensor.ops import reference
 from tests.models import linear, plain, randn
 
 N, K = 128, 192
@@ -49,6 +51,25 @@ def test_tied_modules_share_one_cast() -> None:
     functional.linear(leaf, single).sum().backward()
     assert torch.equal(tied, 2 * single.grad)
     assert a.weight.cache.casts == 1
+
+
+def test_rowwise_bytes_are_gone_when_the_backwards_products_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = linear(N, K, dtype=torch.float32)
+    gone: list[bool] = []
+    for _ in range(2):
+        loss = module(randn(5, K, dtype=torch.float32, grad=True)).sum()
+        rowwise = weakref.ref(module.weight.forms().rowwise()[0])
+        with monkeypatch.context() as patch:
+            gemm = reference.gemm
+            patch.setattr(
+                reference, "gemm", lambda *args: (gone.append(rowwise() is None), gemm(*args))[1]
+            )
+            loss.backward()
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+    assert gone == 4 * [True]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
