@@ -34,6 +34,8 @@ BENCHMARKS: dict[str, Any] = {
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} numbers"
     return "–" if value is None else str(value)
 
 

@@ -1,7 +1,8 @@
 """The speed of every tile of the Hopper GEMM, and of cuBLAS: what the choice among them rests on.
 
-Times of many shapes are fitted by least squares of the relative error to the line of
-``blocktensor.ops.gluon.tiles.Speed``: microseconds a wave and k block, a wave, and a launch.
+Times of many shapes are fitted by least squares of the relative error to the lines of
+``blocktensor.ops.gluon.tiles.Speed``: microseconds a wave and k block, a wave, and a launch; and
+where there is one wave, a k block and a launch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import backends
-from blocktensor.ops.gluon.tiles import CUBLAS, FILE, TILES, Speed, sms, speeds
+from blocktensor.ops.gluon.tiles import ADDED, CUBLAS, FILE, TILES, Speed, sms, speeds
 from blocktensor.ops.layouts import BLOCK, num_blocks
 
 from .gemm import Case, Inputs, Maker, make_inputs
 from .shapes import SET_S, Shape
 from .timing import graph_repeats, graphed, round_robin
 
-KINDS = {BLOCK: "fprop", 1: "wgrad"}
+KINDS = {"fprop": BLOCK, "wgrad": 1, "wgrad_add": 1}
+"""What is measured, and the rows of B that share a scale."""
 
 SHAPES: tuple[Shape, ...] = (
     *SET_S[:12],
@@ -38,8 +40,15 @@ SHAPES: tuple[Shape, ...] = (
     (2048, 2112, 7168),
     (4096, 576, 7168),
     (4096, 1408, 2048),
+    (1024, 1024, 1024),
+    (4096, 1024, 1024),
+    (2048, 2048, 1024),
+    (8192, 1024, 576),
 )
-"""Large and small, with full waves and without."""
+"""Large and small, with full waves and without, and with less than one."""
+
+PARTS = ("block_us", "wave_us", "launch_us", "lone_block_us", "lone_us")
+"""What is fitted of a kernel."""
 
 QUICK: dict[str, Any] = {"shapes": SHAPES[3:7], "rounds": 3}
 
@@ -48,7 +57,8 @@ def _tile(name: str) -> Maker:
     from blocktensor.ops.gluon.gemm import plan_gemm
 
     def make(i: Inputs) -> Any:
-        launch = plan_gemm(*i.a, *i.b, None, i.out, False, TILES[name])
+        added = name.endswith(ADDED)
+        launch = plan_gemm(*i.a, *i.b, None, i.out, added, TILES[name.removesuffix(ADDED)])
         return lambda: launch()
 
     return make
@@ -59,16 +69,33 @@ def _cublas(i: Inputs) -> Any:
     return lambda: module.gemm(*i.a, *i.b, None, torch.bfloat16)
 
 
-def _times(case: Case, b_block: int, rounds: int) -> dict[str, float]:
-    """Microseconds of each kernel for the scales of ``b_block`` on one shape."""
+def _names(kind: str) -> list[str]:
+    """The kernels of a kind, as tiles.json calls them."""
+    added = ADDED if kind == "wgrad_add" else ""
+    return [name + added for name, tile in TILES.items() if tile.b_block == KINDS[kind]]
+
+
+def _times(case: Case, rounds: int) -> dict[str, float]:
+    """Microseconds of each kernel on one shape."""
     inputs = make_inputs(case)
-    makers: dict[str, Maker] = {n: _tile(n) for n, t in TILES.items() if t.b_block == b_block}
-    if backends.gemm_backend("cublas").declines(case.problem(False)) is None:
-        makers[CUBLAS[b_block]] = _cublas
+    makers: dict[str, Maker] = {name: _tile(name) for name in _names(case.kind)}
+    problem = case.problem(case.kind == "wgrad_add")
+    if backends.gemm_backend("cublas").declines(problem) is None:
+        makers[CUBLAS[KINDS[case.kind]]] = _cublas
     repeats = graph_repeats(case.flops)
     timed = {name: [graphed(make(inputs), repeats=repeats)] for name, make in makers.items()}
     ms = round_robin(timed, rounds=rounds, block_ms=3.0)
     return {name: 1000 * ms[name] / repeats for name in timed}
+
+
+def _line(features: list[list[float]], us: list[float]) -> list[float]:
+    """The coefficients that explain ``us`` by ``features``, in relative error; zeros of nothing."""
+    if not us:
+        return [0.0, 0.0, 0.0]
+    measured = torch.tensor(us, dtype=torch.float64)
+    weighted = torch.tensor(features, dtype=torch.float64) / measured[:, None]
+    found: Tensor = torch.linalg.lstsq(weighted, torch.ones_like(measured)[:, None]).solution
+    return found[:, 0].tolist()
 
 
 def fit(shape: Speed, problems: list[tuple[int, int, int]], us: list[float], count: int) -> Speed:
@@ -76,30 +103,34 @@ def fit(shape: Speed, problems: list[tuple[int, int, int]], us: list[float], cou
 
     ``count``: SMs of the GPU.
     """
-    rows = []
-    for m, n, k in problems:
+    many: tuple[list[list[float]], list[float]] = ([], [])
+    lone: tuple[list[list[float]], list[float]] = ([], [])
+    for (m, n, k), time in zip(problems, us, strict=True):
         waves = shape.waves(m, n, count)
-        rows.append([waves * num_blocks(k), waves, 1])
-    measured = torch.tensor(us, dtype=torch.float64)
-    features = torch.tensor(rows, dtype=torch.float64) / measured[:, None]
-    found: Tensor = torch.linalg.lstsq(features, torch.ones_like(measured)[:, None]).solution
-    block_us, wave_us, launch_us = found[:, 0].tolist()
-    return replace(shape, block_us=block_us, wave_us=wave_us, launch_us=launch_us)
+        features, times = lone if waves == 1 else many
+        blocks = num_blocks(k)
+        features.append([shape.an_sm(m, n, count) * blocks, 1] if waves == 1 else
+                        [waves * blocks, waves, 1])  # fmt: skip
+        times.append(time)
+    block_us, wave_us, launch_us = _line(*many)
+    lone_block_us, lone_us = _line(*lone)[:2]
+    return replace(shape, block_us=block_us, wave_us=wave_us, launch_us=launch_us,
+                   lone_block_us=lone_block_us, lone_us=lone_us)  # fmt: skip
 
 
 def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dict[str, Any]]:
     """One row a kernel: its fitted times, and how far they are from what was measured."""
     count = sms(torch.device("cuda", 0))
-    for b_block, kind in KINDS.items():
+    for kind in KINDS:
         cases = [Case(kind, *shape) for shape in shapes]
-        times = [_times(case, b_block, rounds) for case in cases]
+        times = [_times(case, rounds) for case in cases]
         for name in times[0]:
             known = [(c.problem(False), t[name]) for c, t in zip(cases, times, strict=True)]
             problems = [(p.m, p.n, p.k) for p, _ in known]
             us = [t for _, t in known]
             speed = fit(speeds()[name], problems, us, count)
             errors = [
-                abs(speed.microseconds(m, n, num_blocks(k), count) / t - 1)
+                speed.microseconds(m, n, num_blocks(k), count) / t - 1
                 for (m, n, k), t in zip(problems, us, strict=True)
             ]
             yield {
@@ -107,17 +138,16 @@ def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dic
                 "m": speed.m,
                 "n": speed.n,
                 "programs": speed.programs,
-                "block_us": round(speed.block_us, 4),
-                "wave_us": round(speed.wave_us, 4),
-                "launch_us": round(speed.launch_us, 4),
-                "mean_error": round(sum(errors) / len(errors), 3),
-                "max_error": round(max(errors), 3),
+                **{part: round(getattr(speed, part), 4) for part in PARTS},
+                "mean_error": round(sum(map(abs, errors)) / len(errors), 3),
+                "max_error": round(max(map(abs, errors)), 3),
+                "measured_us": [round(t, 2) for t in us],
             }
 
 
 def publish(rows: list[dict[str, Any]]) -> Path:
     """Write what was measured to where the choice reads it; that file."""
-    kept = ("m", "n", "programs", "block_us", "wave_us", "launch_us")
+    kept = ("m", "n", "programs", *PARTS)
     lines = [
         f"  {json.dumps(row['kernel'])}: {json.dumps({name: row[name] for name in kept})}"
         for row in rows

@@ -150,7 +150,9 @@ def _gluon_declines(p: GemmProblem) -> str | None:
 
 
 def _gluon_why(p: GemmProblem) -> str:
-    tile, parts, us = choose_tile(p.m, p.n, num_blocks(p.k), p.b_block, sms(p.device))
+    tile, parts, us = choose_tile(
+        p.m, p.n, num_blocks(p.k), p.b_block, sms(p.device), accumulate=p.accumulate
+    )
     cut = f" and {parts} parts of K" if parts > 1 else ""
     rows, cols = tile.size
     return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us"

@@ -20,12 +20,7 @@ from .products import (
 def block_of_squares(
     raw,
     acc,
-    a_s,
-    a_scale_s,
-    b_s,
-    b_scale_s,
-    full,
-    empty,
+    stages,
     stage,
     next_stage,
     next_phase,
@@ -41,6 +36,7 @@ def block_of_squares(
     # B in 128x128 blocks; FIRST of a tile: sums begin here. Whatever is not a product or a
     # promotion happens while a product is under way: scales, the release of the stage before, the
     # wait for the next.
+    a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     COUNT: gl.constexpr = T.products
     PIECES: gl.constexpr = T.pieces
     singles = b_scale_s._reinterpret(gl.float32, [T.stages * T.b_scales, 1], b_scale_s.layout)
@@ -92,12 +88,7 @@ def block_of_rows(
     acc,
     row,
     cols,
-    a_s,
-    a_scale_s,
-    b_s,
-    b_scale_s,
-    full,
-    empty,
+    stages,
     stage,
     next_stage,
     next_phase,
@@ -110,6 +101,7 @@ def block_of_rows(
 ):
     # Both operands in 1x128 blocks. DEPTH products are under way while one is promoted; the next
     # block's scales are read as the last promotions free their registers.
+    a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     COUNT: gl.constexpr = T.products
     DEPTH: gl.constexpr = T.depth
     PIECES: gl.constexpr = T.pieces

@@ -1,5 +1,7 @@
 """Device functions that bring accumulators to memory."""
 
+from dataclasses import dataclass
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,6 +11,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .products import halves
 
 CHUNK = gl.constexpr(32)  # columns of an output buffer
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a GEMM does with its sums: one frozen value, a kernel's constant.
+
+    L2 adds them to what is there in one of two ways:
+
+    - ``"staged"``: through the output buffers, like a plain store. Where waves are few, all SMs add
+      at the same time, and the producer has had the lines prefetched.
+    - ``"direct"``: what the buffers hold without a wait leaves through them, the rest straight from
+      registers. Over many waves SMs drift apart: then this is faster than to stage and prefetch.
+
+    Attributes:
+        tma: whether TMA can address its rows; else they are stored under a mask.
+        bias: whether there is one.
+        add: how sums are added to the output; None where they are stored.
+        split: whether it takes the sums of several parts of K, one below the other.
+    """
+
+    tma: bool
+    bias: bool = False
+    add: str | None = None
+    split: bool = False
 
 
 @builtin
@@ -44,7 +70,7 @@ def _chunks(parts, PARTS: gl.constexpr):
 
 @gluon.jit
 def _send(
-    chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, ADD: gl.constexpr,
+    chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
     # Through the warpgroup's buffers, as many chunks at a time as they hold. Where they hold two
@@ -69,10 +95,59 @@ def _send(
                 at = col + j * CHUNK
                 place = (at, row) if T.turned else (row, at)
                 full = out_s.index(WG * BUFFERS + BASE + j % BATCH)
-                if ADD:
+                if OUT.add == "staged":
                     _reduce_add(out, [place[0], place[1]], full)
                 else:
                     tma.async_copy_shared_to_global(out, [place[0], place[1]], full)
+
+
+@gluon.jit
+def _add_pairs(x, out_ptr, row, col, M, N, out_ld):
+    # x is added to [row, col] from registers, two neighbours at a time: TMA needs rows of 16 bytes,
+    # so that the edge never parts a pair.
+    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    cols = _columns(x, col)
+    inside = ((rows < M)[:, None] & (cols < N)[None, :]).to(gl.int32)
+    place = rows.to(gl.int64)[:, None] * out_ld + cols[None, :]
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $6, 0;
+        @p red.relaxed.gpu.global.add.v2.f32 [$4], {$2, $3};
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        }""",
+        "=r,=r,f,f,l,l,r,r",
+        [x, out_ptr.to(gl.int64) + place * 4, inside],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _add_directly(
+    chunks, out, out_ptr, out_s, row, col, M, N, out_ld, WAVE: gl.constexpr, WG: gl.constexpr,
+    T: gl.constexpr,
+):  # fmt: skip
+    # Chunks are numbered through all waves: the first of them fill the buffers, once.
+    COUNT: gl.constexpr = T.cols * T.width // CHUNK
+    BUFFERS: gl.constexpr = out_s.shape[0] // T.warpgroups
+    FIRST: gl.constexpr = WAVE * COUNT
+    if FIRST == 0:
+        tma.store_wait(0)
+    if FIRST < BUFFERS:
+        for i in gl.static_range(COUNT):
+            if FIRST + i < BUFFERS:
+                out_s.index(WG * BUFFERS + FIRST + i).store(chunks[i])
+        fence_async_shared()
+        for i in gl.static_range(COUNT):
+            if FIRST + i < BUFFERS:
+                place = col + i * CHUNK
+                _reduce_add(out, [row, place], out_s.index(WG * BUFFERS + FIRST + i))
+    for i in gl.static_range(COUNT):
+        if FIRST + i >= BUFFERS:
+            _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, M, N, out_ld)
 
 
 @gluon.jit
@@ -90,29 +165,21 @@ def _store_masked(x, out, row, col, M, N, out_ld, T: gl.constexpr):
 
 @gluon.jit
 def store_wave(
-    parts,
-    out,
-    out_s,
-    bias,
-    row,
-    col,
-    M,
-    N,
-    out_ld,
-    WAVE: gl.constexpr,
-    WG: gl.constexpr,
-    BIAS: gl.constexpr,
-    ADD: gl.constexpr,
-    TMA: gl.constexpr,
+    parts, target, row, col, M, N, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
     T: gl.constexpr,
-):
+):  # fmt: skip
     # Row wave WAVE of warpgroup WG, tensors [64, 64 or 32] from left to right, to [row, col].
+    out, out_ptr, out_ld, out_s, bias = target
     PARTS: gl.constexpr = T.cols * T.pieces
-    if BIAS:
+    if OUT.bias:
         for i in gl.static_range(PARTS):
             parts = parts[:i] + (_with_bias(parts[i], bias, col + i * 64, N),) + parts[i + 1 :]
-    if TMA:
-        _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, ADD, T)
+    if OUT.add == "direct":
+        _add_directly(
+            _chunks(parts, PARTS), out, out_ptr, out_s, row, col, M, N, out_ld, WAVE, WG, T
+        )
+    elif OUT.tma:
+        _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, OUT, T)
     else:
         for i in gl.static_range(PARTS):
             _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld, T)

@@ -19,31 +19,10 @@ NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
 
 
 @gluon.jit
-def _consume(
-    out,
-    bias,
-    a_s,
-    a_scale_s,
-    b_s,
-    b_scale_s,
-    out_s,
-    full,
-    empty,
-    M,
-    N,
-    tiles_m,
-    tiles_n,
-    blocks_k,
-    parts,
-    out_ld,
-    WG: gl.constexpr,
-    BIAS: gl.constexpr,
-    ADD: gl.constexpr,
-    TMA: gl.constexpr,
-    SPLIT: gl.constexpr,
-    T: gl.constexpr,
-):
+def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
     # Consumer warpgroup WG: of all items of this program, what falls to it.
+    _, a_scale_s, _, b_scale_s, full, empty = stages
+    M, N, tiles_m, tiles_n, blocks_k, parts = work
     WIDTH: gl.constexpr = T.raw_width
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32]
@@ -78,12 +57,12 @@ def _consume(
     for item in range(gl.program_id(0), items, programs):
         acc = zeros
         if T.b_block == 128:
-            tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, SPLIT, T.group)
+            tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
             first = part * blocks_k
             next_stage, next_phase = advance(stage, phase, T.stages)
             raw, acc = block_of_squares(
-                raw, acc, a_s, a_scale_s, b_s, b_scale_s, full, empty,
-                stage, next_stage, next_phase, last, first, left, total, True, WG, LAYOUT, T,
+                raw, acc, stages, stage, next_stage, next_phase, last, first, left, total, True,
+                WG, LAYOUT, T,
             )  # fmt: skip
             last = stage
             stage = next_stage
@@ -93,14 +72,13 @@ def _consume(
             next_stage, next_phase = advance(stage, phase, T.stages)
             if T.b_block == 1:
                 raw, acc, row, cols = block_of_rows(
-                    raw, acc, row, cols, a_s, a_scale_s, b_s, b_scale_s, full, empty,
-                    stage, next_stage, next_phase, last, k, left, WG, LAYOUT, T,
+                    raw, acc, row, cols, stages, stage, next_stage, next_phase, last, k, left, WG,
+                    LAYOUT, T,
                 )  # fmt: skip
             else:
                 raw, acc = block_of_squares(
-                    raw, acc, a_s, a_scale_s, b_s, b_scale_s, full, empty,
-                    stage, next_stage, next_phase, last, first + k, left, total, False, WG, LAYOUT,
-                    T,
+                    raw, acc, stages, stage, next_stage, next_phase, last, first + k, left, total,
+                    False, WG, LAYOUT, T,
                 )  # fmt: skip
             last = stage
             stage = next_stage
@@ -109,13 +87,13 @@ def _consume(
         if T.b_block == 1:
             mbarrier.arrive(empty.index(last), count=1)
             # Not before: these numbers would take registers that the sums need.
-            tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, SPLIT, T.group)
+            tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, OUT.split, T.group)
         row0 = (part * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
         for wave in gl.static_range(WAVES):
             store_wave(
-                acc[wave * PARTS : (wave + 1) * PARTS], out, out_s, bias, row0 + wave * 64, col0,
-                M, N, out_ld, wave, WG, BIAS, ADD, TMA, T,
+                acc[wave * PARTS : (wave + 1) * PARTS], target, row0 + wave * 64, col0, M, N,
+                wave, WG, OUT, T,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -157,21 +135,17 @@ def gemm_kernel(
     a_scale_ld,
     b_scale_ld,
     out_ld,
-    BIAS: gl.constexpr,
-    ADD: gl.constexpr,
-    TMA: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    SPLIT: gl.constexpr,
+    OUT: gl.constexpr,
     T: gl.constexpr,
 ):
-    # `out` is a tensor map where TMA, else a pointer. `bias` is read where BIAS. With SPLIT, `out`
-    # holds the sums of the `parts` of K below each other, `blocks_k` blocks each.
+    # `out` is a tensor map where OUT.tma, else a pointer. `bias` is read where OUT.bias. Where
+    # OUT.split, `out` holds the sums of the `parts` of K below each other, `blocks_k` blocks each.
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     B_STEPS: gl.constexpr = T.n // T.b_rows_apart
     a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)
     b_s = gl.allocate_shared_memory(E4M3, [STAGES * B_STEPS, T.b_rows_apart, 128], b_map.layout)
-    if TMA:
+    if OUT.tma:
         BUFFERS: gl.constexpr = T.buffers * 16 // out.dtype.primitive_bitwidth
         out_s = gl.allocate_shared_memory(
             out.dtype,
@@ -193,51 +167,37 @@ def gemm_kernel(
         _mark(NARROW)
     if T.b_block == 128:
         _mark(NEWER_PTXAS)
+    stages = (a_s, a_scale_s, b_s, b_scale_s, full, empty)
+    work = (M, N, tiles_m, tiles_n, blocks_k, parts)
+    target = (out, out_ptr, out_ld, out_s, bias)
+    maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     if T.warpgroups == 1:
         gl.warp_specialize(
             [
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
-                           full, empty, out_ptr, M, N, tiles_m, tiles_n, blocks_k, parts,
-                           a_scale_ld, b_scale_ld, PREFETCH, SPLIT, T)),
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     elif T.warpgroups == 2:
         gl.warp_specialize(
             [
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 1, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
-                           full, empty, out_ptr, M, N, tiles_m, tiles_n, blocks_k, parts,
-                           a_scale_ld, b_scale_ld, PREFETCH, SPLIT, T)),
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (_consume, (stages, work, target, 1, OUT, T)),
+                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
             ],
             [4, 1],
             [T.registers, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 0, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 1, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (_consume, (out, bias, a_s, a_scale_s, b_s, b_scale_s, out_s, full, empty, M, N,
-                            tiles_m, tiles_n, blocks_k, parts, out_ld, 2, BIAS, ADD, TMA,
-                            SPLIT, T)),
-                (produce, (a_map, a_scale_map, b_map, b_scale_map, a_s, a_scale_s, b_s, b_scale_s,
-                           full, empty, out_ptr, M, N, tiles_m, tiles_n, blocks_k, parts,
-                           a_scale_ld, b_scale_ld, PREFETCH, SPLIT, T)),
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (_consume, (stages, work, target, 1, OUT, T)),
+                (_consume, (stages, work, target, 2, OUT, T)),
+                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
             ],
             [4, 4, 1],
             [T.registers, T.registers, 32],
-        )  # fmt: skip
+        )

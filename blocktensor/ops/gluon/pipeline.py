@@ -43,7 +43,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_lines(out_ptr, row, col, M, N, first, T: gl.constexpr):
+def _prefetch_lines(out_ptr, row, col, M, N, out_ld, first, T: gl.constexpr):
     # 32 lines of 128 bytes of the fp32 tile at [row, col] into L2, where sums will be added to them
     LINES: gl.constexpr = T.n // 32  # of a row of the tile
     line = first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -53,7 +53,7 @@ def _prefetch_lines(out_ptr, row, col, M, N, first, T: gl.constexpr):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",
-        [out_ptr + (rows.to(gl.int64) * N + cols), inside.to(gl.int32)],
+        [out_ptr + (rows.to(gl.int64) * out_ld + cols), inside.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -61,31 +61,11 @@ def _prefetch_lines(out_ptr, row, col, M, N, first, T: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    a_map,
-    a_scale_map,
-    b_map,
-    b_scale_map,
-    a_s,
-    a_scale_s,
-    b_s,
-    b_scale_s,
-    full,
-    empty,
-    out_ptr,
-    M,
-    N,
-    tiles_m,
-    tiles_n,
-    blocks_k,
-    parts,
-    a_scale_ld,
-    b_scale_ld,
-    PREFETCH: gl.constexpr,
-    SPLIT: gl.constexpr,
-    T: gl.constexpr,
-):
+def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
+    a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
+    M, N, tiles_m, tiles_n, blocks_k, parts = work
+    a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
     B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
@@ -94,7 +74,7 @@ def produce(
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
     for item in range(gl.program_id(0), tiles_m * tiles_n * parts, gl.num_programs(0)):
-        tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, SPLIT, T.group)
+        tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
         first = part * blocks_k
         row = tile_m * T.m
         col = tile_n * T.n
@@ -127,12 +107,13 @@ def produce(
                 if B_STEPS > 1:
                     target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
                 tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
-            if PREFETCH:  # in the second half of the k blocks: not so early that L2 forgets
+            if OUT.add == "staged" and not T.turned:
+                # in the second half of the k blocks: not so early that L2 forgets
                 half = blocks_k // 2
                 if k >= half:
                     done = unknown(k - half)
                     share = blocks_k - half
                     groups = T.m * T.n // 32 // 32
                     for lines in range(done * groups // share, (done + 1) * groups // share):
-                        _prefetch_lines(out_ptr, row, col, M, N, lines * 32, T)
+                        _prefetch_lines(out_ptr, row, col, M, N, out_ld, lines * 32, T)
             stage, phase = advance(stage, phase, T.stages)

@@ -1,8 +1,8 @@
 """The tiles there are, and which one a shape gets: the one predicted to be fastest.
 
-The prediction is a line per tile, fitted to measurements: programs work in waves, and a wave takes
-a time per k block and a time for the rest. ``python -m benchmarks tiles`` measures and writes
-``tiles.json`` anew.
+The prediction is two lines per tile, fitted to measurements: programs work in waves, and a wave
+takes a time per k block and a time for the rest; a single wave, which leaves the GPU cool and its
+memory idle, takes less. ``python -m benchmarks tiles`` measures and writes ``tiles.json`` anew.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ TILES = {
 CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
 """What tiles.json calls cuBLAS's kernels, by the rows of B that share a scale."""
 
+ADDED = " +="
+"""What tiles.json adds to the name of a tile whose sums are added to an fp32 output."""
+
 CUBLAS_MARGIN = 0.97
 """cuBLAS is preferred only where it is predicted to take less than this of our time."""
 
 
 MOST_PARTS = 16
-SUM_US = 3.0
+SUM_US = 1.4
 """A launch that sums parts, microseconds."""
 
 PARTS_MARGIN = 0.9
 """Parts are made only where they are predicted to take less than this of the time."""
 
-SUMMED_PER_US = 6e5
+SUMMED_PER_US = 1.2e6
 """Numbers that it sums in a microsecond, out of L2."""
 
 
@@ -63,7 +66,11 @@ def sms(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a kernel takes: microseconds per wave and k block, per wave, and per launch."""
+    """How long a kernel takes: microseconds per wave and k block, per wave, and per launch.
+
+    Where all tiles are under way at once: microseconds per k block of the tiles of an SM, and per
+    launch (``lone_``).
+    """
 
     m: int
     n: int
@@ -71,16 +78,27 @@ class Speed:
     block_us: float
     wave_us: float
     launch_us: float
+    lone_block_us: float
+    lone_us: float
 
     def waves(self, m: int, n: int, sms: int, parts: int = 1) -> int:
         """Times that every SM works, where an SM holds ``programs`` tiles of ``m`` x ``n``."""
-        tiles = ceil_div(m, self.m) * ceil_div(n, self.n)
-        return ceil_div(tiles * parts, sms * self.programs)
+        return ceil_div(self._tiles(m, n) * parts, sms * self.programs)
+
+    def an_sm(self, m: int, n: int, sms: int, parts: int = 1) -> int:
+        """The most tiles that fall to one SM."""
+        return ceil_div(self._tiles(m, n) * parts, sms)
+
+    def _tiles(self, m: int, n: int) -> int:
+        return ceil_div(m, self.m) * ceil_div(n, self.n)
 
     def microseconds(self, m: int, n: int, blocks: int, sms: int, parts: int = 1) -> float:
         """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks, in ``parts`` of them."""
+        blocks //= parts
         waves = self.waves(m, n, sms, parts)
-        return waves * (blocks // parts * self.block_us + self.wave_us) + self.launch_us
+        if waves == 1:
+            return self.an_sm(m, n, sms, parts) * blocks * self.lone_block_us + self.lone_us
+        return waves * (blocks * self.block_us + self.wave_us) + self.launch_us
 
 
 @functools.cache
@@ -98,18 +116,28 @@ def possible_parts(blocks: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
-    m: int, n: int, blocks: int, b_block: int, sms: int, plain: bool = True
+    m: int,
+    n: int,
+    blocks: int,
+    b_block: int,
+    sms: int,
+    plain: bool = True,
+    accumulate: bool = False,
 ) -> tuple[Tile, int, float]:
     """The tile for a shape, the parts of K to make it in, and the predicted time in microseconds.
 
-    Not ``plain``: bias and masked stores together, for which two row waves leave no registers.
+    ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
+    which two row waves leave no registers.
     """
     predicted = {}
     for name, tile in TILES.items():
         if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
             continue
+        speed = speeds()[name]
+        if accumulate:
+            speed = speeds().get(name + ADDED, speed)
         for parts in [1] if tile.turned else possible_parts(blocks):
-            us = speeds()[name].microseconds(m, n, blocks, sms, parts)
+            us = speed.microseconds(m, n, blocks, sms, parts)
             if parts > 1:
                 us = (us + SUM_US + parts * m * n / SUMMED_PER_US) / PARTS_MARGIN
             predicted[tile, parts] = us

@@ -29,12 +29,13 @@ def compiled(
     tile: Tile,
     dtype: torch.dtype,
     *,
+    m: int = 4096,
     n: int = 2112,
     bias: bool = False,
     add: bool = False,
     parts: int = 1,
 ) -> Resources:
-    m, k = 4096, 7168
+    k = 7168
     a, a_scale = layouts.empty_rowwise_form(m, k, META)
     form = layouts.empty_rowwise_form if tile.b_block == 1 else None
     b, b_scale = form(n, k, META) if form else layouts.empty_square_form((n, k), META)
@@ -63,9 +64,19 @@ def test_products(name: str, dtype: torch.dtype) -> None:
     assert_as_written(TILES[name], compiled(TILES[name], dtype))
 
 
+@pytest.mark.parametrize("m", [4096, 40960])
 @pytest.mark.parametrize("name", TILES)
-def test_accumulation(name: str) -> None:
-    assert_as_written(TILES[name], compiled(TILES[name], FP32, add=True))
+def test_accumulation(name: str, m: int) -> None:
+    """Of few waves, staged; and of many, directly where the tile does so."""
+    tile = TILES[name]
+    code = compiled(tile, FP32, m=m, add=True)
+    assert_as_written(tile, code)
+    chunks = tile.rows * tile.cols * tile.width // 32 * tile.warpgroups
+    direct = m == 40960 and tile.b_block == 1 and not tile.turned
+    staged = tile.warpgroups * (tile.buffers // 2) if direct else chunks
+    assert code.sass.count("UTMAREDG") == staged
+    # 64 x 32 numbers of a chunk, two a thread at a time
+    assert code.sass.count("REDG.E.ADD.F32x2") == (chunks - staged) * 8
 
 
 @pytest.mark.parametrize(

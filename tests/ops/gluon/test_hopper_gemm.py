@@ -136,8 +136,15 @@ def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: torch.
     assert relative_error(out, reference.gemm(*a, *b, None, FP32)) <= gemms.TOLERANCE[BF16]
 
 
-@every_tile
-def test_accumulation(name: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(n, "staged") for n in TILES]
+    + [(n, "direct") for n, t in TILES.items() if t.b_block == 1 and not t.turned],
+)
+def test_accumulation(
+    name: str, mode: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "add_mode", lambda *_: mode)
     tile = TILES[name]
     for m, n, k in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
         a, b = operand(m, k, 1, rng), operand(n, k, tile.b_block, rng)

@@ -8,6 +8,7 @@ import pytest
 
 from blocktensor.ops.gluon import tiles
 from blocktensor.ops.gluon.tiles import (
+    ADDED,
     CUBLAS,
     TILES,
     Speed,
@@ -38,8 +39,10 @@ def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
 
 
 def test_the_file_knows_every_kernel() -> None:
-    assert set(speeds()) == {*TILES, *CUBLAS.values()}
-    for name, tile in TILES.items():
+    added = {name + ADDED for name, tile in TILES.items() if tile.b_block == 1}
+    assert set(speeds()) == {*TILES, *CUBLAS.values(), *added}
+    for name in {*TILES, *added}:
+        tile = TILES[name.removesuffix(ADDED)]
         assert (speeds()[name].m, speeds()[name].n) == tile.size
         assert speeds()[name].programs == tile.programs
     source = json.loads(tiles.FILE.read_text())
@@ -48,12 +51,22 @@ def test_the_file_knows_every_kernel() -> None:
 
 
 def test_a_wave_more_takes_its_time() -> None:
-    speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0)
+    speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0,
+                  lone_block_us=0.4, lone_us=4.0)  # fmt: skip
     assert speed.waves(128 * 12, 128 * 11, H200) == 1
     assert speed.waves(128 * 12 + 1, 128 * 11, H200) == 2
-    assert speed.microseconds(128, 128, 8, H200) == 0.5 * 8 + 2 + 3
+    assert speed.microseconds(128, 128, 8, H200) == 0.4 * 8 + 4
     assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * (0.5 * 8 + 2) + 3
-    assert Speed(128, 128, 2, 1, 1, 1).waves(128 * 264, 128, H200) == 1
+    assert speed.microseconds(128 * 66, 128, 8, H200, parts=2) == 0.4 * 4 + 4
+    assert speed.microseconds(128 * 67, 128, 8, H200, parts=2) == 2 * (0.5 * 4 + 2) + 3
+
+
+def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
+    speed = Speed(128, 128, 2, 1.0, 1.0, 1.0, lone_block_us=0.5, lone_us=3.0)
+    assert speed.waves(128 * 264, 128, H200) == 1
+    assert speed.microseconds(128 * 132, 128, 8, H200) == 0.5 * 8 + 3
+    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * 0.5 * 8 + 3
+    assert speed.microseconds(128 * 265, 128, 8, H200) == 2 * (8 + 1) + 1
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.Monk
     shape = (4096, 4096, 32)
     ours = choose_tile(*shape, 1, H200)[2]
     for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
-        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, theirs)}
+        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
         monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
         assert cublas_is_faster(*shape, 1, H200) is faster
 
@@ -89,8 +102,21 @@ def test_parts_are_equal_and_of_a_few_blocks() -> None:
     assert possible_parts(3) == [1]
 
 
+def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (4096, 4096, 32)
+    plain = choose_tile(*shape, 1, H200)[0]
+    known = {**speeds(), plain.name + ADDED: Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0)}
+    monkeypatch.setattr(tiles, "speeds", lambda: known)
+    choose_tile.cache_clear()
+    try:
+        assert choose_tile(*shape, 1, H200)[0] == plain
+        assert choose_tile(*shape, 1, H200, accumulate=True)[0] != plain
+    finally:
+        choose_tile.cache_clear()
+
+
 def test_few_tiles_are_made_in_parts() -> None:
     tile, parts, predicted = choose_tile(64, 2048, 56, 128, H200)
-    assert (tile.name, parts) == ("square 64x128", 14)
+    assert (tile.name, parts) == ("square 64x128", 8)
     whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
     assert predicted < whole
