@@ -24,7 +24,7 @@ from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tensor import BlockwiseFP8Tensor, rowwise_block_forms
+from .tensor import BlockwiseFP8Tensor, as_matrix, rowwise_block_forms
 from .weight import BlockwiseFP8Weight, FP8Cache
 
 
@@ -96,19 +96,25 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         plan = call.plan
         ops, (needs_dx, needs_dw) = plan.ops, plan.needs
-        x_row, x_col = _forms(x, plan.recipe, True, needs_dw, ops)
-        assert x_row is not None
         if isinstance(w, BlockwiseFP8Weight):
-            w_row = w.forms().rowwise(ops)
+            w_row, call.cache = w.forms().rowwise(ops), w.cache
             if needs_dx or needs_dw:
                 w.cache.before_backward()
-            call.cache = w.cache
         else:
             if not isinstance(w, BlockwiseFP8Tensor):
                 w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, plan.recipe)
-            w_row = w.rowwise(ops)
-            call.cache = None
-        y: Tensor = ops.product(*x_row, *w_row, bias, plan.out_dtype)
+            w_row, call.cache = w.rowwise(ops), None
+        y: Tensor
+        x_col: Sequence[Tensor | None] | None
+        if plan.fused is not None:
+            power_of_two = plan.recipe.power_of_two
+            y, *x_col = plan.fused.run(
+                as_matrix(x), *w_row, bias, power_of_two, plan.out_dtype, needs_dw
+            )
+        else:
+            x_row, x_col = _forms(x, plan.recipe, True, needs_dw, ops)
+            assert x_row is not None
+            y = ops.product(*x_row, *w_row, bias, plan.out_dtype)
 
         call.w_layout = _save(ctx, x_col, w if needs_dx else None)
         ctx.call = call
@@ -137,7 +143,7 @@ def _linear_backward(
     """The gradients of what :meth:`_Linear.forward` takes."""
     call: _Call = ctx.call
     plan = call.plan
-    early = call.early.pop(get_ident(), None)
+    early = call.early.pop(get_ident(), None) if plan.hooked else None
     needs_dx, needs_dw, needs_bias, _ = ctx.needs_input_grad  # fewer for autograd.grad(y, [x])
     dx = dw = dbias = None
     if needs_bias and grad is not None:
@@ -145,10 +151,18 @@ def _linear_backward(
     if not (needs_dx or needs_dw):
         return dx, dw, dbias, None
 
+    x_data, x_scale, *w_tensors = saved
     if early is None and grad is not None:
         backward = plan.backward(grad)
+        fused = backward.saved(x_data, x_scale).fused if needs_dx and needs_dw else None
+        w_row = _weight_of_fused(plan, w_tensors) if fused is not None else None
+        if fused is not None and w_row is not None:
+            assert call.cache is not None
+            call.cache.after_backward()
+            power_of_two, dtypes = plan.recipe.power_of_two, (plan.x_like[1], plan.w_like[1])
+            dx, dw = fused.run(as_matrix(grad), x_data, x_scale, *w_row, power_of_two, *dtypes)
+            return dx.view(plan.x_like[0]), dw, dbias, None
         early = backward, *_forms(grad, plan.recipe, needs_dx, needs_dw, backward.ops)
-    x_data, x_scale, *w_tensors = saved
     w_col = None
     if needs_dx and early is not None:
         # no name for the weight's forms: their bytes must die where the cache lets go of them
@@ -164,14 +178,22 @@ def _linear_backward(
     if needs_dx:
         assert g_row is not None and w_col is not None
         shape, dtype = plan.x_like
-        dx = backward.ops.product(*g_row, *w_col, None, dtype)
-        if len(shape) != 2:
-            dx = dx.view(shape)
+        dx = backward.ops.product(*g_row, *w_col, None, dtype).view(shape)
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
-        dw = backward.wgrad(x_data, x_scale).product(*g_col, x_data, x_scale, None, plan.w_like[1])
+        ops = backward.saved(x_data, x_scale).ops
+        dw = ops.product(*g_col, x_data, x_scale, None, plan.w_like[1])
     return dx, dw, dbias, None
+
+
+def _weight_of_fused(plan: Plan, saved: Sequence[Tensor]) -> Form | None:
+    """The rowwise form of the weight, if a backward that is one op may use and forget it."""
+    if plan.fused is None or not isinstance(saved[0], BlockwiseFP8Weight):
+        return None  # hooks that offload what is saved may bring a weight back plain
+    forms = saved[0].forms()
+    keeps = forms.recipe.columnwise == "keep" or forms.columnwise_data is not None
+    return None if keeps else forms.rowwise()
 
 
 # _Linear.apply, but for its preparations for functorch, which would refuse it anyway
@@ -242,7 +264,9 @@ def _fp8_weight(w: Tensor, recipe: Recipe) -> Forms:
 # checkpointing) see plain e4m3 and fp32 tensors.
 
 
-def _save(ctx: Any, x: Form | None, w: Tensor | None) -> tuple[list[str], Any, Any, Any] | None:
+def _save(
+    ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None
+) -> tuple[list[str], Any, Any, Any] | None:
     """Save what backward reads; how to wrap an FP8 ``w`` again."""
     data, scale = x or (None, None)
     if not isinstance(w, BlockwiseFP8Tensor):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .ops import checks, library
+from .ops import checks, fused, library
 from .ops.backends import forced
+from .ops.fused import Sequence
 from .ops.layouts import ROWWISE_BLOCK
 from .ops.pinned import Ops, Pinned
 from .ops.prepared import remember
@@ -39,14 +40,16 @@ class Plan:
         needs: whether the gradients of x and w will be asked for.
         hooked: whether the incoming gradient is cast before backward begins.
         ops: for the forward.
+        fused: the forward as one op, and whether the backward may be one; None where somebody sees
+            the ops, or memory counts more than host time.
         pinned: whether it serves all calls of the kind, whose ops nobody sees.
         traced: whether a compiler or functorch looks on.
         bias_dtype: None without a bias.
         x_like, w_like: shapes and dtypes.
     """
 
-    __slots__ = ("_backwards", "bias_dtype", "casts_x", "hooked", "needs", "ops", "out_dtype",
-                 "pinned", "recipe", "traced", "w_like", "x_like")  # fmt: skip
+    __slots__ = ("_backwards", "bias_dtype", "casts_x", "fused", "hooked", "needs", "ops",
+                 "out_dtype", "pinned", "recipe", "traced", "w_like", "x_like")  # fmt: skip
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, pinned: bool
@@ -71,6 +74,7 @@ class Plan:
         self.x_like = x.shape, self.out_dtype if self.casts_x else x.dtype
         self.w_like = w.shape, w.dtype
         self.ops: Ops = Pinned() if pinned else library
+        self.fused = Sequence(fused.forward, 1) if pinned and _small(x, w) else None
         self._backwards: dict[Hashable, Backward] = {}
 
     def backward(self, grad: Tensor) -> Backward:
@@ -83,23 +87,34 @@ class Plan:
 
 
 class Backward:
-    """The ops of a backward for gradients of one kind; ``ops``: all of them but wgrad's product."""
+    """The backward for gradients of one kind; ``ops``: for all of it but wgrad's product."""
 
-    __slots__ = ("_wgrads", "ops")
+    __slots__ = ("_saved", "ops")
 
     def __init__(self, pinned: bool) -> None:
         self.ops: Ops = Pinned() if pinned else library
-        self._wgrads: dict[Hashable, Ops] | None = {} if pinned else None
+        self._saved: dict[Hashable, Saved] | None = {} if pinned else None
 
-    def wgrad(self, data: Tensor, scale: Tensor) -> Ops:
-        """The ops of wgrad's product; hooks may have laid out anew what was saved of x."""
-        if self._wgrads is None:
-            return library
+    def saved(self, data: Tensor, scale: Tensor) -> Saved:
+        """What depends on how hooks may have laid out anew what was saved of x."""
+        if self._saved is None:
+            return _LIBRARY
         kind = scale.stride(), data.data_ptr() & 15, scale.data_ptr() & 15
-        found = self._wgrads.get(kind)
-        return remember(self._wgrads, kind, Pinned()) if found is None else found
+        found = self._saved.get(kind)
+        return remember(self._saved, kind, Saved(Pinned())) if found is None else found
 
 
+class Saved:
+    """For one layout of what was saved: ops for wgrad's product, and the backward as one op."""
+
+    __slots__ = ("fused", "ops")
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+        self.fused = None if ops is library else Sequence(fused.backward, 2)
+
+
+_LIBRARY = Saved(library)
 _SEEN = Backward(False)
 _PLANS: dict[Hashable, Plan] = {}
 
@@ -139,6 +154,12 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     if found is None:
         found = remember(_PLANS, kind, Plan(x, w, bias, _recipe(x, w, recipe), pinned=True))
     return found
+
+
+def _small(x: Tensor, w: Tensor) -> bool:
+    """Whether what a linear holds a little longer, if it runs as one op, is small."""
+    x_rows, largest = math.prod(x.shape[:-1]), EARLY_BYTES // 2
+    return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
 
 
 def _kind_of_bias(bias: Tensor) -> Hashable:

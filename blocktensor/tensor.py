@@ -297,14 +297,24 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """``x[..., K]`` with its leading dimensions flattened.
+
+    Raises:
+        ValueError: a scalar.
+    """
+    if x.ndim == 2:
+        return x
+    if x.ndim == 0:
+        raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+
+
 def rowwise_block_forms(
     x: Tensor, recipe: Recipe, rowwise: bool, columnwise: bool, ops: Ops = library
 ) -> tuple[Form | None, Form | None]:
     """The forms asked for of ``x[..., K]`` in 1x128 blocks, leading dimensions flattened."""
-    if x.ndim != 2:
-        if x.ndim == 0:
-            raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
-        x = x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+    x = as_matrix(x)
     if rowwise and columnwise:
         made = ops.quantize_both(x, recipe.power_of_two)
         return made[:2], made[2:]

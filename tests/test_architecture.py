@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.recipe",),
     ("blocktensor.tables",),
     ("blocktensor.ops",),
+    ("blocktensor.ops.fused",),
     ("blocktensor.ops.pinned",),
     ("blocktensor.ops.library",),
     ("blocktensor.ops.backends",),

@@ -29,8 +29,8 @@ def test_trace_of_a_forward_and_a_backward() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_both
 blocktensor.quantize_square
+blocktensor.quantize_both
 blocktensor.gemm""",
     )
     assert_expected_inline(
@@ -49,8 +49,8 @@ def test_trace_with_bias_and_batch() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_both
 blocktensor.quantize_square
+blocktensor.quantize_both
 blocktensor.gemm""",
     )
     assert_expected_inline(

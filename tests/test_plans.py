@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, plans
 from blocktensor.ops import library
 from blocktensor.ops.pinned import Pinned
 from blocktensor.plans import Plan, plan_linear
@@ -102,9 +102,9 @@ def test_what_tells_saved_inputs_apart() -> None:
     _, _, data, scale = library.quantize_both(X, False)
     moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
     saved = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
-    ops = [backward.wgrad(*pair) for pair in saved]
-    assert len(set(map(id, ops))) == len(ops)
-    assert [backward.wgrad(*pair) for pair in saved] == ops
+    kinds = [backward.saved(*pair) for pair in saved]
+    assert len(set(map(id, kinds))) == len(kinds)
+    assert [backward.saved(*pair) for pair in saved] == kinds
 
 
 @pytest.mark.parametrize("w", ["plain", "fp8"])
@@ -146,6 +146,29 @@ def test_gradients_are_those_that_are_asked_for_now() -> None:
         if y.requires_grad:
             y.sum().backward()
         assert (x.grad is not None, module.weight.grad is not None) == (x_needs, w_needs)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(K,), (6, K), (2, 3, K)], ids=str)
+def test_small_and_large_linears_compute_alike(
+    shape: tuple[int, ...], bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones run as one op in each direction."""
+    results = []
+    for limit in (plans.EARLY_BYTES, 0):
+        monkeypatch.setattr(plans, "EARLY_BYTES", limit)
+        module = linear(N, K, bias=bias, device=device)
+        monkeypatch.setattr(plans, "_PLANS", {})
+        for _ in range(3):
+            x = randn(*shape, device=device, grad=True)
+            module.zero_grad()
+            y = module(x)
+            y.backward(randn(*y.shape, seed=4, device=device))
+        parameters = [p.grad for p in module.parameters()]
+        results.append([y.detach(), x.grad, *parameters])
+        known = plan_linear(x, module.weight, module.bias, None)
+        assert (known.fused is not None) == (limit > 0)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("pack", [lambda t: t.clone(), unaligned], ids=["clone", "unaligned"])

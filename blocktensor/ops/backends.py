@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -284,6 +285,15 @@ def transpose_module(x: Tensor) -> ModuleType:
     """Where byte transposes and dequantizes of ``x`` run."""
     _, transpose, _, fast = _cast_modules(x.device.type, x.device.index)
     return fast if fast is not None and fast.takes(x) else transpose
+
+
+def recorder(device: torch.device) -> Callable[[Callable[..., Any]], Any] | None:
+    """What records a function's launches on ``device``; None where kernels are not Triton's."""
+    if _triton_unusable(device) is not None:
+        return None
+    recorded: Callable[[Callable[..., Any]], Any]
+    recorded = importlib.import_module("blocktensor.ops.triton.replay").Replay
+    return recorded
 
 
 @functools.cache

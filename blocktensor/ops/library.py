@@ -8,6 +8,7 @@ counting), a fake or meta tensor. Both ways run the same body.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -185,29 +186,6 @@ def _check_stack(x: Tensor) -> None:
 # GEMM
 
 
-def _problem(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.dtype | None,
-    accumulate: bool,
-) -> backends.GemmProblem:
-    m, n = a.shape[0], b.shape[0]
-    return backends.GemmProblem(
-        m,
-        n,
-        a.shape[1],
-        rows_per_scale(m, a_scale),
-        rows_per_scale(n, b_scale),
-        out_dtype,
-        a.device,
-        bias,
-        accumulate,
-    )
-
-
 def _kind_of_gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -241,19 +219,36 @@ def _prepare_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Run:
-    bias_dtype = None if bias is None else bias.dtype
-    problem = _problem(a, a_scale, b, b_scale, out_dtype, bias_dtype, False)
-    if 0 in (problem.m, problem.n):
-        return lambda a, *_: a.new_empty((problem.m, problem.n), dtype=out_dtype)
-    backend = backends.choose_gemm(problem).name
-    module, given = backends.gemm_module(backend), (a, a_scale, b, b_scale, bias)
-    ready = _dense(*given)
-    if backend == "reference" or _same(given, ready):
-        return prepare(module, "gemm", *given, out_dtype)
+    m, n = a.shape[0], b.shape[0]
+    if 0 in (m, n):
+        return lambda a, *_: a.new_empty((m, n), dtype=out_dtype)
+    module, ready = chosen(a, a_scale, b, b_scale, bias, out_dtype)
     run = prepare(module, "gemm", *ready, out_dtype)
+    if _same((a, a_scale, b, b_scale, bias), ready):
+        return run
     return lambda a, a_scale, b, b_scale, bias, out_dtype: run(
         *_dense(a, a_scale, b, b_scale, bias), out_dtype
     )
+
+
+def chosen(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: bool = False,
+) -> tuple[ModuleType, tuple[Tensor | None, ...]]:
+    """The module that runs a product, and the operands and bias as it reads them."""
+    given = a, a_scale, b, b_scale, bias
+    m, n, bias_dtype = a.shape[0], b.shape[0], None if bias is None else bias.dtype
+    blocks = rows_per_scale(m, a_scale), rows_per_scale(n, b_scale)
+    problem = backends.GemmProblem(
+        m, n, a.shape[1], *blocks, out_dtype, a.device, bias_dtype, accumulate
+    )
+    name = backends.choose_gemm(problem).name
+    return backends.gemm_module(name), given if name == "reference" else _dense(*given)
 
 
 def _dense(
@@ -276,15 +271,12 @@ def _kind_of_gemm_add_(
 
 
 def _prepare_gemm_add_(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Run:
-    problem = _problem(a, a_scale, b, b_scale, out.dtype, None, True)
-    if 0 in (problem.m, problem.n, problem.k):
+    if 0 in (*out.shape, a.shape[1]):
         return lambda *_: None
-    backend = backends.choose_gemm(problem).name
-    module, given = backends.gemm_module(backend), (a, a_scale, b, b_scale, None)
-    ready = _dense(*given)
-    if backend == "reference" or _same(given, ready):
-        return prepare(module, "gemm_add_", out, *given[:4])
+    module, ready = chosen(a, a_scale, b, b_scale, None, out.dtype, accumulate=True)
     run = prepare(module, "gemm_add_", out, *ready[:4])
+    if _same((a, a_scale, b, b_scale, None), ready):
+        return run
     return lambda out, a, a_scale, b, b_scale: run(out, *_dense(a, a_scale, b, b_scale, None)[:4])
 
 

@@ -35,8 +35,8 @@ class Pinned:
             raise AttributeError(name)
 
         def first(*args: Any) -> Any:
-            run = _OPS[name].find(*args)
-            setattr(self, name, run)
-            return run(*args)
+            result = _OPS[name](*args)
+            setattr(self, name, _OPS[name].run_for(*args))
+            return result
 
         return first

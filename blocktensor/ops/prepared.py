@@ -47,16 +47,19 @@ class Prepared:
 
     def __call__(self, *args: Any) -> Any:
         """Run the op."""
-        run = self._runs.get(self._kind(*args)) or self.find(*args)
-        return run(*args)
+        run = self._runs.get(self._kind(*args))
+        return self._first(*args) if run is None else run(*args)
 
-    def find(self, *args: Any) -> Run:
-        """How calls of the kind of ``args`` run."""
-        kind = self._kind(*args)
-        run = self._runs.get(kind)
-        if run is None:
-            run = remember(self._runs, kind, self._prepare(*args))
-        return run
+    def _first(self, *args: Any) -> Any:
+        run = self._prepare(*args)
+        result = run(*args)
+        # a run may know better after its first call
+        remember(self._runs, self._kind(*args), getattr(run, "settled", None) or run)
+        return result
+
+    def run_for(self, *args: Any) -> Run:
+        """What runs calls of the kind of ``args``, without a look at their kind once one was."""
+        return self._runs.get(self._kind(*args)) or self
 
     def forget(self) -> None:
         """Prepare every kind of call anew."""

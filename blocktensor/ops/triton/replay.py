@@ -40,25 +40,31 @@ def replayed(function: Function) -> Function:
 
 
 class Replay:
-    """Calls of a function with arguments of one kind: the first is recorded, the rest replayed."""
+    """Calls of a function with arguments of one kind: the first is recorded, the rest replayed.
 
-    __slots__ = ("_function", "_ordinary", "_play")
+    Attributes:
+        settled: what to call from now on, once that is known: the player of the recording, or the
+            function itself, if it cannot be replayed.
+    """
+
+    __slots__ = ("_function", "settled")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._play: Callable[..., Any] | None = None
-        self._ordinary = not raw.supported()
+        self.settled: Callable[..., Any] | None = None if raw.supported() else function
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
-        play = self._play
-        if play is None or raw.hooked():
-            return self._first(args)
-        return play(*args)
+        return (self.settled or self._first)(*args)
 
-    def _first(self, args: tuple[Any, ...]) -> Any:
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a recording."""
+        return self.settled not in (None, self._function)
+
+    def _first(self, *args: Any) -> Any:
         addresses = [x.data_ptr() for x in args if isinstance(x, Tensor)]
-        if self._ordinary or len(set(addresses)) < len(addresses) or raw.hooked():
+        if len(set(addresses)) < len(addresses) or raw.hooked():
             # Two arguments at one address could not be told apart: another call may be recorded.
             return self._function(*args)
         with watch_launches() as launches, _Watch() as watch:
@@ -67,9 +73,9 @@ class Replay:
             if watch.others:
                 raise _NotRepeatable
             kernels = [raw.raw_kernel(*launch) for launch in launches]
-            self._play = _player(args, watch.allocated, kernels, result)
+            self.settled = _player(self._function, args, watch.allocated, kernels, result)
         except (_NotRepeatable, raw.Unsupported):
-            self._ordinary = True
+            self.settled = self._function
         return result
 
 
@@ -114,6 +120,8 @@ def _is_view(func: Any) -> bool:
 # was recorded take twice as long. That of a cast, with its constants c0, c1, …:
 #
 #     def play(a0, a1):
+#         if hooked():
+#             return function(a0, a1)
 #         if current_device() != 0:
 #             with torch.cuda.device(0):
 #                 return play(a0, a1)
@@ -126,15 +134,20 @@ def _is_view(func: Any) -> bool:
 #         p_m1 = m1.data_ptr()
 #         c6(4, 1, 1, stream, 94217, 0, 0, None, None, c7, None, None, None, p_a0, p_m0, p_m1, …)
 #         return (m0, m1)
+#
+# Tensors that it allocates and does not return share one allocation.
+
+_ALIGNMENT = 512
 
 
 def _player(
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     made: list[Tensor],
     kernels: list[raw.RawKernel],
     result: Any,
 ) -> Callable[..., Any]:
-    """A function of arguments like ``args`` that allocates, launches and returns alike."""
+    """A function that does for arguments like ``args`` what ``function`` did for them."""
     names = [f"a{i}" for i in range(len(args))]
     known = {name: x for name, x in zip(names, args, strict=True) if isinstance(x, Tensor)}
     device = next(iter(known.values())).get_device()
@@ -148,17 +161,30 @@ def _player(
 
     call = ", ".join(names)
     body = [
+        "if hooked():",
+        f"    return {constant(function)}({call})",
         f"if current_device() != {device}:",
         f"    with torch.cuda.device({device}):",
         f"        return play({call})",
         "empty = fresh_empty()",
     ]
+    offsets = _offsets(made, result)
+    pointers = {name: f"{name}.data_ptr()" for name in known}
+    if offsets:
+        size = sum(_padded(made[i]) for i in offsets)
+        body.append(f"scratch = empty(({size},), (1,), {constant(torch.uint8)})")
+        body.append("p_scratch = scratch.data_ptr()")
     for i, x in enumerate(made):
-        known[f"m{i}"] = x
+        name = f"m{i}"
+        known[name] = x
+        if i in offsets:
+            pointers[name] = f"p_scratch + {offsets[i]}"
+            continue
+        pointers[name] = f"{name}.data_ptr()"
         geometry = (constant(part) for part in (tuple(x.shape), x.stride(), x.dtype))
-        body.append(f"m{i} = empty({', '.join(geometry)})")
+        body.append(f"{name} = empty({', '.join(geometry)})")
     body.append(f"stream = current_stream({device})")
-    body += [f"p_{name} = {name}.data_ptr()" for name in known]
+    body += [f"p_{name} = {value}" for name, value in pointers.items()]
 
     def address(tensor: Tensor) -> str:
         found = [name for name, x in known.items() if x.data_ptr() == tensor.data_ptr()]
@@ -189,6 +215,21 @@ def _player(
     return player
 
 
+def _padded(x: Tensor) -> int:
+    return -(-x.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
+    """Where in one allocation those of ``made`` lie that are not returned; nothing for only one."""
+    returned = result if isinstance(result, tuple) else (result,)
+    kept = {x.untyped_storage().data_ptr() for x in returned if x is not None}
+    inner = [i for i, x in enumerate(made) if x.untyped_storage().data_ptr() not in kept]
+    if len(inner) < 2:
+        return {}
+    sizes = [_padded(made[i]) for i in inner]
+    return {i: sum(sizes[:place]) for place, i in enumerate(inner)}
+
+
 def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> str:
     """The expression of a result: allocated tensors, or views of them."""
     if result is None:
@@ -206,6 +247,8 @@ def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> 
 
 
 # What players call: torch's own without the detours.
+
+hooked = raw.hooked
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Callable[[int], int] = getattr(

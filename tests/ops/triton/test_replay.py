@@ -106,6 +106,29 @@ def test_several_launches_workspaces_and_views() -> None:
     assert (a.calls, len(a.kernel.direct)) == (1, 9)
 
 
+def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thrice(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third = torch.empty(8), torch.empty(2, 8), torch.empty(8)
+        launch(kernel, x, y, first, 2)
+        launch(kernel, y, first, second, 3)
+        launch(kernel, first, second, third, 4)
+        return third
+
+    sizes: list[tuple[int, ...]] = []
+
+    def counted(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        sizes.append(size)
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    monkeypatch.setattr(replay, "fresh_empty", lambda: counted)
+    a = op(thrice)
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(a.call(x, y), 10 * x + 8 * y)
+    assert sizes == 2 * [(1024,), (8,)]
+    assert (a.calls, len(a.kernel.direct)) == (1, 6)
+
+
 def test_an_op_in_place_returns_nothing() -> None:
     a = op(lambda kernel, out, x: launch(kernel, x, out, out, 2))
     out, want = draw(8), torch.zeros(8)
@@ -240,7 +263,7 @@ def test_tensor_maps_are_bounded(maps: list[int], monkeypatch: pytest.MonkeyPatc
     kernel = Kernel(copy_body, ["source", "target"])
     kept = [(x, run(x)) for x in (draw(8) for _ in range(20))]
     assert all(torch.equal(x, y) for x, y in kept)
-    cells = [cell.cell_contents for cell in run._play.__closure__]
+    cells = [cell.cell_contents for cell in run.settled.__closure__]
     known = [content for content in cells if isinstance(content, dict)]
     assert [len(maps) <= 4 for maps in known] == [True, True]
 
