@@ -12,6 +12,7 @@ import torch
 
 from blocktensor.ops import backends, library
 from blocktensor.ops.backends import Choice, GemmProblem, choose_gemm, usable_gemm_backends
+from blocktensor.ops.gluon.tiles import choose_tile
 from tests.numeric import E4M3, operand
 
 CUDA = torch.device("cuda", 0)
@@ -184,25 +185,34 @@ def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "tiles"),
+    "change",
     [
-        ({}, "256x128 tiles"),
-        ({"bias": torch.float32}, "256x128 tiles"),
-        ({"out_dtype": torch.float16}, "256x128 tiles"),
-        ({"m": 7168, "n": 2048, "k": 4096, "b_block": 1, "accumulate": True}, "128x192 tiles"),
-        ({"m": 1, "n": 1, "k": 1}, "64x128 tiles"),
-        ({"m": 64, "n": 2048, "k": 7168}, "64x128 tiles and 14 parts of K"),
-        ({"m": 4097, "n": 129, "k": 2055}, "64x128 tiles"),
+        {},
+        {"bias": torch.float32},
+        {"out_dtype": torch.float16},
+        {"m": 7168, "n": 2048, "k": 4096, "b_block": 1, "accumulate": True},
+        {"m": 1, "n": 1, "k": 1},
+        {"m": 64, "n": 2048, "k": 7168},
+        {"m": 4097, "n": 129, "k": 2055},
     ],
+    ids=str,
 )
-def test_hopper_runs_its_own_kernel(
-    pretend: Pretend, change: dict[str, object], tiles: str
-) -> None:
+def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, object]) -> None:
     """The choice of tile shows, and what it is expected to take."""
     pretend((9, 0), triton="3.6.0")
-    choice = choose_gemm(replace(PROBLEM, **change))
+    problem = replace(PROBLEM, **change)
+    choice = choose_gemm(problem)
     assert choice.name == "gluon"
-    assert re.fullmatch(rf"{tiles}, predicted -?\d+ us", choice.reason)
+    shown = re.fullmatch(
+        r"(\d+)x(\d+) tiles(?: and (\d+) parts of K)?, predicted (\d+) us", choice.reason
+    )
+    assert shown is not None
+    tile, parts, us = choose_tile(
+        problem.m, problem.n, -(-problem.k // 128), problem.b_block, 132,
+        accumulate=problem.accumulate,
+    )  # fmt: skip
+    wanted = [*tile.size, parts, round(us)]
+    assert [int(number or 1) for number in shown.groups()] == wanted
 
 
 @pytest.mark.parametrize(

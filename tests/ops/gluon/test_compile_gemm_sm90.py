@@ -89,8 +89,8 @@ def test_bias(name: str, n: int) -> None:
 
 
 def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:
-    assert choose_tile(8192, 8191, 56, 128, 132, plain=True)[0].rows == 2
-    assert choose_tile(8192, 8191, 56, 128, 132, plain=False)[0].rows == 1
+    assert choose_tile(4096, 18431, 56, 128, 132, plain=True)[0].rows == 2
+    assert choose_tile(4096, 18431, 56, 128, 132, plain=False)[0].rows == 1
 
 
 @pytest.mark.parametrize("name", [n for n, t in TILES.items() if not t.turned])

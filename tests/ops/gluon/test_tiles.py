@@ -72,7 +72,7 @@ def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
 @pytest.mark.parametrize(
     ("shape", "b_block", "expected"),
     [
-        ((8192, 8192, 64), 128, "square 256x128"),
+        ((4096, 18432, 56), 128, "square 256x128"),
         ((512, 2048, 16), 128, "square 64x128"),
         ((4096, 4096, 32), 1, "rows 256x128"),
         ((2048, 7168, 32), 1, "rows 128x192"),
