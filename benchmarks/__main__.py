@@ -52,7 +52,9 @@ def _table(name: str, rows: Sequence[Row]) -> Any:
     return table
 
 
-def _measure(name: str, quick: bool, console: Any) -> tuple[list[Row], dict[str, Any]]:
+def _measure(
+    name: str, quick: bool, folder: Path, console: Any
+) -> tuple[list[Row], dict[str, Any]]:
     """The rows of one benchmark, behind a progress bar, and the facts beside them."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -72,6 +74,7 @@ def _measure(name: str, quick: bool, console: Any) -> tuple[list[Row], dict[str,
         task = progress.add_task(name, total=total, last="")
         for row in module.measure(**arguments):
             rows.append(row)
+            results.write(name, rows, folder, partial=True)
             last = " ".join(str(value) for value in list(row.values())[:6])
             progress.update(task, advance=1, last=last)
     return rows, module.facts() if hasattr(module, "facts") else {}
@@ -85,7 +88,7 @@ def _run(names: Sequence[str], quick: bool, folder: Path) -> int:
 
     console = Console(width=200)
     for name in names:
-        rows, facts = _measure(name, quick, console)
+        rows, facts = _measure(name, quick, folder, console)
         console.print(_table(name, rows))
         for peer, reason in facts.get("absent", {}).items():
             console.print(f"absent: {peer} ({reason})", markup=False)

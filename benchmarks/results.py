@@ -42,14 +42,23 @@ def environment(name: str) -> dict[str, str]:
     }
 
 
-def write(name: str, rows: list[Row], folder: Path = FOLDER, **extra: Any) -> Path:
-    """Write ``name.json`` atomically: environment, any ``extra`` facts, and the rows."""
+def write(
+    name: str, rows: list[Row], folder: Path = FOLDER, *, partial: bool = False, **extra: Any
+) -> Path:
+    """Write ``name.json`` atomically: environment, any ``extra`` facts, and the rows.
+
+    ``partial`` rows go to ``name.partial.json``, which the whole ones replace: what a run that is
+    killed has measured is not lost.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name}.json"
+    unfinished = folder / f"{name}.partial.json"
+    target = unfinished if partial else folder / f"{name}.json"
     content = json.dumps({"environment": environment(name), **extra, "rows": rows}, indent=1)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         file.write(content + "\n")
     os.replace(file.name, target)
+    if not partial:
+        unfinished.unlink(missing_ok=True)
     return target
 
 

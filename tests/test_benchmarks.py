@@ -100,6 +100,15 @@ def test_plots_are_shown_once_they_are_drawn(
     assert "\n![speed-up of linears](docs/plots/linear_speedup.png)\n" in readme.render(tmp_path)
 
 
+def test_what_a_killed_run_has_measured_is_there(tmp_path: Path) -> None:
+    rows = [{"us": 1.5}]
+    path = results.write("cast", rows, tmp_path, partial=True)
+    assert json.loads(path.read_text())["rows"] == rows
+    assert results.load("cast", tmp_path) is None
+    assert results.write("cast", 2 * rows, tmp_path) == tmp_path / "cast.json"
+    assert [file.name for file in tmp_path.iterdir()] == ["cast.json"]
+
+
 def test_results_carry_what_reproduces_them(tmp_path: Path) -> None:
     path = results.write("cast", [{"op": "rowwise", "us": 1.5}], tmp_path, copy_gb_s=4000)
     content = json.loads(path.read_text())

@@ -85,6 +85,7 @@ def plan_gemm(
     which divide its blocks, their sums go to fp32 rows of ``out`` one below the other, each part
     padded to whole tiles.
     """
+    assert bias is None or not tile.turned
     b_block = rows_per_scale(b.shape[0], b_scale)
     rows, cols = out.shape
     if tile.turned:
@@ -133,7 +134,9 @@ def _run(a: Form, b: Form, bias: Tensor | None, out: Tensor, accumulate: bool) -
     (m, k), n = a[0].shape, b[0].shape[0]
     kind = rows_per_scale(n, b[1])
     plain = bias is None or fits_tma(out)
-    tile, parts, _ = choose_tile(m, n, num_blocks(k), kind, sms(out.device), plain, accumulate)
+    tile, parts, _ = choose_tile(
+        m, n, num_blocks(k), kind, sms(out.device), plain, accumulate, turned=bias is None
+    )
     operands = *_operand(*a), *_operand(*b)
     if parts == 1:
         plan_gemm(*operands, bias, out, accumulate, tile)()

@@ -32,6 +32,8 @@ TILES = {
         Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16),
         Tile("rows 192x128", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16,
              turned=True),
+        Tile("rows 64x128", 1, rows=1, cols=2, width=64, depth=2, warpgroups=1, buffers=2,
+             programs=2),
     )
 }  # fmt: skip
 
@@ -123,15 +125,18 @@ def choose_tile(
     sms: int,
     plain: bool = True,
     accumulate: bool = False,
+    turned: bool = True,
 ) -> tuple[Tile, int, float]:
     """The tile for a shape, the parts of K to make it in, and the predicted time in microseconds.
 
     ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
-    which two row waves leave no registers.
+    which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
     """
     predicted = {}
     for name, tile in TILES.items():
         if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
+            continue
+        if tile.turned and not turned:
             continue
         speed = speeds()[name]
         if accumulate:
