@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import cast, check, gemm, host, linear, memory, plots, readme, results, tiles
+from . import cast, check, gemm, host, linear, memory, plots, readme, results, small, tiles
 from .results import Row
 from .summary import columns
 
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Any] = {
     "gemm": gemm,
     "cast": cast,
     "linear": linear,
+    "small": small,
     "host": host,
     "memory": memory,
     "tiles": tiles,

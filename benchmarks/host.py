@@ -10,11 +10,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import blocktensor as bt
 from blocktensor.ops import backends, library
 
+from .linear import step
 from .timing import Call
 
 SHAPES = ((256, 512, 512), (4096, 2048, 2048))
@@ -37,16 +38,6 @@ def host_us(call: Call, calls: int = CALLS) -> float:
     return median(times) * 1e6
 
 
-def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
-    def run() -> None:
-        if isinstance(layer.weight, bt.BlockwiseFP8Weight):
-            layer.weight.invalidate()  # as after an optimizer step: one cast a step
-        x.grad = layer.weight.grad = None
-        layer(x).backward(grad)
-
-    return run
-
-
 def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
     """What is timed: the op, the backend or dtype it runs in, and a call of it."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -67,7 +58,7 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
         if dtype == "fp8":
             bt.to_blockwise_fp8_weights(layer)
         yield "linear forward", dtype, functools.partial(layer, leaf)
-        yield "linear forward+backward", dtype, _step(layer, leaf, grad)
+        yield "linear forward+backward", dtype, step(layer, leaf, grad)
 
 
 def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:

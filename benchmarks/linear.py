@@ -25,20 +25,21 @@ _MOST_SETS = 8
 _ROTATED_ELEMENTS = 2**28
 
 
-def _step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
+def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
+    """One forward and backward, the weight as after an optimizer step."""
     weight = layer.weight
 
     def run() -> None:
         if isinstance(weight, bt.BlockwiseFP8Weight):
-            weight.invalidate()  # as after an optimizer step: one cast a step
+            weight.invalidate()  # one cast a step
         x.grad = weight.grad = None
         layer(x).backward(grad)
 
     return run
 
 
-def layers(n: int, k: int) -> dict[str, nn.Linear]:
-    """The same linear in bf16, in FP8, and where it is here in torchao's FP8."""
+def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
+    """The same linear in bf16, in FP8, and unless not ``peer`` in torchao's FP8, if it is here."""
 
     def plain() -> nn.Linear:
         return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -46,7 +47,7 @@ def layers(n: int, k: int) -> dict[str, nn.Linear]:
     fp8 = plain()
     bt.to_blockwise_fp8_weights(fp8)
     made: dict[str, nn.Linear] = {"bf16": plain(), "fp8": fp8}
-    if peers.present("torchao") and n % 128 == 0 and k % 128 == 0:
+    if peer and peers.present("torchao") and n % 128 == 0 and k % 128 == 0:
         made["torchao"] = peers.torchao_linear(plain())
     return made
 
@@ -99,7 +100,7 @@ def measure_shape(shape: Shape, rounds: int) -> dict[str, Any]:
         grad = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         made = layers(n, k)
         for name, layer in made.items():
-            steps.setdefault(name, []).append(_step(layer, x, grad))
+            steps.setdefault(name, []).append(step(layer, x, grad))
         for name, call in parts(x.detach(), made["bf16"].weight.detach(), grad).items():
             alone.setdefault(name, []).append(call)
     # cuBLAS warns where it is the first to use the GPU in autograd's thread

@@ -34,6 +34,28 @@ LINEAR: tuple[Shape, ...] = (
 )
 """Whole layers, forward and backward."""
 
+SMALL_LINEAR: tuple[Shape, ...] = tuple(
+    (m, n, k)
+    for m in (4096, 16384)
+    for n, k in (
+        (512, 512),
+        (512, 2048),
+        (512, 8192),
+        (1024, 1024),
+        (1024, 2048),
+        (2048, 1024),
+        (1024, 4096),
+        (4096, 1024),
+        (1024, 8192),
+        (1536, 1536),
+        (1536, 3072),
+        (2048, 2048),
+        (2048, 4096),
+        (3072, 3072),
+    )
+)
+"""Layers around the size from which FP8 pays."""
+
 CASTS: tuple[tuple[int, int], ...] = (
     (16384, 18432),
     (4096, 18432),

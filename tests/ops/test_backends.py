@@ -225,7 +225,6 @@ def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, object])
             "triton",
             "no bias where both sides have 1x128 blocks",
         ),
-        ({"m": 576, "n": 7168, "k": 4096, "b_block": 1}, "cublas", "cuBLAS is predicted to be"),
     ],
 )
 def test_what_hoppers_kernel_leaves_to_others(
@@ -238,11 +237,21 @@ def test_what_hoppers_kernel_leaves_to_others(
     assert reason in choice.reason
 
 
+def test_where_cublas_is_faster_it_is_left_to_it(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend((9, 0), triton="3.6.0")
+    monkeypatch.setattr(backends, "cublas_is_faster", lambda *_: True)
+    choice = choose_gemm(PROBLEM)
+    assert choice.name == "cublas"
+    assert "gluon: cuBLAS is predicted to be faster here" in choice.reason
+
+
 def test_a_slower_kernel_can_be_forced(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend((9, 0), triton="3.6.0")
+    monkeypatch.setattr(backends, "cublas_is_faster", lambda *_: True)
     monkeypatch.setenv(backends.FORCE_VARIABLE, "gluon")
-    problem = replace(PROBLEM, m=576, n=7168, k=4096, b_block=1)
-    assert choose_gemm(problem) == Choice("gluon", "forced by BLOCKTENSOR_GEMM")
+    assert choose_gemm(PROBLEM) == Choice("gluon", "forced by BLOCKTENSOR_GEMM")
 
 
 # Forcing one

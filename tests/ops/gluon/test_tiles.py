@@ -75,7 +75,7 @@ def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
         ((4096, 18432, 56), 128, "square 256x128"),
         ((512, 2048, 16), 128, "square 64x128"),
         ((4096, 4096, 32), 1, "rows 256x128"),
-        ((2048, 7168, 32), 1, "rows 128x192"),
+        ((2048, 10944, 32), 1, "rows 128x192"),
         ((10944, 2048, 32), 1, "rows 192x128"),
     ],
 )
@@ -91,6 +91,17 @@ def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.Monk
     ours = choose_tile(*shape, 1, H200)[2]
     for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
         known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
+        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        assert cublas_is_faster(*shape, 1, H200) is faster
+
+
+def test_a_microsecond_is_not_worth_the_host_time_of_cublas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (512, 512, 16)
+    ours = choose_tile(*shape, 1, H200)[2]
+    for saved, faster in ((1.9, False), (2.1, True)):
+        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, ours - saved)}
         monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
         assert cublas_is_faster(*shape, 1, H200) is faster
 
