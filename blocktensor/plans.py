@@ -24,7 +24,7 @@ from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, check_recipes
 from .weight import BlockwiseFP8Weight
 
-EARLY_BYTES = 32 << 20
+EARLY_BYTES = 64 << 20
 """Incoming gradients of this size are cast before backward begins, and die then. The hook that does
 it takes a tenth of a small linear's host time, and a small gradient may as well live a little."""
 

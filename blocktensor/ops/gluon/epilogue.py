@@ -76,7 +76,7 @@ def _send(
     # Through the warpgroup's buffers, as many chunks at a time as they hold. Where they hold two
     # waves, waves alternate; else a buffer is awaited that the same wave has filled before.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
-    BUFFERS: gl.constexpr = out_s.shape[0] // T.warpgroups
+    BUFFERS: gl.constexpr = T.out_buffers(out.dtype.primitive_bitwidth)
     ALTERNATE: gl.constexpr = BUFFERS >= 2 * COUNT and BUFFERS % COUNT == 0
     BATCH: gl.constexpr = COUNT if COUNT < BUFFERS else BUFFERS
     BASE: gl.constexpr = WAVE * COUNT % BUFFERS if ALTERNATE else 0
@@ -85,7 +85,7 @@ def _send(
             tma.store_wait(BUFFERS - COUNT if ALTERNATE and WAVE > 0 else 0)
         elif i % BATCH == 0:
             tma.store_wait(0 if COUNT - i > BATCH else BATCH - (COUNT - i))
-        buffer = out_s.index(WG * BUFFERS + BASE + i % BATCH)
+        buffer = out_s[WG * BUFFERS + BASE + i % BATCH]
         if T.turned:
             buffer = buffer.permute((1, 0))
         buffer.store(chunks[i].to(out.dtype))
@@ -94,7 +94,7 @@ def _send(
             for j in gl.static_range(i // BATCH * BATCH, i + 1):
                 at = col + j * CHUNK
                 place = (at, row) if T.turned else (row, at)
-                full = out_s.index(WG * BUFFERS + BASE + j % BATCH)
+                full = out_s[WG * BUFFERS + BASE + j % BATCH]
                 if OUT.add == "staged":
                     _reduce_add(out, [place[0], place[1]], full)
                 else:
@@ -132,19 +132,19 @@ def _add_directly(
 ):  # fmt: skip
     # Chunks are numbered through all waves: the first of them fill the buffers, once.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
-    BUFFERS: gl.constexpr = out_s.shape[0] // T.warpgroups
+    BUFFERS: gl.constexpr = T.out_buffers(out.dtype.primitive_bitwidth)
     FIRST: gl.constexpr = WAVE * COUNT
     if FIRST == 0:
         tma.store_wait(0)
     if FIRST < BUFFERS:
         for i in gl.static_range(COUNT):
             if FIRST + i < BUFFERS:
-                out_s.index(WG * BUFFERS + FIRST + i).store(chunks[i])
+                out_s[WG * BUFFERS + FIRST + i].store(chunks[i])
         fence_async_shared()
         for i in gl.static_range(COUNT):
             if FIRST + i < BUFFERS:
                 place = col + i * CHUNK
-                _reduce_add(out, [row, place], out_s.index(WG * BUFFERS + FIRST + i))
+                _reduce_add(out, [row, place], out_s[WG * BUFFERS + FIRST + i])
     for i in gl.static_range(COUNT):
         if FIRST + i >= BUFFERS:
             _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, M, N, out_ld)

@@ -145,15 +145,16 @@ def gemm_kernel(
     B_STEPS: gl.constexpr = T.n // T.b_rows_apart
     a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)
     b_s = gl.allocate_shared_memory(E4M3, [STAGES * B_STEPS, T.b_rows_apart, 128], b_map.layout)
+    out_s = ()
     if OUT.tma:
-        BUFFERS: gl.constexpr = T.buffers * 16 // out.dtype.primitive_bitwidth
-        out_s = gl.allocate_shared_memory(
-            out.dtype,
-            [T.warpgroups * BUFFERS, CHUNK if T.turned else 64, 64 if T.turned else CHUNK],
-            out.layout,
-        )
+        # Buffers of one allocation would be taken for one: a barrier between any two stores.
+        for _ in gl.static_range(T.warpgroups * T.out_buffers(out.dtype.primitive_bitwidth)):
+            buffer = gl.allocate_shared_memory(
+                out.dtype, [CHUNK, 64] if T.turned else [64, CHUNK], out.layout
+            )
+            out_s = out_s + (buffer,)
     else:
-        out_s = a_s  # any
+        out_s = (a_s,)  # any
     a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, T.a_scales], a_scale_map.layout)
     b_scale_s = gl.allocate_shared_memory(
         gl.float32, [STAGES * T.b_scale_copies, T.b_scales], b_scale_map.layout

@@ -107,3 +107,7 @@ class Tile:
     def b_scale_copies(self) -> int:
         """Copies that bring the scales of B."""
         return 2 if self.width == 96 else 1
+
+    def out_buffers(self, bits: int) -> int:
+        """Output buffers of a warpgroup for numbers of ``bits``."""
+        return self.buffers * 16 // bits
