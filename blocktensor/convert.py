@@ -28,13 +28,20 @@ Filter = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True)
 class SmallKN:
-    """Sizes under which FP8 does not pay: a weight ``[N, K]`` is left alone if N < n or K < k.
+    """Sizes under which FP8 does not pay: ``[N, K]`` is left alone if N < n, K < k or N K < size.
 
-    The defaults come from ``python -m benchmarks linear`` on an H200 (docs/design.md).
+    The defaults come from ``python -m benchmarks small`` on an H200 (docs/design.md): from there on
+    FP8 is faster in CUDA graphs at 4096 tokens, and in eager mode at 16384.
     """
 
-    n: int = 2048
-    k: int = 2048
+    n: int = 1024
+    k: int = 1024
+    size: int = 2048 * 2048
+
+    def undercut(self, n: int, k: int) -> list[str]:
+        """What of a weight ``[n, k]`` is too small, and by which threshold."""
+        sizes = (("N", n, self.n), ("K", k, self.k), ("N K", n * k, self.size))
+        return [f"{what}={found} < {least}" for what, found, least in sizes if found < least]
 
 
 @dataclass(frozen=True)
@@ -217,11 +224,8 @@ def _why_skip(
     if filter is not None and not filter(module, name):
         return "filter"
     n, k = weight.shape
-    if thresholds is not None and (n < thresholds.n or k < thresholds.k):
-        small = [f"N={n} < {thresholds.n}"] if n < thresholds.n else []
-        small += [f"K={k} < {thresholds.k}"] if k < thresholds.k else []
-        return f"small: {' and '.join(small)} (auto_filter_small_kn)"
-    return None
+    small = [] if thresholds is None else thresholds.undercut(n, k)
+    return f"small: {' and '.join(small)} (auto_filter_small_kn)" if small else None
 
 
 def _why_converted(weight: Tensor, was: bool, users: list[str], name: str) -> str:

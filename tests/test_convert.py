@@ -240,7 +240,7 @@ def test_converting_between_forward_and_backward_is_an_error(x_grad: bool) -> No
 
 def test_the_report_of_a_small_model() -> None:
     model = Model()
-    report = convert(model, skip=["blocks.1.*"], auto_filter_small_kn=SmallKN(n=DIM, k=100))
+    report = convert(model, skip=["blocks.1.*"], auto_filter_small_kn=SmallKN(n=DIM, k=100, size=0))
     assert converted_names(model) == ["blocks.0.down"]
     assert_expected_inline(
         str(report),
@@ -311,9 +311,12 @@ def test_the_output_projection_of_attention_is_left_alone() -> None:
     [
         ({}, []),
         ({"auto_filter_small_kn": False}, LINEARS),
-        ({"auto_filter_small_kn": SmallKN(n=DIM, k=DIM)}, LINEARS),
-        ({"auto_filter_small_kn": SmallKN(n=DIM + 1, k=0)}, ["blocks.0.up", "blocks.1.up"]),
-        ({"auto_filter_small_kn": SmallKN(n=0, k=DIM + 1)}, ["blocks.0.down", "blocks.1.down"]),
+        ({"auto_filter_small_kn": SmallKN(n=DIM, k=DIM, size=0)}, LINEARS),
+        ({"auto_filter_small_kn": SmallKN(n=DIM + 1, k=0, size=0)}, ["blocks.0.up", "blocks.1.up"]),
+        (
+            {"auto_filter_small_kn": SmallKN(n=0, k=DIM + 1, size=0)},
+            ["blocks.0.down", "blocks.1.down"],
+        ),
         ({"auto_filter_small_kn": False, "skip": ["*.up"]}, ["blocks.0.down", "blocks.1.down"]),
         ({"auto_filter_small_kn": False, "skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"]),
         (
@@ -335,13 +338,16 @@ def test_the_default_thresholds_keep_large_layers() -> None:
         model = nn.ModuleDict(
             {
                 "large": nn.Linear(2048, 2048),
-                "narrow": nn.Linear(2047, 2048),
-                "flat": nn.Linear(2048, 2047),
+                "wide": nn.Linear(1024, 4096),
+                "flat": nn.Linear(4096, 1024),
+                "narrow": nn.Linear(1023, 8192),
+                "small": nn.Linear(2047, 2048),
             }
         )
     report = convert(model)
-    assert [e.name for e in report.converted] == ["large"]
-    assert "auto_filter_small_kn" in reasons(report)["narrow"]
+    assert [e.name for e in report.converted] == ["large", "wide", "flat"]
+    assert reasons(report)["narrow"] == "small: K=1023 < 1024 (auto_filter_small_kn)"
+    assert reasons(report)["small"] == "small: N K=4192256 < 4194304 (auto_filter_small_kn)"
 
 
 def test_the_filter_sees_only_linears_that_could_be_converted() -> None:
