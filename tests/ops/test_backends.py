@@ -187,8 +187,7 @@ def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"bias": torch.float32},
-        {"out_dtype": torch.float16},
+        {"bias": torch.float32, "out_dtype": torch.float16},
         {"m": 7168, "n": 2048, "k": 4096, "b_block": 1, "accumulate": True},
         {"m": 64, "n": 2048, "k": 7168},
         {"m": 4097, "n": 129, "k": 2055},
