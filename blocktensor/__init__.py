@@ -6,6 +6,7 @@ from . import dispatch as dispatch  # fills the tables of ops
 from . import functional
 from . import overrides as overrides  # fills the table of torch functions
 from .autograd import quantize
+from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
 from .explain import Explanation, explain
 from .recipe import Recipe
@@ -19,13 +20,17 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockwiseFP8Tensor",
     "BlockwiseFP8Weight",
+    "CheckpointError",
     "ConversionReport",
     "Explanation",
+    "LoadReport",
     "Recipe",
     "SmallKN",
     "convert",
     "explain",
     "functional",
+    "load_fp8",
     "quantize",
+    "save_fp8",
     "to_blockwise_fp8_weights",
 ]

@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.overrides",),
     ("blocktensor.autograd",),
     ("blocktensor.plans",),
+    ("blocktensor.checkpoint.*",),
     ("blocktensor.dispatch",),
     ("blocktensor.state",),
     ("blocktensor.weight",),

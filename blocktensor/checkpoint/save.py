@@ -1,0 +1,239 @@
+"""Writing FP8 checkpoints: shard by shard, into a folder that appears only when it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import library
+from ..tensor import BlockwiseFP8Tensor, FP8Type
+from ..weight import BlockwiseFP8Weight
+from .layout import (
+    CONFIG,
+    HEADERS,
+    INDEX,
+    SCALE_SUFFIXES,
+    SINGLE,
+    header_digest,
+    quantization_config,
+    require_safetensors,
+    shard_name,
+)
+
+_DEFAULT_SHARD = 5 << 30
+
+
+def save_fp8(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    spelling: str = "deepseek",
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = _DEFAULT_SHARD,
+    overwrite: bool = False,
+) -> Path:
+    """Write a converted model in FP8: 1 byte a weight, in the layout that DeepSeek-V3 is in.
+
+    Weights of either FP8 type are written as e4m3 and scales (a trainable one as its next forward
+    would read it; its high-precision master is not kept: ``state_dict`` holds that); all else as it
+    is. Tied tensors are written once, under their first name.
+
+    The checkpoint is made beside ``path`` and renamed when it is complete: a process that is killed
+    leaves what was there before.
+
+    Args:
+        model: any module, converted.
+        path: the folder to make.
+        spelling: ``"deepseek"``: scales are called ``weight_scale_inv``, as in DeepSeek-V3 and
+            transformers' "fp8"; ``"compressed-tensors"``: ``weight_scale``.
+        config: what else goes into ``config.json``; default: ``model.config.to_dict()``, where the
+            model has it.
+        max_shard_bytes: of one file, tensors larger than that excepted.
+        overwrite: replace a checkpoint that is there; other files in its folder are kept.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta.
+        FileExistsError: ``path`` is there, and ``overwrite`` is not set or it is no checkpoint.
+    """
+    require_safetensors()
+    if spelling not in SCALE_SUFFIXES:
+        raise ValueError(f"spelling={spelling!r}: expected one of {', '.join(SCALE_SUFFIXES)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
+    folder = Path(path)
+    _check_target(folder, overwrite)
+    tensors = _unique_tensors(model)
+    fp8 = {name: x for name, x in tensors.items() if isinstance(x, FP8Type)}
+    if not fp8:
+        raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
+    for name, x in tensors.items():
+        if x.is_meta:
+            raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_tensors(made, tensors, spelling, max_shard_bytes)
+        powers = all(_recipe(x).power_of_two for x in fp8.values())
+        described = quantization_config(spelling, _plain_linears(model, fp8), powers)
+        known = _config_of(model) if config is None else dict(config)
+        _write_json(made / CONFIG, {**known, "quantization_config": described})
+        _put_in_place(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} is there already: pass overwrite=True to replace it")
+    if not any((folder / name).exists() for name in (INDEX, SINGLE)):
+        raise FileExistsError(
+            f"{folder} is there and is no checkpoint (neither {INDEX} nor {SINGLE} in it): remove "
+            f"it, or choose another path"
+        )
+
+
+def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names that ``state_dict`` gives, each once."""
+    kept = dict(model.state_dict(keep_vars=True))
+    seen: set[object] = set()
+    unique: dict[str, Tensor] = {}
+    for name, x in kept.items():
+        if not isinstance(x, Tensor):
+            continue  # extra state, which has no place in safetensors
+        identity = id(x) if isinstance(x, FP8Type) or x.is_meta else _memory(x)
+        if identity not in seen:
+            seen.add(identity)
+            unique[name] = x
+    return unique
+
+
+def _memory(x: Tensor) -> object:
+    return id(x) if x.numel() == 0 else (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
+def _recipe(x: Tensor) -> Any:
+    assert isinstance(x, (BlockwiseFP8Tensor, BlockwiseFP8Weight))
+    return x.recipe
+
+
+def _plain_linears(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
+    known = {id(x) for x in fp8.values()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in known:
+            yield name
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    return dict(to_dict()) if callable(to_dict) else {}
+
+
+def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
+    """What of one tensor is written, by name, on the CPU and contiguous."""
+    with torch.no_grad():
+        if isinstance(x, BlockwiseFP8Weight):
+            form = library.quantize_square(x.master.detach(), x.recipe.power_of_two)
+        elif isinstance(x, BlockwiseFP8Tensor):
+            form = x.rowwise()
+        else:
+            return {name: x.detach().cpu().contiguous()}
+        data, scale = form
+        return {name: data.cpu().contiguous(), f"{name}{suffix}": scale.cpu().contiguous()}
+
+
+def _bytes(x: Tensor) -> int:
+    """What a tensor takes in a file."""
+    if not isinstance(x, FP8Type):
+        return x.nbytes
+    blocks = -(-x.shape[-1] // 128) * -(-x.shape[-2] // 128)
+    return x.numel() + 4 * blocks * (x.shape[0] if x.ndim == 3 else 1)
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, x in tensors.items():
+        if shards[-1] and size + _bytes(x) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(x)
+    return shards
+
+
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], spelling: str, max_shard_bytes: int
+) -> None:
+    from safetensors.torch import save_file
+
+    suffix = SCALE_SUFFIXES[spelling]
+    shards = _shards(tensors, max_shard_bytes)
+    places: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, 1):
+        file = shard_name(number, len(shards))
+        stored = {k: v for name in names for k, v in _stored(name, tensors[name], suffix).items()}
+        save_file(stored, folder / file, metadata={"format": "pt"})
+        _flush(folder / file)
+        places |= dict.fromkeys(stored, file)
+        headers[file] = header_digest(folder / file)
+        total += sum(x.nbytes for x in stored.values())
+    metadata = {"total_size": total, HEADERS: headers}
+    _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    _flush(file)
+
+
+def _flush(path: Path) -> None:
+    """Have a file, or the names in a folder, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_in_place(made: Path, folder: Path) -> None:
+    """Rename ``made`` to ``folder``; of a checkpoint there, keep what is not its own."""
+    made.chmod(0o777 & ~_umask())
+    if folder.exists():
+        for file in folder.iterdir():
+            if file.suffix != ".safetensors" and not (made / file.name).exists():
+                (shutil.copytree if file.is_dir() else shutil.copy2)(file, made / file.name)
+    _flush(made)
+    if not folder.exists():
+        made.rename(folder)
+    else:
+        # Two renames, since a folder cannot be replaced in one; a kill between them leaves both,
+        # whole, under names that begin with a dot.
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        folder.rename(old / folder.name)
+        made.rename(folder)
+        shutil.rmtree(old)
+    _flush(folder.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,53 @@
+"""A small model with all that a checkpoint holds: linears, a bias, a norm, a tie, a buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blocktensor import Recipe
+from blocktensor import convert as convert_model
+
+N, K, VOCABULARY = 200, 300, 32
+
+
+class Model(nn.Module):
+    """Embedding, two linears, a norm, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, K)
+        self.up = nn.Linear(K, N)
+        self.down = nn.Linear(N, K, bias=False)
+        self.norm = nn.LayerNorm(K)
+        self.head = nn.Linear(K, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.down(self.up(x))))
+
+
+def filled(
+    seed: int = 0, *, convert: bool = True, frozen: bool = False, recipe: Recipe | None = None
+) -> Model:
+    """A model in bf16 with values that follow from ``seed``."""
+    model = Model().bfloat16()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        model.steps.fill_(seed + 7)
+    if frozen:
+        model.up.weight.requires_grad_(False)
+        model.down.weight.requires_grad_(False)
+    if convert:
+        convert_model(model, recipe or Recipe(), auto_filter_small_kn=False)
+    return model
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of a tensor, for comparison."""
+    return x.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,304 @@
+"""What load_fp8 makes of a checkpoint: the same bits, or a clear error and an unchanged model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    CheckpointError,
+    convert,
+    load_fp8,
+    save_fp8,
+)
+from blocktensor.checkpoint import load as module
+from tests.checkpoint.models import VOCABULARY, K, Model, N, bits, filled
+
+TOKENS = torch.arange(VOCABULARY)[None]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_fp8(filled(frozen=True), tmp_path / "fp8", max_shard_bytes=60_000)
+
+
+def on_meta(dtype: torch.dtype = torch.bfloat16) -> Model:
+    with torch.device("meta"):
+        return Model().to(dtype)
+
+
+def converted_on_meta() -> Model:
+    model = on_meta()
+    convert(model, auto_filter_small_kn=False)
+    return model
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The bytes of everything in a model, by name."""
+    found: dict[str, Tensor] = {}
+    for name, x in model.state_dict().items():
+        parts = [x]
+        if isinstance(x, BlockwiseFP8Tensor):
+            parts = [part for part in x.rowwise()]
+        found |= {f"{name} {i}": bits(part).clone() for i, part in enumerate(parts)}
+    return found
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# What fits
+
+
+@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: filled(5, convert=False), lambda: filled(5, frozen=True), on_meta, converted_on_meta],
+    ids=["plain", "frozen", "meta", "converted on meta"],
+)
+def test_there_and_back(tmp_path: Path, spelling: str, make: Callable[[], Model]) -> None:
+    source, model = filled(frozen=True), make()
+    save_fp8(source, tmp_path / "fp8", spelling=spelling)
+    report = load_fp8(model, tmp_path / "fp8")
+    assert_same(state(model), state(source))
+    assert set(report.fp8) == {"up.weight", "down.weight"}
+    assert (report.missing, report.unexpected) == ((), ())
+    assert "steps" in report.plain
+    assert model.head.weight is model.embed.weight
+    assert not model.up.weight.requires_grad
+    assert model.norm.weight.requires_grad
+    if make is not on_meta and make is not converted_on_meta:  # buffers that are not saved
+        assert torch.equal(model(TOKENS), source(TOKENS))
+
+
+def test_a_trained_model_is_saved_as_its_forward_reads_it(tmp_path: Path) -> None:
+    source, model = filled(3), filled(4, convert=False)
+    load_fp8(model, save_fp8(source, tmp_path / "fp8"))
+    assert torch.equal(model(TOKENS), source(TOKENS))
+
+
+def test_the_models_dtypes_are_kept(folder: Path) -> None:
+    for model in (filled(5, convert=False).float(), on_meta(torch.float32)):
+        load_fp8(model, folder)
+        assert model.norm.weight.dtype == model.up.weight.dtype == torch.float32
+        assert torch.equal(model.norm.weight, filled().norm.weight.float())
+
+
+def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path) -> None:
+    """One file, no index, no digest; scales that are no plain cast's."""
+    data = torch.randn(N, K).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3) + 0.5
+    plain = filled(2, convert=False)
+    tensors = {name: x for name, x in plain.state_dict().items() if name != "head.weight"}
+    tensors |= {"up.weight": data, "up.weight_scale_inv": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    model = on_meta()
+    report = load_fp8(model, tmp_path)
+    assert report.fp8 == ("up.weight",)
+    wide = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    assert torch.equal(model.up.weight.dequantize(), (data.float() * wide).bfloat16())
+    assert torch.equal(model.down.weight, plain.down.weight)
+    x = torch.randn(4, K, dtype=torch.bfloat16, requires_grad=True)
+    model.up(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    tensor = module._tensor
+    monkeypatch.setattr(module, "_tensor", lambda n, e: read.append(n) or tensor(n, e))
+    model = nn.ModuleDict({"up": nn.Linear(K, N), "other": nn.Linear(2, 3)}).bfloat16()
+    with pytest.raises(CheckpointError, match=r"2 missing \(other.weight, other.bias\), 5 unexp"):
+        load_fp8(model, folder)
+    assert read == []
+    report = load_fp8(model, folder, strict=False)
+    assert sorted(read) == ["up.bias", "up.weight", "up.weight_scale_inv"]
+    assert report.missing == ("other.weight", "other.bias")
+    left = {"embed.weight", "down.weight", "norm.weight", "norm.bias", "steps"}
+    assert set(report.unexpected) == left
+    assert isinstance(model["up"].weight, BlockwiseFP8Tensor)
+
+
+def test_trainable_weights_are_loaded_from_high_precision_only(folder: Path) -> None:
+    model = filled(5)
+    before = state(model)
+    with pytest.raises(CheckpointError, match=r"'\w+\.weight' is stored in FP8, .* is trainable"):
+        load_fp8(model, folder)
+    assert_same(state(model), before)
+    plain = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
+    save_file(dict(plain.state_dict()), folder.parent / "model.safetensors")
+    target = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
+    convert(target, auto_filter_small_kn=False)
+    load_fp8(target, folder.parent)
+    assert isinstance(target["up"].weight, BlockwiseFP8Weight)
+    assert torch.equal(target["up"].weight.master, plain["up"].weight)
+
+
+# What does not
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Change the tensors of a checkpoint, which becomes one file without index and digest."""
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / INDEX).unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "a scale less": (
+        lambda t: t.pop("up.weight_scale_inv"),
+        r"'up.weight' is FP8 and has 0 scales: expected one of up.weight_scale_inv or",
+    ),
+    "two scales": (
+        lambda t: t.update({"up.weight_scale": t["up.weight_scale_inv"].clone()}),
+        "'up.weight' is FP8 and has 2 scales",
+    ),
+    "a scale of another shape": (
+        lambda t: t.update({"up.weight_scale_inv": torch.ones(2, 2)}),
+        r"'up.weight_scale_inv' is F32 \[2, 2\]: expected F32 \[2, 3\]",
+    ),
+    "a scale of another dtype": (
+        lambda t: t.update({"up.weight_scale_inv": torch.ones(2, 3).bfloat16()}),
+        "'up.weight_scale_inv' is BF16",
+    ),
+    "another shape": (
+        lambda t: t.update({"norm.bias": torch.ones(K + 1)}),
+        rf"'norm.bias' has shape \[{K + 1}\], the model's has \[{K}\]",
+    ),
+    "another kind of number": (
+        lambda t: t.update({"norm.bias": torch.ones(K, dtype=torch.int32)}),
+        "'norm.bias' is torch.int32, the model's is torch.bfloat16",
+    ),
+    "fp8 for a buffer": (
+        lambda t: t.update(
+            {"steps": torch.zeros(()).to(torch.float8_e4m3fn), "steps_scale": torch.ones(1)}
+        ),
+        "'steps_scale' is F32",
+    ),
+    "one more": (lambda t: t.update(more=torch.ones(1)), r"1 unexpected \(more\)"),
+    "one less": (lambda t: t.pop("norm.bias"), r"1 missing \(norm.bias\)"),
+}
+
+
+@pytest.mark.parametrize("change", MISFITS)
+def test_what_does_not_fit_says_what_and_where(folder: Path, change: str) -> None:
+    mutate, message = MISFITS[change]
+    rewrite(folder, mutate)
+    model = filled(5, convert=False)
+    before = state(model)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_fp8(model, folder)
+    assert str(folder) in str(caught.value)
+    assert_same(state(model), before)
+
+
+def test_files_that_are_not_what_the_index_says(folder: Path, tmp_path: Path) -> None:
+    model, index = filled(5, convert=False), folder / INDEX
+    whole, content = index.read_text(), json.loads(index.read_text())
+    first = sorted(folder.glob("*.safetensors"))[0]
+    for broken, message in (
+        ("{", "not readable as JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"weight_map": 3}', "weight_map is no object of strings"),
+        (json.dumps({"weight_map": {"a": "../secret"}}), "'../secret' is no file of its folder"),
+        (
+            json.dumps({"weight_map": {**content["weight_map"], "more": first.name}}),
+            f"{first.name}: tensor 'more' is missing",
+        ),
+        (
+            json.dumps({"weight_map": {**content["weight_map"], "more": "gone.safetensors"}}),
+            "gone.safetensors: no such file",
+        ),
+        (
+            json.dumps({"weight_map": dict.fromkeys(content["weight_map"], first.name)}),
+            "is missing",
+        ),
+    ):
+        index.write_text(broken)
+        with pytest.raises(CheckpointError, match=message):
+            load_fp8(model, folder)
+    index.write_text(whole)
+    load_fp8(model, folder)
+    with pytest.raises(CheckpointError, match="no checkpoint: neither"):
+        load_fp8(model, tmp_path / "nowhere")
+
+
+def test_other_blocks_are_refused(folder: Path) -> None:
+    for described in (
+        {"weight_block_size": [64, 128]},
+        {"config_groups": {"g": {"weights": {"block_structure": [1, 128]}}}},
+    ):
+        (folder / "config.json").write_text(json.dumps({"quantization_config": described}))
+        with pytest.raises(NotImplementedError, match="blocks of"):
+            load_fp8(filled(5, convert=False), folder)
+
+
+def test_every_cut_is_noticed(folder: Path) -> None:
+    model = filled(5, convert=False)
+    before = state(model)
+    for file in folder.glob("*.safetensors"):
+        whole = file.read_bytes()
+        for length in (*range(0, len(whole), 1024), 7, 8, 9, len(whole) - 1):
+            file.write_bytes(whole[:length])
+            with pytest.raises(CheckpointError, match=file.name):
+                load_fp8(model, folder)
+        file.write_bytes(whole)
+    assert_same(state(model), before)
+    load_fp8(model, folder)
+
+
+def test_every_flipped_byte_of_a_header_is_noticed(folder: Path) -> None:
+    model = filled(5, convert=False)
+    before = state(model)
+    draw = random.Random(0)
+    for file in folder.glob("*.safetensors"):
+        whole = file.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        for place in range(header):
+            changed = bytearray(whole)
+            changed[place] ^= draw.randrange(1, 256)
+            file.write_bytes(changed)
+            with pytest.raises(CheckpointError, match=file.name):
+                load_fp8(model, folder)
+        file.write_bytes(whole)
+    assert_same(state(model), before)
+
+
+def test_a_file_that_breaks_while_it_is_read_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = filled(5, convert=False)
+    before, tensor, read = state(model), module._tensor, []
+
+    def breaks(name: str, entry: Any) -> Tensor:
+        read.append(name)
+        if len(read) == 6:
+            raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read (I/O error)")
+        return tensor(name, entry)
+
+    monkeypatch.setattr(module, "_tensor", breaks)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_fp8(model, folder)
+    assert_same(state(model), before)

@@ -1,0 +1,179 @@
+"""What save_fp8 writes, byte for byte, and what it leaves when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file
+
+import blocktensor
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
+from blocktensor.checkpoint import save as module
+from blocktensor.ops import reference
+from tests.checkpoint.models import Model, bits, filled
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by the library that everybody reads it with."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_are_their_casts(tmp_path: Path, spelling: str, frozen: bool) -> None:
+    model = filled(frozen=frozen)
+    tensors = read(save_fp8(model, tmp_path / "fp8", spelling=spelling))
+    suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
+    for name in ("up", "down"):
+        weight = getattr(filled(convert=False), name).weight
+        data, scale = reference.quantize_square(weight, False)
+        assert torch.equal(bits(tensors[f"{name}.weight"]), bits(data))
+        assert torch.equal(tensors[f"{name}.weight{suffix}"], scale)
+    for name in ("norm.weight", "norm.bias", "up.bias", "embed.weight", "steps"):
+        assert torch.equal(tensors[name], model.state_dict()[name])
+    names = {"up.bias", "embed.weight", "norm.weight", "norm.bias", "steps"}
+    names |= {f"{n}.weight{s}" for n in ("up", "down") for s in ("", suffix)}
+    assert set(tensors) == names  # the head is the embedding
+
+
+def test_the_config_of_transformers(tmp_path: Path) -> None:
+    model = filled()
+    model.config = SimpleNamespace(to_dict=lambda: {"model_type": "tiny", "hidden_size": 5})
+    assert config(save_fp8(model, tmp_path / "fp8")) == {
+        "model_type": "tiny",
+        "hidden_size": 5,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["head"],
+        },
+    }
+    powers = filled(recipe=Recipe(scale="power_of_two"))
+    described = config(save_fp8(powers, tmp_path / "powers", config={"a": 1}))
+    assert described["a"] == 1
+    assert described["quantization_config"]["scale_fmt"] == "ue8m0"
+
+
+def test_the_config_of_compressed_tensors(tmp_path: Path) -> None:
+    written = config(save_fp8(filled(), tmp_path / "fp8", spelling="compressed-tensors"))
+    described = written["quantization_config"]
+    assert described["quant_method"] == "compressed-tensors"
+    assert described["ignore"] == ["head"]
+    (group,) = described["config_groups"].values()
+    assert group["weights"]["block_structure"] == [128, 128]
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in files:
+        inside = load_file(folder / file)
+        assert {name for name, place in index["weight_map"].items() if place == file} == set(inside)
+        assert len(inside) <= 2 or sum(x.nbytes for x in inside.values()) <= 60_000
+    tensors = read(folder)
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+
+
+# What is there already
+
+
+def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "fp8"
+    save_fp8(filled(seed=1), folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save_fp8(filled(seed=2), folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    (folder / "tokenizer.json").write_text("{}")
+    save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=1)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    wanted = reference.quantize_square(filled(seed=2, convert=False).up.weight, False)[0]
+    assert torch.equal(bits(read(folder)["up.weight"]), bits(wanted))
+    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        save_fp8(filled(), tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("call", range(1, 12))
+def test_an_interrupted_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    folder = tmp_path / "fp8"
+    save_fp8(filled(seed=1), folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    flush, calls = module._flush, []
+
+    def interrupted(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        flush(path)
+
+    monkeypatch.setattr(module, "_flush", interrupted)
+    try:
+        save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=60_000)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert call > len(calls)
+    monkeypatch.undo()
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    if whole != before:  # the new one, as whole
+        load_fp8(filled(convert=False), folder)
+    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no FP8 weight: convert it first"):
+        save_fp8(filled(convert=False), tmp_path / "a")
+    with pytest.raises(ValueError, match="spelling='gguf'"):
+        save_fp8(filled(), tmp_path / "a", spelling="gguf")
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        save_fp8(filled(), tmp_path / "a", max_shard_bytes=0)
+    with torch.device("meta"):
+        model = Model()
+    convert(model, auto_filter_small_kn=False)
+    with pytest.raises(ValueError, match="on the meta device"):
+        save_fp8(model, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    experts = nn.Module()
+    values = torch.randn(3, 130, 200, dtype=torch.bfloat16)
+    frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
+    experts.weight = nn.Parameter(frozen, requires_grad=False)
+    tensors = read(save_fp8(experts, tmp_path / "fp8"))
+    assert torch.equal(tensors["weight_scale_inv"], frozen.rowwise_scale)
+    assert tensors["weight_scale_inv"].shape == (3, 2, 2)
+    other = nn.Module()
+    other.weight = nn.Parameter(torch.empty_like(values))
+    blocktensor.load_fp8(other, tmp_path / "fp8")
+    assert torch.equal(other.weight.dequantize(), frozen.dequantize())
