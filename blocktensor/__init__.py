@@ -7,7 +7,14 @@ from . import functional
 from . import overrides as overrides  # fills the table of torch functions
 from .autograd import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
-from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
+from .convert import (
+    ConversionReport,
+    SmallKN,
+    convert,
+    freeze,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
 from .explain import Explanation, explain
 from .recipe import Recipe
 from .tensor import BlockwiseFP8Tensor
@@ -28,9 +35,11 @@ __all__ = [
     "SmallKN",
     "convert",
     "explain",
+    "freeze",
     "functional",
     "load_fp8",
     "quantize",
     "save_fp8",
     "to_blockwise_fp8_weights",
+    "unfreeze",
 ]

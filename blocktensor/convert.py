@@ -186,6 +186,69 @@ def convert(
     return ConversionReport(tuple(entries))
 
 
+def freeze(model: nn.Module) -> list[str]:
+    """Drop the high-precision masters of a model's FP8 linears: 1 byte a weight, no gradient.
+
+    Forward and data gradient keep their bits: they read the same cast.
+
+    Returns:
+        The names of the modules whose weights were frozen.
+
+    Raises:
+        RuntimeError: as :func:`to_blockwise_fp8_weights`.
+    """
+
+    def frozen(weight: Tensor) -> Tensor | None:
+        if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
+            return None
+        return BlockwiseFP8Tensor.quantize(weight.master.detach(), SQUARE_BLOCK, weight.recipe)
+
+    return _swap_all(model, frozen, trains=False)
+
+
+def unfreeze(model: nn.Module) -> list[str]:
+    """Give a model's frozen FP8 linears trainable weights, whose masters are the values they have.
+
+    The first cast of such a master may differ from the bytes it came from by a rounding: a block's
+    largest value, rounded to the weight's dtype, sets the scale anew.
+
+    Returns:
+        The names of the modules whose weights are trainable now.
+
+    Raises:
+        RuntimeError: as :func:`to_blockwise_fp8_weights`.
+    """
+
+    def trainable(weight: Tensor) -> Tensor | None:
+        if not isinstance(weight, BlockwiseFP8Tensor):
+            return None
+        return BlockwiseFP8Weight(weight.dequantize(), weight.recipe)
+
+    return _swap_all(model, trainable, trains=True)
+
+
+def _swap_all(
+    model: nn.Module, swapped: Callable[[Tensor], Tensor | None], trains: bool
+) -> list[str]:
+    names = []
+    done: set[int] = set()  # tied weights are swapped once, and named twice
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        weight = module.weight
+        new = None if id(weight) in done else swapped(weight)
+        if new is not None:
+            weight.grad = None
+            _swap_in(weight, new)
+            weight.requires_grad_(trains)
+            done.add(id(weight))
+        if id(weight) in done:
+            names.append(name)
+            if trains:
+                register_state_hooks(module)
+    return names
+
+
 def is_converted(weight: Tensor) -> bool:
     """True for the two FP8 types."""
     return isinstance(weight, FP8Type)
@@ -245,6 +308,13 @@ def _converted_weight(weight: Tensor, recipe: Recipe) -> Tensor:
     return BlockwiseFP8Weight(weight.detach(), recipe)
 
 
+_OWN_ATTRIBUTES = frozenset(
+    "rowwise_data rowwise_scale columnwise_data columnwise_scale block_shape recipe master cache "
+    "transposed".split()
+)
+"""What the FP8 types hold; a parameter that was one of them must not keep it."""
+
+
 def _swap_in(parameter: Tensor, converted: Tensor) -> None:
     """Give ``parameter`` the content of ``converted``, so that all who hold it see the FP8 one."""
     new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
@@ -260,7 +330,8 @@ def _swap_in(parameter: Tensor, converted: Tensor) -> None:
             f"its backward"
         ) from error
     for name, value in new.__dict__.items():  # attributes that others hung on the parameter
-        parameter.__dict__.setdefault(name, value)
+        if name not in _OWN_ATTRIBUTES:
+            parameter.__dict__.setdefault(name, value)
     if any(hooks):
         parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
