@@ -308,10 +308,10 @@ def _converted_weight(weight: Tensor, recipe: Recipe) -> Tensor:
     return BlockwiseFP8Weight(weight.detach(), recipe)
 
 
-_OWN_ATTRIBUTES = frozenset(
-    "rowwise_data rowwise_scale columnwise_data columnwise_scale block_shape recipe master cache "
-    "transposed".split()
-)
+_OWN_ATTRIBUTES = {
+    *("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "block_shape"),
+    *("recipe", "master", "cache", "transposed"),
+}
 """What the FP8 types hold; a parameter that was one of them must not keep it."""
 
 
