@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 
 from .forms import Forms, SquareForms
 from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
+from .ops.library import gemm_add_
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
 from .recipe import DEFAULT_RECIPE, Recipe
@@ -144,7 +145,7 @@ def _linear_backward(
     call: _Call = ctx.call
     plan = call.plan
     early = call.early.pop(get_ident(), None) if plan.hooked else None
-    needs_dx, needs_dw, needs_bias, _ = ctx.needs_input_grad  # fewer for autograd.grad(y, [x])
+    needs_dx, needs_dw, needs_bias, _ = ctx.needs_input_grad
     dx = dw = dbias = None
     if needs_bias and grad is not None:
         dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(plan.bias_dtype)
@@ -152,9 +153,13 @@ def _linear_backward(
         return dx, dw, dbias, None
 
     x_data, x_scale, *w_tensors = saved
+    main_grad = None if call.cache is None else call.cache.main_grad
+    if main_grad is not None and needs_dw:
+        main_grad, needs_dw = _where_to_add(ctx, main_grad)
     if early is None and grad is not None:
         backward = plan.backward(grad)
-        fused = backward.saved(x_data, x_scale).fused if needs_dx and needs_dw else None
+        is_whole = needs_dx and needs_dw and main_grad is None
+        fused = backward.saved(x_data, x_scale).fused if is_whole else None
         w_row = _weight_of_fused(plan, w_tensors) if fused is not None else None
         if fused is not None and w_row is not None:
             assert call.cache is not None
@@ -182,9 +187,28 @@ def _linear_backward(
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
-        ops = backward.saved(x_data, x_scale).ops
-        dw = ops.product(*g_col, x_data, x_scale, None, plan.w_like[1])
+        if main_grad is not None:
+            gemm_add_(main_grad, *g_col, x_data, x_scale)
+        else:
+            ops = backward.saved(x_data, x_scale).ops
+            dw = ops.product(*g_col, x_data, x_scale, None, plan.w_like[1])
     return dx, dw, dbias, None
+
+
+def _where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
+    """What of ``main_grad`` this backward adds to, and whether the weight's gradient is needed.
+
+    ``needs_input_grad`` says what could be needed. Adding is a side effect: it must not happen for
+    ``autograd.grad(y, [x])``, and for ``autograd.grad(y, [w])`` the gradient is to be returned.
+    """
+    (node, _) = ctx.next_functions[1]
+    if not hasattr(node, "variable"):  # a view of the weight: its gradient has a way to go
+        return None, True
+    try:
+        executed = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # its gradient is captured for the caller
+        return None, True
+    return (main_grad, True) if executed else (None, False)
 
 
 def _weight_of_fused(plan: Plan, saved: Sequence[Tensor]) -> Form | None:

@@ -40,6 +40,7 @@ class FP8Cache:
         "_pending",
         "_value",
         "casts",
+        "main_grad",
         "master",
         "recipe",
     )
@@ -48,6 +49,7 @@ class FP8Cache:
         self.master = master
         self.recipe = recipe
         self.casts = 0
+        self.main_grad: Tensor | None = None  # what weight gradients are added to, if anything
         self._value: Forms | None = None
         self._key: tuple[int, ...] | None = None
         self._pending = 0  # forwards of this version that wait for their backward
@@ -176,6 +178,27 @@ class BlockwiseFP8Weight(FP8Type):
         """How this weight is cast."""
         return self.cache.recipe
 
+    @property
+    def main_grad(self) -> Tensor | None:
+        """An fp32 ``[N, K]`` buffer that backward adds weight gradients to, not to ``.grad``.
+
+        The weight gradient's GEMM adds to it as it writes, so that any number of microbatches are
+        summed in fp32 without another pass. ``.grad`` then stays None, and hooks that wait for it
+        (DDP's, ``register_post_accumulate_grad_hook``) do not run. Zeroing it is up to its owner.
+        Gradients that come through a view of the weight (``x @ w``) arrive in ``.grad``.
+
+        Raises:
+            TypeError, ValueError: set to what is not fp32 of the weight's shape and device, with
+                rows contiguous.
+        """
+        return self.cache.main_grad
+
+    @main_grad.setter
+    def main_grad(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            checks.main_grad(buffer, self)
+        self.cache.main_grad = buffer
+
     def forms(self) -> Forms:
         """The FP8 forms of the weight as it is now: cast at most once per version of the master."""
         return self.quantized() if self.transposed else self.cache.get(self)
@@ -190,8 +213,9 @@ class BlockwiseFP8Weight(FP8Type):
     def replace_master(self, master: Tensor) -> None:
         """Take another master of the same shape, dtype and device (``weight.data = …``)."""
         self.master = master
-        recipe = self.cache.recipe
+        recipe, main_grad = self.cache.recipe, self.cache.main_grad
         self.cache = FP8Cache(master.transpose(-1, -2) if self.transposed else master, recipe)
+        self.cache.main_grad = main_grad
 
     def invalidate(self) -> None:
         """Cast again at the next use.
