@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .forms import Forms, SquareForms
-from .ops.layouts import ROWWISE_BLOCK, SQUARE_BLOCK, Form
+from .ops import library
+from .ops.layouts import ROWWISE_BLOCK, Form
 from .ops.library import gemm_add_
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
@@ -101,10 +102,10 @@ class _Linear(torch.autograd.Function):
             w_row, call.cache = w.forms().rowwise(ops), w.cache
             if needs_dx or needs_dw:
                 w.cache.before_backward()
-        else:
-            if not isinstance(w, BlockwiseFP8Tensor):
-                w = BlockwiseFP8Tensor.quantize(w, SQUARE_BLOCK, plan.recipe)
+        elif isinstance(w, BlockwiseFP8Tensor):
             w_row, call.cache = w.rowwise(ops), None
+        else:
+            w_row, call.cache = library.quantize_square(w, plan.recipe.power_of_two), None
         y: Tensor
         x_col: Sequence[Tensor | None] | None
         if plan.fused is not None:
@@ -117,7 +118,7 @@ class _Linear(torch.autograd.Function):
             assert x_row is not None
             y = ops.product(*x_row, *w_row, bias, plan.out_dtype)
 
-        call.w_layout = _save(ctx, x_col, w if needs_dx else None)
+        call.w_layout = _save(ctx, x_col, w if needs_dx else None, w_row)
         ctx.call = call
         ctx.set_materialize_grads(False)
         if x.ndim == 2:
@@ -171,9 +172,7 @@ def _linear_backward(
     w_col = None
     if needs_dx and early is not None:
         # no name for the weight's forms: their bytes must die where the cache lets go of them
-        w_col = _fp8_weight(_restore(call.w_layout, w_tensors), plan.recipe).columnwise(
-            early[0].ops
-        )
+        w_col = _saved_forms(call.w_layout, w_tensors, plan.recipe).columnwise(early[0].ops)
     if call.cache is not None:
         call.cache.after_backward()  # before the GEMM allocates its output
     if early is None:  # nothing came back to this output
@@ -276,35 +275,37 @@ def _forms(
     return rowwise_block_forms(x, recipe, rowwise, columnwise, ops)
 
 
-def _fp8_weight(w: Tensor, recipe: Recipe) -> Forms:
-    if isinstance(w, BlockwiseFP8Weight):
-        return w.forms()
-    if isinstance(w, BlockwiseFP8Tensor):
-        return w
-    return SquareForms(w, recipe)  # hooks that offload what is saved bring a weight back plain
-
-
 # Saving. Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
 # checkpointing) see plain e4m3 and fp32 tensors.
 
 
-def _save(
-    ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None
-) -> tuple[list[str], Any, Any, Any] | None:
-    """Save what backward reads; how to wrap an FP8 ``w`` again."""
+_CAST = "cast"
+"""How to read a plain weight again: its cast was saved."""
+
+
+def _save(ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None, w_row: Form) -> Any:
+    """Save what backward reads; how to find the FP8 forms of ``w`` in it."""
     data, scale = x or (None, None)
-    if not isinstance(w, BlockwiseFP8Tensor):
+    if w is None or isinstance(w, BlockwiseFP8Weight):
         ctx.save_for_backward(data, scale, w)
         return None
+    if not isinstance(w, BlockwiseFP8Tensor):
+        ctx.save_for_backward(data, scale, *w_row)
+        return _CAST
     names, context = w.__tensor_flatten__()
     ctx.save_for_backward(data, scale, *[getattr(w, name) for name in names])
     return names, context, w.shape, w.stride()
 
 
-def _restore(layout: Any, w_tensors: Sequence[Tensor]) -> Tensor:
+def _saved_forms(layout: Any, w_tensors: Sequence[Tensor], recipe: Recipe) -> Forms:
     if layout is None:
         (w,) = w_tensors
-        return w
+        if isinstance(w, BlockwiseFP8Weight):
+            return w.forms()
+        return SquareForms.quantize(w, recipe)  # hooks that offload bring a weight back plain
+    if layout is _CAST:
+        data, scale = w_tensors
+        return SquareForms((data, scale), recipe)
     names, context, shape, stride = layout
     inner = dict(zip(names, w_tensors, strict=True))
     return BlockwiseFP8Tensor.__tensor_unflatten__(inner, context, shape, stride)

@@ -73,12 +73,17 @@ class SquareForms(Forms):
 
     block_shape = SQUARE_BLOCK
 
-    def __init__(self, x: Tensor, recipe: Recipe, ops: Ops = library) -> None:
+    def __init__(self, rowwise: Form, recipe: Recipe) -> None:
+        """Take a finished cast."""
+        self.rowwise_data, self.rowwise_scale = rowwise
+        self.columnwise_data = self.columnwise_scale = None
+        self.recipe = recipe
+
+    @staticmethod
+    def quantize(x: Tensor, recipe: Recipe) -> SquareForms:
         """Cast ``x[..., N, K]``.
 
         Raises:
             TypeError, ValueError: another dtype or rank.
         """
-        self.rowwise_data, self.rowwise_scale = ops.quantize_square(x, recipe.power_of_two)
-        self.columnwise_data = self.columnwise_scale = None
-        self.recipe = recipe
+        return SquareForms(library.quantize_square(x, recipe.power_of_two), recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
 ScaleRounding = Literal["fp32", "power_of_two"]
@@ -40,7 +39,7 @@ class Recipe:
         if not isinstance(self.cache_weight, bool):
             raise ValueError(f"Recipe(cache_weight={self.cache_weight!r}): expected True or False")
 
-    @cached_property
+    @property  # not a cached one, whose lock compilers cannot trace
     def power_of_two(self) -> bool:
         """True where scales are rounded up to powers of two."""
         return self.scale == "power_of_two"

@@ -13,6 +13,8 @@ do not: their two forms are two casts of the high-precision tensor, made togethe
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -34,6 +36,15 @@ ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 _INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
 
 _GRAD: Any = Tensor.grad  # the descriptor
+
+
+@functools.cache
+def _version() -> str:
+    """Of this package: what its products compile to may change with it."""
+    try:
+        return importlib.metadata.version("blocktensor")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class FP8Type(Tensor):
@@ -59,6 +70,14 @@ class FP8Type(Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's compile cache must know of it: what it is made of, never values."""
+        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = [getattr(self, name) for name in names]
+        layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
+        known = (type(self).__name__, self.dtype, self.requires_grad, names, layouts, context)
+        return repr((known, _version()))
 
     @classmethod
     def __torch_function__(

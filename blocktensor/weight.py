@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .forms import Forms, SquareForms
-from .ops import checks
+from .ops import checks, library
 from .ops.layouts import SQUARE_BLOCK
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, FP8Type
@@ -65,8 +65,12 @@ class FP8Cache:
     def get(self, user: BlockwiseFP8Weight) -> Forms:
         """The FP8 form of the master as it is now; ``user`` is the weight, or a view of it."""
         master = self.master
-        if not self.recipe.cache_weight or master.is_inference():
-            return self._cast()
+        if (
+            not self.recipe.cache_weight
+            or master.is_inference()
+            or type(master) not in library.PLAIN
+        ):
+            return self._cast()  # a tracer's stand-in has no memory, and its cast is the graph's
         version = 0 if user.is_inference() else user._version
         key = version, master._version, master.data_ptr()
         if key != self._key:
@@ -123,7 +127,7 @@ class FP8Cache:
 
     def _cast(self) -> SquareForms:
         self.casts += 1
-        return SquareForms(self.master, self.recipe)
+        return SquareForms.quantize(self.master, self.recipe)
 
 
 class BlockwiseFP8Weight(FP8Type):

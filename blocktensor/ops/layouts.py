@@ -45,6 +45,8 @@ def pad4(size: int) -> int:
 def empty_rowwise_scale(rows: int, cols: int, device: torch.device) -> Tensor:
     """Uninitialised fp32 scales of 1x128 blocks, ``[rows, ceil(cols/128)]``, column-major."""
     blocks, padded = num_blocks(cols), pad4(rows)
+    if not isinstance(rows, int):  # a tracer's size: the same strides, and no branch on its value
+        return torch.empty_strided((rows, blocks), (1, padded), dtype=torch.float32, device=device)
     if padded == rows:  # one call instead of three: allocations cost host time
         return torch.empty_strided((rows, blocks), (1, rows), dtype=torch.float32, device=device)
     return torch.empty((blocks, padded), dtype=torch.float32, device=device).t()[:rows]

@@ -20,13 +20,15 @@ from . import backends, checks
 from .layouts import Form, empty_rowwise_form, empty_square_form, rows_per_scale, vectorisable
 from .prepared import Prepared, Run, prepare
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that are real: no tracer's stand-ins, no wrappers."""
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def must_be_seen(x: Tensor) -> bool:
     """Whether an op on ``x`` must go through the dispatcher: somebody watches, or x is not real."""
-    return is_compiling() or type(x) not in _PLAIN or x.is_meta or _dispatch_modes() > 0
+    return is_compiling() or type(x) not in PLAIN or x.is_meta or _dispatch_modes() > 0
 
 
 def _register(run: Prepared, name: str, schema: str, mutates: tuple[str, ...] = ()) -> Any:
