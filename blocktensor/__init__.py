@@ -8,6 +8,7 @@ from . import overrides as overrides  # fills the table of torch functions
 from .autograd import quantize
 from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
 from .explain import Explanation, explain
+from .memory import MemoryReport, memory_report
 from .recipe import Recipe
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight, FP8Cache
@@ -21,11 +22,13 @@ __all__ = [
     "BlockwiseFP8Weight",
     "ConversionReport",
     "Explanation",
+    "MemoryReport",
     "Recipe",
     "SmallKN",
     "convert",
     "explain",
     "functional",
+    "memory_report",
     "quantize",
     "to_blockwise_fp8_weights",
 ]

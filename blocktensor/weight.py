@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .forms import Forms, SquareForms
 from .ops import checks
-from .ops.layouts import SQUARE_BLOCK
+from .ops.layouts import SQUARE_BLOCK, Form
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, FP8Type
 
@@ -112,12 +112,14 @@ class FP8Cache:
         """Forget the FP8 form: the next use casts again."""
         self._key = self._value = None
 
+    def held(self) -> tuple[Form | None, Form | None]:
+        """The rowwise and the columnwise (data, scale) held right now; this casts nothing."""
+        value = self._value
+        return (None, None) if value is None else value.forms()
+
     def nbytes(self) -> int:
         """Bytes of the FP8 form held right now."""
-        value = self._value
-        if value is None:
-            return 0
-        return sum(tensor.nbytes for form in value.forms() if form for tensor in form)
+        return sum(tensor.nbytes for form in self.held() if form for tensor in form)
 
     def _cast(self) -> SquareForms:
         self.casts += 1
