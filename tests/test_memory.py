@@ -30,7 +30,7 @@ SCALES = 4 * 3 * 2  # fp32, of 128x128 blocks
 @pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
 def test_a_frozen_weight(columnwise: blocktensor.recipe.ColumnwisePolicy) -> None:
     module = linear(N, K, frozen=True, recipe=Recipe(columnwise=columnwise))
-    at_rest = Held(1, N * K, data=N * K, scales=SCALES)
+    at_rest = Held(N * K, data=N * K, scales=SCALES)
     assert memory_report(module).frozen == memory_report(module).total == at_rest
     module.weight.columnwise()
     kept = N * K + SCALES if columnwise == "keep" else 0
@@ -58,7 +58,7 @@ def test_a_trainable_weight_holds_fp8_from_forward_to_backward(dtype: torch.dtyp
     module = linear(N, K, dtype=dtype)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     master = N * K * dtype.itemsize
-    at_rest = Held(1, N * K, full_precision=master)
+    at_rest = Held(N * K, high_precision=master)
     assert memory_report(module).trainable == at_rest
     assert memory_report(module).fp8_bytes_per_parameter == 0
     for _ in range(3):
@@ -110,9 +110,9 @@ def test_shared_memory_counts_once() -> None:
     a(randn(5, K, grad=True)).sum().backward()
     other.grad = a.weight.grad
     report = memory_report(model)
-    assert report.trainable == Held(1, N * K, full_precision=2 * N * K, gradients=2 * N * K)
-    assert report.plain == Held(1, 24, full_precision=96)
-    assert report.buffers == Held(2, 62, full_precision=4 + 48)
+    assert report.trainable == Held(N * K, high_precision=2 * N * K, gradients=2 * N * K)
+    assert report.plain == Held(24, high_precision=96)
+    assert report.buffers == Held(62, high_precision=4 + 48)
 
 
 def test_tied_frozen_weights_count_once() -> None:
@@ -129,9 +129,9 @@ def test_the_meta_device_holds_nothing() -> None:
     module.weight.grad = torch.empty_like(module.weight)
     model.apply(to_blockwise_fp8_weights)
     report = memory_report(model)
-    assert report.trainable == Held(1, N * K, would_take=2 * 2 * N * K)
-    assert report.plain == Held(3, 3 * N, would_take=(2 + 4 + 4) * N)
-    assert report.buffers == Held(3, 2 * N + 1, would_take=8 * N + 8)
+    assert report.trainable == Held(N * K, would_take=2 * 2 * N * K)
+    assert report.plain == Held(3 * N, would_take=(2 + 4 + 4) * N)
+    assert report.buffers == Held(2 * N + 1, would_take=8 * N + 8)
     assert report.total.total == 0
     assert str(report).splitlines()[-1] == (
         "on the meta device: nothing held, would take 239.7 KiB"
@@ -148,7 +148,7 @@ def test_tied_tensors_on_meta_count_once() -> None:
 def test_freed_storage_holds_nothing() -> None:
     module = nn.Linear(K, N, bias=False)
     module.weight.untyped_storage().resize_(0)  # as FSDP does between uses
-    assert memory_report(module).plain == Held(1, N * K)
+    assert memory_report(module).plain == Held(N * K)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_of_a_dtensor_the_local_part_counts(single_rank: DeviceMesh) -> None:
     frozen = linear(N, K, frozen=True)
     report = memory_report(nn.ParameterList([placed(frozen.weight), placed(torch.zeros(3, 4))]))
     assert report.frozen == memory_report(frozen).frozen
-    assert report.plain == Held(1, 12, full_precision=48)
+    assert report.plain == Held(12, high_precision=48)
 
 
 def test_an_empty_model() -> None:
@@ -179,29 +179,29 @@ def test_the_text() -> None:
     model = Model()
     model.register_buffer("positions", torch.zeros(6, dtype=torch.int64))
     model.blocks[0].requires_grad_(False)
-    convert(model, Recipe(columnwise="keep"), auto_filter_small_kn=False)
+    convert(model, auto_filter_small_kn=False)
     loss = model(TOKENS).sum()
     waiting = memory_report(model)
     loss.backward()
     assert_expected_inline(
         str(waiting),
         """\
-kind           elements  full precision  FP8 data  scales  columnwise  gradients  held       each
--------------  --------  --------------  --------  ------  ----------  ---------  ---------  ------
-trainable FP8  24,576    96.0 KiB        24.0 KiB  16 B    -           -          120.0 KiB  5.0007
-frozen FP8     24,576    -               24.0 KiB  16 B    -           -          24.0 KiB   1.0007
-plain          7,040     27.5 KiB        -         -       -           -          27.5 KiB   4.0000
-buffers        6         48 B            -         -       -           -          48 B       8.0000
-total          56,198    123.5 KiB       48.0 KiB  32 B    -           -          171.6 KiB  3.1264""",
+kind           elements  not FP8    FP8 data  scales  columnwise  gradients  held       each
+-------------  --------  ---------  --------  ------  ----------  ---------  ---------  ------
+trainable FP8  24,576    96.0 KiB   24.0 KiB  16 B    -           -          120.0 KiB  5.0007
+frozen FP8     24,576    -          24.0 KiB  16 B    -           -          24.0 KiB   1.0007
+plain          7,040     27.5 KiB   -         -       -           -          27.5 KiB   4.0000
+buffers        6         48 B       -         -       -           -          48 B       8.0000
+total          56,198    123.5 KiB  48.0 KiB  32 B    -           -          171.6 KiB  3.1264""",
     )
     assert_expected_inline(
         str(memory_report(model)),
         """\
-kind           elements  full precision  FP8 data  scales  columnwise  gradients  held       each
--------------  --------  --------------  --------  ------  ----------  ---------  ---------  ------
-trainable FP8  24,576    96.0 KiB        -         -       -           96.0 KiB   192.0 KiB  8.0000
-frozen FP8     24,576    -               24.0 KiB  16 B    -           -          24.0 KiB   1.0007
-plain          7,040     27.5 KiB        -         -       -           26.2 KiB   53.8 KiB   7.8182
-buffers        6         48 B            -         -       -           -          48 B       8.0000
-total          56,198    123.5 KiB       24.0 KiB  16 B    -           122.2 KiB  269.8 KiB  4.9163""",
+kind           elements  not FP8    FP8 data  scales  columnwise  gradients  held       each
+-------------  --------  ---------  --------  ------  ----------  ---------  ---------  ------
+trainable FP8  24,576    96.0 KiB   -         -       -           96.0 KiB   192.0 KiB  8.0000
+frozen FP8     24,576    -          24.0 KiB  16 B    -           -          24.0 KiB   1.0007
+plain          7,040     27.5 KiB   -         -       -           26.2 KiB   53.8 KiB   7.8182
+buffers        6         48 B       -         -       -           -          48 B       8.0000
+total          56,198    123.5 KiB  24.0 KiB  16 B    -           122.2 KiB  269.8 KiB  4.9163""",
     )
