@@ -251,11 +251,12 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
-    if func._schema.is_mutable:
+    if func._schema.is_mutable or func.namespace == "c10d":  # no c10d op says what it writes
         # Below autograd an in-place op leaves the master's version alone, and an alias of the
-        # weight made by .data has a counter of its own: count here, where both are known.
+        # weight made by .data has a counter of its own: count here, where both are known. The
+        # cache watches its own master's counter, which below autograd a transpose does not share.
         for weight in wrapped.values():
-            torch.autograd.graph.increment_version(weight.master)
+            torch.autograd.graph.increment_version(weight.cache.master)
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )
