@@ -16,6 +16,7 @@ from .convert import (
     unfreeze,
 )
 from .explain import Explanation, explain
+from .memory import MemoryReport, memory_report
 from .recipe import Recipe
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight, FP8Cache
@@ -31,6 +32,7 @@ __all__ = [
     "ConversionReport",
     "Explanation",
     "LoadReport",
+    "MemoryReport",
     "Recipe",
     "SmallKN",
     "convert",
@@ -38,6 +40,7 @@ __all__ = [
     "freeze",
     "functional",
     "load_fp8",
+    "memory_report",
     "quantize",
     "save_fp8",
     "to_blockwise_fp8_weights",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .forms import Forms, SquareForms
 from .ops import checks, library
-from .ops.layouts import SQUARE_BLOCK
+from .ops.layouts import SQUARE_BLOCK, Form
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor import BlockwiseFP8Tensor, FP8Type
 
@@ -118,12 +118,14 @@ class FP8Cache:
         """Forget the FP8 form: the next use casts again."""
         self._key = self._value = None
 
+    def held(self) -> tuple[Form | None, Form | None]:
+        """The rowwise and the columnwise (data, scale) held right now; this casts nothing."""
+        value = self._value
+        return (None, None) if value is None else value.forms()
+
     def nbytes(self) -> int:
         """Bytes of the FP8 form held right now."""
-        value = self._value
-        if value is None:
-            return 0
-        return sum(tensor.nbytes for form in value.forms() if form for tensor in form)
+        return sum(tensor.nbytes for form in self.held() if form for tensor in form)
 
     def _cast(self) -> SquareForms:
         self.casts += 1
@@ -277,11 +279,12 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
-    if func._schema.is_mutable:
+    if func._schema.is_mutable or func.namespace == "c10d":  # no c10d op says what it writes
         # Below autograd an in-place op leaves the master's version alone, and an alias of the
-        # weight made by .data has a counter of its own: count here, where both are known.
+        # weight made by .data has a counter of its own: count here, where both are known. The
+        # cache watches its own master's counter, which below autograd a transpose does not share.
         for weight in wrapped.values():
-            torch.autograd.graph.increment_version(weight.master)
+            torch.autograd.graph.increment_version(weight.cache.master)
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, to_blockwise_fp8_weights
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    functional,
+    to_blockwise_fp8_weights,
+)
 from blocktensor.ops import reference
 
 ROW = (1, 128)
@@ -63,6 +69,31 @@ def linear(
     module.weight.requires_grad_(not frozen)
     to_blockwise_fp8_weights(module, recipe)
     return module
+
+
+def pair(
+    n: int, k: int, *, dtype: torch.dtype = torch.float32, bias: bool = False
+) -> tuple[nn.Linear, nn.Linear]:
+    """A plain linear and its converted twin."""
+    converted = linear(n, k, dtype=dtype, bias=bias)
+    ordinary = nn.Linear(k, n, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        ordinary.weight.copy_(plain(converted.weight))
+        if bias:
+            ordinary.bias.copy_(converted.bias)
+    return ordinary, converted
+
+
+def assert_twins(ordinary: nn.Linear, converted: nn.Linear) -> None:
+    """Equal values, and products of the FP8 one from these values."""
+    w = converted.weight
+    assert isinstance(w, BlockwiseFP8Weight)
+    assert isinstance(w, nn.Parameter)
+    assert torch.equal(w.master, ordinary.weight)
+    assert w.cache.master.data_ptr() == w.master.data_ptr()
+    x = randn(5, w.shape[1], dtype=w.dtype)
+    wanted = functional.linear(x, plain(ordinary.weight), converted.bias, recipe=w.recipe)
+    assert torch.equal(converted(x), wanted)
 
 
 DIM = 64

@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor",),
     ("blocktensor.convert",),
     ("blocktensor.explain",),
+    ("blocktensor.memory",),
     ("blocktensor.functional",),
     ("blocktensor.overrides",),
     ("blocktensor.autograd",),
