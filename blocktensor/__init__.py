@@ -9,6 +9,7 @@ from .autograd import quantize
 from .convert import ConversionReport, SmallKN, convert, to_blockwise_fp8_weights
 from .explain import Explanation, explain
 from .recipe import Recipe
+from .sharing import SharingReport, share_inputs
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight, FP8Cache
 
@@ -22,10 +23,12 @@ __all__ = [
     "ConversionReport",
     "Explanation",
     "Recipe",
+    "SharingReport",
     "SmallKN",
     "convert",
     "explain",
     "functional",
     "quantize",
+    "share_inputs",
     "to_blockwise_fp8_weights",
 ]

@@ -27,6 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor",),
     ("blocktensor.convert",),
     ("blocktensor.explain",),
+    ("blocktensor.sharing",),
+    ("blocktensor.groups",),
     ("blocktensor.functional",),
     ("blocktensor.overrides",),
     ("blocktensor.autograd",),
