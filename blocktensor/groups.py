@@ -34,8 +34,8 @@ class _Input(weakref.ref[Tensor]):
     users: tuple[str, ...]
 
     def drop(self) -> None:
-        """Let go of the cast; called when the input dies."""
-        self.fp8 = None
+        """Let go of the cast; called when the input dies, whose id may then be used again."""
+        self.fp8 = self.key = None
 
 
 class _Thread(threading.local):
@@ -130,20 +130,18 @@ class InputGroup:
 
     def _cast(self, linear: str, x: Tensor, weight: Any) -> BlockwiseFP8Tensor | None:
         """The cast of ``x``, made now or for another linear; None: the linear had better cast."""
-        dtype, recorded = autocast_dtype(x) or x.dtype, torch.is_grad_enabled()
+        dtype = autocast_dtype(x) or x.dtype
         stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
         layout = x._version, x.data_ptr(), x.shape, x.stride()  # .data = … leaves the version alone
-        key = id(x), *layout, dtype, weight.recipe.scale, recorded, stream
+        key = id(x), *layout, dtype, weight.recipe.scale, stream
         given = self._thread.given
-        # An id may be used again, so the object has to be alive too; and only where ids agree is
-        # the reference followed, since x is then known to be held by Python.
-        if given is None or given.key != key or given() is not x:
+        if given is None or given.key != key:
             self._learn()
             given = self._thread.given = _Input(x, _Input.drop)
             given.key, given.users, given.fp8 = key, (), None
         given.users += (linear,)
         expected = self._expected.get(given.users[0], ())
-        fp8, columnwise = given.fp8, recorded and weight.requires_grad
+        fp8, columnwise = given.fp8, torch.is_grad_enabled() and weight.requires_grad
         if fp8 is not None and (fp8.columnwise_data is not None or not columnwise):
             self.saved += 1
         else:

@@ -27,6 +27,38 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
     return watched_casts(monkeypatch)
 
 
+def test_only_one_and_the_same_tensor_is_shared() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(K, K), nn.Linear(K, K)
+
+        def forward(self, x: Tensor) -> None:
+            alias = x.detach()
+            self.a(x), self.b(alias)
+            for _ in range(20):  # one place and version, and the ids of those before
+                self.a(x[:]), self.b(x[:])
+
+    model = converted(Views())
+    report = share_inputs(model)
+    model(X)
+    assert (report.casts, report.saved) == (42, 0)
+    assert report.groups[0].together == (("a",), ("b",))
+
+
+def test_more_users_than_expected_and_fewer(casts: Casts) -> None:
+    model = converted(Qkv())
+    share_inputs(model)
+    model(X)
+    counts = []
+    for more in (True, True, False, True):
+        model.between = (lambda x: (model.q(x), model.q(x))) if more else None
+        casts.clear()
+        model(X)
+        counts.append(len(casts))
+    assert counts == [3, 2, 2, 2]  # o's too; one cast more, once
+
+
 # Recomputation and threads
 
 
@@ -176,9 +208,10 @@ def test_an_input_that_dies_takes_its_cast_along(casts: Casts) -> None:
     model = converted(Sequence())
     with torch.no_grad():
         wanted = model(X)
-        share_inputs(model)
+        report = share_inputs(model)
         assert torch.equal(model(X), wanted)
     assert alive == [0, 0]
+    assert report.groups[0].together == (("a",), ("b",))
 
 
 def test_a_model_is_freed_at_once() -> None:
