@@ -18,6 +18,7 @@ from .convert import (
 from .explain import Explanation, explain
 from .memory import MemoryReport, memory_report
 from .recipe import Recipe
+from .sharing import SharingReport, share_inputs
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight, FP8Cache
 
@@ -34,6 +35,7 @@ __all__ = [
     "LoadReport",
     "MemoryReport",
     "Recipe",
+    "SharingReport",
     "SmallKN",
     "convert",
     "explain",
@@ -43,6 +45,7 @@ __all__ = [
     "memory_report",
     "quantize",
     "save_fp8",
+    "share_inputs",
     "to_blockwise_fp8_weights",
     "unfreeze",
 ]

@@ -147,7 +147,7 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
         None if recipe is None else recipe.scale,
         None if bias is None else _kind_of_bias(bias),
         torch.is_grad_enabled(),
-        _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
+        autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         forced(),
     )
     found = _PLANS.get(kind)
@@ -174,7 +174,7 @@ def _recipe(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
     return known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of ``x``; None where it is off."""
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -203,7 +203,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.d
         checks.same_device(x, bias, "the input", "the bias")
         if bias.shape != w.shape[:1]:
             raise ValueError(f"the bias has shape {list(bias.shape)}: expected [{w.shape[0]}]")
-    autocast = _autocast_dtype(x)
+    autocast = autocast_dtype(x)
     if autocast is not None:
         return autocast
     others = {"weight": w} if bias is None else {"weight": w, "bias": bias}

@@ -28,6 +28,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.convert",),
     ("blocktensor.explain",),
     ("blocktensor.memory",),
+    ("blocktensor.sharing",),
+    ("blocktensor.groups",),
     ("blocktensor.functional",),
     ("blocktensor.overrides",),
     ("blocktensor.autograd",),
