@@ -170,9 +170,11 @@ def _linear_backward(
             return dx.view(plan.x_like[0]), dw, dbias, None
         early = backward, *_forms(grad, plan.recipe, needs_dx, needs_dw, backward.ops)
     w_col = None
+    # bytes that were saved, unlike a fresh cast, may have been laid out anew by hooks
+    dgrad_ops = library if early is None or call.cache is None else early[0].ops
     if needs_dx and early is not None:
         # no name for the weight's forms: their bytes must die where the cache lets go of them
-        w_col = _saved_forms(call.w_layout, w_tensors, plan.recipe).columnwise(early[0].ops)
+        w_col = _saved_forms(call.w_layout, w_tensors, plan.recipe).columnwise(dgrad_ops)
     if call.cache is not None:
         call.cache.after_backward()  # before the GEMM allocates its output
     if early is None:  # nothing came back to this output
@@ -182,7 +184,7 @@ def _linear_backward(
     if needs_dx:
         assert g_row is not None and w_col is not None
         shape, dtype = plan.x_like
-        dx = backward.ops.product(*g_row, *w_col, None, dtype).view(shape)
+        dx = dgrad_ops.product(*g_row, *w_col, None, dtype).view(shape)
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
@@ -212,7 +214,7 @@ def _where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
 
 def _weight_of_fused(plan: Plan, saved: Sequence[Tensor]) -> Form | None:
     """The rowwise form of the weight, if a backward that is one op may use and forget it."""
-    if plan.fused is None or not isinstance(saved[0], BlockwiseFP8Weight):
+    if not plan.small or not isinstance(saved[0], BlockwiseFP8Weight):
         return None  # hooks that offload what is saved may bring a weight back plain
     forms = saved[0].forms()
     keeps = forms.recipe.columnwise == "keep" or forms.columnwise_data is not None

@@ -40,8 +40,9 @@ class Plan:
         needs: whether the gradients of x and w will be asked for.
         hooked: whether the incoming gradient is cast before backward begins.
         ops: for the forward.
-        fused: the forward as one op, and whether the backward may be one; None where somebody sees
-            the ops, or memory counts more than host time.
+        small: whether each direction may run as one op: nobody sees the ops, and what they hold
+            counts less than host time.
+        fused: the forward as one op, if it may be one.
         pinned: whether it serves all calls of the kind, whose ops nobody sees.
         traced: whether a compiler or functorch looks on.
         bias_dtype: None without a bias.
@@ -49,7 +50,8 @@ class Plan:
     """
 
     __slots__ = ("_backwards", "bias_dtype", "casts_x", "fused", "hooked", "needs", "ops",
-                 "out_dtype", "pinned", "recipe", "traced", "w_like", "x_like")  # fmt: skip
+                 "out_dtype", "pinned", "recipe", "small", "traced", "w_like",
+                 "x_like")  # fmt: skip
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, pinned: bool
@@ -74,7 +76,9 @@ class Plan:
         self.x_like = x.shape, self.out_dtype if self.casts_x else x.dtype
         self.w_like = w.shape, w.dtype
         self.ops: Ops = Pinned() if pinned else library
-        self.fused = Sequence(fused.forward, 1) if pinned and _small(x, w) else None
+        self.small = pinned and _small(x, w)
+        is_cast = isinstance(x, BlockwiseFP8Tensor)
+        self.fused = Sequence(fused.forward, 1) if self.small and not is_cast else None
         self._backwards: dict[Hashable, Backward] = {}
 
     def backward(self, grad: Tensor) -> Backward:
@@ -126,26 +130,17 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
     if (
-        type(w) is not BlockwiseFP8Weight
-        or library.must_be_seen(x)
+        not isinstance(w, _FP8_TYPES)
+        or library.must_be_seen(_inside(x))
+        or library.must_be_seen(_inside(w))
         or torch._C._are_functorch_transforms_active()
     ):
         return Plan(x, w, bias, _recipe(x, w, recipe), pinned=False)
-    # Little of the weight: its FP8 bytes are always a fresh cast, laid out as its shape says.
     kind = (
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.data_ptr() & 15,
-        x.device,
-        x.requires_grad,
-        w.shape,
-        w.dtype,
-        w.device,
-        w.requires_grad,
-        w.cache.recipe.scale,
+        _kind_of(x),
+        _kind_of(w),
         None if recipe is None else recipe.scale,
-        None if bias is None else _kind_of_bias(bias),
+        None if bias is None else _kind_of(bias),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         forced(),
@@ -162,9 +157,28 @@ def _small(x: Tensor, w: Tensor) -> bool:
     return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
 
 
-def _kind_of_bias(bias: Tensor) -> Hashable:
-    layout = bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.device
-    return layout, bias.requires_grad
+def _inside(x: Tensor) -> Tensor:
+    """A tensor that ``x`` is made of, whose type tells whether it is real."""
+    if type(x) is BlockwiseFP8Weight:
+        return x.master
+    if type(x) is BlockwiseFP8Tensor:
+        inside = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
+        assert inside is not None
+        return inside
+    return x
+
+
+def _kind_of(x: Tensor) -> Hashable:
+    """What of an operand a plan depends on."""
+    known = x.shape, x.dtype, x.device, x.requires_grad
+    if type(x) is BlockwiseFP8Weight:
+        # little of it: its FP8 bytes are always a fresh cast, laid out as its shape says
+        return known, x.cache.recipe.scale
+    if type(x) is BlockwiseFP8Tensor:
+        parts = x.rowwise_data, x.rowwise_scale, x.columnwise_data, x.columnwise_scale
+        layouts = [t if t is None else (t.shape, t.stride(), t.data_ptr() & 15) for t in parts]
+        return known, x.recipe.scale, x.block_shape, *layouts
+    return known, x.stride(), x.data_ptr() & 15
 
 
 def _recipe(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:

@@ -107,14 +107,56 @@ def test_what_tells_saved_inputs_apart() -> None:
     assert [backward.saved(*pair) for pair in saved] == kinds
 
 
-@pytest.mark.parametrize("w", ["plain", "fp8"])
-def test_other_operands_are_planned_for_one_call(w: str) -> None:
-    values = randn(N, K)
-    other = values if w == "plain" else BlockwiseFP8Tensor.quantize(values, (128, 128))
+def test_other_operands_are_planned_for_one_call() -> None:
     for x in (X, BlockwiseFP8Tensor.quantize(X)):
-        assert not plan(x, other).pinned
-    assert not plan(BlockwiseFP8Tensor.quantize(X), weight()).pinned
+        assert not plan(x, randn(N, K)).pinned
     assert not plan(X.to("meta"), weight().to("meta")).pinned
+    frozen = BlockwiseFP8Tensor.quantize(randn(N, K), (128, 128))
+    assert not plan(X.to("meta"), frozen.to("meta")).pinned
+    with FlopCounterMode(display=False):
+        assert not plan(BlockwiseFP8Tensor.quantize(X), frozen).pinned
+
+
+def test_what_tells_fp8_operands_apart() -> None:
+    x, values = BlockwiseFP8Tensor.quantize(X), randn(N, K)
+    powers = Recipe(scale="power_of_two")
+    frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
+    moved = BlockwiseFP8Tensor(
+        (unaligned(frozen.rowwise_data.view(torch.int8)).view(torch.float8_e4m3fn),
+         frozen.rowwise_scale),
+        None, shape=frozen.shape, dtype=frozen.dtype, block_shape=(128, 128),
+    )  # fmt: skip
+    both = frozen.relabel()
+    both.columnwise_data, both.columnwise_scale = frozen.columnwise()
+    row_only = BlockwiseFP8Tensor.quantize(X, columnwise=False)
+    calls = [(x, weight()), (row_only, weight()), (x.detach().requires_grad_(), weight())]
+    calls += [(X, frozen), (X, moved), (X, both), (x, frozen), (X, weight())]
+    calls += [
+        (BlockwiseFP8Tensor.quantize(X, recipe=powers), weight(scale="power_of_two")),
+        (X, BlockwiseFP8Tensor.quantize(values, (128, 128), powers)),
+    ]
+    plans = [plan(*call) for call in calls]
+    assert all(known.pinned for known in plans)
+    assert len(set(map(id, plans))) == len(plans)
+    assert [plan(*call) for call in calls] == plans
+    assert plan(BlockwiseFP8Tensor.quantize(-X), weight()) is plans[0]
+
+
+def test_a_frozen_weight_may_come_back_laid_out_anew(device: torch.device) -> None:
+    """On a GPU, a run for one layout would read another's bytes in the wrong place."""
+    module = linear(N, K, device=device, frozen=True)
+    grads = []
+    for hook in (lambda t: t, unaligned, lambda t: t):
+        leaf = X.to(device).clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, hook=hook: hook(t.view(torch.int8)).view(t.dtype)
+            if t.element_size() == 1 else hook(t),
+            lambda t: t,
+        ):  # fmt: skip
+            y = module(leaf)
+        grads += torch.autograd.grad(y, leaf, torch.ones_like(y))
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
 
 
 def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:
