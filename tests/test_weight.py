@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "Adadelta foreach": lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=True),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "Muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
 }
 
