@@ -5,6 +5,7 @@ import torch as _torch
 from . import dispatch as dispatch  # fills the tables of ops
 from . import functional
 from . import overrides as overrides  # fills the table of torch functions
+from . import slicing as slicing  # fills the tables of ops further
 from .autograd import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .convert import (

@@ -294,6 +294,8 @@ def _save(ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None, w_row: 
     if not isinstance(w, BlockwiseFP8Tensor):
         ctx.save_for_backward(data, scale, *w_row)
         return _CAST
+    if w.recipe.columnwise == "keep":
+        w.columnwise()  # made once, kept by the weight, found by every backward
     names, context = w.__tensor_flatten__()
     ctx.save_for_backward(data, scale, *[getattr(w, name) for name in names])
     return names, context, w.shape, w.stride()

@@ -23,7 +23,7 @@ from .weight import WEIGHT_OPS, BlockwiseFP8Weight, FP8Cache, on_master
 aten = torch.ops.aten
 
 
-def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """A view has its base's kind: under inference_mode, views of normal tensors stay normal."""
 
     @functools.wraps(implementation)
@@ -36,7 +36,9 @@ def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[[Any], Any]:
+def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[[Any], Any]:
+    """Enter what is decorated into a table, for each of ``ops``."""
+
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
             table[op] = implementation
@@ -78,15 +80,15 @@ def _refuse_untracked(func: Any, *operands: Tensor) -> None:
         )
 
 
-@_implements(ATEN_OPS, aten.mm.default)
-@_implements(WEIGHT_OPS, aten.mm.default)
+@implements(ATEN_OPS, aten.mm.default)
+@implements(WEIGHT_OPS, aten.mm.default)
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     _refuse_untracked(func, a, b)
     return _product(a, b)
 
 
-@_implements(ATEN_OPS, aten.addmm.default)
-@_implements(WEIGHT_OPS, aten.addmm.default)
+@implements(ATEN_OPS, aten.addmm.default)
+@implements(WEIGHT_OPS, aten.addmm.default)
 def _addmm(
     func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
@@ -98,7 +100,7 @@ def _addmm(
     return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
 
 
-@_implements(
+@implements(
     WEIGHT_OPS,
     aten.bmm.default,
     aten.baddbmm.default,
@@ -124,22 +126,22 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
 # BlockwiseFP8Tensor: relabelling
 
 
-@_implements(ATEN_OPS, aten.detach.default, aten.alias.default)
-@_view
+@implements(ATEN_OPS, aten.detach.default, aten.alias.default)
+@view_of_its_kind
 def _alias(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     return x.relabel()
 
 
-@_implements(ATEN_OPS, aten.t.default)
-@_view
+@implements(ATEN_OPS, aten.t.default)
+@view_of_its_kind
 def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     if x.ndim != 2:
         refuse(func)
     return _swap_last(x)
 
 
-@_implements(ATEN_OPS, aten.transpose.int)
-@_view
+@implements(ATEN_OPS, aten.transpose.int)
+@view_of_its_kind
 def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> BlockwiseFP8Tensor:
     dims = {dim0 % x.ndim, dim1 % x.ndim}
     if len(dims) == 1:
@@ -154,8 +156,8 @@ def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> Blockw
     return _swap_last(x)
 
 
-@_implements(ATEN_OPS, aten.permute.default)  # x.T
-@_view
+@implements(ATEN_OPS, aten.permute.default)  # x.T
+@view_of_its_kind
 def _permute(func: Any, x: BlockwiseFP8Tensor, dims: list[int]) -> BlockwiseFP8Tensor:
     if [d % x.ndim for d in dims] != [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2]:
         raise NotImplementedError(
@@ -171,8 +173,8 @@ def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     return x.relabel(shape=shape, strides=strides, transpose=True)
 
 
-@_implements(ATEN_OPS, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-@_view
+@implements(ATEN_OPS, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@view_of_its_kind
 def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> BlockwiseFP8Tensor:
     shape = _infer(list(size), x)
     leading_only = (
@@ -236,12 +238,12 @@ def _fresh(
     )
 
 
-@_implements(ATEN_OPS, aten.clone.default)
+@implements(ATEN_OPS, aten.clone.default)
 def _clone(func: Any, x: BlockwiseFP8Tensor, *, memory_format: Any = None) -> BlockwiseFP8Tensor:
     return _fresh(x, None, None, copy=True)
 
 
-@_implements(ATEN_OPS, aten._to_copy.default)
+@implements(ATEN_OPS, aten._to_copy.default)
 def _to_copy(
     func: Any,
     x: BlockwiseFP8Tensor,
@@ -254,7 +256,7 @@ def _to_copy(
     return _fresh(x, device, dtype, copy=True, non_blocking=non_blocking)
 
 
-@_implements(ATEN_OPS, aten.empty_like.default)
+@implements(ATEN_OPS, aten.empty_like.default)
 def _empty_like(
     func: Any,
     x: BlockwiseFP8Tensor,
@@ -266,7 +268,7 @@ def _empty_like(
     return _fresh(x, device, dtype, copy=False)
 
 
-@_implements(ATEN_OPS, aten.copy_.default)
+@implements(ATEN_OPS, aten.copy_.default)
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):
         refuse(func)
@@ -295,20 +297,20 @@ def _copy_form(target: Form, source: Form, non_blocking: bool) -> None:
 # BlockwiseFP8Weight: views and copies that stay weights
 
 
-@_implements(WEIGHT_OPS, aten.detach.default, aten.alias.default)
-@_view
+@implements(WEIGHT_OPS, aten.detach.default, aten.alias.default)
+@view_of_its_kind
 def _weight_alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master, cache=w.cache, transposed=w.transposed)
 
 
-@_implements(WEIGHT_OPS, aten.t.default)
-@_view
+@implements(WEIGHT_OPS, aten.t.default)
+@view_of_its_kind
 def _weight_t(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master.t(), cache=w.cache, transposed=not w.transposed)
 
 
-@_implements(WEIGHT_OPS, aten.transpose.int)
-@_view
+@implements(WEIGHT_OPS, aten.transpose.int)
+@view_of_its_kind
 def _weight_transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor:
     if {dim0 % w.ndim, dim1 % w.ndim} != {w.ndim - 2, w.ndim - 1}:
         return on_master(func, (w, dim0, dim1), {})
@@ -316,8 +318,8 @@ def _weight_transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) ->
     return BlockwiseFP8Weight(master, cache=w.cache, transposed=not w.transposed)
 
 
-@_implements(WEIGHT_OPS, aten.permute.default)  # w.T
-@_view
+@implements(WEIGHT_OPS, aten.permute.default)  # w.T
+@view_of_its_kind
 def _weight_permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     last_two_swapped = [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]
     if [d % w.ndim for d in dims] != last_two_swapped:
@@ -325,7 +327,7 @@ def _weight_permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor
     return _weight_transpose(func, w, -1, -2)
 
 
-@_implements(WEIGHT_OPS, aten.clone.default, aten._to_copy.default, aten.empty_like.default)
+@implements(WEIGHT_OPS, aten.clone.default, aten._to_copy.default, aten.empty_like.default)
 def _weight_copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     master = func(w.master, **kwargs)
     if master.dtype not in checks.HIGH_PRECISION:

@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.autograd",),
     ("blocktensor.plans",),
     ("blocktensor.checkpoint.*",),
+    ("blocktensor.slicing",),
     ("blocktensor.dispatch",),
     ("blocktensor.state",),
     ("blocktensor.weight",),

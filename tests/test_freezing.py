@@ -11,11 +11,13 @@ from torch import nn
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
+    Recipe,
     convert,
     freeze,
     functional,
     unfreeze,
 )
+from blocktensor.ops import reference
 from tests.models import RECIPES, plain, randn
 
 N, K = 200, 300
@@ -75,6 +77,26 @@ def test_an_unfrozen_weight_trains_from_the_values_it_had(dtype: torch.dtype) ->
     state = trained.state_dict()
     assert all(type(x) is torch.Tensor for x in state.values())
     assert unfreeze(trained) == []
+
+
+@pytest.mark.parametrize(("policy", "transposes"), [("on_demand", 3), ("keep", 1)])
+def test_the_columnwise_form_of_a_frozen_weight_is_made_by_policy(
+    policy: str, transposes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, calls = model(Recipe(columnwise=policy)), []
+    freeze(made)
+    transpose = reference.transpose_square
+    monkeypatch.setattr(
+        reference, "transpose_square", lambda *args: (calls.append(1), transpose(*args))[1]
+    )
+    grads = []
+    for _ in range(3):
+        x = randn(5, K, grad=True)
+        made[0](x).sum().backward()
+        grads.append(x.grad)
+    assert len(calls) == transposes
+    assert (made[0].weight.columnwise_data is not None) == (policy == "keep")
+    assert torch.equal(grads[0], grads[2])
 
 
 def test_attributes_that_others_hung_on_a_weight_stay() -> None:
