@@ -102,11 +102,20 @@ def _cast(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylabel("share of the copy bandwidth (%)")
 
 
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    groups = list(dict.fromkeys(label(r["m"], r["n"], r["k"]) for r in rows))
+    peak = {(r["variant"], label(r["m"], r["n"], r["k"])): r["peak_mib"] for r in rows}
+    variants = list(dict.fromkeys(r["variant"] for r in rows))
+    _grouped_bars(axes, groups, {v: [peak.get((v, group)) for group in groups] for v in variants})
+    axes.set_ylabel("peak of a training step (MiB)")
+
+
 PLOTS = (
     Plot("gemm_fprop.png", "gemm", "Forward and data gradient, 1x128 by 128x128", _fprop),
     Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", _wgrad),
     Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
     Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
+    Plot("memory_peak.png", "memory", "Memory of one nn.Linear by policy", _memory),
 )
 
 

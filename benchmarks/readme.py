@@ -117,6 +117,7 @@ def _memory(content: Content) -> list[str]:
         "",
         *_table(("variant", "tokens x (out x in)", "peak", "less than bf16"), rows),
         "",
+        *_image("memory_peak.png", "peak memory by policy"),
         _source(content),
     ]
 

@@ -25,9 +25,17 @@ CAST: list[Row] = [
 ]
 
 
+MEMORY = [
+    {"variant": "bf16", "m": 8, "n": 4, "k": 2, "peak_mib": 20.0},
+    {"variant": "fp8", "m": 8, "n": 4, "k": 2, "peak_mib": 15.0},
+    {"variant": "bf16", "m": 16, "n": 4, "k": 2, "peak_mib": 30.0},
+]
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    for name, rows in (("gemm", GEMM), ("linear", LINEAR), ("cast", CAST)):
+    named = (("gemm", GEMM), ("linear", LINEAR), ("cast", CAST), ("memory", MEMORY))
+    for name, rows in named:
         results.write(name, rows, tmp_path / "results")
     return tmp_path / "results"
 
@@ -75,6 +83,15 @@ def test_casts_from_fp32_are_not_drawn() -> None:
     assert heights == [50.0, 40.0]
 
 
+def test_memory_is_drawn_by_variant() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._memory(axes, MEMORY)
+    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
+    assert heights == [20.0, 30.0, 15.0]  # of the second shape only one variant is known
+
+
 def test_missing_results_are_named_and_the_rest_is_drawn(
     source: Path,
     tmp_path: Path,
@@ -85,7 +102,7 @@ def test_missing_results_are_named_and_the_rest_is_drawn(
     monkeypatch.setattr(plots, "FOLDER", tmp_path / "plots")
     assert cli.main(["plot", "--out", str(source)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    drawn = ["linear_speedup.png", "cast_roofline.png"]
-    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:2]] == drawn
-    assert shown[2:] == ["gemm.json is missing: python -m benchmarks gemm"]
+    drawn = ["linear_speedup.png", "cast_roofline.png", "memory_peak.png"]
+    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:3]] == drawn
+    assert shown[3:] == ["gemm.json is missing: python -m benchmarks gemm"]
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(drawn)
