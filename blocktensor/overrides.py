@@ -98,6 +98,15 @@ def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
     return tensor
 
 
+@_overrides(Tensor.__dlpack__, Tensor.__dlpack_device__)
+def _no_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # the wrapper's pointer is null: who read through it would crash
+    raise NotImplementedError(
+        f"a {type(tensor).__name__} has no memory of its own to hand out: use .master of a "
+        f"BlockwiseFP8Weight, .rowwise_data and .rowwise_scale of a BlockwiseFP8Tensor"
+    )
+
+
 def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

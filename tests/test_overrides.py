@@ -177,3 +177,11 @@ def test_out_is_refused(product: Callable[..., Any], kind: str) -> None:
     with pytest.raises(NotImplementedError, match="out= is not supported"):
         product(x, both_kinds(randn(256, 384))[kind], out)
     assert not out.any()
+
+
+@pytest.mark.parametrize("kind", ["trainable", "frozen"])
+def test_there_is_no_memory_to_hand_out(kind: str) -> None:
+    weight = linear(128, 256, frozen=kind == "frozen").weight
+    for tensor in (weight, weight.detach()):
+        with pytest.raises(NotImplementedError, match="no memory of its own to hand out: use"):
+            torch.from_dlpack(tensor)
