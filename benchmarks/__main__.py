@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import cast, check, gemm, host, linear, memory, plots, readme, results, small, tiles
+from . import block, cast, check, gemm, host, linear, memory, plots, readme, results, small, tiles
 from .results import Row
 from .summary import columns
 
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Any] = {
     "cast": cast,
     "linear": linear,
     "small": small,
+    "block": block,
     "host": host,
     "memory": memory,
     "tiles": tiles,

@@ -1,0 +1,60 @@
+"""A Llama block in plain modules: what whole-model benchmarks are about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a block; the defaults are Llama 8B's."""
+
+    dim: int = 4096
+    hidden: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+
+    @property
+    def head_dim(self) -> int:
+        """Of every head."""
+        return self.dim // self.heads
+
+
+class Block(nn.Module):
+    """Attention with grouped queries, and SwiGLU; no position embedding, which is no linear's."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv = shape.kv_heads * shape.head_dim
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.dim), nn.RMSNorm(shape.dim)
+        self.q = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.k = nn.Linear(shape.dim, kv, bias=False)
+        self.v = nn.Linear(shape.dim, kv, bias=False)
+        self.o = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x[batch, time, dim]``."""
+        h = self.attention_norm(x)
+        q, k, v = self._heads(self.q(h)), self._heads(self.k(h)), self._heads(self.v(h))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(-2))
+        h = self.mlp_norm(x)
+        mixed: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return mixed
+
+
+def stack(shape: Shape, layers: int, device: torch.device | str) -> nn.Sequential:
+    """``layers`` blocks in bf16, initialised alike for one state of the generator."""
+    with torch.device(device):
+        return nn.Sequential(*(Block(shape) for _ in range(layers))).to(torch.bfloat16)
