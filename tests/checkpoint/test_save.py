@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +153,45 @@ def test_an_interrupted_save_leaves_what_was_there(
     if whole != before:  # the new one, as whole
         load_fp8(filled(convert=False), folder)
     assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
+
+
+SAVER = """
+import sys, torch
+from blocktensor import save_fp8
+from tests.checkpoint.models import filled
+torch.set_num_threads(1)
+models = [filled(seed) for seed in (1, 2)]
+save_fp8(models[0], sys.argv[1], overwrite=True)
+print("ready", flush=True)
+while True:
+    for model in models:
+        save_fp8(model, sys.argv[1], overwrite=True, max_shard_bytes=60_000)
+"""
+
+
+def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
+    draw, root = random.Random(0), Path(__file__).parents[2]
+    wanted = [bits(load_up(seed)) for seed in (1, 2)]
+    for _ in range(4):
+        folder = tmp_path / "fp8"
+        command = [sys.executable, "-c", SAVER, str(folder)]
+        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as saver:
+            assert saver.stdout is not None
+            assert saver.stdout.readline() == b"ready\n"
+            time.sleep(draw.random() / 4)
+            saver.kill()
+        # between two renames the old one lies, whole, in a folder of its own beside
+        whole = folder if folder.exists() else next(tmp_path.glob(".fp8.old.*/fp8"))
+        model = filled(5, convert=False)
+        load_fp8(model, whole)
+        found = bits(model.up.weight.rowwise()[0])
+        assert any(torch.equal(found, one) for one in wanted)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+
+
+def load_up(seed: int) -> Tensor:
+    return reference.quantize_square(filled(seed, convert=False).up.weight, False)[0]
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
