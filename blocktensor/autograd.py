@@ -22,7 +22,6 @@ from torch.autograd.function import FunctionCtx
 from .forms import Forms, SquareForms
 from .ops import library
 from .ops.layouts import ROWWISE_BLOCK, Form
-from .ops.library import gemm_add_
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
 from .recipe import DEFAULT_RECIPE, Recipe
@@ -189,7 +188,7 @@ def _linear_backward(
     if needs_dw:
         assert g_col is not None
         if main_grad is not None:
-            gemm_add_(main_grad, *g_col, x_data, x_scale)
+            library.gemm_add_(main_grad, *g_col, x_data, x_scale)
         else:
             ops = backward.saved(x_data, x_scale).ops
             dw = ops.product(*g_col, x_data, x_scale, None, plan.w_like[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .ops.checks import HIGH_PRECISION
-from .ops.layouts import SQUARE_BLOCK, square_scale_shape
+from .ops.layouts import SQUARE_BLOCK, square_form_bytes
 from .recipe import DEFAULT_RECIPE, Recipe
 from .state import register_state_hooks
 from .tables import collapse, human_bytes, text_table
@@ -337,7 +336,7 @@ def _swap_in(parameter: Tensor, converted: Tensor) -> None:
 
 
 def _bytes_of(weight: Tensor) -> int:
-    fp8 = weight.numel() + 4 * math.prod(square_scale_shape(weight.shape))
+    fp8 = square_form_bytes(weight.shape)
     if isinstance(weight, BlockwiseFP8Tensor):
         return fp8
     if isinstance(weight, BlockwiseFP8Weight):

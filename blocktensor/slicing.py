@@ -30,7 +30,7 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
     shape = list(x.shape)
     shape[dim] = stop - start
     row, col = x.forms()
-    if x.block_shape == SQUARE_BLOCK and dim < x.ndim - 2:
+    if _in_squares(x) and dim < x.ndim - 2:
         lead = [None if form is None else _along(form, 0, start, stop) for form in (row, col)]
         return _like(x, lead[0], lead[1], shape)
     columns = dim == x.ndim - 1
@@ -42,7 +42,7 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
     per_scale = x.block_shape[0]
     cut = None if row is None else _rows(row, start, stop, per_scale)
     other = None
-    if col is not None and (cut is None or x.block_shape != SQUARE_BLOCK):
+    if col is not None and not (_in_squares(x) and cut is not None):
         other = _columns(col, start, stop, x.block_shape)
     return _like(x, other, cut, shape) if columns else _like(x, cut, other, shape)
 
@@ -51,7 +51,7 @@ def _check_boundary(
     x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, rows: int, across: bool, op: str
 ) -> None:
     """Refuse a cut through a block; ``across``: whether blocks of a held form lie along ``dim``."""
-    if x.block_shape != SQUARE_BLOCK and not across:
+    if not _in_squares(x) and not across:
         return
     size = x.shape[dim]
     for index in (start, stop):
@@ -101,12 +101,12 @@ def _like(
     )
 
 
-def _dim(x: Tensor, dim: int, op: str) -> int:
+def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
     """``dim`` counted from 0, where this op can cut there."""
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{op}: dimension {dim} of a tensor with {x.ndim}")
     dim %= x.ndim
-    if dim not in (0, x.ndim - 2, x.ndim - 1) or (0 < dim < x.ndim - 1 and not _is_stack(x)):
+    if dim not in (0, x.ndim - 2, x.ndim - 1) or (0 < dim < x.ndim - 1 and not _in_squares(x)):
         raise NotImplementedError(
             f"{op} along dimension {dim} of a BlockwiseFP8Tensor {list(x.shape)}: its bytes are a "
             f"matrix of the last dimension by all others, which can be cut along the first "
@@ -115,8 +115,8 @@ def _dim(x: Tensor, dim: int, op: str) -> int:
     return dim
 
 
-def _is_stack(x: Tensor) -> bool:
-    return isinstance(x, BlockwiseFP8Tensor) and x.block_shape == SQUARE_BLOCK
+def _in_squares(x: BlockwiseFP8Tensor) -> bool:
+    return x.block_shape == SQUARE_BLOCK
 
 
 @implements(ATEN_OPS, aten.slice.Tensor)
@@ -149,13 +149,11 @@ def _select(func: Any, x: BlockwiseFP8Tensor, dim: int, index: int) -> Blockwise
         raise IndexError(f"index {index} of a dimension of {x.shape[0]}")
     index %= x.shape[0]
     part = _part(x, 0, index, index + 1, "select")
-    shape, strides = part.shape[1:], part.stride()[1:]
-    if not _is_stack(x):
+    shape = part.shape[1:]
+    if not _in_squares(x):
         return part.relabel(shape=shape)
     forms = [None if form is None else (form[0][0], form[1][0]) for form in part.forms()]
-    made = _like(x, forms[0], forms[1], shape)
-    assert made.stride() == strides
-    return made
+    return _like(x, forms[0], forms[1], shape)
 
 
 @implements(ATEN_OPS, aten.unbind.int)
@@ -207,12 +205,12 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
         if [*x.shape[:dim], *x.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
             raise ValueError(f"cat along {dim} of shapes {[list(x.shape) for x in fp8]}")
     shape[dim] = sum(x.shape[dim] for x in fp8)
-    lead = _is_stack(first) and dim < first.ndim - 2
+    lead = _in_squares(first) and dim < first.ndim - 2
     columns = dim == first.ndim - 1
     rows = 1 if columns or lead else math.prod(first.shape[dim + 1 : -1])
     across = [x.forms()[0 if columns else 1] is not None for x in fp8]
     for x in [] if lead else fp8[:-1]:
-        if (_is_stack(x) or any(across)) and x.shape[dim] * rows % BLOCK:
+        if (_in_squares(x) or any(across)) and x.shape[dim] * rows % BLOCK:
             raise ValueError(
                 f"cat along {dim}: {list(x.shape)} ends inside a block of 128, and only the last "
                 f"part may; call .dequantize() first"

@@ -303,12 +303,13 @@ def _read(
 ) -> dict[str, Tensor]:
     """The tensors that will take their places, read file by file."""
     made: dict[str, Tensor] = {}
+    files: dict[Path, Any] = {}  # open ones: a header is parsed once, not once a tensor
     for name in sorted(names, key=lambda name: entries[name].file):
         current = targets[name].current
         home = device if current.is_meta else current.device
-        value = _tensor(name, entries[name]).to(home)
+        value = _tensor(name, entries[name], files).to(home)
         if name in scales:
-            scale = _tensor(scales[name], entries[scales[name]]).to(home)
+            scale = _tensor(scales[name], entries[scales[name]], files).to(home)
             dtype = current.dtype
             value = BlockwiseFP8Tensor.from_data(
                 value, scale, block_shape=SQUARE_BLOCK, dtype=dtype, recipe=recipe
@@ -321,13 +322,14 @@ def _read(
     return made
 
 
-def _tensor(name: str, entry: _Entry) -> Tensor:
+def _tensor(name: str, entry: _Entry, files: dict[Path, Any]) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(entry.file, framework="pt") as opened:
-            value: Tensor = opened.get_tensor(name)
-            return value
+        if entry.file not in files:
+            files[entry.file] = safe_open(entry.file, framework="pt")
+        value: Tensor = files[entry.file].get_tensor(name)
+        return value
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read ({error})") from None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import library
+from ..ops.layouts import square_form_bytes
 from ..tensor import BlockwiseFP8Tensor, FP8Type
 from ..weight import BlockwiseFP8Weight
 from .layout import (
@@ -159,10 +160,7 @@ def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
 
 def _bytes(x: Tensor) -> int:
     """What a tensor takes in a file."""
-    if not isinstance(x, FP8Type):
-        return x.nbytes
-    blocks = -(-x.shape[-1] // 128) * -(-x.shape[-2] // 128)
-    return x.numel() + 4 * blocks * (x.shape[0] if x.ndim == 3 else 1)
+    return square_form_bytes(x.shape) if isinstance(x, FP8Type) else x.nbytes
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

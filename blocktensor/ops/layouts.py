@@ -12,6 +12,7 @@ The padding is never read as a value and may hold anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -76,6 +77,11 @@ def square_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Logical shape of the 128x128 scales of a matrix (or stack) of ``shape`` [..., R, C]."""
     *lead, rows, cols = shape
     return (*lead, num_blocks(rows), num_blocks(cols))
+
+
+def square_form_bytes(shape: Sequence[int]) -> int:
+    """What a matrix (or stack) of ``shape`` takes in e4m3 with 128x128 scales, unpadded."""
+    return math.prod(shape) + 4 * math.prod(square_scale_shape(shape))
 
 
 def rows_per_scale(rows: int, scale: Tensor) -> int:

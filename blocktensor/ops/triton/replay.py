@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..layouts import ceil_div
 from . import raw
 from .launch import watch_launches
 
@@ -216,7 +217,7 @@ def _player(
 
 
 def _padded(x: Tensor) -> int:
-    return -(-x.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+    return ceil_div(x.untyped_storage().nbytes(), _ALIGNMENT) * _ALIGNMENT
 
 
 def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
