@@ -1,70 +1,150 @@
-"""Peak memory of one linear's forward + backward inside a training step."""
+"""Where the memory of a Llama-8B-shaped stack goes, by policy: weights, saved activations, peak."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blocktensor as bt
 
-SHAPES = ((4096, 18432, 7168), (16384, 18432, 7168))
+from .llama import Shape, stack
+
+BATCH, TIME, LAYERS = 2, 4096, 4
+
+QUICK: dict[str, Any] = {"layers": 1}
+"""The arguments of a smoke run."""
+
+_MIB = 2**20
 
 
-def _peak(layer: nn.Linear, m: int) -> tuple[int, int]:
-    """Bytes allocated at most during a step, and held after it; weights included, input not.
+def _shared(recipe: bt.Recipe) -> Callable[[nn.Module], object]:
+    def prepare(model: nn.Module) -> None:
+        bt.convert(model, recipe)
+        bt.share_inputs(model)
 
-    The input is an activation that only the layer keeps, the gradient comes from the next op:
-    as inside a model. Measured on the third step, when caches have seen an optimizer.
-    """
-    source = torch.randn(m, layer.in_features, device="cuda", dtype=torch.bfloat16)
-    source.requires_grad_()
-    peak = held = 0
+    return prepare
+
+
+def _frozen(recipe: bt.Recipe | None) -> Callable[[nn.Module], object]:
+    def prepare(model: nn.Module) -> None:
+        model.requires_grad_(False)
+        if recipe is not None:
+            bt.convert(model, recipe)
+
+    return prepare
+
+
+KEEP, NO_CACHE = bt.Recipe(columnwise="keep"), bt.Recipe(cache_weight=False)
+POLICIES: dict[str, Callable[[nn.Module], object]] = {
+    "bf16": lambda model: None,
+    "fp8": lambda model: bt.convert(model),
+    "fp8, inputs shared": _shared(bt.Recipe()),
+    "fp8, columnwise kept": lambda model: bt.convert(model, KEEP),
+    "fp8, inputs shared, cache_weight=False": _shared(NO_CACHE),
+    "bf16, frozen": _frozen(None),
+    "fp8, frozen": _frozen(bt.Recipe()),
+    "fp8, frozen, columnwise kept": _frozen(KEEP),
+}
+
+
+def saved_bytes(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Bytes that one forward saves for its backward, each piece of memory once, weights apart."""
+    sizes: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if not isinstance(saved, bt.BlockwiseFP8Weight):
+            storage = saved.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = run(x)
+    for weight in _memory_of(model):
+        sizes.pop(weight.untyped_storage().data_ptr(), None)
+    del y
+    return sum(sizes.values())
+
+
+def _memory_of(model: nn.Module) -> Iterator[Tensor]:
+    """The plain tensors that parameters are made of."""
+    for parameter in model.parameters():
+        if isinstance(parameter, bt.BlockwiseFP8Weight):
+            yield parameter.master
+        elif isinstance(parameter, bt.BlockwiseFP8Tensor):
+            yield from (part for form in parameter.forms() if form for part in form)
+        else:
+            yield parameter
+
+
+def _peak(step: Callable[[], None]) -> int:
+    """Bytes allocated at most in a step, once steps are all alike."""
     for _ in range(3):
-        layer.weight.grad = source.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        x = source * 0.5
-        y = layer(x)
-        del x
-        loss = (y * 0.5).sum()
-        del y
-        loss.backward()
-        torch.cuda.synchronize()
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        with torch.no_grad():
-            layer.weight.mul_(0.999)  # an optimizer step
-    return peak - source.nbytes, held - source.nbytes
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
 
 
-def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
-    """One row a shape and variant; ``saved`` is against bf16, ``copy_of_x`` is x in bf16."""
-    variants = {
-        "bf16": None,
-        "fp8": bt.Recipe(),
-        "fp8, columnwise kept": bt.Recipe(columnwise="keep"),
-        "fp8, cache_weight=False": bt.Recipe(cache_weight=False),
+def _row(policy: str, mode: str, layers: int) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = stack(Shape(), layers, "cuda")
+    POLICIES[policy](model)
+    weights = [p for p in model.parameters() if isinstance(p, bt.BlockwiseFP8Weight)]
+    run = torch.compile(model, fullgraph=True) if mode == "compiled" else model
+    x = torch.randn(BATCH, TIME, Shape().dim, device="cuda", dtype=torch.bfloat16)
+    x.requires_grad_()
+    grad = torch.randn_like(x)
+
+    def step(microbatches: int) -> None:
+        for weight in weights:
+            weight.invalidate()  # as an optimizer does
+        x.grad = None
+        model.zero_grad()
+        for _ in range(microbatches):
+            run(x).backward(grad)
+
+    one = _peak(lambda: step(1)) - before
+    two = _peak(lambda: step(2)) - before
+    x.grad = None
+    model.zero_grad()
+    return {
+        "policy": policy,
+        "mode": mode,
+        "layers": layers,
+        "tokens": BATCH * TIME,
+        "elements": sum(p.numel() for p in model.parameters()),
+        "weights_mib": round(bt.memory_report(model).total.total / _MIB, 1),
+        "saved_mib": round(saved_bytes(model, run, x) / _MIB, 1),
+        "peak_mib": round(one / _MIB, 1),
+        "two_microbatches_mib": round(two / _MIB, 1),
     }
-    for m, n, k in shapes:
-        baseline = 0
-        for name, recipe in variants.items():
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            layer = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
-            if recipe is not None:
-                bt.to_blockwise_fp8_weights(layer, recipe)
-            peak, held = (value - before for value in _peak(layer, m))
-            baseline = baseline or peak
-            yield {
-                "variant": name,
-                "m": m,
-                "n": n,
-                "k": k,
-                "peak_mib": round(peak / 2**20, 1),
-                "held_mib": round(held / 2**20, 1),
-                "saved_mib": round((baseline - peak) / 2**20, 1),
-                "copy_of_x_mib": round(2 * m * k / 2**20, 1),
-            }
-            del layer
+
+
+def total(layers: int = LAYERS) -> int:
+    """How many rows :func:`measure` yields."""
+    return 2 * len(POLICIES)
+
+
+def measure(layers: int = LAYERS) -> Iterator[dict[str, Any]]:
+    """One row a policy and mode: MiB of parameters, saved activations, and peaks of a step.
+
+    The peak holds parameters, gradients, input, output gradient and all activations; it is that
+    of the same mode's bf16 (frozen, for what is frozen) that ``peak_of_bf16`` divides by.
+    """
+    base: dict[tuple[str, bool], float] = {}
+    for policy in POLICIES:
+        for mode in ("eager", "compiled"):
+            torch._dynamo.reset()
+            row = _row(policy, mode, layers)
+            kind = mode, "frozen" in policy
+            base.setdefault(kind, row["peak_mib"])
+            yield {**row, "peak_of_bf16": round(row["peak_mib"] / base[kind], 3)}

@@ -103,11 +103,21 @@ def _cast(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    groups = list(dict.fromkeys(label(r["m"], r["n"], r["k"]) for r in rows))
-    peak = {(r["variant"], label(r["m"], r["n"], r["k"])): r["peak_mib"] for r in rows}
-    variants = list(dict.fromkeys(r["variant"] for r in rows))
-    _grouped_bars(axes, groups, {v: [peak.get((v, group)) for group in groups] for v in variants})
-    axes.set_ylabel("peak of a training step (MiB)")
+    """One bar a policy and mode: weights at the bottom, saved activations, the rest of the peak."""
+    names = [f"{r['policy']}, {r['mode']}" for r in rows]
+    parts = {
+        "weights at rest": [r["weights_mib"] for r in rows],
+        "saved activations": [r["saved_mib"] for r in rows],
+        "gradients, FP8 weights, temporaries": [
+            r["peak_mib"] - r["weights_mib"] - r["saved_mib"] for r in rows
+        ],
+    }
+    below = [0.0] * len(rows)
+    for index, (label_of, sizes) in enumerate(parts.items()):
+        axes.bar(range(len(rows)), sizes, 0.7, bottom=below, label=label_of, color=f"C{index}")
+        below = [b + size for b, size in zip(below, sizes, strict=True)]
+    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=7)
+    axes.set_ylabel("peak of a forward + backward (MiB)")
 
 
 PLOTS = (
@@ -115,7 +125,7 @@ PLOTS = (
     Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", _wgrad),
     Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
     Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
-    Plot("memory_peak.png", "memory", "Memory of one nn.Linear by policy", _memory),
+    Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks by policy", _memory),
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .forms import Forms, SquareForms
-from .ops import library
+from .ops import dgrad, library
 from .ops.layouts import ROWWISE_BLOCK, Form
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
             assert x_row is not None
             y = ops.product(*x_row, *w_row, bias, plan.out_dtype)
 
-        call.w_layout = _save(ctx, x_col, w if needs_dx else None, w_row)
+        call.w_layout = _save(ctx, x_col, w if needs_dx else None, w_row, plan.traced)
         ctx.call = call
         ctx.set_materialize_grads(False)
         if x.ndim == 2:
@@ -171,7 +171,7 @@ def _linear_backward(
     w_col = None
     # bytes that were saved, unlike a fresh cast, may have been laid out anew by hooks
     dgrad_ops = library if early is None or call.cache is None else early[0].ops
-    if needs_dx and early is not None:
+    if needs_dx and early is not None and not plan.traced:
         # no name for the weight's forms: their bytes must die where the cache lets go of them
         w_col = _saved_forms(call.w_layout, w_tensors, plan.recipe).columnwise(dgrad_ops)
     if call.cache is not None:
@@ -181,9 +181,13 @@ def _linear_backward(
     backward, g_row, g_col = early
     del early
     if needs_dx:
-        assert g_row is not None and w_col is not None
+        assert g_row is not None
         shape, dtype = plan.x_like
-        dx = dgrad_ops.product(*g_row, *w_col, None, dtype).view(shape)
+        if w_col is None:
+            dx = _dgrad_as_one_op(call.w_layout, w_tensors, plan.recipe, g_row, dtype)
+        else:
+            dx = dgrad_ops.product(*g_row, *w_col, None, dtype)
+        dx = dx.view(shape)
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
@@ -209,6 +213,19 @@ def _where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
     except RuntimeError:  # its gradient is captured for the caller
         return None, True
     return (main_grad, True) if executed else (None, False)
+
+
+def _dgrad_as_one_op(
+    layout: Any, w_tensors: Sequence[Tensor], recipe: Recipe, g_row: Form, dtype: torch.dtype
+) -> Tensor:
+    """The data gradient for a compiler, which shall save no form of the weight (``dgrad.py``)."""
+    w = w_tensors[0]
+    if layout is None and isinstance(w, BlockwiseFP8Weight):
+        return dgrad.of_master(*g_row, w.master, w.recipe.power_of_two, dtype)
+    forms = _saved_forms(layout, w_tensors, recipe)
+    if forms.columnwise_data is not None:
+        return library.product(*g_row, *forms.columnwise(), None, dtype)
+    return dgrad.of_rowwise(*g_row, *forms.rowwise(), dtype)
 
 
 def _weight_of_fused(plan: Plan, saved: Sequence[Tensor]) -> Form | None:
@@ -284,7 +301,9 @@ _CAST = "cast"
 """How to read a plain weight again: its cast was saved."""
 
 
-def _save(ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None, w_row: Form) -> Any:
+def _save(
+    ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None, w_row: Form, traced: bool
+) -> Any:
     """Save what backward reads; how to find the FP8 forms of ``w`` in it."""
     data, scale = x or (None, None)
     if w is None or isinstance(w, BlockwiseFP8Weight):
@@ -293,7 +312,7 @@ def _save(ctx: Any, x: Sequence[Tensor | None] | None, w: Tensor | None, w_row: 
     if not isinstance(w, BlockwiseFP8Tensor):
         ctx.save_for_backward(data, scale, *w_row)
         return _CAST
-    if w.recipe.columnwise == "keep":
+    if w.recipe.columnwise == "keep" and not traced:  # compilers refuse to change an input's parts
         w.columnwise()  # made once, kept by the weight, found by every backward
     names, context = w.__tensor_flatten__()
     ctx.save_for_backward(data, scale, *[getattr(w, name) for name in names])

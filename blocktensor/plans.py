@@ -68,7 +68,11 @@ class Plan:
         recorded = torch.is_grad_enabled()
         self.needs = recorded and x.requires_grad, recorded and w.requires_grad
         sums_grad = bias is not None and bias.requires_grad  # which then has to stay
-        self.traced = is_compiling() or torch._C._are_functorch_transforms_active()
+        self.traced = (
+            is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or not (library.is_real(_inside(x)) and library.is_real(_inside(w)))
+        )
         grad_bytes = math.prod(x.shape[:-1]) * w.shape[0] * self.out_dtype.itemsize
         fits_hook = not (sums_grad or self.traced)
         self.hooked = any(self.needs) and fits_hook and grad_bytes >= EARLY_BYTES
@@ -191,7 +195,7 @@ def _recipe(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of ``x``; None where it is off."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which refuses to be asked for meta
         return torch.get_autocast_dtype(kind)
     return None
 

@@ -310,9 +310,13 @@ class BlockwiseFP8Tensor(Forms, FP8Type):
 
 def refuse(func: Any) -> NoReturn:
     """Raise for an op that FP8 bytes cannot serve: never a silent dequantize."""
+    writes = (
+        "; to write to a frozen weight (merge an adapter into it, say), call "
+        "blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
+    )
     raise NotImplementedError(
         f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
-        f".dequantize() first to work on a plain tensor"
+        f".dequantize() first to work on a plain tensor{writes if func._schema.is_mutable else ''}"
     )
 
 

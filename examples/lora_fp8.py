@@ -199,13 +199,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         blocktensor.save_fp8(stored, folder, overwrite=folder.exists())
         del stored
 
+        # one base at a time: the peak of one must not hold the other
+        results = [
+            adapt(base, "bf16", batches(swapped), options, shown("bf16 + adapters", options.steps))
+        ]
+        del base
         loaded = GPT(config).to(options.device)
         weights_to_bf16(loaded)
         blocktensor.load_fp8(loaded, folder)
-        results = []
-        for name, model in (("bf16", base), ("FP8", loaded)):
-            step = shown(f"{name} + adapters", options.steps)
-            results.append(adapt(model, name, batches(swapped), options, step))
+        results.append(
+            adapt(loaded, "FP8", batches(swapped), options, shown("FP8 + adapters", options.steps))
+        )
 
     table = Table("base", "loss at first", "in the end", "base, bytes", "unchanged", "peak memory")
     for r in results:
@@ -214,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(r.base, *numbers, "yes" if r.base_unchanged else "NO", peak)
     console.print(table)
     change = (results[1].final_loss / results[0].final_loss - 1) * 100
-    console.print(f"FP8 base against bf16: loss {change:+.2f} %; checkpoint in {folder}")
+    peaks = [r.peak_memory_bytes for r in results]
+    memory = f", peak memory {peaks[1] / peaks[0]:.2f}x" if peaks[0] and peaks[1] else ""
+    console.print(f"FP8 base against bf16: loss {change:+.2f} %{memory}; checkpoint in {folder}")
     report = {"options": {k: str(v) for k, v in vars(options).items()}, "change_percent": change}
     content = json.dumps({**report, "results": [asdict(r) for r in results]}, indent=1)
     (options.out / "result.json").write_text(content + "\n")

@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("blocktensor.tables",),
     ("blocktensor.ops",),
     ("blocktensor.ops.fused",),
-    ("blocktensor.ops.pinned",),
+    ("blocktensor.ops.dgrad", "blocktensor.ops.pinned"),
     ("blocktensor.ops.library",),
     ("blocktensor.ops.backends",),
     ("blocktensor.ops.gluon.*",),

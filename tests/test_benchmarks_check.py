@@ -159,7 +159,19 @@ def good_rows() -> dict[str, list[Row]]:
             ("linear forward+backward", "fp8"),
         )
     ]
-    return {"gemm": gemms, "linear": linears, "cast": casts, "host": host}
+    block: list[Row] = [{"variant": "fp8", "eager_speedup": 1.5, "compiled_speedup": 1.5}]
+    memory: list[Row] = [
+        {"policy": policy, "mode": mode, "peak_of_bf16": 0.5}
+        for policy, mode in (("fp8, inputs shared", "eager"), ("fp8", "compiled"))
+    ]
+    return {
+        "gemm": gemms,
+        "linear": linears,
+        "cast": casts,
+        "host": host,
+        "block": block,
+        "memory": memory,
+    }
 
 
 @pytest.fixture

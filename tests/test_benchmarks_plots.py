@@ -26,9 +26,8 @@ CAST: list[Row] = [
 
 
 MEMORY = [
-    {"variant": "bf16", "m": 8, "n": 4, "k": 2, "peak_mib": 20.0},
-    {"variant": "fp8", "m": 8, "n": 4, "k": 2, "peak_mib": 15.0},
-    {"variant": "bf16", "m": 16, "n": 4, "k": 2, "peak_mib": 30.0},
+    {"policy": p, "mode": "eager", "weights_mib": w, "saved_mib": 5.0, "peak_mib": 20.0}
+    for p, w in (("bf16", 8.0), ("fp8, frozen", 4.0))
 ]
 
 
@@ -83,13 +82,13 @@ def test_casts_from_fp32_are_not_drawn() -> None:
     assert heights == [50.0, 40.0]
 
 
-def test_memory_is_drawn_by_variant() -> None:
+def test_memory_is_drawn_in_parts_that_add_up_to_the_peak() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
     plots._memory(axes, MEMORY)
     heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [20.0, 30.0, 15.0]  # of the second shape only one variant is known
+    assert heights == [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]
 
 
 def test_missing_results_are_named_and_the_rest_is_drawn(

@@ -75,10 +75,20 @@ def test_a_converted_model(recipe: Recipe) -> None:
     assert_as_eager(model, model)
 
 
-def test_a_frozen_model() -> None:
-    model = mlp()
+@pytest.mark.parametrize("made", [False, True], ids=["", "columnwise made before"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(columnwise="keep")], ids=str)
+def test_a_frozen_model(recipe: Recipe, made: bool) -> None:
+    model = mlp(recipe)
     freeze(model)
-    assert_as_eager(model, model)
+    if made:
+        model(randn(3, K, grad=True)).sum().backward()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = randn(12, K, seed=seed)
+        got, want = step(compiled, x, twin), step(model, x, model)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert graphs() == 1
 
 
 def test_fp32_and_autocast() -> None:

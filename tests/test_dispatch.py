@@ -246,6 +246,18 @@ in FP8: call .dequantize() first to work on a plain tensor""",
     )
 
 
+def test_the_text_of_a_refusal_to_write() -> None:
+    text = complaint(NotImplementedError, lambda: BlockwiseFP8Tensor.quantize(X).add_(1))
+    assert_expected_inline(
+        text,
+        """\
+aten.add_.Tensor is not implemented for BlockwiseFP8Tensor, which keeps its values
+in FP8: call .dequantize() first to work on a plain tensor; to write to a frozen
+weight (merge an adapter into it, say), call blocktensor.unfreeze(model) first and
+blocktensor.freeze(model) after""",
+    )
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -1,9 +1,9 @@
 """What an FP8 checkpoint looks like on disk: names, config, index, and how each is checked.
 
 A folder of safetensors files, an index that says which tensor is where, and a ``config.json``. The
-weight ``a.weight`` is e4m3 ``[N, K]``; beside it lie its fp32 scales, one for each 128x128 block,
-which multiply: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or ``a.weight_scale``
-(compressed-tensors).
+weight ``a.weight`` is e4m3 ``[N, K]``; beside it lie its scales, one for each 128x128 block, which
+multiply: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or ``a.weight_scale``
+(compressed-tensors). We write them in fp32.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def quantization_config(
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": left,
         }
+        # As in DeepSeek-V3.1, of fp32 scales: transformers then keeps them as e8m0, without loss.
         return config | ({"scale_fmt": "ue8m0"} if power_of_two else {})
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     return {

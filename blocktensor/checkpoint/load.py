@@ -30,6 +30,9 @@ from .layout import (
 
 _E4M3 = "F8_E4M3"
 
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+"""Dtypes of stored scales: fp32 holds every value of each."""
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -75,7 +78,8 @@ def load_fp8(
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
     Takes what :func:`save_fp8` writes, DeepSeek-V3's and transformers' "fp8" checkpoints
-    (``weight_scale_inv``) and compressed-tensors' with 128x128 blocks (``weight_scale``). A weight
+    (``weight_scale_inv``) and compressed-tensors' with 128x128 blocks (``weight_scale``); scales in
+    another floating-point dtype, e8m0 included, become the same values in fp32. A weight
     stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor`, without a detour through high
     precision; everything else is loaded as ``load_state_dict`` does, in the dtype that the model
     has. Only tensors that the model has are read, one at a time.
@@ -207,11 +211,11 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
             )
         scale = entries[found[0]]
         shape = square_scale_shape(entry.shape) if len(entry.shape) in (2, 3) else None
-        if scale.dtype != "F32" or scale.shape != shape:
+        if scale.dtype not in _SCALES or scale.shape != shape:
             raise CheckpointError(
                 f"{scale.file}: tensor {found[0]!r} is {scale.dtype} {list(scale.shape)}: expected "
-                f"F32 {None if shape is None else list(shape)}, a scale for each 128x128 block of "
-                f"{list(entry.shape)}"
+                f"{' or '.join(_SCALES)}, {None if shape is None else list(shape)}: a scale for "
+                f"each 128x128 block of {list(entry.shape)}"
             )
         scales[name] = found[0]
     return scales
@@ -309,7 +313,7 @@ def _read(
         home = device if current.is_meta else current.device
         value = _tensor(name, entries[name], files).to(home)
         if name in scales:
-            scale = _tensor(scales[name], entries[scales[name]], files).to(home)
+            scale = _tensor(scales[name], entries[scales[name]], files).float().to(home)
             dtype = current.dtype
             value = BlockwiseFP8Tensor.from_data(
                 value, scale, block_shape=SQUARE_BLOCK, dtype=dtype, recipe=recipe

@@ -47,6 +47,10 @@ def save_fp8(
     would read it; its high-precision master is not kept: ``state_dict`` holds that); all else as it
     is. Tied tensors are written once, under their first name.
 
+    transformers reads any size as FP8 layers, on GPUs. Where it dequantizes as it loads (on CPUs),
+    weights must be whole 128x128 blocks: it raises for others, or scales them wrongly in silence
+    (seen in 5.17 and 5.23); :func:`load_fp8` followed by ``dequantize`` does not.
+
     The checkpoint is made beside ``path`` and renamed when it is complete: a process that is killed
     leaves what was there before.
 

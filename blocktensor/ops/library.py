@@ -26,8 +26,13 @@ PLAIN = (Tensor, nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether ``x`` is no tracer's stand-in."""
+    return type(x) in PLAIN
+
+
 def must_be_seen(x: Tensor) -> bool:
-    """Whether an op on ``x`` must go through the dispatcher: somebody watches, or x is not real."""
+    """Whether an op on ``x`` must go through the dispatcher: somebody watches, or x has no data."""
     return is_compiling() or type(x) not in PLAIN or x.is_meta or _dispatch_modes() > 0
 
 
