@@ -3,6 +3,7 @@
 import torch as _torch
 
 from . import dispatch as dispatch  # fills the tables of ops
+from . import distributed as distributed  # fills the tables of ops further
 from . import functional
 from . import overrides as overrides  # fills the table of torch functions
 from . import slicing as slicing  # fills the tables of ops further

@@ -25,7 +25,7 @@ from .ops.layouts import ROWWISE_BLOCK, Form
 from .ops.pinned import Ops
 from .plans import Backward, Plan, plan_linear
 from .recipe import DEFAULT_RECIPE, Recipe
-from .tensor import BlockwiseFP8Tensor, as_matrix, rowwise_block_forms
+from .tensor import BlockwiseFP8Tensor, FP8Type, as_matrix, rowwise_block_forms
 from .weight import BlockwiseFP8Weight, FP8Cache
 
 
@@ -102,7 +102,8 @@ class _Linear(torch.autograd.Function):
             if needs_dx or needs_dw:
                 w.cache.before_backward()
         elif isinstance(w, BlockwiseFP8Tensor):
-            w_row, call.cache = w.rowwise(ops), None
+            # Dynamo cannot hand a module to a method of a tensor
+            w_row, call.cache = w.rowwise() if plan.traced else w.rowwise(ops), None
         else:
             w_row, call.cache = library.quantize_square(w, plan.recipe.power_of_two), None
         y: Tensor
@@ -306,13 +307,13 @@ def _save(
 ) -> Any:
     """Save what backward reads; how to find the FP8 forms of ``w`` in it."""
     data, scale = x or (None, None)
-    if w is None or isinstance(w, BlockwiseFP8Weight):
+    if w is None or isinstance(w, BlockwiseFP8Weight) or (traced and isinstance(w, FP8Type)):
         ctx.save_for_backward(data, scale, w)
         return None
     if not isinstance(w, BlockwiseFP8Tensor):
         ctx.save_for_backward(data, scale, *w_row)
         return _CAST
-    if w.recipe.columnwise == "keep" and not traced:  # compilers refuse to change an input's parts
+    if w.recipe.columnwise == "keep":
         w.columnwise()  # made once, kept by the weight, found by every backward
     names, context = w.__tensor_flatten__()
     ctx.save_for_backward(data, scale, *[getattr(w, name) for name in names])
@@ -324,6 +325,8 @@ def _saved_forms(layout: Any, w_tensors: Sequence[Tensor], recipe: Recipe) -> Fo
         (w,) = w_tensors
         if isinstance(w, BlockwiseFP8Weight):
             return w.forms()
+        if isinstance(w, BlockwiseFP8Tensor):
+            return w
         return SquareForms.quantize(w, recipe)  # hooks that offload bring a weight back plain
     if layout is _CAST:
         data, scale = w_tensors

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .distributed.shard import FP8Shard, shard_of, with_local
 from .ops.checks import HIGH_PRECISION
 from .ops.layouts import SQUARE_BLOCK, square_form_bytes
 from .recipe import DEFAULT_RECIPE, Recipe
@@ -112,9 +113,11 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE)
     parameter keeps its identity: tied modules, optimizers and parameter groups that hold it see the
     FP8 one. A weight that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
     :class:`BlockwiseFP8Tensor` whose high-precision copy is dropped (on the meta device: a
-    BlockwiseFP8Weight, to be initialised later).
+    BlockwiseFP8Weight, to be initialised later). What FSDP2 has sharded already is gathered in FP8
+    from then on; convert it before the first forward.
 
     Raises:
+        NotImplementedError: the weight is a frozen DTensor.
         TypeError: the weight is not bf16, fp16 or fp32.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
@@ -122,7 +125,7 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE)
         return
     if not is_converted(module.weight):
         _swap_in(module.weight, _converted_weight(module.weight, recipe))
-    if isinstance(module.weight, BlockwiseFP8Weight):
+    if isinstance(module.weight, BlockwiseFP8Weight) or shard_of(module.weight) is not None:
         register_state_hooks(module)
 
 
@@ -249,8 +252,8 @@ def _swap_all(
 
 
 def is_converted(weight: Tensor) -> bool:
-    """True for the two FP8 types."""
-    return isinstance(weight, FP8Type)
+    """True for the two FP8 types, and for what FSDP2 has made of them."""
+    return isinstance(weight, FP8Type) or shard_of(weight) is not None
 
 
 def _why_unconvertible(module: nn.Linear) -> str | None:
@@ -297,11 +300,20 @@ def _why_converted(weight: Tensor, was: bool, users: list[str], name: str) -> st
         return "already converted"
     if isinstance(weight, BlockwiseFP8Tensor):
         return "frozen: high-precision copy dropped"
+    if shard_of(weight) is not None:
+        return "trainable, gathered in FP8"
     return "trainable" if weight.requires_grad else "initialised later"
 
 
 def _converted_weight(weight: Tensor, recipe: Recipe) -> Tensor:
     frozen = not weight.requires_grad and weight.device.type != "meta"
+    if hasattr(weight, "_local_tensor"):
+        if frozen:
+            raise NotImplementedError(
+                f"cannot convert a frozen DTensor {list(weight.shape)}: convert the model before "
+                f"fully_shard, or with requires_grad=True"
+            )
+        return with_local(weight, FP8Shard(weight._local_tensor.detach(), recipe))
     if frozen:
         return BlockwiseFP8Tensor.quantize(weight.detach(), SQUARE_BLOCK, recipe)
     return BlockwiseFP8Weight(weight.detach(), recipe)
@@ -336,6 +348,8 @@ def _swap_in(parameter: Tensor, converted: Tensor) -> None:
 
 
 def _bytes_of(weight: Tensor) -> int:
+    if (shard := shard_of(weight)) is not None:
+        return shard.master.nbytes
     fp8 = square_form_bytes(weight.shape)
     if isinstance(weight, BlockwiseFP8Tensor):
         return fp8

@@ -268,6 +268,24 @@ def _empty_like(
     return _fresh(x, device, dtype, copy=False)
 
 
+@implements(ATEN_OPS, aten.as_strided.default)
+@view_of_its_kind
+def _as_strided(
+    func: Any, x: BlockwiseFP8Tensor, size: list[int], stride: list[int], offset: int | None = None
+) -> BlockwiseFP8Tensor:
+    if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
+        refuse(func)
+    return x.relabel()  # as FSDP lays out a weight that it has gathered
+
+
+@implements(ATEN_OPS, aten.zeros_like.default)
+def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
+    """Plain zeros: what a gradient begins as."""
+    empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    zeros: Tensor = func(empty, **kwargs)
+    return zeros
+
+
 @implements(ATEN_OPS, aten.copy_.default)
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):

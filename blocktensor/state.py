@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .distributed.shard import FP8Shard, shard_of, with_local
 from .weight import BlockwiseFP8Weight
 
 
@@ -21,16 +22,25 @@ def register_state_hooks(module: nn.Module) -> None:
 
 def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     value = state.get(f"{prefix}weight")
-    if isinstance(value, BlockwiseFP8Weight) and value is not module.weight:  # keep_vars=False
+    if value is module.weight:  # keep_vars=True
+        return
+    if isinstance(value, BlockwiseFP8Weight):
         state[f"{prefix}weight"] = value.master
+    elif (shard := shard_of(value)) is not None:
+        state[f"{prefix}weight"] = with_local(value, shard.master)
 
 
 def _wrap_assigned_weight(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    weight, value = module.weight, state.get(f"{prefix}weight")
+    weight: Any = module.weight
+    value = state.get(f"{prefix}weight")
     if not metadata.get("assign_to_params_buffers") or value is None:
         return
+    wrapped: Any = None
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
+    elif (shard := shard_of(weight)) is not None and shard_of(value) is None:
+        wrapped = with_local(value, FP8Shard(value._local_tensor.detach(), shard.recipe))
+    if wrapped is not None:
         state[f"{prefix}weight"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)

@@ -207,7 +207,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "aten.normal_.default": lambda x: x.normal_(),
     "aten._foreach_add.Scalar": lambda x: torch._foreach_add([x], 1),
     "aten.copy_.default": lambda x: X.clone().copy_(x),
-    "aten.zeros_like.default": lambda x: torch.zeros_like(x),
 }
 
 

@@ -281,6 +281,12 @@ def cast_module(x: Tensor) -> ModuleType:
     return fast if fast is not None and fast.takes(x) else cast
 
 
+def part_module(x: Tensor) -> ModuleType:
+    """Where casts of a part of a matrix, by the amax of the whole, run."""
+    usable = _triton_unusable(x.device) is None
+    return importlib.import_module(f"blocktensor.ops.{'triton.part' if usable else 'reference'}")
+
+
 def transpose_module(x: Tensor) -> ModuleType:
     """Where byte transposes and dequantizes of ``x`` run."""
     _, transpose, _, fast = _cast_modules(x.device.type, x.device.index)

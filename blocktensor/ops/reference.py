@@ -144,3 +144,37 @@ def _gemm_fp32(
         partial *= row_scale[:, block, None]
         acc.addcmul_(partial, col_scale[:, block])
     return acc if bias is None else acc.add_(bias.float())
+
+
+def _blocks_of_part(x: Tensor, row: int, col: int) -> Tensor:
+    """``x[..., R, C]`` in fp32 as ``[..., blocks, 128, blocks, 128]``, zeros where it is not."""
+    rows, cols = row + x.shape[-2], col + x.shape[-1]
+    padded = F.pad(x.float(), (col, -cols % BLOCK, row, -rows % BLOCK))
+    return padded.view(*x.shape[:-2], num_blocks(rows), BLOCK, num_blocks(cols), BLOCK)
+
+
+def part_amax(x: Tensor, row: int, col: int) -> Tensor:
+    """The amax of the 128x128 blocks that ``x[..., R, C]``, a part of a larger matrix, lies in.
+
+    Its first element is ``row`` rows and ``col`` columns into its first block. fp32, a row a block
+    row; NaN where a block holds one.
+    """
+    return _blocks_of_part(x, row, col).abs().amax((-3, -1))
+
+
+def quantize_part(x: Tensor, amax: Tensor, power_of_two: bool, row: int, col: int) -> Tensor:
+    """Cast a part of a matrix as the whole matrix would be, given the ``amax`` of whole blocks.
+
+    Args:
+        x, row, col: as in :func:`part_amax`.
+        amax: of the blocks that ``x`` lies in, over all parts; the shape that part_amax gives.
+        power_of_two: how scales are rounded.
+
+    Returns:
+        e4m3 ``[..., R, C]``: the bytes that :func:`quantize_square` of the whole gives there.
+    """
+    blocks = _blocks_of_part(x, row, col)
+    scale = scale_from_amax(amax, power_of_two)[..., :, None, :, None]
+    data = to_e4m3(blocks / scale).flatten(-2).flatten(-3, -2)
+    inside = data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
+    return torch.empty(x.shape, dtype=data.dtype, device=x.device).copy_(inside)

@@ -1,0 +1,300 @@
+"""FP8Shard: what a rank holds of a trainable FP8 weight that FSDP2 has sharded.
+
+It is the high-precision rows, for optimizers, clipping and checkpoints, and the way they travel:
+FSDP asks it for what to gather, and makes the unsharded weight of what came, through two methods.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import checks
+from ..ops.layouts import SQUARE_BLOCK
+from ..ops.part import quantize_part
+from ..recipe import Recipe
+from ..tensor import BlockwiseFP8Tensor, FP8Type
+from ..weight import WEIGHT_OPS, BlockwiseFP8Weight
+from .agreement import agree
+from .amax import AmaxTable, Member, Part
+from .members import root_of, sharded_with
+
+aten = torch.ops.aten
+
+
+class Identity:
+    """Stands for one sharded weight, whatever tensor object is its local part at the moment."""
+
+    __slots__ = ("__weakref__", "place")
+
+    def __init__(self) -> None:
+        self.place: tuple[AmaxTable, int] | None = None
+
+
+class FP8Shard(FP8Type):
+    """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
+
+    A tensor like any other for all that changes or reads values, but for products, which need the
+    whole weight.
+
+    Attributes:
+        master: the rows, a plain high-precision tensor.
+        recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
+    """
+
+    master: Tensor
+    recipe: Recipe
+    identity: Identity
+
+    @staticmethod
+    def __new__(cls, master: Tensor, recipe: Recipe, identity: Identity | None = None) -> FP8Shard:
+        """Wrap ``master``; its storage is shared. Views share an ``identity``.
+
+        Raises:
+            TypeError, ValueError: another dtype or rank than a weight's.
+        """
+        checks.high_precision(master, "the shard of a weight")
+        checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            master.shape,
+            strides=master.stride(),
+            storage_offset=master.storage_offset(),
+            dtype=master.dtype,
+            device=master.device,
+        )
+        self.master, self.recipe = master, recipe
+        self.identity = Identity() if identity is None else identity
+        return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the rows: FSDP tells by it whether they are still where it put them."""
+        return self.master.untyped_storage()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["master"], (self.recipe,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> FP8Shard:
+        return FP8Shard(inner["master"], *context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"FP8Shard(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _PRODUCTS:
+            raise NotImplementedError(
+                f"{func} reached the shard of an FP8 weight: a product needs the whole weight, "
+                f"which FSDP gathers while the forward of its module runs"
+            )
+        return _on_masters(func, args, kwargs or {})
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What FSDP gathers: e4m3 bytes of these rows, cast as those of the whole weight.
+
+        One tensor of 1 byte an element; scales need no gather, see ``amax.py``.
+        """
+        table, index = _place(self, mesh, module, outer_size)
+        table.ensure(index)
+        member = table.members[index]
+        power_of_two = self.recipe.power_of_two
+        data = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
+        if self.numel():
+            amax = member.part.blocks(table.amax(index), self.master)
+            data = quantize_part(self.master, amax, power_of_two, *member.part.offsets)
+        as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
+        whole = -(-outer_size[member.part.dim] // mesh.size())
+        missing = whole - data.shape[member.part.dim]
+        if missing:  # only along rows: FSDP shards other dimensions evenly
+            behind = [0, 0] * (data.ndim - 1 - member.part.dim) + [0, missing]
+            as_bytes = F.pad(as_bytes, behind)
+        return (as_bytes,), (outer_size, table.scale(index), self.recipe)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight: a view of the gathered bytes, with the table's scales."""
+        (gathered,), (shape, scale, recipe) = all_gather_outputs, metadata
+        data = gathered.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
+        if out is None:
+            # what would be kept longer than a use would have to be gathered and freed by FSDP
+            on_demand = Recipe(scale=recipe.scale)
+            made = BlockwiseFP8Tensor(
+                (data, scale),
+                None,
+                shape=shape,
+                dtype=param_dtype,
+                block_shape=SQUARE_BLOCK,
+                recipe=on_demand,
+            )
+            return made, ()
+        weight: Any = getattr(out, "_local_tensor", out)
+        weight.rowwise_data, weight.rowwise_scale = data, scale
+        return None
+
+
+def shard_of(x: Any) -> FP8Shard | None:
+    """The local part of a DTensor, if that is an :class:`FP8Shard`."""
+    local = getattr(x, "_local_tensor", None)
+    return local if isinstance(local, FP8Shard) else None
+
+
+def with_local(x: Any, local: Tensor) -> Any:
+    """The DTensor ``x`` with another local part of the same shape."""
+    from torch.distributed.tensor import DTensor
+
+    # from_local would take a view of the local part, which is no shard
+    return DTensor(local, x._spec, requires_grad=False)
+
+
+_TABLES: weakref.WeakKeyDictionary[Any, dict[str, AmaxTable]] = weakref.WeakKeyDictionary()
+"""By root, then by process group."""
+
+
+def _place(
+    shard: FP8Shard, mesh: Any, module: nn.Module, shape: torch.Size
+) -> tuple[AmaxTable, int]:
+    """The table that a shard is in, and where."""
+    if shard.identity.place is None:
+        root = root_of(module)
+        if root is None:
+            root = shard.identity
+        _build(root, mesh, shard)
+    place = shard.identity.place
+    assert place is not None
+    return place
+
+
+def _build(root: Any, mesh: Any, asking: FP8Shard) -> AmaxTable:
+    """A table of all shards under a root, agreed upon with the other ranks."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    members: list[Member] = []
+    identities: list[Identity] = []
+    for sharded in sharded_with(root, group, lambda x: isinstance(x, FP8Shard)):
+        local = sharded.local()
+        assert isinstance(local, FP8Shard)
+        each = -(-sharded.shape[sharded.dim] // mesh.size())
+        part = Part(sharded.shape, sharded.dim, min(rank * each, sharded.shape[sharded.dim]))
+        members.append(Member(sharded.name, part, local.recipe, _master_of(sharded.local)))
+        identities.append(local.identity)
+    agree("sharded FP8 weights", [str(member) for member in members], group)
+    table = AmaxTable(members, group, asking.device)
+    for index, identity in enumerate(identities):
+        identity.place = table, index
+    _TABLES.setdefault(root, {})[group.group_name] = table
+    return table
+
+
+def _master_of(local: Any) -> Any:
+    def master() -> Tensor | None:
+        shard = local()
+        return shard.master if isinstance(shard, FP8Shard) else None
+
+    return master
+
+
+def precompute_block_amax(model: nn.Module) -> int:
+    """Reduce the block amaxes of a sharded model's FP8 weights now, not at the next forward.
+
+    Forward does it by itself, once a step. Called right after ``optimizer.step()``, the all-reduce
+    may overlap with what comes before the next forward. All ranks must call it.
+
+    Returns:
+        How many weights it concerned: 0 before the first forward.
+    """
+    seen: set[int] = set()
+    count = 0
+    for parameter in model.parameters():
+        shard = shard_of(parameter)
+        if shard is not None and shard.identity.place is not None:
+            table, _ = shard.identity.place
+            count += 1
+            if id(table) not in seen:
+                seen.add(id(table))
+                table.refresh_if_changed()
+    return count
+
+
+# Below autograd: everything acts on the rows; moves and copies of them stay shards
+
+_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.linear.default,
+    aten._grouped_mm.default,
+}
+
+_SAME = {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default}
+"""What gives the same weight, as another object or in another place."""
+
+_NEW = {aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, aten.clone.default}
+"""What gives a shard of its own: how FSDP makes a padded one, and the rows in it."""
+
+
+def _on_masters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wrapped: dict[int, FP8Shard] = {}
+
+    def unwrap(x: Any) -> Any:
+        if isinstance(x, FP8Shard):
+            wrapped[id(x.master)] = x
+            return x.master
+        return x.master if isinstance(x, BlockwiseFP8Weight) else x
+
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    if func._schema.is_mutable or func.namespace == "c10d":  # no c10d op says what it writes
+        for shard in wrapped.values():
+            torch.autograd.graph.increment_version(shard.master)
+    first = args[0] if args else None
+    if isinstance(first, FP8Shard) and func in _SAME | _NEW:
+        fits = isinstance(out, Tensor) and out.ndim == first.ndim
+        if fits and out.dtype in checks.HIGH_PRECISION:
+            return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
+    return torch.utils._pytree.tree_map(
+        lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
+    )
+
+
+def _new_zeros(func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """How FSDP begins a shard; for anyone else, zeros that behave as a plain tensor does."""
+    zeros: Tensor = func(w.master, size, **kwargs)
+    is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
+    return FP8Shard(zeros, w.recipe) if is_part else zeros
+
+
+WEIGHT_OPS[aten.new_zeros.default] = _new_zeros
