@@ -7,6 +7,7 @@ operand is a relabelling. Products without an FP8 path are refused. All else fal
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,19 @@ def _no_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         f"a {type(tensor).__name__} has no memory of its own to hand out: use .master of a "
         f"BlockwiseFP8Weight, .rowwise_data and .rowwise_scale of a BlockwiseFP8Tensor"
     )
+
+
+@_overrides(torch.flatten)
+def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # two frames up: __torch_function__, then whoever called torch.flatten
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.fsdp._flat_param":
+        raise NotImplementedError(
+            f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
+            f"{type(input).__name__} would silently compute in high precision: shard the converted "
+            f"model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.flatten(input, *args, **kwargs)
 
 
 def _no_fp8_path(name: str) -> Callable[..., Any]:

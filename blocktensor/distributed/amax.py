@@ -78,10 +78,17 @@ class AmaxTable:
     """
 
     def __init__(
-        self, members: Sequence[Member], group: dist.ProcessGroup, device: torch.device
+        self,
+        members: Sequence[Member],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        alone: bool = False,
     ) -> None:
-        """Lay out a table for ``members``, given in one order on all ranks."""
-        self.members = tuple(members)
+        """Lay out a table for ``members``, given in one order on all ranks.
+
+        ``alone``: whether there may be more that belong to them.
+        """
+        self.members, self.alone = tuple(members), alone
         self.reductions = 0
         self._group = group
         self._seen: list[tuple[object, ...] | None] = [None] * len(members)

@@ -1,7 +1,6 @@
 """Which weights FSDP2 shards together: the one place that looks into FSDP's own structures.
 
-They are not public: torch 2.11 to 2.13 are known. Where another version has them differently, every
-weight stands alone, which costs an all-reduce a weight and changes nothing else.
+They are not public: torch 2.11 to 2.13 are known, and tests run on both.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-IsShard = Callable[[Tensor], bool]
 
 
 class Sharded(NamedTuple):
@@ -25,36 +23,54 @@ class Sharded(NamedTuple):
         name: in the root module.
         shape: of the whole parameter.
         dim: along which it is sharded.
+        group: over which; rank: of this process in it.
+        device: where it is gathered.
         local: gives its local tensor as it is now; None once the model is gone.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int
+    group: ProcessGroup
+    rank: int
+    device: torch.device
     local: Callable[[], Tensor | None]
 
 
-def root_of(module: nn.Module) -> object | None:
-    """What stands for the FSDP root above a module that owns a sharded parameter."""
+def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
+    """What FSDP2 shards under one root with the parameter whose local tensor is asked for.
+
+    Returns:
+        The parameters in FSDP's order, and whether these are all: only the root's first forward
+        makes it the root, until then just those are known that are gathered together. None for what
+        FSDP2 does not know (yet).
+    """
     for state in _states():
-        if any(param._module_info.module is module for param in _params(state)):
-            root: object = state._state_ctx
-            return root
-    return None
+        if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):
+            states = state._state_ctx.all_states
+            found = [_sharded(param) for s in states or [state] for param in _params(s)]
+            return found, bool(states)
+    return [], False
 
 
-def sharded_with(root: object, group: ProcessGroup, is_shard: IsShard) -> Iterator[Sharded]:
-    """The parameters under a root, in FSDP's order, that are shards over ``group``."""
-    for state in root.all_states:  # type: ignore[attr-defined]
-        for param in _params(state):
-            known = param.mesh_info.shard_process_group is group
-            if known and is_shard(param._sharded_local_tensor):
-                yield Sharded(
-                    param._param_fqn or param._module_info.param_name,
-                    tuple(param._orig_size),
-                    param.fsdp_placement.dim,
-                    _local_of(weakref.ref(param)),
-                )
+def _sharded(param: Any) -> Sharded:
+    info, after = param.mesh_info, param.post_forward_mesh_info
+    if after is not None and after is not info:
+        raise NotImplementedError(
+            f"reshard_after_forward={after.shard_mesh_size} with FP8 weights: FSDP2 cannot reshard "
+            f"to fewer ranks what tensors gather in their own way; pass True or False"
+        )
+    # replicate() is FSDP2 with nothing sharded
+    is_sharded = hasattr(info, "shard_process_group")
+    return Sharded(
+        param._param_fqn or param._module_info.param_name,
+        tuple(param._orig_size),
+        param.fsdp_placement.dim,
+        info.shard_process_group if is_sharded else info.replicate_process_group,
+        info.shard_mesh_rank if is_sharded else 0,
+        param.device,
+        _local_of(weakref.ref(param)),
+    )
 
 
 def _local_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:

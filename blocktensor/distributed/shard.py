@@ -6,9 +6,8 @@ FSDP asks it for what to gather, and makes the unsharded weight of what came, th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from ..tensor import BlockwiseFP8Tensor, FP8Type
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight
 from .agreement import agree
 from .amax import AmaxTable, Member, Part
-from .members import root_of, sharded_with
+from .members import Sharded, sharded_with
 
 aten = torch.ops.aten
 
@@ -95,6 +94,18 @@ class FP8Shard(FP8Type):
         )
 
     @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _PRODUCTS:
+            _refuse_product(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -103,13 +114,20 @@ class FP8Shard(FP8Type):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _PRODUCTS:
-            raise NotImplementedError(
-                f"{func} reached the shard of an FP8 weight: a product needs the whole weight, "
-                f"which FSDP gathers while the forward of its module runs"
-            )
+            _refuse_product(func)
         return _on_masters(func, args, kwargs or {})
 
-    def fsdp_pre_all_gather(
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+        """What FSDP calls for what to gather.
+
+        It also looks for it when the root's first forward begins, before anything is gathered: the
+        time to compare what the ranks have, when none waits for the others yet.
+        """
+        _place(self)
+        return self._cast_rows
+
+    def _cast_rows(
         self,
         mesh: Any,
         outer_size: torch.Size,
@@ -117,11 +135,17 @@ class FP8Shard(FP8Type):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP gathers: e4m3 bytes of these rows, cast as those of the whole weight.
+        """The e4m3 bytes of these rows, cast as those of the whole weight.
 
         One tensor of 1 byte an element; scales need no gather, see ``amax.py``.
         """
-        table, index = _place(self, mesh, module, outer_size)
+        place = _place(self)
+        if place is None:
+            raise RuntimeError(
+                f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
+                f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
+            )
+        table, index = place
         table.ensure(index)
         member = table.members[index]
         power_of_two = self.recipe.power_of_two
@@ -132,7 +156,7 @@ class FP8Shard(FP8Type):
         as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
         whole = -(-outer_size[member.part.dim] // mesh.size())
         missing = whole - data.shape[member.part.dim]
-        if missing:  # only along rows: FSDP shards other dimensions evenly
+        if missing > 0:  # only along rows: FSDP shards other dimensions evenly
             behind = [0, 0] * (data.ndim - 1 - member.part.dim) + [0, missing]
             as_bytes = F.pad(as_bytes, behind)
         return (as_bytes,), (outer_size, table.scale(index), self.recipe)
@@ -179,45 +203,48 @@ def with_local(x: Any, local: Tensor) -> Any:
     return DTensor(local, x._spec, requires_grad=False)
 
 
-_TABLES: weakref.WeakKeyDictionary[Any, dict[str, AmaxTable]] = weakref.WeakKeyDictionary()
-"""By root, then by process group."""
-
-
-def _place(
-    shard: FP8Shard, mesh: Any, module: nn.Module, shape: torch.Size
-) -> tuple[AmaxTable, int]:
-    """The table that a shard is in, and where."""
-    if shard.identity.place is None:
-        root = root_of(module)
-        if root is None:
-            root = shard.identity
-        _build(root, mesh, shard)
+def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
+    """The table that a shard is in, and where; made now if FSDP can say who belongs together."""
     place = shard.identity.place
-    assert place is not None
+    if place is None or place[0].alone:
+        together, are_all = sharded_with(lambda x: _identity(x) is shard.identity)
+        if together and (are_all or place is None):
+            groups: dict[str, list[Sharded]] = {}
+            for sharded in together:
+                if isinstance(sharded.local(), FP8Shard):
+                    groups.setdefault(sharded.group.group_name, []).append(sharded)
+            for members in groups.values():
+                _build(members, alone=not are_all)
+            place = shard.identity.place
     return place
 
 
-def _build(root: Any, mesh: Any, asking: FP8Shard) -> AmaxTable:
-    """A table of all shards under a root, agreed upon with the other ranks."""
-    group, rank = mesh.get_group(), mesh.get_local_rank()
+def _identity(x: Any) -> Identity | None:
+    return x.identity if isinstance(x, FP8Shard) else None
+
+
+def _build(together: Sequence[Sharded], alone: bool) -> None:
+    """A table of these weights, which share a group, agreed upon with the other ranks."""
     members: list[Member] = []
-    identities: list[Identity] = []
-    for sharded in sharded_with(root, group, lambda x: isinstance(x, FP8Shard)):
-        local = sharded.local()
-        assert isinstance(local, FP8Shard)
-        each = -(-sharded.shape[sharded.dim] // mesh.size())
-        part = Part(sharded.shape, sharded.dim, min(rank * each, sharded.shape[sharded.dim]))
-        members.append(Member(sharded.name, part, local.recipe, _master_of(sharded.local)))
-        identities.append(local.identity)
+    shards: list[FP8Shard] = []
+    for sharded in together:
+        shard = sharded.local()
+        assert isinstance(shard, FP8Shard)
+        start = 0
+        if shard.shape != sharded.shape:
+            whole, world = sharded.shape[sharded.dim], sharded.group.size()
+            start = min(sharded.rank * -(-whole // world), whole)
+        part = Part(sharded.shape, sharded.dim, start)
+        members.append(Member(sharded.name, part, shard.recipe, _master_of(sharded.local)))
+        shards.append(shard)
+    group = together[0].group
     agree("sharded FP8 weights", [str(member) for member in members], group)
-    table = AmaxTable(members, group, asking.device)
-    for index, identity in enumerate(identities):
-        identity.place = table, index
-    _TABLES.setdefault(root, {})[group.group_name] = table
-    return table
+    table = AmaxTable(members, group, together[0].device, alone)
+    for index, shard in enumerate(shards):
+        shard.identity.place = table, index
 
 
-def _master_of(local: Any) -> Any:
+def _master_of(local: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
     def master() -> Tensor | None:
         shard = local()
         return shard.master if isinstance(shard, FP8Shard) else None
@@ -250,14 +277,19 @@ def precompute_block_amax(model: nn.Module) -> int:
 # Below autograd: everything acts on the rows; moves and copies of them stay shards
 
 _PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.mv.default,
-    aten.linear.default,
-    aten._grouped_mm.default,
+    *(F.linear, torch.mm, torch.matmul, torch.addmm),
+    *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
 }
+
+
+def _refuse_product(func: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
+        f"gathers while the forward of its module runs"
+    )
+
 
 _SAME = {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default}
 """What gives the same weight, as another object or in another place."""

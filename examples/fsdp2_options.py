@@ -1,0 +1,127 @@
+"""The command line of ``fsdp2_llama.py``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama import SHAPES, Shape
+
+DESCRIPTION = """\
+Train a Llama-shaped decoder under FSDP2 (fully_shard), in bf16 or in blockwise FP8, where sharded
+weights are gathered as 1 byte an element. Started by torchrun, or as one process.
+
+The FP8 run differs by one line, blocktensor.convert(model) before fully_shard. Norms, embedding and
+head stay in high precision. With a vocabulary of 256 the text is the source code of this Python's
+standard library, byte by byte; with any other, tokens are random, small ones more often.
+"""
+
+EPILOG = """\
+examples:
+  python examples/fsdp2_llama.py                                    one process, a tiny model
+  torchrun --nproc-per-node 2 examples/fsdp2_llama.py --precision fp8
+  torchrun --nproc-per-node 8 examples/fsdp2_llama.py --model 8b --precision fp8 --compile --ac
+  torchrun --nproc-per-node 8 examples/fsdp2_llama.py --model 8b --precision fp8 --gather bf16
+  torchrun --nproc-per-node 2 examples/fsdp2_llama.py --checkpoint runs/ck --checkpoint-every 20
+
+Started again with the same --checkpoint, a run that was killed goes on from its newest complete
+checkpoint, bit for bit as if it had not been.
+"""
+
+DEFAULTS = {"tiny": (128, 4, 1e-3), "1b": (8192, 1, 3e-4), "8b": (8192, 1, 3e-4)}
+"""Tokens of a sequence, sequences of a rank, learning rate."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fsdp2_llama.py",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, toggle = parser.add_argument, argparse.BooleanOptionalAction
+    add("--model", choices=tuple(SHAPES), default="tiny", help="sizes: Llama 3's 1B and 8B")
+    add("--layers", type=int, help="blocks, if not the model's")
+    add("--vocab", type=int, help="256: bytes of text; any other: random tokens")
+    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of linears (default: bf16)")
+    add(
+        "--gather",
+        choices=("fp8", "bf16"),
+        help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
+        "(default: fp8 with --precision fp8)",
+    )
+    # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
+    add(
+        "--master-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of the sharded weights and of AdamW's state (default: fp32)",
+    )
+    add("--compile", action="store_true", help="torch.compile every block")
+    add("--ac", action="store_true", help="recompute every block in backward")
+    add("--reshard-after-forward", action=toggle, default=True, help="gather again for backward")
+    add("--seq", type=int, help="tokens of a sequence")
+    add("--batch", type=int, help="sequences of each rank in a step")
+    add("--loss-chunk", type=int, default=0, help="tokens whose logits are held at once (0: all)")
+    add("--steps", type=int, default=50, help="optimizer steps (default: 50)")
+    add("--warmup-steps", type=int, default=5, help="first steps, not timed (default: 5)")
+    add("--lr", type=float, help="reached after 10 steps, then kept")
+    add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
+    add("--checkpoint", type=Path, metavar="DIR", help="write checkpoints, resume from the newest")
+    add("--checkpoint-every", type=int, metavar="N", help="steps (default: only at the end)")
+    add("--peak-tflops", type=float, default=989.0, help="MFU's 100%% (default: bf16 of an H100)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--out", type=Path, default=Path("runs/fsdp2_llama"), help="folder of result.json, PNG")
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
+    """Flags with the model's defaults filled in; what cannot be is explained."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    shape = SHAPES[options.model]
+    seq, batch, lr = DEFAULTS[options.model]
+    defaults: dict[str, Any] = {
+        "layers": shape.layers,
+        "vocab": shape.vocab,
+        "seq": seq,
+        "batch": batch,
+        "lr": lr,
+    }
+    for flag, default in defaults.items():
+        if getattr(options, flag) is None:
+            setattr(options, flag, default)
+    least = {"layers": 1, "vocab": 2, "seq": 1, "batch": 1, "steps": 1}
+    least |= {"warmup_steps": 0, "loss_chunk": 0, "seed": 0, "checkpoint_every": 1}
+    for flag, minimum in least.items():
+        value = getattr(options, flag)
+        if value is not None and value < minimum:
+            parser.error(f"--{flag.replace('_', '-')} must be at least {minimum}, got {value}")
+    for flag in ("lr", "peak_tflops"):
+        value = getattr(options, flag)
+        if not 0 < value < float("inf"):  # nan fails too
+            parser.error(f"--{flag.replace('_', '-')} must be a positive number, got {value}")
+    if options.warmup_steps >= options.steps:
+        parser.error(
+            f"--warmup-steps {options.warmup_steps} leaves no step to time: it must be less than "
+            f"--steps {options.steps}"
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if options.gather and options.precision != "fp8":
+        parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.checkpoint_every and not options.checkpoint:
+        parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
+    for flag in ("out", "checkpoint"):
+        path = getattr(options, flag)
+        if path is not None and path.exists() and not path.is_dir():
+            parser.error(f"--{flag} {path} is not a folder")
+    if options.precision == "fp8":
+        options.gather = options.gather or "fp8"
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return options, replace(shape, layers=options.layers, vocab=options.vocab)

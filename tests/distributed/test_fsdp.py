@@ -1,0 +1,97 @@
+"""FSDP2 gathers FP8 bytes, and every rank computes what one process with it all would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed import ranks, scenarios
+
+SMALL = scenarios.ROWS[:-2]
+
+
+@pytest.mark.parametrize(("world", "large"), [(2, 0), (3, 2), (4, 0)])
+def test_gathered_bytes_are_those_of_the_whole_cast(world: int, large: int) -> None:
+    rows = scenarios.ROWS[: len(SMALL) + large]
+    found = ranks.run(scenarios.gathered_bytes, world, "cpu", rows)
+    assert found == [len(SMALL) * 2 * 3 + large * 2] * world
+
+
+@functools.cache
+def failures(world: int, device: str) -> dict[str, str]:
+    """Of all ways to train, on all ranks: what went wrong."""
+    ways = (scenarios.twenty_steps, scenarios.hybrid) if world == 4 else scenarios.WAYS
+    backend = "gloo" if device == "cpu" else "nccl"
+    found = ranks.run(scenarios.all_ways, world, device, ways, backend=backend)
+    return {name: "\n".join(filter(None, (one[name] for one in found))) for name in found[0]}
+
+
+@pytest.mark.parametrize("way", [way.__name__ for way in scenarios.WAYS])
+def test_two_ranks_train_as_one(way: str) -> None:
+    assert not failures(2, "cpu")[way], failures(2, "cpu")[way]
+
+
+@pytest.mark.parametrize("way", ["twenty_steps", "hybrid"])
+def test_four_ranks_train_as_one(way: str) -> None:
+    assert not failures(4, "cpu")[way], failures(4, "cpu")[way]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", [way.__name__ for way in scenarios.WAYS])
+def test_two_gpus_train_as_one(way: str) -> None:
+    assert not failures(2, "cuda")[way], failures(2, "cuda")[way]
+
+
+@pytest.mark.multi_gpu
+def test_bytes_gathered_by_nccl() -> None:
+    found = ranks.run(scenarios.gathered_bytes, 2, "cuda", scenarios.ROWS, backend="nccl")
+    assert found == [len(SMALL) * 2 * 3 + 2 * 2] * 2
+
+
+def traffic(layers: int, fp8: bool, micro: int) -> list[tuple[int, int, int, set[str]]]:
+    """Of each step: bytes gathered, all-reduces, their bytes, dtypes."""
+    steps = ranks.run(scenarios.wire, 2, "cpu", layers, fp8, micro)[0]
+    return [
+        (
+            sum(n for what, n, _ in step if what == "gather"),
+            sum(what == "reduce" for what, _, _ in step),
+            sum(n for what, n, _ in step if what == "reduce"),
+            {dtype for what, _, dtype in step if what == "gather"},
+        )
+        for step in steps
+    ]
+
+
+def test_half_the_bytes_and_one_small_reduction_a_step() -> None:
+    plain, fp8 = traffic(3, False, 1), traffic(3, True, 1)
+    for (bf16_bytes, others, _, dtypes), (fp8_bytes, reductions, small, fp8_dtypes) in zip(
+        plain, fp8, strict=True
+    ):
+        assert (others, dtypes) == (0, {"torch.bfloat16"})
+        assert (reductions, fp8_dtypes) == (1, {"torch.uint8"})
+        assert small == 3 * 16 * 4  # 3 weights of 4 x 4 blocks
+        assert fp8_bytes == bf16_bytes / 2
+        assert fp8_bytes + small <= 0.505 * bf16_bytes
+    # neither more layers nor more microbatches reduce more often
+    assert [step[1] for step in traffic(6, True, 3)] == [1, 1, 1]
+
+
+MISTAKES = {
+    scenarios.other_recipe: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
+    scenarios.other_conversion: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
+    scenarios.under_fsdp1: "NotImplementedError: FullyShardedDataParallel",
+    scenarios.resharded_to_fewer: "NotImplementedError: reshard_after_forward=2 with FP8 weights",
+}
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.items())
+def test_every_rank_says_what_is_wrong(mistake: Callable[..., str], message: str) -> None:
+    for found in ranks.run(mistake, 4 if mistake is scenarios.resharded_to_fewer else 2):
+        assert found.startswith(message), found
+
+
+def test_who_does_not_come_is_named() -> None:
+    found = ranks.run(scenarios.one_rank_forgets, 2)
+    assert found[0].startswith("RuntimeError: rank 0 waited 3 s for rank 1 to compare sharded FP8")
