@@ -54,12 +54,16 @@ class Member:
         part: what this rank holds.
         recipe: of its casts.
         local: gives the plain high-precision rows as they are now; None once it is gone.
+        version: differs once they have changed.
+        everywhere: no rank holds nothing of it.
     """
 
     name: str
     part: Part
     recipe: Recipe
     local: Callable[[], Tensor | None]
+    version: Callable[[], object]
+    everywhere: bool
 
     def __str__(self) -> str:
         return (
@@ -72,9 +76,10 @@ class AmaxTable:
     """The amaxes and scales of sharded weights, the same on all ranks of a group.
 
     Refreshed whole, when a weight is asked for that has changed since. Whether one has is this
-    rank's own observation: weights must be changed on all ranks alike, as optimizers do. The first
-    weight that is ever asked for stands for all, so that a rank which holds nothing of one weight
-    notices with the others.
+    rank's own observation: weights must be changed on all ranks alike, as optimizers and loads do.
+    Who holds nothing of a weight would see no change where rows are written one by one, as
+    ``torch.distributed.checkpoint`` does, while others would: the table of such a weight is
+    refreshed whenever it is asked for.
     """
 
     def __init__(
@@ -91,8 +96,8 @@ class AmaxTable:
         self.members, self.alone = tuple(members), alone
         self.reductions = 0
         self._group = group
-        self._seen: list[tuple[object, ...] | None] = [None] * len(members)
-        self._leader: int | None = None
+        self._observed = all(member.everywhere for member in self.members)
+        self._seen: list[object] = [None] * len(members)
         # those with powers of two behind the others, so that each kind is rounded at once
         order = sorted(range(len(members)), key=lambda i: members[i].recipe.power_of_two)
         sizes = [_slot_size(member.part.shape) for member in self.members]
@@ -113,24 +118,22 @@ class AmaxTable:
 
     def ensure(self, index: int) -> None:
         """Make the entries of a member those of its present values."""
-        if self._leader is None:
-            self._leader = index
-        if index == self._leader:
-            self.refresh_if_changed()
-        elif self._seen[index] != self._version(index):
+        if not self._observed or self._seen[index] != self.members[index].version():
             self.refresh()
 
     def refresh_if_changed(self) -> None:
-        """Fill the table anew if any weight has changed."""
-        if any(seen != self._version(i) for i, seen in enumerate(self._seen)):
+        """Fill the table anew if any weight has changed, as far as all ranks can tell."""
+        if self._observed and self._changed():
             self.refresh()
 
     def refresh(self) -> None:
         """Fill the table anew: the one collective, an all-reduce of 4 bytes a block."""
         targets, sources = [], []
+        # what a graph saved stays valid if nothing has changed: .data counts no writes
+        scales = self._scales if self._changed() else self._scales.data
         self._flat.zero_()
         for index, member in enumerate(self.members):
-            self._seen[index] = self._version(index)
+            self._seen[index] = member.version()
             local = member.local()
             if local is not None and local.numel():
                 target = member.part.blocks(self.amax(index), local)
@@ -142,11 +145,11 @@ class AmaxTable:
         dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self._group)
         self.reductions += 1
         for power_of_two, where in ((False, slice(self._fp32)), (True, slice(self._fp32, None))):
-            self._scales[where].copy_(scale_from_amax(self._flat[where], power_of_two))
+            scales[where].copy_(scale_from_amax(self._flat[where], power_of_two))
 
-    def _version(self, index: int) -> tuple[object, ...] | None:
-        local = self.members[index].local()
-        return None if local is None else (local._version, local.data_ptr(), local.device)
+    def _changed(self) -> bool:
+        pairs = zip(self._seen, self.members, strict=True)
+        return any(seen != member.version() for seen, member in pairs)
 
     def _slot(self, flat: Tensor, index: int) -> Tensor:
         *lead, rows, cols = self.members[index].part.shape

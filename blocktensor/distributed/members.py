@@ -23,9 +23,9 @@ class Sharded(NamedTuple):
         name: in the root module.
         shape: of the whole parameter.
         dim: along which it is sharded.
-        group: over which; rank: of this process in it.
+        group: of ranks that hold it; rank, ranks: of this process, of how many, along ``dim``.
         device: where it is gathered.
-        local: gives its local tensor as it is now; None once the model is gone.
+        parameter: gives it as it is now, a DTensor; None once the model is gone.
     """
 
     name: str
@@ -33,8 +33,9 @@ class Sharded(NamedTuple):
     dim: int
     group: ProcessGroup
     rank: int
+    ranks: int
     device: torch.device
-    local: Callable[[], Tensor | None]
+    parameter: Callable[[], Tensor | None]
 
 
 def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
@@ -68,17 +69,18 @@ def _sharded(param: Any) -> Sharded:
         param.fsdp_placement.dim,
         info.shard_process_group if is_sharded else info.replicate_process_group,
         info.shard_mesh_rank if is_sharded else 0,
+        info.shard_mesh_size if is_sharded else 1,
         param.device,
-        _local_of(weakref.ref(param)),
+        _parameter_of(weakref.ref(param)),
     )
 
 
-def _local_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:
-    def local() -> Tensor | None:
+def _parameter_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:
+    def parameter() -> Tensor | None:
         param = reference()
-        return None if param is None else param._sharded_local_tensor
+        return None if param is None else param.sharded_param
 
-    return local
+    return parameter
 
 
 def _states() -> Iterator[Any]:

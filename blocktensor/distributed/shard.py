@@ -34,6 +34,9 @@ class Identity:
     def __init__(self) -> None:
         self.place: tuple[AmaxTable, int] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Identity, ()  # a copy is another weight
+
 
 class FP8Shard(FP8Type):
     """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
@@ -74,6 +77,10 @@ class FP8Shard(FP8Type):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Of the rows: FSDP tells by it whether they are still where it put them."""
         return self.master.untyped_storage()
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """What ``torch.distributed.checkpoint`` writes and reads: plain rows."""
+        return self.master
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["master"], (self.recipe,)
@@ -211,7 +218,7 @@ def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
         if together and (are_all or place is None):
             groups: dict[str, list[Sharded]] = {}
             for sharded in together:
-                if isinstance(sharded.local(), FP8Shard):
+                if shard_of(sharded.parameter()) is not None:
                     groups.setdefault(sharded.group.group_name, []).append(sharded)
             for members in groups.values():
                 _build(members, alone=not are_all)
@@ -224,32 +231,59 @@ def _identity(x: Any) -> Identity | None:
 
 
 def _build(together: Sequence[Sharded], alone: bool) -> None:
-    """A table of these weights, which share a group, agreed upon with the other ranks."""
-    members: list[Member] = []
-    shards: list[FP8Shard] = []
+    """Tables of these weights, which share a group, agreed upon with the other ranks.
+
+    One for all weights that every rank holds some of, and one for each of the others.
+    """
+    everywhere: list[tuple[Member, Identity]] = []
+    tables = [everywhere]
+    lines = []
     for sharded in together:
-        shard = sharded.local()
-        assert isinstance(shard, FP8Shard)
-        start = 0
-        if shard.shape != sharded.shape:
-            whole, world = sharded.shape[sharded.dim], sharded.group.size()
-            start = min(sharded.rank * -(-whole // world), whole)
-        part = Part(sharded.shape, sharded.dim, start)
-        members.append(Member(sharded.name, part, shard.recipe, _master_of(sharded.local)))
-        shards.append(shard)
-    group = together[0].group
-    agree("sharded FP8 weights", [str(member) for member in members], group)
-    table = AmaxTable(members, group, together[0].device, alone)
-    for index, shard in enumerate(shards):
-        shard.identity.place = table, index
+        shard = shard_of(sharded.parameter())
+        assert shard is not None
+        size, world = sharded.shape[sharded.dim], sharded.ranks
+        each = -(-size // world)
+        member = Member(
+            sharded.name,
+            Part(sharded.shape, sharded.dim, min(sharded.rank * each, size)),
+            shard.recipe,
+            _master_of(sharded.parameter),
+            _version_of(sharded.parameter),
+            everywhere=each * (world - 1) < size,
+        )
+        lines.append(str(member))
+        if member.everywhere:
+            everywhere.append((member, shard.identity))
+        else:
+            tables.append([(member, shard.identity)])
+    group, device = together[0].group, together[0].device
+    agree("sharded FP8 weights", lines, group)
+    for entries in filter(None, tables):
+        table = AmaxTable([member for member, _ in entries], group, device, alone)
+        for index, (_, identity) in enumerate(entries):
+            identity.place = table, index
 
 
-def _master_of(local: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
+def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
     def master() -> Tensor | None:
-        shard = local()
-        return shard.master if isinstance(shard, FP8Shard) else None
+        shard = shard_of(parameter())
+        return None if shard is None else shard.master
 
     return master
+
+
+def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
+    def version() -> object:
+        whole = parameter()
+        shard = shard_of(whole)
+        if whole is None or shard is None:
+            return None
+        # a view counts writes with what it was taken of: the parameter, its to_local(), the
+        # master that state_dict() gives out
+        counters = tuple(tensor._version for tensor in (whole, shard, shard.master))
+        return counters, shard.master.data_ptr(), shard.device
+
+    return version
 
 
 def precompute_block_amax(model: nn.Module) -> int:
@@ -291,14 +325,23 @@ def _refuse_product(func: Any) -> NoReturn:
     )
 
 
-_SAME = {aten.detach.default, aten.alias.default, aten._to_copy.default, aten._pin_memory.default}
-"""What gives the same weight, as another object or in another place."""
+_ALIAS = {aten.detach.default, aten.alias.default}
+"""What gives the same weight, as another object."""
 
-_NEW = {aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, aten.clone.default}
-"""What gives a shard of its own: how FSDP makes a padded one, and the rows in it."""
+_SAME = {aten._to_copy.default, aten._pin_memory.default}
+"""What gives the same weight, in another place."""
+
+_NEW = {
+    *(aten.new_zeros.default, aten.slice.Tensor),  # how FSDP makes a padded one, and the rows in it
+    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # how copies are made
+}
+"""What gives a shard of its own."""
 
 
 def _on_masters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _ALIAS:
+        # the same master, not an alias made below autograd: that would count writes by itself
+        return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
     wrapped: dict[int, FP8Shard] = {}
 
     def unwrap(x: Any) -> Any:
