@@ -198,10 +198,38 @@ def _training(demo: Content) -> list[str]:
     ]
 
 
+def _fsdp2(content: Content) -> list[str]:
+    base, *_ = runs = content["runs"]
+    rows = [
+        (
+            run["options"]["precision"],
+            f"{run['tokens_per_second_per_gpu']:,.0f}",
+            _times(run["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]),
+            f"{run['mfu']:.1%}",
+            f"{run['max_memory_allocated'] / 2**30:.1f}",
+            _times(run["max_memory_allocated"] / base["max_memory_allocated"]),
+        )
+        for run in runs
+    ]
+    size = base["model"]["parameters"] / 1e9
+    return [
+        f"**Llama-shaped training under FSDP2**, {size:.1f}B parameters, {base['world_size']} GPUs:",
+        "",
+        *_table(
+            ("", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)", "peak, GiB", "over bf16"),
+            rows,
+        ),
+        "",
+        f"(`{content['command']}`, {base['device']}, torch {base['versions']['torch']}, "
+        f"{content['date']})",
+    ]
+
+
 SECTIONS: dict[str, Callable[[Content], list[str]]] = {
     "linear": _linear,
     "block": _block,
     "memory": _memory,
+    "fsdp2_llama": _fsdp2,
     "gemm": _gemm,
     "cast": _cast,
     "host": _host,

@@ -108,10 +108,29 @@ def _no_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _called_by(module: str) -> bool:
+    """Whether the torch function that is overridden was called in ``module``."""
+    # up: the override, __torch_function__, whoever called the function
+    return sys._getframe(3).f_globals.get("__name__") == module
+
+
+@_overrides(torch.chunk)
+def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(input, BlockwiseFP8Tensor) and _called_by(
+        "torch.distributed.fsdp._fully_shard._fsdp_common"
+    ):
+        raise NotImplementedError(
+            "FSDP2 cannot shard a frozen FP8 weight yet: keep it whole on every rank, at 1 byte a "
+            "parameter, by fully_shard(module, ignored_params={p for p in model.parameters() if "
+            "isinstance(p, blocktensor.BlockwiseFP8Tensor)})"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.chunk(input, *args, **kwargs)
+
+
 @_overrides(torch.flatten)
 def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # two frames up: __torch_function__, then whoever called torch.flatten
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.fsdp._flat_param":
+    if _called_by("torch.distributed.fsdp._flat_param"):
         raise NotImplementedError(
             f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
             f"{type(input).__name__} would silently compute in high precision: shard the converted "

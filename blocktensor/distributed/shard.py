@@ -156,10 +156,11 @@ class FP8Shard(FP8Type):
         table.ensure(index)
         member = table.members[index]
         power_of_two = self.recipe.power_of_two
-        data = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
         if self.numel():
             amax = member.part.blocks(table.amax(index), self.master)
             data = quantize_part(self.master, amax, power_of_two, *member.part.offsets)
+        else:
+            data = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
         as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
         whole = -(-outer_size[member.part.dim] // mesh.size())
         missing = whole - data.shape[member.part.dim]

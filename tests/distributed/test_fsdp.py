@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed import ranks, scenarios
+from tests.distributed import mistakes, ranks, ways, wire
 
-SMALL = scenarios.ROWS[:-2]
+SMALL = wire.ROWS[:-2]
 
 
 @pytest.mark.parametrize(("world", "large"), [(2, 0), (3, 2), (4, 0)])
 def test_gathered_bytes_are_those_of_the_whole_cast(world: int, large: int) -> None:
-    rows = scenarios.ROWS[: len(SMALL) + large]
-    found = ranks.run(scenarios.gathered_bytes, world, "cpu", rows)
+    rows = wire.ROWS[: len(SMALL) + large]
+    found = ranks.run(wire.gathered_bytes, world, "cpu", rows)
     assert found == [len(SMALL) * 2 * 3 + large * 2] * world
 
 
 @functools.cache
 def failures(world: int, device: str) -> dict[str, str]:
     """Of all ways to train, on all ranks: what went wrong."""
-    ways = (scenarios.twenty_steps, scenarios.hybrid) if world == 4 else scenarios.WAYS
+    chosen = (ways.twenty_steps, ways.hybrid) if world == 4 else ways.WAYS
     backend = "gloo" if device == "cpu" else "nccl"
-    found = ranks.run(scenarios.all_ways, world, device, ways, backend=backend)
+    found = ranks.run(ways.all_ways, world, device, chosen, backend=backend)
     return {name: "\n".join(filter(None, (one[name] for one in found))) for name in found[0]}
 
 
-@pytest.mark.parametrize("way", [way.__name__ for way in scenarios.WAYS])
+@pytest.mark.parametrize("way", [way.__name__ for way in ways.WAYS])
 def test_two_ranks_train_as_one(way: str) -> None:
     assert not failures(2, "cpu")[way], failures(2, "cpu")[way]
 
@@ -39,20 +39,20 @@ def test_four_ranks_train_as_one(way: str) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("way", [way.__name__ for way in scenarios.WAYS])
+@pytest.mark.parametrize("way", [way.__name__ for way in ways.WAYS])
 def test_two_gpus_train_as_one(way: str) -> None:
     assert not failures(2, "cuda")[way], failures(2, "cuda")[way]
 
 
 @pytest.mark.multi_gpu
 def test_bytes_gathered_by_nccl() -> None:
-    found = ranks.run(scenarios.gathered_bytes, 2, "cuda", scenarios.ROWS, backend="nccl")
+    found = ranks.run(wire.gathered_bytes, 2, "cuda", wire.ROWS, backend="nccl")
     assert found == [len(SMALL) * 2 * 3 + 2 * 2] * 2
 
 
 def traffic(layers: int, fp8: bool, micro: int) -> list[tuple[int, int, int, set[str]]]:
     """Of each step: bytes gathered, all-reduces, their bytes, dtypes."""
-    steps = ranks.run(scenarios.wire, 2, "cpu", layers, fp8, micro)[0]
+    steps = ranks.run(wire.wire, 2, "cpu", layers, fp8, micro)[0]
     return [
         (
             sum(n for what, n, _ in step if what == "gather"),
@@ -79,19 +79,19 @@ def test_half_the_bytes_and_one_small_reduction_a_step() -> None:
 
 
 MISTAKES = {
-    scenarios.other_recipe: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
-    scenarios.other_conversion: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
-    scenarios.under_fsdp1: "NotImplementedError: FullyShardedDataParallel",
-    scenarios.resharded_to_fewer: "NotImplementedError: reshard_after_forward=2 with FP8 weights",
+    mistakes.other_recipe: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
+    mistakes.other_conversion: "RuntimeError: ranks disagree on sharded FP8 weights: rank ",
+    mistakes.under_fsdp1: "NotImplementedError: FullyShardedDataParallel",
+    mistakes.resharded_to_fewer: "NotImplementedError: reshard_after_forward=2 with FP8 weights",
 }
 
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES.items())
 def test_every_rank_says_what_is_wrong(mistake: Callable[..., str], message: str) -> None:
-    for found in ranks.run(mistake, 4 if mistake is scenarios.resharded_to_fewer else 2):
+    for found in ranks.run(mistake, 4 if mistake is mistakes.resharded_to_fewer else 2):
         assert found.startswith(message), found
 
 
 def test_who_does_not_come_is_named() -> None:
-    found = ranks.run(scenarios.one_rank_forgets, 2)
+    found = ranks.run(mistakes.one_rank_forgets, 2)
     assert found[0].startswith("RuntimeError: rank 0 waited 3 s for rank 1 to compare sharded FP8")

@@ -1,9 +1,8 @@
-"""What ranks do in the FSDP2 tests: each scenario trains a sharded model beside one whole one."""
+"""Ways to train under FSDP2, each compared with one process: run by ``test_fsdp.py`` on ranks."""
 
 from __future__ import annotations
 
 import copy
-import datetime
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,174 +21,25 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
-from blocktensor.distributed import FP8Shard, agreement, precompute_block_amax
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze
+from blocktensor.distributed import precompute_block_amax
 from blocktensor.distributed.shard import shard_of
 from blocktensor.ops import reference
+from tests.distributed.nets import (
+    OUT,
+    batch,
+    build,
+    deep,
+    loss_of,
+    mesh_of,
+    reductions,
+    shard,
+    train_beside_a_whole_one,
+    whole,
+)
 from tests.numeric import assert_same
-
-K, HIDDEN, OUT = 192, 300, 130
-
-
-class Net(nn.Module):
-    """Two linears that share rows and blocks between ranks; no bias, whose sums FSDP rounds."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.up = nn.Linear(K, HIDDEN, bias=False)
-        self.mid = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, OUT, bias=False)
-        self.norm = nn.LayerNorm(HIDDEN)
-        if tied:
-            self.mid2 = nn.Linear(HIDDEN, HIDDEN, bias=False)
-            self.mid2.weight = self.mid.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.norm(self.up(x).relu())).relu()
-        if hasattr(self, "mid2"):
-            x = self.mid2(x).relu()
-        made: Tensor = self.down(x)
-        return made
-
-
-def build(
-    recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
-) -> nn.Module:
-    torch.manual_seed(0)
-    model = Net(**kwargs).to(dtype)
-    if recipe is not None:
-        convert(model, recipe, auto_filter_small_kn=False)
-    return model
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, by_layer: bool = True, **kwargs: Any) -> None:
-    for module in [model.up, model.down] if by_layer else []:
-        fully_shard(module, mesh=mesh, **kwargs)
-    fully_shard(model, mesh=mesh, **kwargs)
-
-
-def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(20, K, generator=torch.Generator().manual_seed(step)).to(device, dtype)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = model(x).float().square().mean()
-    return made
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter, plain."""
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
-    return parameter.master if isinstance(parameter, (BlockwiseFP8Weight, FP8Shard)) else parameter
-
-
-def train_beside_a_whole_one(
-    model: nn.Module,
-    single: nn.Module,
-    device: str,
-    steps: int = 3,
-    microbatches: int = 1,
-    exact_gradients: bool = True,
-    run: Callable[[nn.Module, Tensor], Tensor] = loss_of,
-    **adamw: Any,
-) -> None:
-    """Losses, gradients and weights agree bit for bit with one process that has it all."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, **adamw) for m in (model, single)]
-    for step in range(steps):
-        for micro in range(microbatches):
-            x = batch(step * microbatches + micro, device)
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(micro == microbatches - 1)
-            losses = [run(m, x) for m in (model, single)]
-            assert torch.equal(*[loss.detach() for loss in losses]), (step, losses)
-            for loss in losses:
-                loss.backward()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            if exact_gradients:
-                assert torch.equal(gradient, q.grad), step
-            q.grad.copy_(gradient)  # ranks that divide by 3 round
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert torch.equal(whole(p), whole(q)), step
-
-
-def reductions(model: nn.Module) -> int:
-    """How often block amaxes were reduced."""
-    tables = {}
-    for parameter in model.parameters():
-        found = shard_of(parameter)
-        if found is not None and found.identity.place is not None:
-            tables[id(found.identity.place[0])] = found.identity.place[0]
-    return sum(table.reductions for table in tables.values())
-
-
-def mesh_of(world: int, device: str) -> DeviceMesh:
-    return init_device_mesh(device, (world,))
-
-
-# Bytes
-
-ROWS = (1, 64, 127, 128, 192, 576, 1000, 4096, 10944)
-RECIPES = (Recipe(), Recipe(scale="power_of_two"))
-COLUMNS = 240  # 2, 3 and 4 ranks share them evenly, in parts of blocks
-
-
-class Once(nn.Module):
-    def __init__(self, rows: int, tied: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(COLUMNS, rows, bias=False)
-        self.b = nn.Linear(COLUMNS, rows, bias=False)
-        if tied:
-            self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.a(x) + self.b(x)
-        return made
-
-
-def gathered_bytes(rank: int, world: int, device: str, rows: tuple[int, ...]) -> int:
-    """How many combinations were gathered as one process casts."""
-    mesh, done = mesh_of(world, device), 0
-    for n in rows:
-        for recipe in RECIPES:
-            for tied, dim in ((False, 0), (True, 0), (False, 1)):
-                if n > 1000 and (tied or recipe.power_of_two):
-                    continue  # large ones take their time
-                torch.manual_seed(n)
-                model = Once(n, tied).to(device, torch.bfloat16)
-                with torch.no_grad():
-                    model.a.weight[n // 2, 5] = 300.0  # a block's maximum on one rank
-                convert(model, recipe, auto_filter_small_kn=False)
-                masters = [m.weight.master.clone() for m in (model.a, model.b)]
-                place = None if dim == 0 else (lambda p: Shard(1))
-                fully_shard(model, mesh=mesh, shard_placement_fn=place, reshard_after_forward=False)
-                with torch.no_grad():
-                    y = model(torch.ones(2, COLUMNS, device=device, dtype=torch.bfloat16))
-                assert y.shape == (2, n)
-                for module, master in zip((model.a, model.b), masters, strict=True):
-                    weight = module.weight
-                    assert isinstance(weight, BlockwiseFP8Tensor)
-                    assert weight.columnwise_data is None
-                    wanted = reference.quantize_square(master, recipe.power_of_two)
-                    for got, want in zip(weight.rowwise(), wanted, strict=True):
-                        assert_same(got, want)
-                model.reshard()
-                # rows that some rank has none of are reduced by themselves
-                alone = dim == 0 and -(-n // world) * (world - 1) >= n
-                assert reductions(model) == (2 if alone and not tied else 1)
-                done += 1
-    return done
-
-
-# Ways to train
 
 
 def _plain(world: int, device: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
@@ -406,6 +256,47 @@ def replicated(world: int, device: str) -> None:
     train_beside_a_whole_one(model, single, device)
 
 
+def adapters_on_a_frozen_base(world: int, device: str) -> None:
+    model = build(Recipe()).to(device)
+    model.requires_grad_(False)
+    freeze(model)
+    tail = nn.Linear(OUT, OUT, bias=False, device=device, dtype=torch.bfloat16)
+    model.down = nn.Sequential(model.down, tail)
+    single = copy.deepcopy(model)
+    with pytest.raises(NotImplementedError, match="cannot shard a frozen FP8 weight yet"):
+        fully_shard(copy.deepcopy(model), mesh=mesh_of(world, device))
+    whole_ones = {p for p in model.parameters() if isinstance(p, BlockwiseFP8Tensor)}
+    fully_shard(model, mesh=mesh_of(world, device), ignored_params=whole_ones)
+    for m in (model, single):
+        loss_of(m, batch(0, device)).backward()
+    gradient = model.down[1].weight.grad
+    assert torch.equal(gradient.full_tensor(), single.down[1].weight.grad)
+
+
+def a_byte_a_parameter_and_no_growth(world: int, device: str) -> None:
+    model = deep(4).to(device)
+    convert(model, auto_filter_small_kn=False)
+    mesh = mesh_of(world, device)
+    for module in model:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held = []
+    for step in range(200 if device == "cuda" else 5):
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step))
+        loss = model(x.to(device, torch.bfloat16)).float().square().mean()
+        for module in model:  # in forward, and here until backward is done with it
+            weight = module.weight
+            assert isinstance(weight, BlockwiseFP8Tensor) and weight.columnwise_data is None
+            size = sum(part.nbytes for part in weight.rowwise())
+            assert size <= 1.01 * weight.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
+    assert max(held[3:]) == held[3]
+
+
 WAYS: tuple[Callable[[int, str], None], ...] = (
     twenty_steps,
     fused_adamw,
@@ -429,6 +320,8 @@ WAYS: tuple[Callable[[int, str], None], ...] = (
     early_reduction,
     a_shard_in_a_product,
     replicated,
+    adapters_on_a_frozen_base,
+    a_byte_a_parameter_and_no_growth,
 )
 
 
@@ -447,105 +340,3 @@ def all_ways(
         torch._dynamo.reset()
         dist.barrier()
     return found
-
-
-# What goes over the wire
-
-
-class Wire(TorchDispatchMode):
-    """Every collective: its name, and the bytes and dtypes of what each rank brings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int, str]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d" and "gather" in str(func):
-            self.sent.append(("gather", args[1].nbytes, str(args[1].dtype)))
-        elif func.namespace == "c10d" and "allreduce" in str(func):
-            (tensor,) = args[0]
-            self.sent.append(("reduce", tensor.nbytes, str(tensor.dtype)))
-        return func(*args, **(kwargs or {}))
-
-
-def deep(layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    made = [nn.Linear(512, 512, bias=False) for _ in range(layers)]
-    return nn.Sequential(*made).bfloat16()
-
-
-def wire(
-    rank: int, world: int, device: str, layers: int, fp8: bool, micro: int
-) -> list[list[tuple[str, int, str]]]:
-    """What is gathered and all-reduced in each of three steps."""
-    model = deep(layers).to(device)
-    if fp8:
-        convert(model, auto_filter_small_kn=False)
-    mesh = mesh_of(world, device)
-    for module in model:
-        fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
-    for step in range(3):
-        with Wire() as seen:
-            for _ in range(micro):
-                x = torch.randn(4, 512, generator=torch.Generator().manual_seed(step))
-                model(x.to(device, torch.bfloat16)).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        steps.append(seen.sent)
-    return steps
-
-
-# Mistakes
-
-
-def _message(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def other_recipe(rank: int, world: int) -> str:
-    model = build(RECIPES[rank % 2])
-    shard(model, mesh_of(world, "cpu"))
-    return _message(lambda: model(batch(0, "cpu")))
-
-
-def other_conversion(rank: int, world: int) -> str:
-    model = build()
-    skip = ["mid"] if rank else []
-    convert(model, skip=skip, auto_filter_small_kn=False)
-    shard(model, mesh_of(world, "cpu"))
-    return _message(lambda: model(batch(0, "cpu")))
-
-
-def one_rank_forgets(rank: int, world: int) -> str:
-    agreement.TIMEOUT = datetime.timedelta(seconds=3)
-    if rank:
-        return "stayed away"
-    model = build(Recipe())
-    shard(model, mesh_of(world, "cpu"))
-    return _message(lambda: model(batch(0, "cpu")))
-
-
-def under_fsdp1(rank: int, world: int) -> str:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = build(Recipe())
-    return _message(lambda: FullyShardedDataParallel(model, device_id=torch.device("cpu")))
-
-
-def resharded_to_fewer(rank: int, world: int) -> str:
-    model = build(Recipe())
-    shard(model, mesh_of(world, "cpu"), reshard_after_forward=2)
-
-    def step() -> None:
-        model(batch(0, "cpu")).sum().backward()
-
-    return _message(step)
