@@ -211,9 +211,9 @@ def _fsdp2(content: Content) -> list[str]:
         )
         for run in runs
     ]
-    size = base["model"]["parameters"] / 1e9
+    size, world = base["model"]["parameters"] / 1e9, base["world_size"]
     return [
-        f"**Llama-shaped training under FSDP2**, {size:.1f}B parameters, {base['world_size']} GPUs:",
+        f"**Llama-shaped training under FSDP2, {size:.1f}B parameters, {world} GPUs**:",
         "",
         *_table(
             ("", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)", "peak, GiB", "over bf16"),
