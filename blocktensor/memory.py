@@ -7,11 +7,16 @@ from dataclasses import astuple, dataclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .distributed.shard import FP8Shard
 from .tables import human_bytes, text_table
 from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
-_FP8_KINDS = {BlockwiseFP8Weight: "trainable", BlockwiseFP8Tensor: "frozen"}
+_FP8_KINDS = {
+    BlockwiseFP8Weight: "trainable",
+    FP8Shard: "trainable",
+    BlockwiseFP8Tensor: "frozen",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class MemoryReport:
 
     Attributes:
         trainable: the :class:`~blocktensor.BlockwiseFP8Weight`: masters, and the FP8 forms that
-            their caches hold at the moment (none between the steps of a training loop).
+            their caches hold at the moment (none between the steps of a training loop); and what
+            FSDP2 has made shards of.
         frozen: the :class:`~blocktensor.BlockwiseFP8Tensor`.
         plain, buffers: all other parameters and buffers.
     """
@@ -120,6 +126,8 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 def _held(tensor: Tensor, seen: set[object]) -> Held:
     if isinstance(tensor, BlockwiseFP8Weight):
         high, (row, column) = [tensor.master], tensor.cache.held()
+    elif isinstance(tensor, FP8Shard):
+        high, row, column = [tensor.master], None, None
     elif isinstance(tensor, BlockwiseFP8Tensor):
         high, (row, column) = [], tensor.forms()
     else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .distributed.shard import shard_of
 from .groups import InputGroup
 from .tables import collapse, text_table
 from .tensor import FP8Type
@@ -74,7 +75,9 @@ def share_inputs(model: nn.Module) -> SharingReport:
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        if isinstance(module, nn.Linear) and isinstance(module.weight, FP8Type):
+        if isinstance(module, nn.Linear) and (
+            isinstance(module.weight, FP8Type) or shard_of(module.weight) is not None
+        ):
             owner = name.rpartition(".")[0]
             while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
                 owner = owner.rpartition(".")[0]  # containers have no forward of their own

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..ops.layouts import BLOCK
 
 INDEX = "model.safetensors.index.json"
@@ -44,6 +46,20 @@ def require_safetensors() -> None:
         raise ImportError(
             "FP8 checkpoints need safetensors: pip install 'blocktensor[checkpoint]'"
         ) from None
+
+
+def refuse_sharded(name: str, x: Tensor) -> None:
+    """Say what to do with a model whose tensors lie on several ranks.
+
+    Raises:
+        NotImplementedError: ``x`` is a DTensor.
+    """
+    if hasattr(x, "_local_tensor"):
+        raise NotImplementedError(
+            f"{name} is a DTensor, its model sharded: FP8 checkpoints are of whole models. Use "
+            f"torch.distributed.checkpoint for sharded ones, or gather the state first "
+            f"(get_model_state_dict with full_state_dict=True) into an unsharded model"
+        )
 
 
 def shard_name(number: int, count: int) -> str:

@@ -25,6 +25,7 @@ from .layout import (
     check_blocks,
     header_digest,
     read_json,
+    refuse_sharded,
     require_safetensors,
 )
 
@@ -97,13 +98,15 @@ def load_fp8(
         ImportError: safetensors is not installed.
         CheckpointError: a file that is missing, truncated or corrupted; a tensor whose shape or
             dtype does not fit the model; names that are missing or unexpected, if ``strict``.
-        NotImplementedError: weights scaled in other blocks than 128x128.
+        NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
     """
     require_safetensors()
     folder = Path(path)
     entries = _entries(folder)
     scales = _scales(entries)
     targets = _targets(model)
+    for name, target in targets.items():
+        refuse_sharded(name, target.current)
     stored = [name for name in entries if name not in scales.values()]
     missing = _missing(targets, stored)
     unexpected = tuple(name for name in stored if name not in targets)

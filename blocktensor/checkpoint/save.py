@@ -25,6 +25,7 @@ from .layout import (
     SINGLE,
     header_digest,
     quantization_config,
+    refuse_sharded,
     require_safetensors,
     shard_name,
 )
@@ -70,6 +71,7 @@ def save_fp8(
     Raises:
         ImportError: safetensors is not installed.
         ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta.
+        NotImplementedError: a sharded model.
         FileExistsError: ``path`` is there, and ``overwrite`` is not set or it is no checkpoint.
     """
     require_safetensors()
@@ -80,6 +82,8 @@ def save_fp8(
     folder = Path(path)
     _check_target(folder, overwrite)
     tensors = _unique_tensors(model)
+    for name, x in tensors.items():
+        refuse_sharded(name, x)
     fp8 = {name: x for name, x in tensors.items() if isinstance(x, FP8Type)}
     if not fp8:
         raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")

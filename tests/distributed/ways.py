@@ -23,12 +23,21 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    Recipe,
+    convert,
+    freeze,
+    memory_report,
+    save_fp8,
+    share_inputs,
+)
 from blocktensor.distributed import precompute_block_amax
 from blocktensor.distributed.shard import shard_of
 from blocktensor.ops import reference
 from tests.distributed.nets import (
     OUT,
+    K,
     batch,
     build,
     deep,
@@ -40,6 +49,17 @@ from tests.distributed.nets import (
     whole,
 )
 from tests.numeric import assert_same
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(K, 130, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.gate(x) * self.up(x)
+        return made
 
 
 def _plain(world: int, device: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
@@ -273,6 +293,27 @@ def adapters_on_a_frozen_base(world: int, device: str) -> None:
     assert torch.equal(gradient.full_tensor(), single.down[1].weight.grad)
 
 
+def inputs_shared(world: int, device: str) -> None:
+    model = Siblings().to(device, torch.bfloat16)
+    convert(model, auto_filter_small_kn=False)
+    single = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh_of(world, device))
+    report = share_inputs(model)
+    train_beside_a_whole_one(model, single, device)
+    assert (report.casts, report.saved) == (3, 3)
+
+
+def reports_and_files(world: int, device: str) -> None:
+    model, single = _plain(world, device)
+    for one in (model, single):
+        assert memory_report(one).trainable.high_precision > 0
+    rows = sum(p._local_tensor.nbytes for p in model.parameters() if shard_of(p) is not None)
+    assert memory_report(model).trainable.high_precision == rows
+    assert memory_report(model).trainable.fp8 == 0
+    with pytest.raises(NotImplementedError, match=r"up\.weight is a DTensor, its model sharded"):
+        save_fp8(model, "nowhere")
+
+
 def a_byte_a_parameter_and_no_growth(world: int, device: str) -> None:
     model = deep(4).to(device)
     convert(model, auto_filter_small_kn=False)
@@ -321,6 +362,8 @@ WAYS: tuple[Callable[[int, str], None], ...] = (
     a_shard_in_a_product,
     replicated,
     adapters_on_a_frozen_base,
+    inputs_shared,
+    reports_and_files,
     a_byte_a_parameter_and_no_growth,
 )
 
