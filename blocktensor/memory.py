@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .distributed.frozen import FrozenShard
 from .distributed.shard import FP8Shard
 from .tables import human_bytes, text_table
 from .tensor import BlockwiseFP8Tensor
@@ -16,6 +17,7 @@ _FP8_KINDS = {
     BlockwiseFP8Weight: "trainable",
     FP8Shard: "trainable",
     BlockwiseFP8Tensor: "frozen",
+    FrozenShard: "frozen",
 }
 
 
@@ -128,6 +130,8 @@ def _held(tensor: Tensor, seen: set[object]) -> Held:
         high, (row, column) = [tensor.master], tensor.cache.held()
     elif isinstance(tensor, FP8Shard):
         high, row, column = [tensor.master], None, None
+    elif isinstance(tensor, FrozenShard):
+        high, row, column = [], (tensor.data_rows, tensor.scale), None
     elif isinstance(tensor, BlockwiseFP8Tensor):
         high, (row, column) = [], tensor.forms()
     else:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import linear
+from .distributed.frozen import chunks
 from .ops.layouts import SQUARE_BLOCK
 from .tensor import TORCH_FUNCTIONS, BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
@@ -116,14 +117,9 @@ def _called_by(module: str) -> bool:
 
 @_overrides(torch.chunk)
 def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(input, BlockwiseFP8Tensor) and _called_by(
-        "torch.distributed.fsdp._fully_shard._fsdp_common"
-    ):
-        raise NotImplementedError(
-            "FSDP2 cannot shard a frozen FP8 weight yet: keep it whole on every rank, at 1 byte a "
-            "parameter, by fully_shard(module, ignored_params={p for p in model.parameters() if "
-            "isinstance(p, blocktensor.BlockwiseFP8Tensor)})"
-        )
+    sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
+    if isinstance(input, BlockwiseFP8Tensor) and _called_by(sharding):
+        return chunks(input, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.chunk(input, *args, **kwargs)
 

@@ -161,13 +161,8 @@ class FP8Shard(FP8Type):
             data = quantize_part(self.master, amax, power_of_two, *member.part.offsets)
         else:
             data = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
-        as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
-        whole = -(-outer_size[member.part.dim] // mesh.size())
-        missing = whole - data.shape[member.part.dim]
-        if missing > 0:  # only along rows: FSDP shards other dimensions evenly
-            behind = [0, 0] * (data.ndim - 1 - member.part.dim) + [0, missing]
-            as_bytes = F.pad(as_bytes, behind)
-        return (as_bytes,), (outer_size, table.scale(index), self.recipe)
+        sent = padded(data, member.part.dim, outer_size, mesh)
+        return (sent,), (outer_size, table.scale(index), self.recipe)
 
     def fsdp_post_all_gather(
         self,
@@ -178,23 +173,36 @@ class FP8Shard(FP8Type):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The unsharded weight: a view of the gathered bytes, with the table's scales."""
-        (gathered,), (shape, scale, recipe) = all_gather_outputs, metadata
-        data = gathered.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
-        if out is None:
-            # what would be kept longer than a use would have to be gathered and freed by FSDP
-            on_demand = Recipe(scale=recipe.scale)
-            made = BlockwiseFP8Tensor(
-                (data, scale),
-                None,
-                shape=shape,
-                dtype=param_dtype,
-                block_shape=SQUARE_BLOCK,
-                recipe=on_demand,
-            )
-            return made, ()
-        weight: Any = getattr(out, "_local_tensor", out)
-        weight.rowwise_data, weight.rowwise_scale = data, scale
-        return None
+        return gathered(all_gather_outputs, metadata, param_dtype, out)
+
+
+def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
+    """A rank's e4m3 rows as FSDP gathers them: of the size that most ranks have."""
+    as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
+    missing = -(-whole[dim] // mesh.size()) - data.shape[dim]
+    if missing <= 0:
+        return as_bytes
+    # only along rows: FSDP shards other dimensions evenly
+    return F.pad(as_bytes, [0, 0] * (data.ndim - 1 - dim) + [0, missing])
+
+
+def gathered(
+    outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The weight that views gathered bytes; or ``out``, made so before, with them."""
+    (all_bytes,), (shape, scale, recipe) = outputs, metadata
+    data = all_bytes.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
+    if out is None:
+        # what would be kept longer than a use would have to be gathered and freed by FSDP
+        on_demand = Recipe(scale=recipe.scale)
+        form = data, scale
+        made = BlockwiseFP8Tensor(
+            form, None, shape=shape, dtype=dtype, block_shape=SQUARE_BLOCK, recipe=on_demand
+        )
+        return made, ()
+    weight: Any = getattr(out, "_local_tensor", out)
+    weight.rowwise_data, weight.rowwise_scale = data, scale
+    return None
 
 
 def shard_of(x: Any) -> FP8Shard | None:

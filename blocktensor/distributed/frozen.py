@@ -1,0 +1,189 @@
+"""FrozenShard: what a rank holds of a frozen FP8 weight that FSDP2 has sharded: its bytes.
+
+The base of low-rank adapters rests at 1 byte a parameter over all ranks together. Scales are small
+and known: every rank keeps them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.layouts import SQUARE_BLOCK, Form
+from ..recipe import Recipe
+from ..tensor import ATEN_OPS, BlockwiseFP8Tensor, FP8Type, refuse
+from .shard import gathered, padded
+
+aten = torch.ops.aten
+
+
+class FrozenShard(FP8Type):
+    """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
+
+    Attributes:
+        data_rows: the rows, plain e4m3.
+        scale: of the whole weight.
+        recipe: of its cast.
+    """
+
+    data_rows: Tensor
+    scale: Tensor
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
+    ) -> FrozenShard:
+        """Wrap rows; ``dtype`` is what the weight shows to autograd."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=dtype,
+            device=data.device,
+        )
+        self.data_rows, self.scale, self.recipe = data, scale, recipe
+        return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the rows: FSDP tells by it whether they are still where it put them."""
+        return self.data_rows.untyped_storage()
+
+    def with_rows(self, rows: Tensor) -> FrozenShard:
+        """Other rows of the same weight, or these elsewhere."""
+        scale = self.scale.to(rows.device)
+        return FrozenShard(rows, scale, self.recipe, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["data_rows", "scale"], (self.recipe, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> FrozenShard:
+        return FrozenShard(inner["data_rows"], inner["scale"], *context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"FrozenShard(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        first, *others = args
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}  # the rows stay e4m3
+        if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
+            first.data_rows.copy_(others[0].data_rows)
+            return first
+        if func in _ALIAS:
+            return first.with_rows(first.data_rows)
+        if not isinstance(first, FrozenShard) or func not in _ROWS:
+            _refuse_values(str(func))
+        rows = func(first.data_rows, *others, **kwargs)
+        return first.with_rows(rows) if rows.ndim == first.ndim else rows
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Refused: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        _refuse_values("torch.distributed.checkpoint")
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What FSDP gathers: the bytes of these rows."""
+        sizes = zip(self.shape, outer_size, strict=True)
+        dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
+        return (padded(self.data_rows, dim, outer_size, mesh),), (
+            outer_size,
+            self.scale,
+            self.recipe,
+        )
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight: a view of the gathered bytes, with its scales."""
+        return gathered(all_gather_outputs, metadata, param_dtype, out)
+
+
+def _refuse_values(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} needs the values of a frozen FP8 weight, of which a rank has some rows in e4m3: "
+        f"save what trains (get_model_state_dict with ignore_frozen_params=True), and load the "
+        f"base anew with blocktensor.load_fp8, before fully_shard"
+    )
+
+
+_ALIAS = {aten.detach.default, aten.alias.default}
+_ROWS = {
+    *(aten.new_zeros.default, aten.slice.Tensor, aten.view.default, aten._to_copy.default),
+    *(aten._pin_memory.default, aten.empty_like.default, aten.clone.default),
+    *(aten.is_pinned.default,),
+}
+"""What does to the rows what it would do to any tensor's."""
+
+
+def chunks(weight: BlockwiseFP8Tensor, *args: Any, **kwargs: Any) -> list[FrozenShard]:
+    """``torch.chunk``, off block boundaries too: how FSDP begins to shard.
+
+    Raises:
+        NotImplementedError: a weight that is not in 128x128 blocks.
+    """
+    data, scale = _rows(weight)
+    parts = torch.chunk(data, *args, **kwargs)
+    return [FrozenShard(part, scale, weight.recipe, weight.dtype) for part in parts]
+
+
+def _rows(weight: BlockwiseFP8Tensor) -> Form:
+    if weight.block_shape != SQUARE_BLOCK:
+        raise NotImplementedError(
+            f"FSDP2 can shard FP8 weights in 128x128 blocks, got blocks of {weight.block_shape}"
+        )
+    return weight.rowwise()
+
+
+def _new_zeros(
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> FrozenShard:
+    """How FSDP begins a shard."""
+    if len(size) != x.ndim or dtype not in (None, x.dtype) or device not in (None, x.device):
+        refuse(func)
+    data, scale = _rows(x)
+    zeros = torch.zeros(tuple(size), dtype=torch.uint8, device=data.device).view(data.dtype)
+    return FrozenShard(zeros, scale, x.recipe, x.dtype)
+
+
+ATEN_OPS[aten.new_zeros.default] = _new_zeros
