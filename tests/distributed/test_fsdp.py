@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.distributed import mistakes, ranks, ways, wire
 
@@ -42,6 +43,13 @@ def test_four_ranks_train_as_one(way: str) -> None:
 @pytest.mark.parametrize("way", [way.__name__ for way in ways.WAYS])
 def test_two_gpus_train_as_one(way: str) -> None:
     assert not failures(2, "cuda")[way], failures(2, "cuda")[way]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@pytest.mark.parametrize("way", ["twenty_steps", "hybrid"])
+def test_four_gpus_train_as_one(way: str) -> None:
+    assert not failures(4, "cuda")[way], failures(4, "cuda")[way]
 
 
 @pytest.mark.multi_gpu
