@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import blocktensor as bt
 
-from .llama import Shape, stack
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, stack, step
 from .timing import Call, round_robin
-
-BATCH, TIME, LAYERS = 2, 4096, 4
 
 QUICK: dict[str, Any] = {"layers": 1, "rounds": 3}
 """The arguments of a smoke run."""
@@ -33,27 +31,11 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     return made
 
 
-def step(model: nn.Module, run: Any, x: Tensor, grad: Tensor) -> Call:
-    """One forward and backward, the weights as after an optimizer step."""
-    weights = [p for p in model.parameters() if isinstance(p, bt.BlockwiseFP8Weight)]
-
-    def once() -> None:
-        for weight in weights:
-            weight.invalidate()
-        x.grad = None
-        model.zero_grad()
-        run(x).backward(grad)
-
-    return once
-
-
 def measure(layers: int = LAYERS, rounds: int = 12) -> Iterator[dict[str, Any]]:
     """One row a variant: milliseconds eager and compiled, and the speed-ups over bf16."""
     torch.manual_seed(0)
     base = stack(Shape(), layers, "cuda")
-    x = torch.randn(BATCH, TIME, Shape().dim, device="cuda", dtype=torch.bfloat16)
-    x.requires_grad_()
-    grad = torch.randn_like(x)
+    x, grad = inputs()
     calls: dict[str, Call] = {}
     for name in VARIANTS:
         model = variant(name, base)

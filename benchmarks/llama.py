@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import blocktensor as bt
+
+from .timing import Call
+
+BATCH, TIME, LAYERS = 2, 4096, 4
 
 
 @dataclass(frozen=True)
@@ -58,3 +65,30 @@ def stack(shape: Shape, layers: int, device: torch.device | str) -> nn.Sequentia
     """``layers`` blocks in bf16, initialised alike for one state of the generator."""
     with torch.device(device):
         return nn.Sequential(*(Block(shape) for _ in range(layers))).to(torch.bfloat16)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """An input that wants a gradient, and a gradient of the output, on the GPU."""
+    x = torch.randn(BATCH, TIME, Shape().dim, device="cuda", dtype=torch.bfloat16)
+    return x.requires_grad_(), torch.randn_like(x)
+
+
+def step(
+    model: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    grad: Tensor,
+    microbatches: int = 1,
+) -> Call:
+    """Forwards and backwards of one step, the weights as after an optimizer's."""
+    weights = [p for p in model.parameters() if isinstance(p, bt.BlockwiseFP8Weight)]
+
+    def once() -> None:
+        for weight in weights:
+            weight.invalidate()
+        x.grad = None
+        model.zero_grad()
+        for _ in range(microbatches):
+            run(x).backward(grad)
+
+    return once

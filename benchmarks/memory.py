@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .llama import Shape, stack
-
-BATCH, TIME, LAYERS = 2, 4096, 4
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, stack, step
+from .timing import Call
 
 QUICK: dict[str, Any] = {"layers": 1}
 """The arguments of a smoke run."""
@@ -80,7 +79,7 @@ def _memory_of(model: nn.Module) -> Iterator[Tensor]:
             yield parameter
 
 
-def _peak(step: Callable[[], None]) -> int:
+def _peak(step: Call) -> int:
     """Bytes allocated at most in a step, once steps are all alike."""
     for _ in range(3):
         step()
@@ -98,22 +97,9 @@ def _row(policy: str, mode: str, layers: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = stack(Shape(), layers, "cuda")
     POLICIES[policy](model)
-    weights = [p for p in model.parameters() if isinstance(p, bt.BlockwiseFP8Weight)]
     run = torch.compile(model, fullgraph=True) if mode == "compiled" else model
-    x = torch.randn(BATCH, TIME, Shape().dim, device="cuda", dtype=torch.bfloat16)
-    x.requires_grad_()
-    grad = torch.randn_like(x)
-
-    def step(microbatches: int) -> None:
-        for weight in weights:
-            weight.invalidate()  # as an optimizer does
-        x.grad = None
-        model.zero_grad()
-        for _ in range(microbatches):
-            run(x).backward(grad)
-
-    one = _peak(lambda: step(1)) - before
-    two = _peak(lambda: step(2)) - before
+    x, grad = inputs()
+    one, two = (_peak(step(model, run, x, grad, number)) - before for number in (1, 2))
     x.grad = None
     model.zero_grad()
     return {

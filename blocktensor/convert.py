@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .distributed.shard import FP8Shard, shard_of, with_local
+from .distributed.shard import FP8Shard, is_converted, shard_of, with_local
 from .ops.checks import HIGH_PRECISION
 from .ops.layouts import SQUARE_BLOCK, square_form_bytes
 from .recipe import DEFAULT_RECIPE, Recipe
 from .state import register_state_hooks
 from .tables import collapse, human_bytes, text_table
-from .tensor import BlockwiseFP8Tensor, FP8Type
+from .tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "output_projection", "logits")
@@ -249,11 +249,6 @@ def _swap_all(
             if trains:
                 register_state_hooks(module)
     return names
-
-
-def is_converted(weight: Tensor) -> bool:
-    """True for the two FP8 types, and for what FSDP2 has made of them."""
-    return isinstance(weight, FP8Type) or shard_of(weight) is not None
 
 
 def _why_unconvertible(module: nn.Linear) -> str | None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .distributed.shard import shard_of
+from .distributed.shard import is_converted
 from .groups import InputGroup
 from .tables import collapse, text_table
-from .tensor import FP8Type
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        if isinstance(module, nn.Linear) and (
-            isinstance(module.weight, FP8Type) or shard_of(module.weight) is not None
-        ):
+        if isinstance(module, nn.Linear) and is_converted(module.weight):
             owner = name.rpartition(".")[0]
             while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
                 owner = owner.rpartition(".")[0]  # containers have no forward of their own

@@ -53,6 +53,18 @@ class FP8Type(Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
+    @classmethod
+    def wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
+        """A tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=dtype,
+            device=inner.device,
+        )
+
     # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
     # time that the way through __torch_function__ does.
     @property

@@ -65,11 +65,7 @@ class FP8Cache:
     def get(self, user: BlockwiseFP8Weight) -> Forms:
         """The FP8 form of the master as it is now; ``user`` is the weight, or a view of it."""
         master = self.master
-        if (
-            not self.recipe.cache_weight
-            or master.is_inference()
-            or type(master) not in library.PLAIN
-        ):
+        if not self.recipe.cache_weight or master.is_inference() or not library.is_real(master):
             return self._cast()  # a tracer's stand-in has no memory, and its cast is the graph's
         version = 0 if user.is_inference() else user._version
         key = version, master._version, master.data_ptr()
@@ -132,7 +128,18 @@ class FP8Cache:
         return SquareForms.quantize(self.master, self.recipe)
 
 
-class BlockwiseFP8Weight(FP8Type):
+class MasterType(FP8Type):
+    """What trains: a high-precision ``master``, which all ops but a few act on."""
+
+    master: Tensor
+
+    @property
+    def counted(self) -> Tensor:
+        """The tensor whose version counter tells that the master has changed."""
+        return self.master
+
+
+class BlockwiseFP8Weight(MasterType):
     """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
 
     Attributes:
@@ -140,7 +147,6 @@ class BlockwiseFP8Weight(FP8Type):
         recipe: the :class:`~blocktensor.Recipe` of its casts.
     """
 
-    master: Tensor
     cache: FP8Cache
     transposed: bool
 
@@ -166,14 +172,7 @@ class BlockwiseFP8Weight(FP8Type):
         """
         checks.high_precision(master, "the weight")
         checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            master.shape,
-            strides=master.stride(),
-            storage_offset=master.storage_offset(),
-            dtype=master.dtype,
-            device=master.device,
-        )
+        self = cls.wrapper_of(master, master.dtype)
         self.master = master
         self.cache = FP8Cache(master, recipe) if cache is None else cache
         self.transposed = transposed
@@ -183,6 +182,11 @@ class BlockwiseFP8Weight(FP8Type):
     def recipe(self) -> Recipe:
         """How this weight is cast."""
         return self.cache.recipe
+
+    @property
+    def counted(self) -> Tensor:
+        """The cache's master, which below autograd does not share its counter with a transpose."""
+        return self.cache.master
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -268,11 +272,11 @@ class BlockwiseFP8Weight(FP8Type):
 
 
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` with every weight replaced by its master; in-place ops move its version on."""
-    wrapped: dict[int, BlockwiseFP8Weight] = {}
+    """Run ``func`` with masters in place of what wraps them; in-place ops move versions on."""
+    wrapped: dict[int, MasterType] = {}
 
     def unwrap(x: Any) -> Any:
-        if not isinstance(x, BlockwiseFP8Weight):
+        if not isinstance(x, MasterType):
             return x
         wrapped[id(x.master)] = x
         return x.master
@@ -281,10 +285,9 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*plain_args, **plain_kwargs)
     if func._schema.is_mutable or func.namespace == "c10d":  # no c10d op says what it writes
         # Below autograd an in-place op leaves the master's version alone, and an alias of the
-        # weight made by .data has a counter of its own: count here, where both are known. The
-        # cache watches its own master's counter, which below autograd a transpose does not share.
-        for weight in wrapped.values():
-            torch.autograd.graph.increment_version(weight.cache.master)
+        # weight made by .data has a counter of its own: count here, where both are known.
+        for wrapper in wrapped.values():
+            torch.autograd.graph.increment_version(wrapper.counted)
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )

@@ -123,17 +123,18 @@ class AmaxTable:
 
     def refresh_if_changed(self) -> None:
         """Fill the table anew if any weight has changed, as far as all ranks can tell."""
-        if self._observed and self._changed():
+        if self._observed and self._seen != self._versions():
             self.refresh()
 
     def refresh(self) -> None:
         """Fill the table anew: the one collective, an all-reduce of 4 bytes a block."""
         targets, sources = [], []
+        versions = self._versions()
         # what a graph saved stays valid if nothing has changed: .data counts no writes
-        scales = self._scales if self._changed() else self._scales.data
+        scales = self._scales.data if self._seen == versions else self._scales
+        self._seen = versions
         self._flat.zero_()
         for index, member in enumerate(self.members):
-            self._seen[index] = member.version()
             local = member.local()
             if local is not None and local.numel():
                 target = member.part.blocks(self.amax(index), local)
@@ -147,9 +148,8 @@ class AmaxTable:
         for power_of_two, where in ((False, slice(self._fp32)), (True, slice(self._fp32, None))):
             scales[where].copy_(scale_from_amax(self._flat[where], power_of_two))
 
-    def _changed(self) -> bool:
-        pairs = zip(self._seen, self.members, strict=True)
-        return any(seen != member.version() for seen, member in pairs)
+    def _versions(self) -> list[object]:
+        return [member.version() for member in self.members]
 
     def _slot(self, flat: Tensor, index: int) -> Tensor:
         *lead, rows, cols = self.members[index].part.shape

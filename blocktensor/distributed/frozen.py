@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ..ops.layouts import SQUARE_BLOCK, Form
 from ..recipe import Recipe
 from ..tensor import ATEN_OPS, BlockwiseFP8Tensor, FP8Type, refuse
-from .shard import gathered, padded
+from .shard import GatheredInFP8, padded
 
 aten = torch.ops.aten
 
 
-class FrozenShard(FP8Type):
+class FrozenShard(GatheredInFP8, FP8Type):
     """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
 
     Attributes:
@@ -38,14 +38,7 @@ class FrozenShard(FP8Type):
         cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
     ) -> FrozenShard:
         """Wrap rows; ``dtype`` is what the weight shows to autograd."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.shape,
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=dtype,
-            device=data.device,
-        )
+        self: FrozenShard = cls.wrapper_of(data, dtype)
         self.data_rows, self.scale, self.recipe = data, scale, recipe
         return self
 
@@ -120,17 +113,6 @@ class FrozenShard(FP8Type):
             self.scale,
             self.recipe,
         )
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The unsharded weight: a view of the gathered bytes, with its scales."""
-        return gathered(all_gather_outputs, metadata, param_dtype, out)
 
 
 def _refuse_values(what: str) -> NoReturn:

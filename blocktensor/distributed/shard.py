@@ -18,7 +18,7 @@ from ..ops.layouts import SQUARE_BLOCK
 from ..ops.part import quantize_part
 from ..recipe import Recipe
 from ..tensor import BlockwiseFP8Tensor, FP8Type
-from ..weight import WEIGHT_OPS, BlockwiseFP8Weight
+from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, MasterType, on_master
 from .agreement import agree
 from .amax import AmaxTable, Member, Part
 from .members import Sharded, sharded_with
@@ -38,7 +38,37 @@ class Identity:
         return Identity, ()  # a copy is another weight
 
 
-class FP8Shard(FP8Type):
+class GatheredInFP8:
+    """What FSDP makes of gathered bytes, whatever kind of shard they came from."""
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight that views the gathered bytes; or ``out``, made so before, with them."""
+        (gathered,), (shape, scale, recipe) = all_gather_outputs, metadata
+        data = gathered.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
+        if out is None:
+            made = BlockwiseFP8Tensor(
+                (data, scale),
+                None,
+                shape=shape,
+                dtype=param_dtype,
+                block_shape=SQUARE_BLOCK,
+                # what is kept longer than a use would have to be gathered and freed by FSDP
+                recipe=Recipe(scale=recipe.scale),
+            )
+            return made, ()
+        weight: Any = getattr(out, "_local_tensor", out)
+        weight.rowwise_data, weight.rowwise_scale = data, scale
+        return None
+
+
+class FP8Shard(GatheredInFP8, MasterType):
     """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
 
     A tensor like any other for all that changes or reads values, but for products, which need the
@@ -49,7 +79,6 @@ class FP8Shard(FP8Type):
         recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
     """
 
-    master: Tensor
     recipe: Recipe
     identity: Identity
 
@@ -62,14 +91,7 @@ class FP8Shard(FP8Type):
         """
         checks.high_precision(master, "the shard of a weight")
         checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            master.shape,
-            strides=master.stride(),
-            storage_offset=master.storage_offset(),
-            dtype=master.dtype,
-            device=master.device,
-        )
+        self: FP8Shard = cls.wrapper_of(master, master.dtype)
         self.master, self.recipe = master, recipe
         self.identity = Identity() if identity is None else identity
         return self
@@ -122,7 +144,7 @@ class FP8Shard(FP8Type):
     ) -> Any:
         if func in _PRODUCTS:
             _refuse_product(func)
-        return _on_masters(func, args, kwargs or {})
+        return _on_rows(func, args, kwargs or {})
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
@@ -146,7 +168,7 @@ class FP8Shard(FP8Type):
 
         One tensor of 1 byte an element; scales need no gather, see ``amax.py``.
         """
-        place = _place(self)
+        place = self.identity.place
         if place is None:
             raise RuntimeError(
                 f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
@@ -164,17 +186,6 @@ class FP8Shard(FP8Type):
         sent = padded(data, member.part.dim, outer_size, mesh)
         return (sent,), (outer_size, table.scale(index), self.recipe)
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The unsharded weight: a view of the gathered bytes, with the table's scales."""
-        return gathered(all_gather_outputs, metadata, param_dtype, out)
-
 
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
     """A rank's e4m3 rows as FSDP gathers them: of the size that most ranks have."""
@@ -186,29 +197,15 @@ def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
     return F.pad(as_bytes, [0, 0] * (data.ndim - 1 - dim) + [0, missing])
 
 
-def gathered(
-    outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The weight that views gathered bytes; or ``out``, made so before, with them."""
-    (all_bytes,), (shape, scale, recipe) = outputs, metadata
-    data = all_bytes.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
-    if out is None:
-        # what would be kept longer than a use would have to be gathered and freed by FSDP
-        on_demand = Recipe(scale=recipe.scale)
-        form = data, scale
-        made = BlockwiseFP8Tensor(
-            form, None, shape=shape, dtype=dtype, block_shape=SQUARE_BLOCK, recipe=on_demand
-        )
-        return made, ()
-    weight: Any = getattr(out, "_local_tensor", out)
-    weight.rowwise_data, weight.rowwise_scale = data, scale
-    return None
-
-
 def shard_of(x: Any) -> FP8Shard | None:
     """The local part of a DTensor, if that is an :class:`FP8Shard`."""
     local = getattr(x, "_local_tensor", None)
     return local if isinstance(local, FP8Shard) else None
+
+
+def is_converted(weight: Any) -> bool:
+    """True for the FP8 types, and for what FSDP2 has made of a trainable one."""
+    return isinstance(weight, FP8Type) or shard_of(weight) is not None
 
 
 def with_local(x: Any, local: Tensor) -> Any:
@@ -347,31 +344,17 @@ _NEW = {
 """What gives a shard of its own."""
 
 
-def _on_masters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ALIAS:
         # the same master, not an alias made below autograd: that would count writes by itself
         return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
-    wrapped: dict[int, FP8Shard] = {}
-
-    def unwrap(x: Any) -> Any:
-        if isinstance(x, FP8Shard):
-            wrapped[id(x.master)] = x
-            return x.master
-        return x.master if isinstance(x, BlockwiseFP8Weight) else x
-
-    plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
-    out = func(*plain_args, **plain_kwargs)
-    if func._schema.is_mutable or func.namespace == "c10d":  # no c10d op says what it writes
-        for shard in wrapped.values():
-            torch.autograd.graph.increment_version(shard.master)
+    out = on_master(func, args, kwargs)
     first = args[0] if args else None
     if isinstance(first, FP8Shard) and func in _SAME | _NEW:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
         if fits and out.dtype in checks.HIGH_PRECISION:
             return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
-    return torch.utils._pytree.tree_map(
-        lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
-    )
+    return out
 
 
 def _new_zeros(func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any) -> Tensor:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layouts import BLOCK, num_blocks
+from .cast import _method, _wide
 from .launch import Launch
 from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
 from .replay import replayed
@@ -107,9 +108,9 @@ def plan_part(
         "CAST": data is not None,
         "EVEN_ROWS": row == rows % BLOCK == 0,
         "EVEN_COLS": col == cols % BLOCK == 0,
-        "WIDE": any(abs(stride) * BLOCK >= 2**31 for stride in (*x.stride()[-2:], cols)),
+        "WIDE": _wide(*x.stride()[-2:], cols),
         "POWER_OF_TWO": power_of_two,
-        "METHOD": "refined" if x.dtype == torch.float32 else "corrected",
+        "METHOD": _method(x.dtype),
     }
     programs = (x.shape[0] if stacked else 1) * blocks_n * blocks_k
     even = constants["EVEN_COLS"] and x.stride(-1) == 1
