@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, freeze, functional, quantize
+from tests.compiling import afresh, graphs
 from tests.models import linear, randn
 
 # Dynamo itself instantiates the Functions that it traces.
@@ -20,18 +21,10 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
 )
 
+__all__ = ["afresh"]
+
 K = 192
 F = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    """Nothing compiled before counts; and fresh memory is not filled, which compilers see."""
-    torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -39,11 +32,6 @@ def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn
     made = nn.Sequential(nn.Linear(K, 320, bias=False), nn.GELU(), nn.Linear(320, K)).to(dtype)
     convert(made, recipe or Recipe(), auto_filter_small_kn=False)
     return made
-
-
-def graphs() -> int:
-    assert not counters["graph_break"], dict(counters["graph_break"])
-    return counters["stats"]["unique_graphs"]
 
 
 def step(f: F, x: Tensor, *modules: nn.Module) -> list[Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from blocktensor import (
     BlockwiseFP8Tensor,
@@ -19,6 +17,7 @@ from blocktensor import (
     memory_report,
     share_inputs,
 )
+from tests.compiling import afresh, graphs
 from tests.models import randn
 
 pytestmark = [
@@ -29,17 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
+__all__ = ["afresh"]
+
 K = 1024
-
-
-@pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    """Nothing compiled before counts; and fresh memory is not filled, which compilers see."""
-    torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def model(recipe: Recipe | None = None) -> nn.Sequential:
@@ -49,11 +40,6 @@ def model(recipe: Recipe | None = None) -> nn.Sequential:
     made = nn.Sequential(*layers).to("cuda", torch.bfloat16)
     convert(made, recipe or Recipe(), auto_filter_small_kn=False)
     return made
-
-
-def graphs() -> int:
-    assert not counters["graph_break"], dict(counters["graph_break"])
-    return counters["stats"]["unique_graphs"]
 
 
 def stored(parameter: Tensor) -> Tensor:
