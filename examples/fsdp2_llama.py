@@ -47,8 +47,11 @@ RAMP = 10
 
 
 @contextmanager
-def ranks(kind: str) -> Iterator[torch.device]:
-    """This rank's device, in the group that is there, torchrun's, or one of this process alone."""
+def ranks(kind: str, fake: int | None = None) -> Iterator[torch.device]:
+    """This rank's device, in the group that is there, torchrun's, or one of this process alone.
+
+    ``fake``: of how many ranks that group pretends to be.
+    """
     device, place = torch.device(kind), None
     if kind == "cuda":
         index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
@@ -57,7 +60,9 @@ def ranks(kind: str) -> Iterator[torch.device]:
     mine = not dist.is_initialized()
     if mine:
         backend = "nccl" if kind == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if fake:  # collectives that move nothing
+            dist.init_process_group("fake", rank=0, world_size=fake)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, device_id=place)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -315,7 +320,7 @@ def write(
     temporary.write_text(json.dumps(report, indent=1) + "\n")
     os.replace(temporary, written[0])
     title = f"{counts['parameters'] / 1e6:.3g}M parameters, {options.precision}"
-    if plot(result.losses, options.out / "losses.png", title):
+    if result.losses and plot(result.losses, options.out / "losses.png", title):
         written.append(options.out / "losses.png")
     return written
 
@@ -330,8 +335,14 @@ def table(options: argparse.Namespace, counts: dict[str, int], result: Result) -
     gathered = f", gathered in {options.gather}" if options.gather else ""
     drawn.add_row("precision", f"{options.precision}{gathered}, master {options.master_dtype}")
     drawn.add_row("parameters", f"{counts['parameters']:,}; {counts['fp8_linears']} FP8 linears")
-    drawn.add_row("ranks", str(dist.get_world_size()))
-    drawn.add_row("loss", f"{result.losses[0]:.4f} at first, {result.losses[-1]:.4f} in the end")
+    if options.fake_ranks:
+        drawn.add_row(
+            "ranks", f"{options.fake_ranks}, but one pretended: no communication, no loss"
+        )
+    else:
+        first, last = result.losses[0], result.losses[-1]
+        drawn.add_row("ranks", str(dist.get_world_size()))
+        drawn.add_row("loss", f"{first:.4f} at first, {last:.4f} in the end")
     drawn.add_row("tokens/s per GPU", shown(result.tokens_per_second_per_gpu, ",.0f"))
     drawn.add_row(f"MFU, of {options.peak_tflops:g} TFLOP/s", shown(result.mfu, ".1%"))
     memory = result.max_memory_allocated
@@ -342,7 +353,7 @@ def table(options: argparse.Namespace, counts: dict[str, int], result: Result) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, report, write down."""
     options, shape = parse(argv)
-    with ranks(options.device) as device:
+    with ranks(options.device, options.fake_ranks) as device:
         console = Console(quiet=dist.get_rank() > 0)
         model, counts = build(options, shape, device)
         bar = Progress(
@@ -354,6 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with bar:
             result = train(model, options, shape, device, bar)
+        if options.fake_ranks:
+            result.losses.clear()  # of rows that nobody sent
         if dist.get_rank() == 0:
             console.print(table(options, counts, result))
             if result.resumed_at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ examples:
   torchrun --nproc-per-node 2 examples/fsdp2_llama.py --precision fp8
   torchrun --nproc-per-node 8 examples/fsdp2_llama.py --model 8b --precision fp8 --compile --ac
   torchrun --nproc-per-node 8 examples/fsdp2_llama.py --model 8b --precision fp8 --gather bf16
+  python examples/fsdp2_llama.py --model 8b --precision fp8 --compile --fake-ranks 64   does it fit?
   torchrun --nproc-per-node 2 examples/fsdp2_llama.py --checkpoint runs/ck --checkpoint-every 20
 
 Started again with the same --checkpoint, a run that was killed goes on from its newest complete
@@ -74,6 +76,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
     add("--checkpoint", type=Path, metavar="DIR", help="write checkpoints, resume from the newest")
     add("--checkpoint-every", type=int, metavar="N", help="steps (default: only at the end)")
+    add(
+        "--fake-ranks",
+        type=int,
+        metavar="N",
+        help="one process as rank 0 of N, nothing sent: memory as on N, time without communication",
+    )
     add("--peak-tflops", type=float, default=989.0, help="MFU's 100%% (default: bf16 of an H100)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--out", type=Path, default=Path("runs/fsdp2_llama"), help="folder of result.json, PNG")
@@ -97,7 +105,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         if getattr(options, flag) is None:
             setattr(options, flag, default)
     least = {"layers": 1, "vocab": 2, "seq": 1, "batch": 1, "steps": 1}
-    least |= {"warmup_steps": 0, "loss_chunk": 0, "seed": 0, "checkpoint_every": 1}
+    least |= {"warmup_steps": 0, "loss_chunk": 0, "seed": 0, "checkpoint_every": 1, "fake_ranks": 1}
     for flag, minimum in least.items():
         value = getattr(options, flag)
         if value is not None and value < minimum:
@@ -115,6 +123,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
         parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.fake_ranks and options.checkpoint:
+        parser.error("--fake-ranks has one rank's rows only: nothing to --checkpoint")
+    if options.fake_ranks and "RANK" in os.environ:
+        parser.error("--fake-ranks is for one process: start it with python, not torchrun")
     if options.checkpoint_every and not options.checkpoint:
         parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
     for flag in ("out", "checkpoint"):

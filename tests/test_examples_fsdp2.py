@@ -170,6 +170,34 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_pretends_to_be_one_of_many(
+    precision: str,
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held: list[int] = []
+    build_optimizer = example.build_optimizer
+
+    def counted(model: Any, lr: float) -> Any:
+        held.append(sum(p.to_local().numel() for p in model.parameters()))
+        return build_optimizer(model, lr)
+
+    monkeypatch.setattr(example, "build_optimizer", counted)
+    flags = ["--fake-ranks", "4", "--precision", precision, "--steps", "3", "--out", str(tmp_path)]
+    assert example.main([*TINY, *flags]) == 0
+    assert not dist.is_initialized()
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record["world_size"] == 4
+    assert held == [record["model"]["parameters"] // 4]
+    assert record["tokens_per_second_per_gpu"] > 0
+    assert record["losses"] == []
+    assert not (tmp_path / "losses.png").exists()
+    assert "4, but one pretended" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -219,6 +247,8 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
         (["--lr", "nan"], "--lr must be a positive number, got nan"),
         (["--peak-tflops", "0"], "--peak-tflops must be a positive number"),
         (["--model", "70b"], "argument --model: invalid choice: '70b'"),
+        (["--fake-ranks", "0"], "--fake-ranks must be at least 1, got 0"),
+        (["--fake-ranks", "2", "--checkpoint", "x"], "nothing to --checkpoint"),
         (["--checkpoint", __file__], "is not a folder"),
     ],
 )

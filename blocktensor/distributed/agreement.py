@@ -27,7 +27,8 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
         RuntimeError: on every rank, the first line that differs, or who did not come in time.
     """
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
+    # a "fake" group pretends that there are others, for dry runs
+    if len(ranks) == 1 or dist.get_backend(group) == "fake":
         return
     store = dist.distributed_c10d._get_default_store()
     turn = _asked[group.group_name] = _asked.get(group.group_name, 0) + 1
