@@ -26,7 +26,7 @@ from . import assembly
 from .epilogue import CHUNK, Output
 from .kernel import gemm_kernel
 from .tile import WARPGROUP_ROWS, Tile
-from .tiles import choose_tile, sms
+from .tiles import choose_tile, programs_for, sms
 
 # In waves x k blocks: from here on SMs drift apart, and no prefetch is needed. Measured: +5% on
 # 8192 x 8192 x 8192, +3% on 4096 x 4096 over 8192, but -4% over 4096.
@@ -111,10 +111,12 @@ def plan_gemm(
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
     output = Output(tma, bias is not None, add, parts > 1)
+    items = tiles_m * tiles_n * parts
+    programs = programs_for(tile, items, blocks // parts, sms(out.device), accumulate)
     assembly.install()  # before the kernel is compiled; somebody may have taken its place
     return Launch(
         gemm_kernel,
-        (min(tiles_m * tiles_n * parts, sms(out.device) * tile.programs),),
+        (programs,),
         (_data_map(a, tile.a_rows), a_scale_map, _data_map(b, tile.b_rows), b_scale_map, target,
          out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // parts,
          parts, a_scale_ld, b_scale_ld, out.stride(0)),

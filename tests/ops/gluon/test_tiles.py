@@ -10,11 +10,13 @@ from blocktensor.ops.gluon import tiles
 from blocktensor.ops.gluon.tiles import (
     ADDED,
     CUBLAS,
+    PROGRAM_US,
     TILES,
     Speed,
     choose_tile,
     cublas_is_faster,
     possible_parts,
+    programs_for,
     speeds,
 )
 
@@ -131,3 +133,28 @@ def test_few_tiles_are_made_in_parts() -> None:
     assert (tile.name, parts) == ("square 64x128", 8)
     whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
     assert predicted < whole
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_programs_of_long_products_take_turns(name: str) -> None:
+    tile, speed = TILES[name], speeds()[name]
+    at_once = H200 * tile.programs
+    assert programs_for(tile, at_once - 1, 64, H200) == at_once - 1
+    for blocks in (8, 64, 500):
+        wave_us = blocks * speed.block_us + speed.wave_us
+        for waves in (1, 2, 7, 30, 200):
+            for items in (at_once * waves, at_once * (waves - 1) + 1):
+                programs = programs_for(tile, items, blocks, H200)
+                assert programs == items or programs % at_once == 0
+                each = -(-items // programs)
+                assert each * wave_us >= PROGRAM_US or programs <= at_once
+                # and none works twice as long but where its waves or the turns are few
+                assert each * wave_us < 2 * PROGRAM_US or each == 1
+
+
+def test_what_is_added_takes_longer() -> None:
+    tile, items = TILES["rows 256x128"], H200 * 8
+    longest = max(
+        blocks for blocks in range(400) if programs_for(tile, items, blocks, H200) == H200
+    )
+    assert programs_for(tile, items, longest, H200, accumulate=True) > H200
