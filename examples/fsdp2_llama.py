@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -41,9 +42,6 @@ except ModuleNotFoundError as error:
     if package not in ("rich", "blocktensor"):
         raise
     sys.exit(f"fsdp2_llama.py needs {package}: pip install 'blocktensor[demo]'")
-
-RAMP = 10
-"""Steps until the learning rate is whole. A function of the step alone: runs may be prolonged."""
 
 
 @contextmanager
@@ -114,11 +112,14 @@ def build(
         cast_forward_inputs=False,  # positions stay in fp32
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    reshard = options.reshard_after_forward
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    again = options.reshard_after_forward
+    embedding = shard(model.embedding, reshard_after_forward=again)
+    embedding.set_unshard_in_backward(False)  # which looks nothing up
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # embedding and head: backward begins where forward ends, with the head
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(block, reshard_after_forward=again)
+    shard(model.head, reshard_after_forward=False)  # backward begins with it
+    shard(model)
     model.to_empty(device=device)
     initialise(model, options.seed)
     return model, counts
@@ -207,7 +208,7 @@ def over_ranks(values: Sequence[float], device: torch.device) -> Tensor:
 
 def setting(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """What the losses depend on: a run is resumed with the same only."""
-    flags = ("precision", "master_dtype", "seq", "batch", "lr", "seed")
+    flags = ("precision", "master_dtype", "seq", "batch", "lr", "ramp_steps", "seed")
     own = {f"--{flag.replace('_', '-')}": getattr(options, flag) for flag in flags}
     return {**asdict(shape), **own, "ranks": dist.get_world_size()}
 
@@ -232,7 +233,7 @@ def train(
     unread: list[Tensor] = []
     for step in range(begin, options.steps):
         for group in optimizer.param_groups:
-            group["lr"] = options.lr * min(1.0, (step + 1) / RAMP)
+            group["lr"] = options.lr * min(1.0, (step + 1) / options.ramp_steps)
         with clock.step():
             inputs, targets = data.batch(step)
             loss = model(inputs, targets)

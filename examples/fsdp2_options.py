@@ -35,8 +35,12 @@ Started again with the same --checkpoint, a run that was killed goes on from its
 checkpoint, bit for bit as if it had not been.
 """
 
-DEFAULTS = {"tiny": (128, 4, 1e-3), "1b": (8192, 1, 3e-4), "8b": (8192, 1, 3e-4)}
-"""Tokens of a sequence, sequences of a rank, learning rate."""
+DEFAULTS = {
+    "tiny": (128, 4, 1e-3, 10),
+    "1b": (8192, 1, 3e-4, 200),
+    "8b": (8192, 1, 3e-4, 200),
+}
+"""Tokens of a sequence, sequences of a rank, learning rate, steps until it is reached."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--loss-chunk", type=int, default=0, help="tokens whose logits are held at once (0: all)")
     add("--steps", type=int, default=50, help="optimizer steps (default: 50)")
     add("--warmup-steps", type=int, default=5, help="first steps, not timed (default: 5)")
-    add("--lr", type=float, help="reached after 10 steps, then kept")
+    add("--lr", type=float, help="learning rate: grows, then stays")
+    # not of all --steps: a run may be prolonged
+    add("--ramp-steps", type=int, metavar="N", help="steps until the learning rate is whole")
     add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
     add("--checkpoint", type=Path, metavar="DIR", help="write checkpoints, resume from the newest")
     add("--checkpoint-every", type=int, metavar="N", help="steps (default: only at the end)")
@@ -93,19 +99,27 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     parser = build_parser()
     options = parser.parse_args(argv)
     shape = SHAPES[options.model]
-    seq, batch, lr = DEFAULTS[options.model]
+    seq, batch, lr, ramp = DEFAULTS[options.model]
     defaults: dict[str, Any] = {
         "layers": shape.layers,
         "vocab": shape.vocab,
         "seq": seq,
         "batch": batch,
         "lr": lr,
+        "ramp_steps": ramp,
     }
     for flag, default in defaults.items():
         if getattr(options, flag) is None:
             setattr(options, flag, default)
     least = {"layers": 1, "vocab": 2, "seq": 1, "batch": 1, "steps": 1}
-    least |= {"warmup_steps": 0, "loss_chunk": 0, "seed": 0, "checkpoint_every": 1, "fake_ranks": 1}
+    least |= {
+        "ramp_steps": 1,
+        "warmup_steps": 0,
+        "loss_chunk": 0,
+        "seed": 0,
+        "checkpoint_every": 1,
+        "fake_ranks": 1,
+    }
     for flag, minimum in least.items():
         value = getattr(options, flag)
         if value is not None and value < minimum:

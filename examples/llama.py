@@ -110,26 +110,20 @@ class Block(nn.Module):
         return again
 
 
-class Llama(nn.Module):
-    """Tokens and the tokens that follow in, mean loss out: the head is gathered in a forward."""
+class Head(nn.Module):
+    """Logits and their loss, in a module of its own: it is gathered and reduced beside blocks."""
 
-    def __init__(self, shape: Shape, *, recompute: bool = False, loss_chunk: int = 0) -> None:
+    def __init__(self, shape: Shape, loss_chunk: int = 0) -> None:
         super().__init__()
-        self.shape, self.loss_chunk = shape, loss_chunk
-        self.embedding = nn.Embedding(shape.vocab, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
+        self.loss_chunk = loss_chunk
         self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.lm_head = nn.Linear(shape.dim, shape.vocab, bias=False)
 
     def _loss_sum(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.lm_head(x).float(), targets, reduction="sum")
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Both ``[batch, time]``; the cross-entropy is fp32."""
-        x = self.embedding(tokens)
-        cos, sin = rope_tables(self.shape, tokens.shape[1], tokens.device)
-        for block in self.blocks:
-            x = block(x, cos, sin)
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """``x[batch, time, dim]`` and ``targets[batch, time]``; the cross-entropy is fp32."""
         x, targets = self.norm(x).flatten(0, 1), targets.flatten()
         if not self.loss_chunk:
             return self._loss_sum(x, targets) / targets.numel()
@@ -142,6 +136,26 @@ class Llama(nn.Module):
                 self._loss_sum, chunk, wanted, use_reentrant=False, preserve_rng_state=False
             )
         return total / targets.numel()
+
+
+class Llama(nn.Module):
+    """Tokens and the tokens that follow in, mean loss out."""
+
+    def __init__(self, shape: Shape, *, recompute: bool = False, loss_chunk: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape, recompute) for _ in range(shape.layers))
+        self.head = Head(shape, loss_chunk)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Both ``[batch, time]``."""
+        x = self.embedding(tokens)
+        cos, sin = rope_tables(self.shape, tokens.shape[1], tokens.device)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        loss: Tensor = self.head(x, targets)
+        return loss
 
 
 def seed_of(*parts: object) -> int:

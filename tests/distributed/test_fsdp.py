@@ -58,11 +58,12 @@ def test_bytes_gathered_by_nccl() -> None:
     assert found == [len(SMALL) * 2 * 3 + 2 * 2] * 2
 
 
-def traffic(layers: int, fp8: bool, micro: int) -> list[tuple[int, int, int, set[str]]]:
-    """Of each step: bytes gathered, all-reduces, their bytes, dtypes."""
+def traffic(layers: int, fp8: bool, micro: int) -> list[tuple[int, int, int, int, set[str]]]:
+    """Of each step: gathers, bytes gathered, all-reduces, their bytes, dtypes gathered."""
     steps = ranks.run(wire.wire, 2, "cpu", layers, fp8, micro)[0]
     return [
         (
+            sum(what == "gather" for what, _, _ in step),
             sum(n for what, n, _ in step if what == "gather"),
             sum(what == "reduce" for what, _, _ in step),
             sum(n for what, n, _ in step if what == "reduce"),
@@ -74,16 +75,16 @@ def traffic(layers: int, fp8: bool, micro: int) -> list[tuple[int, int, int, set
 
 def test_half_the_bytes_and_one_small_reduction_a_step() -> None:
     plain, fp8 = traffic(3, False, 1), traffic(3, True, 1)
-    for (bf16_bytes, others, _, dtypes), (fp8_bytes, reductions, small, fp8_dtypes) in zip(
-        plain, fp8, strict=True
-    ):
+    for bf16_step, fp8_step in zip(plain, fp8, strict=True):
+        gathers, bf16_bytes, others, _, dtypes = bf16_step
         assert (others, dtypes) == (0, {"torch.bfloat16"})
-        assert (reductions, fp8_dtypes) == (1, {"torch.uint8"})
+        fp8_gathers, fp8_bytes, reductions, small, dtypes = fp8_step
+        assert (fp8_gathers, reductions, dtypes) == (gathers, 1, {"torch.uint8"})
         assert small == 3 * 16 * 4  # 3 weights of 4 x 4 blocks
-        assert fp8_bytes == bf16_bytes / 2
+        assert fp8_bytes == bf16_bytes / 2 + 16 * gathers  # of one weight each
         assert fp8_bytes + small <= 0.505 * bf16_bytes
     # neither more layers nor more microbatches reduce more often
-    assert [step[1] for step in traffic(6, True, 3)] == [1, 1, 1]
+    assert [step[2] for step in traffic(6, True, 3)] == [1, 1, 1]
 
 
 MISTAKES = {
