@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..ops.layouts import SQUARE_BLOCK, Form
 from ..recipe import Recipe
 from ..tensor import ATEN_OPS, BlockwiseFP8Tensor, FP8Type, refuse
-from .shard import GatheredInFP8, to_gather
+from .shard import GatheredInFP8, padded
 
 aten = torch.ops.aten
 
@@ -108,8 +108,8 @@ class FrozenShard(GatheredInFP8, FP8Type):
         """What FSDP gathers: the bytes of these rows."""
         sizes = zip(self.shape, outer_size, strict=True)
         dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
-        sent = to_gather(self.data_rows, dim, outer_size, mesh)
-        return sent, (outer_size, self.scale, self.recipe)
+        sent = padded(self.data_rows, dim, outer_size, mesh)
+        return (sent,), (outer_size, self.scale, self.recipe)
 
 
 def _refuse_values(what: str) -> NoReturn:

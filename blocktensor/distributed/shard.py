@@ -50,7 +50,7 @@ class GatheredInFP8:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that views the gathered bytes; or ``out``, made so before, with them."""
-        (gathered, *_), (shape, scale, recipe) = all_gather_outputs, metadata
+        (gathered,), (shape, scale, recipe) = all_gather_outputs, metadata
         data = gathered.view(-1)[: shape.numel()].view(shape).view(torch.float8_e4m3fn)
         if out is None:
             made = BlockwiseFP8Tensor(
@@ -183,29 +183,18 @@ class FP8Shard(GatheredInFP8, MasterType):
             data = quantize_part(self.master, amax, power_of_two, *member.part.offsets)
         else:
             data = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.device)
-        sent = to_gather(data, member.part.dim, outer_size, mesh)
-        return sent, (outer_size, table.scale(index), self.recipe)
+        sent = padded(data, member.part.dim, outer_size, mesh)
+        return (sent,), (outer_size, table.scale(index), self.recipe)
 
 
-_APART = 16
-"""Bytes sent twice: as many as keep what FSDP puts behind them aligned."""
-
-
-def to_gather(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> tuple[Tensor, ...]:
-    """A rank's e4m3 rows as FSDP gathers them: bytes, of the size that most ranks have.
-
-    And, where that is every rank's, sixteen of them again, every other one of 32: FSDP copies all
-    that it gathers at once by ``torch._foreach_copy_``, whose kernel moves single bytes at a fifth
-    of the memory's speed, and takes SMs from the products beside it. It copies one tensor after
-    the other, by memcpy, if one of them is not dense.
-    """
-    rows = data.view(torch.uint8)  # gloo knows no e4m3
+def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
+    """A rank's e4m3 rows as FSDP gathers them: of the size that most ranks have."""
+    as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
     missing = -(-whole[dim] // mesh.size()) - data.shape[dim]
-    if missing > 0:  # only along rows: FSDP shards other dimensions evenly
-        rows = F.pad(rows, [0, 0] * (data.ndim - 1 - dim) + [0, missing])
-    if dim or whole[dim] % mesh.size() or rows.numel() < 2 * _APART:
-        return (rows,)  # where FSDP looks at sizes, and knows those of the rows
-    return rows, rows.view(-1)[: 2 * _APART : 2]
+    if missing <= 0:
+        return as_bytes
+    # only along rows: FSDP shards other dimensions evenly
+    return F.pad(as_bytes, [0, 0] * (data.ndim - 1 - dim) + [0, missing])
 
 
 def shard_of(x: Any) -> FP8Shard | None:
