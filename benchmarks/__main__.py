@@ -16,7 +16,21 @@ from typing import Any
 
 import torch
 
-from . import block, cast, check, gemm, host, linear, memory, plots, readme, results, small, tiles
+from . import (
+    block,
+    cast,
+    check,
+    fsdp2,
+    gemm,
+    host,
+    linear,
+    memory,
+    plots,
+    readme,
+    results,
+    small,
+    tiles,
+)
 from .results import Row
 from .summary import columns
 
@@ -31,6 +45,7 @@ BENCHMARKS: dict[str, Any] = {
     "block": block,
     "host": host,
     "memory": memory,
+    "fsdp2": fsdp2,
     "tiles": tiles,
 }
 

@@ -199,29 +199,26 @@ def _training(demo: Content) -> list[str]:
 
 
 def _fsdp2(content: Content) -> list[str]:
-    base, *_ = runs = content["runs"]
-    rows = [
-        (
-            run["options"]["precision"],
-            f"{run['tokens_per_second_per_gpu']:,.0f}",
-            _times(run["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]),
-            f"{run['mfu']:.1%}",
-            f"{run['max_memory_allocated'] / 2**30:.1f}",
-            _times(run["max_memory_allocated"] / base["max_memory_allocated"]),
+    rows = content["rows"]
+    body = []
+    for row in rows:
+        is_run = row["mode"] == "run"
+        speed = (
+            f"{row['tokens_per_second_per_gpu']:,.0f}",
+            _times(row["speed_of_bf16"]),
+            f"{row['mfu']:.1%}",
         )
-        for run in runs
-    ]
-    size, world = base["model"]["parameters"] / 1e9, base["world_size"]
+        peak = f"{row['peak_mib'] / 1024:.1f}", _times(row["peak_of_bf16"])
+        ranks = f"{row['ranks']}" if is_run else f"{row['ranks']}, dry run"
+        body.append((row["variant"], ranks, *(speed if is_run else "–––"), *peak))
+    header = ("", "GPUs", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)")
+    remark = "; a dry run is rank 0 of so many, with nothing sent: its memory is theirs"
     return [
-        f"**Llama-shaped training under FSDP2, {size:.1f}B parameters, {world} GPUs**:",
+        f"**Llama-shaped training under FSDP2, {rows[0]['parameters'] / 1e9:.1f}B parameters**:",
         "",
-        *_table(
-            ("", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)", "peak, GiB", "over bf16"),
-            rows,
-        ),
+        *_table((*header, "peak, GiB", "over bf16"), body),
         "",
-        f"(`{content['command']}`, {base['device']}, torch {base['versions']['torch']}, "
-        f"{content['date']})",
+        _source(content, remark),
     ]
 
 
@@ -229,7 +226,7 @@ SECTIONS: dict[str, Callable[[Content], list[str]]] = {
     "linear": _linear,
     "block": _block,
     "memory": _memory,
-    "fsdp2_llama": _fsdp2,
+    "fsdp2": _fsdp2,
     "gemm": _gemm,
     "cast": _cast,
     "host": _host,

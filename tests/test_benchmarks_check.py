@@ -164,6 +164,16 @@ def good_rows() -> dict[str, list[Row]]:
         {"policy": policy, "mode": mode, "peak_of_bf16": 0.5}
         for policy, mode in (("fp8, inputs shared", "eager"), ("fp8", "compiled"))
     ]
+    numbers = {"speed_of_bf16": 1.5, "speed_of_fp8": 0.8, "peak_of_bf16": 0.5}
+    sharded: list[Row] = [
+        {"variant": variant, "mode": mode, "ranks": ranks, **numbers}
+        for variant, mode, ranks in (
+            ("fp8", "run", 2),
+            ("fp8, gathered in bf16", "run", 2),
+            ("fp8", "dry run", 4),
+            ("fp8", "dry run", 8),
+        )
+    ]
     return {
         "gemm": gemms,
         "linear": linears,
@@ -171,6 +181,7 @@ def good_rows() -> dict[str, list[Row]]:
         "host": host,
         "block": block,
         "memory": memory,
+        "fsdp2": sharded,
     }
 
 

@@ -1,0 +1,82 @@
+"""The FSDP2 benchmark: which commands it runs, and what it makes of their results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+
+from benchmarks import fsdp2, readme, results
+
+
+def test_commands() -> None:
+    steps = (14, 4)
+    alone = fsdp2.commands(1, fsdp2.FLAGS, steps, (4,))
+    assert [(name, dry) for name, dry, _ in alone] == [("bf16", True), ("fp8", True)]
+    assert " ".join(alone[1][2]) == (
+        "python examples/fsdp2_llama.py --model 8b --seq 8192 --batch 1 --compile --steps 14 "
+        "--warmup-steps 4 --fake-ranks 4 --precision fp8"
+    )
+    several = fsdp2.commands(8, fsdp2.FLAGS, steps, (4, 8))
+    assert [name for name, dry, _ in several if not dry] == [*fsdp2.VARIANTS]
+    assert several[2][2][:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
+    assert several[2][2][-4:] == ["--precision", "fp8", "--gather", "bf16"]
+    assert len(several) == fsdp2.total(gpus=8, dry=(4, 8)) == 7
+
+
+def test_rows_are_compared_on_as_many_ranks() -> None:
+    def row(variant: str, ranks: int, speed: float, peak: int | None, dry: bool = False) -> Any:
+        result = {
+            "world_size": ranks,
+            "model": {"parameters": 8_000_000_000},
+            "tokens_per_second_per_gpu": speed,
+            "mfu": 0.56789,
+            "max_memory_allocated": peak,
+        }
+        return fsdp2.row_of(variant, dry, ["python", "x.py"], result)
+
+    rows: list[Any] = []
+    for made in (
+        row("bf16", 2, 1000, 2**30),
+        row("fp8", 2, 1250, 2**29),
+        row("fp8, gathered in bf16", 2, 1200, 2**30),
+        row("bf16", 2, 5000, 2**20, dry=True),
+        row("fp8", 2, 6000, 2**20, dry=True),
+        row("bf16", 4, 900, None),
+        row("fp8", 4, 1080, None),
+    ):
+        rows.append(fsdp2.compared(made, rows))
+    assert [r["speed_of_bf16"] for r in rows] == [1, 1.25, 1.2, 1, 1.2, 1, 1.2]
+    assert [r.get("speed_of_fp8") for r in rows] == [None, None, 0.96, None, None, None, None]
+    assert [r.get("peak_of_bf16") for r in rows] == [1, 0.5, 1, 1, 1, None, None]
+    assert rows[1]["mode"] == "run" and rows[3]["mode"] == "dry run"
+    assert rows[1]["peak_mib"] == 512.0 and rows[1]["mfu"] == 0.5679
+
+
+def test_the_readme_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
+    numbers = {"parameters": 8e9, "tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048}
+    row = {"variant": "fp8", "ranks": 2, "speed_of_bf16": 1.2, "peak_of_bf16": 0.9, **numbers}
+    results.write("fsdp2", [{**row, "mode": "run"}, {**row, "mode": "dry run"}], tmp_path)
+    lines = [line for line in readme.render(tmp_path).splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        "| fp8 | 2 | 1,234 | 1.20x | 50.0% | 2.0 | 0.90x |",
+        "| fp8 | 2, dry run | – | – | – | 2.0 | 0.90x |",
+    ]
+
+
+def test_runs_for_real() -> None:
+    rows = list(fsdp2.measure(gpus=2, **{**fsdp2.QUICK, "dry": (3,)}))
+    assert [(r["variant"], r["mode"], r["ranks"]) for r in rows] == [
+        *((name, "run", 2) for name in fsdp2.VARIANTS),
+        ("bf16", "dry run", 3),
+        ("fp8", "dry run", 3),
+    ]
+    assert all(r["tokens_per_second_per_gpu"] > 0 for r in rows)
+
+
+def test_what_fails_is_shown() -> None:
+    with pytest.raises(RuntimeError, match="invalid choice: '70b'"):
+        list(fsdp2.measure(gpus=1, flags=("--model", "70b"), dry=(2,)))
