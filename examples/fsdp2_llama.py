@@ -338,7 +338,7 @@ def table(options: argparse.Namespace, counts: dict[str, int], result: Result) -
     drawn.add_row("parameters", f"{counts['parameters']:,}; {counts['fp8_linears']} FP8 linears")
     if options.fake_ranks:
         drawn.add_row(
-            "ranks", f"{options.fake_ranks}, but one pretended: no communication, no loss"
+            "ranks", f"{options.fake_ranks}, all but one pretended: no communication, no loss"
         )
     else:
         first, last = result.losses[0], result.losses[-1]

@@ -195,7 +195,7 @@ def test_pretends_to_be_one_of_many(
     assert record["tokens_per_second_per_gpu"] > 0
     assert record["losses"] == []
     assert not (tmp_path / "losses.png").exists()
-    assert "4, but one pretended" in capsys.readouterr().out
+    assert "4, all but one pretended" in capsys.readouterr().out
 
 
 @pytest.mark.slow
