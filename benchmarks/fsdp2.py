@@ -19,6 +19,9 @@ import torch
 
 from .results import Row
 
+GPUS = 2
+"""How many it needs."""
+
 QUICK: dict[str, Any] = {
     "flags": ("--model", "tiny", "--layers", "1", "--seq", "32", "--batch", "1", "--vocab", "51"),
     "steps": (3, 1),
@@ -48,7 +51,7 @@ def commands(
     counts = ["--steps", str(steps[0]), "--warmup-steps", str(steps[1])]
     script = ["examples/fsdp2_llama.py", *flags, *counts]
     real = ["torchrun", "--standalone", "--nproc-per-node", str(gpus), *script]
-    found = [(name, False, [*real, *more]) for name, more in VARIANTS.items() if gpus > 1]
+    found = [(name, False, [*real, *more]) for name, more in VARIANTS.items()]
     for ranks in dry:
         pretended = ["python", *script, "--fake-ranks", str(ranks)]
         found += [(name, True, [*pretended, *VARIANTS[name]]) for name in ("bf16", "fp8")]

@@ -6,25 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 
+from benchmarks import __main__ as cli
 from benchmarks import fsdp2, readme, results
 
 
 def test_commands() -> None:
-    steps = (14, 4)
-    alone = fsdp2.commands(1, fsdp2.FLAGS, steps, (4,))
-    assert [(name, dry) for name, dry, _ in alone] == [("bf16", True), ("fp8", True)]
-    assert " ".join(alone[1][2]) == (
+    found = fsdp2.commands(8, fsdp2.FLAGS, (14, 4), (4, 64))
+    runs = [words for _, is_dry, words in found if not is_dry]
+    assert [name for name, is_dry, _ in found if not is_dry] == [*fsdp2.VARIANTS]
+    assert runs[2][:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
+    assert runs[2][-4:] == ["--precision", "fp8", "--gather", "bf16"]
+    assert [name for name, is_dry, _ in found if is_dry] == ["bf16", "fp8"] * 2
+    assert " ".join(found[-1][2]) == (
         "python examples/fsdp2_llama.py --model 8b --seq 8192 --batch 1 --compile --steps 14 "
-        "--warmup-steps 4 --fake-ranks 4 --precision fp8"
+        "--warmup-steps 4 --fake-ranks 64 --precision fp8"
     )
-    several = fsdp2.commands(8, fsdp2.FLAGS, steps, (4, 8))
-    assert [name for name, dry, _ in several if not dry] == [*fsdp2.VARIANTS]
-    assert several[2][2][:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
-    assert several[2][2][-4:] == ["--precision", "fp8", "--gather", "bf16"]
-    assert len(several) == fsdp2.total(gpus=8, dry=(4, 8)) == 7
+    assert len(found) == fsdp2.total(gpus=8, dry=(4, 64))
+
+
+def test_one_gpu_is_too_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.main(["fsdp2", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "fsdp2 needs 2 GPUs: not measured\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_are_compared_on_as_many_ranks() -> None:
@@ -79,4 +90,4 @@ def test_runs_for_real() -> None:
 
 def test_what_fails_is_shown() -> None:
     with pytest.raises(RuntimeError, match="invalid choice: '70b'"):
-        list(fsdp2.measure(gpus=1, flags=("--model", "70b"), dry=(2,)))
+        list(fsdp2.measure(gpus=2, flags=("--model", "70b"), dry=()))
