@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ..ops.layouts import SQUARE_BLOCK, Form
 from ..recipe import Recipe
-from ..tensor import ATEN_OPS, BlockwiseFP8Tensor, FP8Type, refuse
+from ..tensor import ATEN_OPS, BlockwiseFP8Tensor, refuse
 from .shard import GatheredInFP8, padded
 
 aten = torch.ops.aten
 
 
-class FrozenShard(GatheredInFP8, FP8Type):
+class FrozenShard(GatheredInFP8):
     """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
 
     Attributes:
@@ -31,7 +31,6 @@ class FrozenShard(GatheredInFP8, FP8Type):
 
     data_rows: Tensor
     scale: Tensor
-    recipe: Recipe
 
     @staticmethod
     def __new__(
@@ -42,9 +41,10 @@ class FrozenShard(GatheredInFP8, FP8Type):
         self.data_rows, self.scale, self.recipe = data, scale, recipe
         return self
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the rows: FSDP tells by it whether they are still where it put them."""
-        return self.data_rows.untyped_storage()
+    @property
+    def rows(self) -> Tensor:
+        """Their bytes."""
+        return self.data_rows
 
     def with_rows(self, rows: Tensor) -> FrozenShard:
         """Other rows of the same weight, or these elsewhere."""
@@ -62,12 +62,6 @@ class FrozenShard(GatheredInFP8, FP8Type):
         outer_stride: Sequence[int],
     ) -> FrozenShard:
         return FrozenShard(inner["data_rows"], inner["scale"], *context)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"FrozenShard(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
-        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

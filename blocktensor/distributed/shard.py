@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import checks
-from ..ops.layouts import SQUARE_BLOCK
+from ..ops.layouts import SQUARE_BLOCK, ceil_div
 from ..ops.part import quantize_part
 from ..recipe import Recipe
 from ..tensor import BlockwiseFP8Tensor, FP8Type
@@ -38,8 +38,25 @@ class Identity:
         return Identity, ()  # a copy is another weight
 
 
-class GatheredInFP8:
-    """What FSDP makes of gathered bytes, whatever kind of shard they came from."""
+class GatheredInFP8(FP8Type):
+    """What is the same for every kind of shard: its rows, and what FSDP makes of gathered bytes."""
+
+    recipe: Recipe
+
+    @property
+    def rows(self) -> Tensor:
+        """What this rank holds of the weight, plain."""
+        raise NotImplementedError
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the rows: FSDP tells by it whether they are still where it put them."""
+        return self.rows.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
+        )
 
     def fsdp_post_all_gather(
         self,
@@ -79,7 +96,6 @@ class FP8Shard(GatheredInFP8, MasterType):
         recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
     """
 
-    recipe: Recipe
     identity: Identity
 
     @staticmethod
@@ -96,9 +112,10 @@ class FP8Shard(GatheredInFP8, MasterType):
         self.identity = Identity() if identity is None else identity
         return self
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the rows: FSDP tells by it whether they are still where it put them."""
-        return self.master.untyped_storage()
+    @property
+    def rows(self) -> Tensor:
+        """The master."""
+        return self.master
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """What ``torch.distributed.checkpoint`` writes and reads: plain rows."""
@@ -115,12 +132,6 @@ class FP8Shard(GatheredInFP8, MasterType):
         outer_stride: Sequence[int],
     ) -> FP8Shard:
         return FP8Shard(inner["master"], *context)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"FP8Shard(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
-        )
 
     @classmethod
     def __torch_function__(
@@ -190,7 +201,7 @@ class FP8Shard(GatheredInFP8, MasterType):
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
     """A rank's e4m3 rows as FSDP gathers them: of the size that most ranks have."""
     as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
-    missing = -(-whole[dim] // mesh.size()) - data.shape[dim]
+    missing = ceil_div(whole[dim], mesh.size()) - data.shape[dim]
     if missing <= 0:
         return as_bytes
     # only along rows: FSDP shards other dimensions evenly
@@ -248,7 +259,7 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
         shard = shard_of(sharded.parameter())
         assert shard is not None
         size, world = sharded.shape[sharded.dim], sharded.ranks
-        each = -(-size // world)
+        each = ceil_div(size, world)
         member = Member(
             sharded.name,
             Part(sharded.shape, sharded.dim, min(sharded.rank * each, size)),
@@ -301,17 +312,11 @@ def precompute_block_amax(model: nn.Module) -> int:
     Returns:
         How many weights it concerned: 0 before the first forward.
     """
-    seen: set[int] = set()
-    count = 0
-    for parameter in model.parameters():
-        shard = shard_of(parameter)
-        if shard is not None and shard.identity.place is not None:
-            table, _ = shard.identity.place
-            count += 1
-            if id(table) not in seen:
-                seen.add(id(table))
-                table.refresh_if_changed()
-    return count
+    shards = (shard for p in model.parameters() if (shard := shard_of(p)) is not None)
+    places = [place for shard in shards if (place := shard.identity.place) is not None]
+    for table in dict.fromkeys(table for table, _ in places):
+        table.refresh_if_changed()
+    return len(places)
 
 
 # Below autograd: everything acts on the rows; moves and copies of them stay shards

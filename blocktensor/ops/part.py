@@ -25,10 +25,12 @@ def _kind(*args: Tensor | bool | int) -> Hashable:
 
 
 def _prepare_amax(x: Tensor, row: int, col: int) -> Run:
+    _check_stack(x)
     return prepare(backends.part_module(x), "part_amax", x, row, col)
 
 
 def _prepare_quantize(x: Tensor, amax: Tensor, power_of_two: bool, row: int, col: int) -> Run:
+    _check_stack(x)
     return prepare(backends.part_module(x), "quantize_part", x, amax, power_of_two, row, col)
 
 
@@ -59,9 +61,10 @@ def part_amax(x: Tensor, row: int, col: int) -> Tensor:
     Raises:
         TypeError, ValueError: ``x`` is not bf16/fp16/fp32, or not a matrix or stack.
     """
-    _check_stack(x)
-    found: Tensor = (_amax_op if must_be_seen(x) else _amax)(x, row, col)
-    return found
+    if must_be_seen(x):
+        _check_stack(x)
+        return _amax_op(x, row, col)
+    return _amax(x, row, col)
 
 
 def quantize_part(x: Tensor, amax: Tensor, power_of_two: bool, row: int, col: int) -> Tensor:
@@ -70,6 +73,7 @@ def quantize_part(x: Tensor, amax: Tensor, power_of_two: bool, row: int, col: in
     Raises:
         TypeError, ValueError: as :func:`part_amax`.
     """
-    _check_stack(x)
-    made: Tensor = (_quantize_op if must_be_seen(x) else _quantize)(x, amax, power_of_two, row, col)
-    return made
+    if must_be_seen(x):
+        _check_stack(x)
+        return _quantize_op(x, amax, power_of_two, row, col)
+    return _quantize(x, amax, power_of_two, row, col)

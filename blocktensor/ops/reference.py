@@ -177,4 +177,4 @@ def quantize_part(x: Tensor, amax: Tensor, power_of_two: bool, row: int, col: in
     scale = scale_from_amax(amax, power_of_two)[..., :, None, :, None]
     data = to_e4m3(blocks / scale).flatten(-2).flatten(-3, -2)
     inside = data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
-    return torch.empty(x.shape, dtype=data.dtype, device=x.device).copy_(inside)
+    return inside.clone(memory_format=torch.contiguous_format)

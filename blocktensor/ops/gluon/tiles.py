@@ -101,6 +101,10 @@ class Speed:
         """The most tiles that fall to one SM."""
         return ceil_div(self._tiles(m, n) * parts, sms)
 
+    def wave(self, blocks: int) -> float:
+        """Microseconds of a wave over ``blocks`` k blocks, among others."""
+        return blocks * self.block_us + self.wave_us
+
     def _tiles(self, m: int, n: int) -> int:
         return ceil_div(m, self.m) * ceil_div(n, self.n)
 
@@ -110,7 +114,7 @@ class Speed:
         waves = self.waves(m, n, sms, parts)
         if waves == 1:
             return self.an_sm(m, n, sms, parts) * blocks * self.lone_block_us + self.lone_us
-        return waves * (blocks * self.block_us + self.wave_us) + self.launch_us
+        return waves * self.wave(blocks) + self.launch_us
 
 
 @functools.cache
@@ -119,6 +123,11 @@ def speeds() -> dict[str, Speed]:
     return {
         name: Speed(**fields) for name, fields in json.loads(FILE.read_text())["speeds"].items()
     }
+
+
+def _speed(tile: Tile, accumulate: bool) -> Speed:
+    speed = speeds()[tile.name]
+    return speeds().get(tile.name + ADDED, speed) if accumulate else speed
 
 
 def possible_parts(blocks: int) -> list[int]:
@@ -143,14 +152,12 @@ def choose_tile(
     which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
     """
     predicted = {}
-    for name, tile in TILES.items():
+    for tile in TILES.values():
         if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
             continue
         if tile.turned and not turned:
             continue
-        speed = speeds()[name]
-        if accumulate:
-            speed = speeds().get(name + ADDED, speed)
+        speed = _speed(tile, accumulate)
         for parts in [1] if tile.turned else possible_parts(blocks):
             us = speed.microseconds(m, n, blocks, sms, parts)
             if parts > 1:
@@ -165,11 +172,8 @@ def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool
     at_once = sms * tile.programs
     if items <= at_once:
         return items
-    speed = speeds()[tile.name]
-    if accumulate:
-        speed = speeds().get(tile.name + ADDED, speed)
     waves = ceil_div(items, at_once)
-    rounds = int(waves * (blocks * speed.block_us + speed.wave_us) / PROGRAM_US)
+    rounds = int(waves * _speed(tile, accumulate).wave(blocks) / PROGRAM_US)
     if rounds < 2:
         return at_once
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
