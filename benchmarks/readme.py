@@ -210,7 +210,7 @@ def _fsdp2(content: Content) -> list[str]:
         )
         peak = f"{row['peak_mib'] / 1024:.1f}", _times(row["peak_of_bf16"])
         ranks = f"{row['ranks']}" if is_run else f"{row['ranks']}, dry run"
-        body.append((row["variant"], ranks, *(speed if is_run else "–––"), *peak))
+        body.append((row["variant"], ranks, *(speed if is_run else ("–",) * len(speed)), *peak))
     header = ("", "GPUs", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)")
     remark = "; a dry run is rank 0 of so many, with nothing sent: its memory is theirs"
     return [

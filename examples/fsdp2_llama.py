@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +33,8 @@ try:
     import fsdp2_checkpoint as checkpoints
     from fsdp2_options import parse
     from llama import Llama, Shape, initialise, seed_of
-    from text import load_corpus
+    from text import load_corpus, random_batches
+    from writing import replacing, versions, without_nan
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
@@ -140,22 +138,22 @@ class Data:
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
-        self.text = load_corpus().train if options.vocab == 256 else None
+        self.text = load_corpus().to(device).train if options.vocab == 256 else None
         if self.text is not None and options.seq >= self.text.numel():
             sys.exit(f"--seq {options.seq} is longer than the text of {self.text.numel()} bytes")
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and those that follow, ``[batch, seq]`` each."""
         o = self.options
-        random = torch.Generator().manual_seed(seed_of(o.seed, "data", dist.get_rank(), step))
+        seed = seed_of(o.seed, "data", dist.get_rank(), step)
         if self.text is None:
             # small tokens are more frequent: there is something to learn
-            tokens = torch.rand(o.batch, o.seq + 1, generator=random).pow(3).mul(o.vocab).long()
+            random = torch.rand(o.batch, o.seq + 1, generator=torch.Generator().manual_seed(seed))
+            tokens = random.pow(3).mul(o.vocab).long().to(self.device)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
         else:
-            starts = torch.randint(self.text.numel() - o.seq, (o.batch, 1), generator=random)
-            tokens = self.text[starts + torch.arange(o.seq + 1)].long()
-        tokens = tokens.to(self.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            inputs, targets = next(random_batches(self.text, batch=o.batch, seq=o.seq, seed=seed))
+        return inputs.contiguous(), targets.contiguous()
 
 
 class Clock:
@@ -267,18 +265,6 @@ def train(
     return result
 
 
-def versions() -> dict[str, str | None]:
-    """Of what a result may depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    found["torch"] = torch.__version__
-    for name in ("blocktensor", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def plot(losses: Sequence[float], path: Path, title: str) -> bool:
     """Draw the losses, if matplotlib is installed; returns whether it is."""
     try:
@@ -310,16 +296,14 @@ def write(
     report = {
         "options": flags,
         "model": {**asdict(shape), **counts},
-        "versions": versions(),
+        "versions": {**versions(), "torch": torch.__version__},  # which names its CUDA
         "device": torch.cuda.get_device_name(device) if cuda else "CPU",
         "world_size": dist.get_world_size(),
         **asdict(result),
-        "losses": [x if math.isfinite(x) else None for x in result.losses],  # JSON has no nan
     }
     written = [options.out / "result.json"]
-    temporary = written[0].with_name(".result.json.tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, written[0])
+    with replacing(written[0]) as temporary:
+        temporary.write_text(json.dumps(without_nan(report), indent=1) + "\n")
     title = f"{counts['parameters'] / 1e6:.3g}M parameters, {options.precision}"
     if result.losses and plot(result.losses, options.out / "losses.png", title):
         written.append(options.out / "losses.png")

@@ -35,12 +35,13 @@ Started again with the same --checkpoint, a run that was killed goes on from its
 checkpoint, bit for bit as if it had not been.
 """
 
-DEFAULTS = {
-    "tiny": (128, 4, 1e-3, 10),
-    "1b": (8192, 1, 3e-4, 200),
-    "8b": (8192, 1, 3e-4, 200),
+_LARGE = {"seq": 8192, "batch": 1, "lr": 3e-4, "ramp_steps": 200}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {"seq": 128, "batch": 4, "lr": 1e-3, "ramp_steps": 10},
+    "1b": _LARGE,
+    "8b": _LARGE,
 }
-"""Tokens of a sequence, sequences of a rank, learning rate, steps until it is reached."""
+"""Flags that depend on the model, beside those of its shape."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,20 +100,16 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     parser = build_parser()
     options = parser.parse_args(argv)
     shape = SHAPES[options.model]
-    seq, batch, lr, ramp = DEFAULTS[options.model]
-    defaults: dict[str, Any] = {
-        "layers": shape.layers,
-        "vocab": shape.vocab,
-        "seq": seq,
-        "batch": batch,
-        "lr": lr,
-        "ramp_steps": ramp,
-    }
+    defaults = {"layers": shape.layers, "vocab": shape.vocab, **DEFAULTS[options.model]}
     for flag, default in defaults.items():
         if getattr(options, flag) is None:
             setattr(options, flag, default)
-    least = {"layers": 1, "vocab": 2, "seq": 1, "batch": 1, "steps": 1}
-    least |= {
+    least = {
+        "layers": 1,
+        "vocab": 2,
+        "seq": 1,
+        "batch": 1,
+        "steps": 1,
         "ramp_steps": 1,
         "warmup_steps": 0,
         "loss_chunk": 0,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -24,6 +21,7 @@ from options import Options
 from plot import Curves, plot_curves
 from text import Corpus
 from training import Run, tail
+from writing import replacing, versions, without_nan
 
 
 @dataclass(frozen=True)
@@ -151,18 +149,6 @@ def percent(value: float | None, reference: float | None) -> float | None:
     return (value / reference - 1) * 100
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of what the result may depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "blocktensor", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    found["cuda"] = torch.version.cuda
-    return found
-
-
 def describe_device(device: torch.device) -> dict[str, str | int]:
     """The device in words."""
     if device.type == "cuda":
@@ -171,28 +157,6 @@ def describe_device(device: torch.device) -> dict[str, str | int]:
         threads = torch.get_num_threads()
         return {"type": "cpu", "name": f"CPU, {threads} threads", "threads": threads}
     return {"type": device.type, "name": device.type}
-
-
-def without_nan(value: Any) -> Any:
-    """``value`` with every nan and infinity as None, since JSON has no word for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(item) for item in value]
-    return value
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes ``path`` in one step, or vanishes if the block fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

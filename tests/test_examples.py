@@ -1,12 +1,10 @@
 """The demo: its model, its data, its command line, and what it leaves on disk."""
 
-import importlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,23 +12,19 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests.scripts import Load, examples
+
 TINY = [
     *("--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2"),
     *("--steps", "6", "--samples", "1", "--device", "cpu"),
 ]
-Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Load]:
     """Import a file of examples/ the way a script there would, leaving no trace afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module
-    sys.path.remove(str(EXAMPLES))
-    for name in {path.stem for path in EXAMPLES.glob("*.py")} - before:
-        sys.modules.pop(name, None)
+    with examples() as load:
+        yield load
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 from tests.distributed import ranks
+from tests.scripts import EXAMPLES, examples
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--device", "cpu", "--layers", "2", "--seq", "32", "--batch", "2", "--warmup-steps", "2"]
 STEPS = 12
 
@@ -90,12 +90,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("fsdp2_llama")
-    for name in {path.stem for path in EXAMPLES.glob("*.py")} - before:
-        sys.modules.pop(name, None)
+def example() -> Iterator[ModuleType]:
+    with examples() as load:
+        yield load("fsdp2_llama")
 
 
 def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:

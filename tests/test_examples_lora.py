@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +14,15 @@ pytest.importorskip("rich")
 pytest.importorskip("safetensors")
 
 from blocktensor import BlockwiseFP8Tensor, load_fp8
+from tests.scripts import examples
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--dim", "32", "--layers", "1", "--seq", "16", "--batch", "2", "--device", "cpu"]
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("lora_fp8")
-    for name in {path.stem for path in EXAMPLES.glob("*.py")} - before:
-        sys.modules.pop(name, None)
+def example() -> Iterator[ModuleType]:
+    with examples() as load:
+        yield load("lora_fp8")
 
 
 def test_both_bases_learn_alike_and_stay_what_they_were(
