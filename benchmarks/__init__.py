@@ -1,1 +1,1 @@
-"""Measurements behind every claim of the README: ``python -m benchmarks --help``."""
+"""Measurements behind every claim of README.md and the docs: ``python -m benchmarks --help``."""

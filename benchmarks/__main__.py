@@ -1,8 +1,8 @@
 """``python -m benchmarks NAME``: measure, show a table, write ``benchmarks/results/NAME.json``.
 
 ``all`` measures everything. ``check`` says which bars of ``thresholds.json`` the results hold,
-``plot`` draws them into ``docs/plots``, ``readme`` puts them into the README: these three need no
-GPU.
+``plot`` draws them into ``docs/plots``, ``page`` puts them into docs/results.md and README.md:
+these three need no GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from . import (
     linear,
     memory,
     plots,
-    readme,
     results,
+    results_page,
     small,
     tiles,
 )
@@ -141,7 +141,7 @@ def _plot(folder: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHMARKS, "all", "check", "plot", "readme"])
+    parser.add_argument("name", choices=[*BENCHMARKS, "all", "check", "plot", "page"])
     parser.add_argument("--out", type=Path, help="folder of the JSON, to write or to read")
     parser.add_argument(
         "--quick",
@@ -150,8 +150,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     folder: Path = options.out or (results.SMOKE_FOLDER if options.quick else results.FOLDER)
-    if options.name == "readme":
-        print("README.md updated" if readme.update() else "README.md is up to date")
+    if options.name == "page":
+        for page in results_page.PAGES:
+            done = "updated" if page.update() else "is up to date"
+            print(f"{page.path.relative_to(results_page.ROOT)} {done}")
         return 0
     if options.name in ("check", "plot") or torch.cuda.is_available():
         try:

@@ -1,30 +1,57 @@
-"""Blockwise FP8 training for plain PyTorch models: pip install, one line, no compiled extension."""
+"""Blockwise FP8 training for plain PyTorch models: pip install, one line, no compiled extension.
+
+Public: the names in ``__all__``, and ``blocktensor.functional`` and ``blocktensor.distributed``.
+"""
 
 import torch as _torch
 
-from . import dispatch as dispatch  # fills the tables of ops
-from . import distributed as distributed  # fills the tables of ops further
+from . import distributed as distributed
 from . import functional
-from . import overrides as overrides  # fills the table of torch functions
-from . import slicing as slicing  # fills the tables of ops further
-from .autograd import quantize
+from .autograd import torch_functions as _torch_functions
+from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
-from .convert import (
-    ConversionReport,
-    SmallKN,
-    convert,
-    freeze,
-    to_blockwise_fp8_weights,
-    unfreeze,
-)
-from .explain import Explanation, explain
-from .memory import MemoryReport, memory_report
+from .distributed.fsdp import begin_shard as _begin_shard
+from .model.conversion_report import ConversionReport, SmallKN
+from .model.convert import convert, to_blockwise_fp8_weights
+from .model.explain import Explanation, explain
+from .model.freeze import freeze, unfreeze
+from .model.memory import MemoryReport, memory_report
+from .model.share_inputs import SharingReport, share_inputs
+from .ops.formats import named as _named
 from .recipe import Recipe
-from .sharing import SharingReport, share_inputs
-from .tensor import BlockwiseFP8Tensor
-from .weight import BlockwiseFP8Weight, FP8Cache
+from .tensor import aten_copies as _aten_copies
+from .tensor import aten_products as _aten_products
+from .tensor import aten_slicing as _aten_slicing
+from .tensor import aten_views as _aten_views
+from .tensor import aten_weight as _aten_weight
+from .tensor.base import TORCH_FUNCTIONS as _TORCH_FUNCTIONS
+from .tensor.fp8_tensor import ATEN_OPS as _ATEN_OPS
+from .tensor.fp8_tensor import BlockwiseFP8Tensor
+from .tensor.weight import WEIGHT_OPS as _WEIGHT_OPS
+from .tensor.weight import BlockwiseFP8Weight
+from .tensor.weight_cache import FP8Cache as _FP8Cache
 
-_torch.serialization.add_safe_globals([BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe])
+_TORCH_FUNCTIONS.update(_torch_functions.OVERRIDES)
+for _ops in (
+    _aten_views.VIEWS,
+    _aten_copies.COPIES,
+    _aten_slicing.PARTS,
+    _aten_products.PRODUCTS,
+    _begin_shard.FROZEN_SHARDS,
+):
+    _ATEN_OPS.update(_ops)
+for _ops in (
+    _aten_weight.WEIGHT_VIEWS,
+    _aten_products.PRODUCTS,
+    _aten_products.UNSUPPORTED_PRODUCTS,
+    _begin_shard.TRAINABLE_SHARDS,
+):
+    _WEIGHT_OPS.update(_ops)
+
+# for torch.load(weights_only=True) of frozen weights and of whole models
+_torch.serialization.add_safe_globals(
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named]
+)
 
 __version__ = "0.1.0"
 

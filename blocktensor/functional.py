@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import autograd
-from .autograd import quantize
+from .autograd import linear as _linear
+from .autograd.quantize import quantize
 from .recipe import Recipe
 
 __all__ = ["linear", "quantize"]
@@ -35,4 +35,4 @@ def linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    return autograd.linear(x, w, bias, recipe=recipe)
+    return _linear.linear(x, w, bias, recipe=recipe)

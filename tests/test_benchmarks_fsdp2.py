@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as cli
-from benchmarks import fsdp2, readme, results
+from benchmarks import fsdp2, results
+from benchmarks.results_page import RESULTS
 
 
 def test_commands() -> None:
@@ -67,11 +68,11 @@ def test_rows_are_compared_on_as_many_ranks() -> None:
     assert rows[1]["peak_mib"] == 512.0 and rows[1]["mfu"] == 0.5679
 
 
-def test_the_readme_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
+def test_the_page_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
     numbers = {"parameters": 8e9, "tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048}
     row = {"variant": "fp8", "ranks": 2, "speed_of_bf16": 1.2, "peak_of_bf16": 0.9, **numbers}
     results.write("fsdp2", [{**row, "mode": "run"}, {**row, "mode": "dry run"}], tmp_path)
-    lines = [line for line in readme.render(tmp_path).splitlines() if line.startswith("|")]
+    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     assert lines[2:] == [
         "| fp8 | 2 | 1,234 | 1.20x | 50.0% | 2.0 | 0.90x |",
         "| fp8 | 2, dry run | – | – | – | 2.0 | 0.90x |",

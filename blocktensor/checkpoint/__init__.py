@@ -1,7 +1,7 @@
-"""FP8 checkpoints as the world writes them: safetensors, e4m3 bytes beside 128x128 scales."""
+"""Internal: FP8 checkpoints, safetensors of e4m3 bytes beside the scales of 128x128 blocks."""
 
-from .layout import CheckpointError
 from .load import LoadReport, load_fp8
+from .on_disk import CheckpointError
 from .save import save_fp8
 
 __all__ = ["CheckpointError", "LoadReport", "load_fp8", "save_fp8"]

@@ -1,4 +1,4 @@
-"""Reading FP8 checkpoints: all is checked first, then read tensor by tensor, then put in place."""
+"""Reading FP8 checkpoints: check everything, read tensor by tensor, then put all in place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.layouts import SQUARE_BLOCK, square_scale_shape
+from ..ops.formats import SQUARES
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..tensor import BlockwiseFP8Tensor
-from ..weight import BlockwiseFP8Weight
-from .layout import (
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .on_disk import (
     CONFIG,
     HEADERS,
     INDEX,
@@ -37,7 +37,7 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded, by name.
+    """The tensors of a checkpoint and of the model, by name.
 
     Attributes:
         fp8: weights that are now FP8, frozen.
@@ -134,7 +134,7 @@ def load_fp8(
     return LoadReport(in_fp8, plain, missing, unexpected)
 
 
-# What is in the folder
+# The folder's content
 
 
 def _entries(folder: Path) -> dict[str, _Entry]:
@@ -213,7 +213,7 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
                 f"of {expected}"
             )
         scale = entries[found[0]]
-        shape = square_scale_shape(entry.shape) if len(entry.shape) in (2, 3) else None
+        shape = SQUARES.scale_shape(entry.shape) if len(entry.shape) in SQUARES.ranks else None
         if scale.dtype not in _SCALES or scale.shape != shape:
             raise CheckpointError(
                 f"{scale.file}: tensor {found[0]!r} is {scale.dtype} {list(scale.shape)}: expected "
@@ -250,7 +250,7 @@ def _some(what: str, names: tuple[str, ...]) -> str:
 
 
 def _check(name: str, entries: Mapping[str, _Entry], scale: str | None, target: _Target) -> None:
-    """Whether a stored tensor can take its place."""
+    """Refuse a stored tensor that does not fit its place in the model."""
     entry, current = entries[name], target.current
     if entry.shape != tuple(current.shape):
         raise CheckpointError(
@@ -319,7 +319,11 @@ def _read(
             scale = _tensor(scales[name], entries[scales[name]], files).float().to(home)
             dtype = current.dtype
             value = BlockwiseFP8Tensor.from_data(
-                value, scale, block_shape=SQUARE_BLOCK, dtype=dtype, recipe=recipe
+                value,
+                scale,
+                block_shape=recipe.weight_format.block_shape,
+                dtype=dtype,
+                recipe=recipe,
             )
         elif current.is_meta:
             value = value.to(current.dtype)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import library
-from ..ops.layouts import square_form_bytes
-from ..tensor import BlockwiseFP8Tensor, FP8Type
-from ..weight import BlockwiseFP8Weight
-from .layout import (
+from ..ops.cast.ops import quantize_rowwise
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .on_disk import (
     CONFIG,
     HEADERS,
     INDEX,
@@ -31,6 +30,7 @@ from .layout import (
 )
 
 _DEFAULT_SHARD = 5 << 30
+_FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
 
 
 def save_fp8(
@@ -84,7 +84,7 @@ def save_fp8(
     tensors = _unique_tensors(model)
     for name, x in tensors.items():
         refuse_sharded(name, x)
-    fp8 = {name: x for name, x in tensors.items() if isinstance(x, FP8Type)}
+    fp8 = {name: x for name, x in tensors.items() if isinstance(x, _FP8_TYPES)}
     if not fp8:
         raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
     for name, x in tensors.items():
@@ -95,8 +95,8 @@ def save_fp8(
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_tensors(made, tensors, spelling, max_shard_bytes)
-        powers = all(_recipe(x).power_of_two for x in fp8.values())
-        described = quantization_config(spelling, _plain_linears(model, fp8), powers)
+        formats = [x.format for x in fp8.values()]
+        described = quantization_config(spelling, _plain_linears(model, fp8), formats)
         known = _config_of(model) if config is None else dict(config)
         _write_json(made / CONFIG, {**known, "quantization_config": described})
         _put_in_place(made, folder)
@@ -125,7 +125,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, x in kept.items():
         if not isinstance(x, Tensor):
             continue  # extra state, which has no place in safetensors
-        identity = id(x) if isinstance(x, FP8Type) or x.is_meta else _memory(x)
+        identity = id(x) if isinstance(x, _FP8_TYPES) or x.is_meta else _memory(x)
         if identity not in seen:
             seen.add(identity)
             unique[name] = x
@@ -134,11 +134,6 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _memory(x: Tensor) -> object:
     return id(x) if x.numel() == 0 else (x.data_ptr(), x.shape, x.stride(), x.dtype)
-
-
-def _recipe(x: Tensor) -> Any:
-    assert isinstance(x, (BlockwiseFP8Tensor, BlockwiseFP8Weight))
-    return x.recipe
 
 
 def _plain_linears(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
@@ -154,21 +149,21 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
-    """What of one tensor is written, by name, on the CPU and contiguous."""
+    """The tensors to write for one tensor, by name, on the CPU and contiguous."""
     with torch.no_grad():
         if isinstance(x, BlockwiseFP8Weight):
-            form = library.quantize_square(x.master.detach(), x.recipe.power_of_two)
+            form = quantize_rowwise(x.master.detach(), x.format)
         elif isinstance(x, BlockwiseFP8Tensor):
             form = x.rowwise()
         else:
             return {name: x.detach().cpu().contiguous()}
-        data, scale = form
+        data, scale, _ = form
         return {name: data.cpu().contiguous(), f"{name}{suffix}": scale.cpu().contiguous()}
 
 
 def _bytes(x: Tensor) -> int:
-    """What a tensor takes in a file."""
-    return square_form_bytes(x.shape) if isinstance(x, FP8Type) else x.nbytes
+    """Bytes of a tensor in a file."""
+    return x.format.nbytes(x.shape) if isinstance(x, _FP8_TYPES) else x.nbytes
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

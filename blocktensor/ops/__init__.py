@@ -1,1 +1,1 @@
-"""Every op: reference -> kernel -> registered op. ``ops.library`` is the way in."""
+"""Internal: every op with its reference, kernels, registration and choice of backend."""

@@ -1,18 +1,11 @@
-"""What every op demands of its tensors, told in the words of the caller."""
+"""Checks of tensors that ops and types share; ``what`` names a tensor in the error message."""
 
 from __future__ import annotations
 
-from torch import Tensor, dtype, float8_e4m3fn, float16, float32
+from torch import Tensor, dtype, float16, float32
 from torch import bfloat16 as bf16
 
-from .layouts import (
-    BLOCK,
-    ROWWISE_BLOCK,
-    SQUARE_BLOCK,
-    empty_rowwise_scale,
-    empty_square_scale,
-    num_blocks,
-)
+from .formats import Quantized
 
 HIGH_PRECISION = (bf16, float16, float32)
 
@@ -35,27 +28,29 @@ def rank(x: Tensor, ranks: tuple[int, ...], what: str, remedy: str) -> None:
         )
 
 
-def gemm_operand(data: Tensor, scale: Tensor, what: str) -> None:
-    """``data`` is e4m3 ``[R, K]`` contiguous, ``scale`` fp32 1x128 or 128x128 for it."""
-    if data.dtype != float8_e4m3fn:
-        raise TypeError(f"{what} has dtype {data.dtype}: expected torch.float8_e4m3fn")
-    if scale.dtype != float32:
-        raise TypeError(f"the scale of {what} has dtype {scale.dtype}: expected torch.float32")
+def gemm_operand(x: Quantized, what: str) -> None:
+    """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError."""
+    _cast_dtypes(x, what, f"the scale of {what}")
+    data, scale, format = x
     rank(data, (2,), what, "stacks of matrices are not supported here")
     if not data.is_contiguous():
         raise ValueError(
             f"{what} {list(data.shape)} has strides {data.stride()}: FP8 GEMMs read operands "
             f"contiguous along K; use .contiguous(), or the columnwise form of a transpose"
         )
-    rows, k = data.shape
-    fitting = ((rows, num_blocks(k)), (num_blocks(rows), num_blocks(k)))
-    if tuple(scale.shape) not in fitting:
+    if tuple(scale.shape) != format.scale_shape(data.shape):
         raise ValueError(
             f"the scale of {what} has shape {list(scale.shape)} for data {list(data.shape)}: "
-            f"expected {list(fitting[0])} (1x{BLOCK} blocks) or {list(fitting[1])} "
-            f"({BLOCK}x{BLOCK} blocks)"
+            f"expected {list(format.scale_shape(data.shape))} ({format.name} blocks)"
         )
     same_device(data, scale, what, f"the scale of {what}")
+
+
+def _cast_dtypes(x: Quantized, data: str, scale: str) -> None:
+    if x.data.dtype != x.format.dtype:
+        raise TypeError(f"{data} has dtype {x.data.dtype}: expected {x.format.dtype}")
+    if x.scale.dtype != float32:
+        raise TypeError(f"{scale} has dtype {x.scale.dtype}: expected torch.float32")
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
@@ -83,41 +78,18 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
         )
 
 
-def block_shape(shape: tuple[int, int]) -> None:
-    """``shape`` is (1, 128) or (128, 128), else ValueError."""
-    if tuple(shape) not in (ROWWISE_BLOCK, SQUARE_BLOCK):
-        raise ValueError(
-            f"block_shape {tuple(shape)}: expected {ROWWISE_BLOCK} (activations, gradients) or "
-            f"{SQUARE_BLOCK} (weights)"
-        )
-
-
-def cast_data(data: Tensor, scale: Tensor, shape: tuple[int, int]) -> None:
-    """``data`` e4m3 and ``scale`` fp32 form one cast in blocks of ``shape``."""
-    if data.dtype != float8_e4m3fn:
-        raise TypeError(f"FP8 data has dtype {data.dtype}: expected torch.float8_e4m3fn")
-    if scale.dtype != float32:
-        raise TypeError(f"scales have dtype {scale.dtype}: expected torch.float32")
-    ranks = (2,) if tuple(shape) == ROWWISE_BLOCK else (2, 3)
-    rank(data, ranks, "FP8 data", "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]")
-    rows, cols = data.shape[-2:]
-    row_blocks = rows if tuple(shape) == ROWWISE_BLOCK else num_blocks(rows)
-    expected = (*data.shape[:-2], row_blocks, num_blocks(cols))
+def quantized(x: Quantized) -> None:
+    """Data, scales and format belong together, else TypeError or ValueError."""
+    _cast_dtypes(x, "FP8 data", "the scale of FP8 data")
+    data, scale, format = x
+    rank(data, format.ranks, "FP8 data", "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]")
+    expected = format.scale_shape(data.shape)
     if tuple(scale.shape) != expected:
         raise ValueError(
             f"scales have shape {list(scale.shape)} for data {list(data.shape)} in blocks of "
-            f"{tuple(shape)}: expected {list(expected)}"
+            f"{format.block_shape}: expected {list(expected)}"
         )
     same_device(data, scale, "FP8 data", "its scales")
-
-
-def laid_out(scale: Tensor, data: Tensor, shape: tuple[int, int]) -> Tensor:
-    """``scale`` in the layout that ops expect (``ops/layouts.py``); copied where it differs."""
-    if tuple(shape) == ROWWISE_BLOCK:
-        wanted = empty_rowwise_scale(data.shape[0], data.shape[1], scale.device)
-    else:
-        wanted = empty_square_scale(data.shape, scale.device)
-    return scale if scale.stride() == wanted.stride() else wanted.copy_(scale)
 
 
 def main_grad(buffer: Tensor, weight: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Internal: the differentiable linear and quantize. ``blocktensor.functional`` is public."""

@@ -1,0 +1,45 @@
+"""The cast of a large gradient before its backward begins.
+
+Autograd holds a backward's inputs until it returns. As a pre-hook of the node, the cast replaces
+the high-precision gradient by its FP8 forms, so that its memory is free during dgrad and wgrad.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import BlockFormat
+from ..tensor.fp8_tensor import quantize_forms
+from ..tensor.operand import Operand
+
+EARLY_BYTES = 64 << 20
+"""Gradients of this size are cast early. The hook takes a tenth of a small linear's host time, and
+the memory of a small gradient counts less."""
+
+
+class EarlyCast:
+    """The pre-hook of one node; :meth:`take` gives the node's backward what the hook cast."""
+
+    __slots__ = ("_format", "_forms", "_needs")
+
+    def __init__(self, format: BlockFormat, needs: tuple[bool, bool]) -> None:
+        """``needs``: whether dgrad (rowwise) and wgrad (columnwise) will read the gradient."""
+        self._format, self._needs = format, needs
+        # by thread: two may run backward through one graph at once
+        self._forms: dict[int, Operand] = {}
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        """Take the gradient away from autograd; None leaves it."""
+        (grad,) = grads
+        if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
+            self._forms.pop(get_ident(), None)  # of a backward that failed
+            return None
+        self._forms[get_ident()] = quantize_forms(grad, self._format, *self._needs)
+        return (None,)
+
+    def take(self) -> Operand | None:
+        """The forms that this thread's hook made, if it did."""
+        return self._forms.pop(get_ident(), None)

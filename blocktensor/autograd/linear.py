@@ -1,0 +1,159 @@
+"""The differentiable linear: fprop, dgrad and wgrad in FP8.
+
+::
+
+    fprop  y  = x  · wᵀ    x.rowwise     w.rowwise       1x128 · 128x128
+    dgrad  dx = g  · w     g.rowwise     w.columnwise    1x128 · 128x128
+    wgrad  dw = gᵀ · x     g.columnwise  x.columnwise    1x128 · 1x128
+
+Saved for backward: the FP8 columnwise form of x, and the weight (``saved_weight.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import Quantized
+from ..ops.gemm.ops import gemm, gemm_add_
+from ..ops.runtime.specialize import must_dispatch
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import as_matrix, quantize_forms
+from ..tensor.weight import BlockwiseFP8Weight
+from . import saved_weight
+from .double_backward import raise_on_double_backward
+from .early_cast import EarlyCast
+from .linear_plan import LinearPlan, plan_linear
+from .main_grad import where_to_add
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
+) -> Tensor:
+    """``x wᵀ (+ bias)`` in blockwise FP8, forward and backward; differentiable in all three.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
+        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast in
+            128x128 blocks at every call.
+        bias: ``[N]``, added in fp32 before the one rounding of the output.
+        recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
+
+    Returns:
+        ``[..., N]`` in x's dtype, or autocast's where autocast is on.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+    """
+    # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
+    with torch._C.DisableTorchFunctionSubclass():
+        plan = plan_linear(x, w, bias, recipe)
+        if plan.casts_x:
+            x = x.to(plan.out_dtype)
+        early = EarlyCast(plan.format, plan.needs) if plan.casts_grad_early else None
+        apply = _Linear.apply if plan.tracing else _apply_eagerly
+        y: Tensor = apply(x, w, bias, plan, early)
+        if early is not None:
+            y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+        return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        early: EarlyCast | None,
+    ) -> Tensor:
+        needs_dx, needs_dw = plan.needs
+        w_row = saved_weight.rowwise_of(w, plan.weight_format)
+        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, needs_dw)
+
+        ctx.plan, ctx.early, ctx.cache = plan, early, None
+        if isinstance(w, BlockwiseFP8Weight):
+            ctx.cache = w.cache
+            if needs_dx or needs_dw:
+                w.cache.before_backward()
+        x_saved = (None, None) if x_col is None else x_col[:2]
+        w_saved, ctx.names = saved_weight.to_save(w, w_row, plan.tracing) if needs_dx else ((), ())
+        ctx.save_for_backward(*x_saved, *w_saved)
+        ctx.set_materialize_grads(False)
+        # a plain view made in here could not be modified in place by the caller
+        return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
+        if not torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                return _gradients(ctx, saved, grad)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            gradients = _gradients(ctx, saved, grad)
+        return raise_on_double_backward(gradients)  # create_graph=True
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+    """The gradients of the arguments of :meth:`_Linear.forward`."""
+    plan: LinearPlan = ctx.plan
+    needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
+    dx = dw = dbias = None
+    if needs_dbias and grad is not None:
+        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(plan.bias_dtype)
+    if not (needs_dx or needs_dw):
+        return dx, dw, dbias, None, None
+
+    x_data, x_scale, *weight = saved
+    x_col = Quantized(x_data, x_scale, plan.format)
+    main_grad = None if ctx.cache is None else ctx.cache.main_grad
+    if main_grad is not None and needs_dw:
+        main_grad, needs_dw = where_to_add(ctx, main_grad)
+    g = None if ctx.early is None else ctx.early.take()
+    both = needs_dx and needs_dw and main_grad is None
+    if g is None and grad is not None:
+        if both and plan.is_small and not must_dispatch(grad):
+            w_row = saved_weight.saved_rowwise_alone(weight)
+            if w_row is not None:
+                ctx.cache.after_backward()
+                run = plan.dgrad_and_wgrad(grad := as_matrix(grad), x_col)
+                dx, dw = run(grad, x_col, w_row, plan.x_dtype, plan.w_dtype)
+                return dx.view(plan.x_shape), dw, dbias, None, None
+        g = quantize_forms(grad, plan.format, needs_dx, needs_dw)
+    w_col = None
+    if needs_dx and g is not None and not plan.tracing:
+        w_col = saved_weight.saved_columnwise(weight, ctx.names, plan.weight_format)
+    if ctx.cache is not None:
+        ctx.cache.after_backward()  # its bytes die here, before the GEMM allocates its output
+    if g is None:  # no gradient came back to this output
+        return dx, dw, dbias, None, None
+
+    g_row, g_col = g
+    del g
+    if needs_dx:
+        assert g_row is not None
+        if w_col is None:
+            dx = saved_weight.dgrad_as_one_op(
+                g_row, weight, ctx.names, plan.weight_format, plan.x_dtype
+            )
+        else:
+            dx = gemm(g_row, w_col, None, plan.x_dtype)
+        dx = dx.view(plan.x_shape)
+        del w_col, g_row
+    if needs_dw:
+        assert g_col is not None
+        if main_grad is None:
+            dw = gemm(g_col, x_col, None, plan.w_dtype)
+        else:
+            gemm_add_(main_grad, g_col, x_col)
+    return dx, dw, dbias, None, None
+
+
+# _Linear.apply without its preparations for functorch, which would refuse it anyway
+_apply_eagerly = super(torch.autograd.Function, _Linear).apply

@@ -1,0 +1,166 @@
+"""The checks and choices of a linear, made once for all linears of a kind.
+
+They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mode, never on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..ops.devices import lacks_triton
+from ..ops.formats import Quantized
+from ..ops.runtime.specialize import PLAIN, Specialized, must_dispatch, recorded
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from . import early_cast, products
+from .check_operands import autocast_dtype, check_linear
+
+_FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+
+
+class LinearPlan:
+    """One kind of linear.
+
+    Attributes:
+        format: of x and of the output's gradient.
+        weight_format: of a plain weight.
+        out_dtype: of the output, and of the input where ``casts_x``.
+        casts_x: whether autocast changes the dtype of x.
+        needs: whether the gradients of x and w will be asked for.
+        casts_grad_early: whether the output's gradient is cast before backward begins.
+        tracing: True while a compiler or functorch traces.
+        is_small: whether backward may run as one recorded sequence, which holds its intermediates
+            until it ends.
+        fprop: ``products.fprop``, recorded as one sequence where nobody observes single ops.
+        x_shape, x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
+    """
+
+    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "fprop", "is_small",
+                 "needs", "out_dtype", "tracing", "w_dtype", "weight_format", "x_dtype",
+                 "x_shape")  # fmt: skip
+
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, records: bool = False
+    ) -> None:
+        """Plan a linear of these operands; ``records``: and of all like them, unobserved.
+
+        Raises:
+            TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+        """
+        self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        self.out_dtype = check_linear(x, w, bias, recipe)
+        is_cast = isinstance(x, BlockwiseFP8Tensor)
+        # as autocast does for every linear; 16-bit casts are also faster
+        self.casts_x = x.dtype != self.out_dtype and not is_cast
+        has_graph = torch.is_grad_enabled()
+        self.needs = has_graph and x.requires_grad, has_graph and w.requires_grad
+        self.tracing = (
+            is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or type(_inner(x)) not in PLAIN
+            or type(_inner(w)) not in PLAIN
+        )
+        sums_grad = bias is not None and bias.requires_grad  # which then has to stay
+        grad_bytes = math.prod(x.shape[:-1]) * w.shape[0] * self.out_dtype.itemsize
+        is_large = grad_bytes >= early_cast.EARLY_BYTES
+        self.casts_grad_early = any(self.needs) and is_large and not (sums_grad or self.tracing)
+        self.x_shape, self.x_dtype = x.shape, self.out_dtype if self.casts_x else x.dtype
+        self.w_dtype = w.dtype
+        self.bias_dtype = None if bias is None else bias.dtype
+        launches = records and lacks_triton(x.device) is None
+        self.is_small = launches and _is_small(x, w)
+        self.fprop: Callable[..., tuple[Tensor, Quantized | None]] = recorded(
+            products.fprop, launches and not is_cast and 0 not in (x.numel(), w.numel())
+        )
+
+    def dgrad_and_wgrad(self, grad: Tensor, x: Quantized) -> Callable[..., tuple[Tensor, Tensor]]:
+        """``products.dgrad_and_wgrad``, recorded for gradients and saved inputs like these."""
+        return _BACKWARDS.find(self, grad, x)
+
+
+def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
+    """How ``linear(x, w, bias, recipe=recipe)`` runs.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+    """
+    if (
+        not isinstance(w, _FP8_TYPES)
+        or must_dispatch(_inner(x))
+        or must_dispatch(_inner(w))
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
+    return _PLANS.find(x, w, bias, recipe)
+
+
+def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
+    if recipe is not None:
+        return recipe
+    known = w if isinstance(w, _FP8_TYPES) else x
+    return known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
+
+
+def _inner(x: Tensor) -> Tensor:
+    """A tensor that ``x`` is made of, whose type tells whether it has memory."""
+    if type(x) is BlockwiseFP8Weight:
+        return x.master
+    if type(x) is BlockwiseFP8Tensor:
+        inner = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
+        assert inner is not None
+        return inner
+    return x
+
+
+def _is_small(x: Tensor, w: Tensor) -> bool:
+    x_rows, largest = math.prod(x.shape[:-1]), early_cast.EARLY_BYTES // 2
+    return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
+
+
+def _operand_key(x: Tensor) -> Hashable:
+    known = x.shape, x.dtype, x.device, x.requires_grad
+    if type(x) is BlockwiseFP8Weight:
+        # not its layout: its FP8 form is always a fresh cast, laid out as its shape says
+        return known, x.cache.recipe.weight_format
+    if type(x) is BlockwiseFP8Tensor:
+        parts = x.rowwise_data, x.rowwise_scale, x.columnwise_data, x.columnwise_scale
+        layouts = [t if t is None else (t.shape, t.stride(), t.data_ptr() & 15) for t in parts]
+        return known, x.format, *layouts
+    return known, x.stride(), x.data_ptr() & 15
+
+
+def _plan_key(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Hashable:
+    return (
+        _operand_key(x),
+        _operand_key(w),
+        None if recipe is None else recipe.activation_format,
+        None if bias is None else _operand_key(bias),
+        torch.is_grad_enabled(),
+        autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
+    )
+
+
+def _decide_plan(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
+    return LinearPlan(x, w, bias, _recipe_of(x, w, recipe), records=True)
+
+
+def _backward_key(plan: LinearPlan, grad: Tensor, x: Quantized) -> Hashable:
+    # hooks may have laid out anew what was saved of x
+    x_layout = x.scale.stride(), x.data.data_ptr() & 15, x.scale.data_ptr() & 15
+    return plan, grad.shape, grad.stride(), grad.dtype, grad.data_ptr() & 15, x_layout
+
+
+def _decide_backward(
+    plan: LinearPlan, grad: Tensor, x: Quantized
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    return recorded(products.dgrad_and_wgrad)
+
+
+_PLANS = Specialized(_decide_plan, _plan_key)
+_BACKWARDS = Specialized(_decide_backward, _backward_key)

@@ -1,0 +1,86 @@
+"""The weight of a linear between forward and backward.
+
+Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
+checkpointing) see plain e4m3 and fp32 tensors. The exception is a trainable weight: its FP8 form
+belongs to its cache, and backward asks for it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.ops import quantize_rowwise
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
+from ..ops.gemm.ops import gemm
+from ..tensor.base import FP8Base
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor, operand_of
+from ..tensor.operand import Operand
+from ..tensor.weight import BlockwiseFP8Weight
+
+Names = tuple[str, ...]
+"""Names of the inner tensors that were saved; none if the weight itself was."""
+
+
+def rowwise_of(w: Tensor, format: BlockFormat) -> Quantized:
+    """The rowwise form of a weight; a plain one is cast."""
+    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+        return w.rowwise()
+    return quantize_rowwise(w, format)
+
+
+def to_save(w: Tensor, rowwise: Quantized, tracing: bool) -> tuple[Sequence[Tensor], Names]:
+    """The tensors that backward needs of a weight, and their names."""
+    if isinstance(w, BlockwiseFP8Weight) or (tracing and isinstance(w, FP8Base)):
+        return (w,), ()
+    if not isinstance(w, BlockwiseFP8Tensor):
+        return (rowwise.data, rowwise.scale), ("rowwise_data", "rowwise_scale")
+    if w.recipe.columnwise == "keep":
+        w.columnwise()  # made once, kept by the weight, found by every backward
+    names = w.__tensor_flatten__()[0]
+    return [getattr(w, name) for name in names], tuple(names)
+
+
+def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Operand:
+    if names:
+        return operand_of(dict(zip(names, saved, strict=True)), format)
+    (w,) = saved
+    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+        return w.operand
+    return Operand(quantize_rowwise(w, format), None)
+
+
+def saved_columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Quantized:
+    """The columnwise form of a saved weight, which dgrad reads."""
+    if not names and isinstance(saved[0], (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+        return saved[0].columnwise()
+    # hooks that offload what is saved bring a weight back plain
+    return _operand(saved, names, format).need_columnwise()
+
+
+def saved_rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
+    """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one."""
+    if not isinstance(saved[0], BlockwiseFP8Weight) or saved[0].recipe.columnwise == "keep":
+        return None
+    operand = saved[0].operand
+    return operand.rowwise if operand.columnwise is None else None
+
+
+def dgrad_as_one_op(
+    g: Quantized,
+    saved: Sequence[Tensor],
+    names: Names,
+    format: BlockFormat,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py)."""
+    if not names and isinstance(saved[0], BlockwiseFP8Weight):
+        w = saved[0]
+        return dgrad_of_master(g, w.master, w.format, out_dtype)
+    operand = _operand(saved, names, format)
+    if operand.columnwise is not None:
+        return gemm(g, operand.columnwise, None, out_dtype)
+    return dgrad_of_rowwise(g, operand.need_rowwise(), out_dtype)

@@ -1,0 +1,168 @@
+"""The layout of an FP8 checkpoint on disk: names, config and index, and their checks.
+
+A folder of safetensors files, an index that says which tensor is where, and a ``config.json``. The
+weight ``a.weight`` is e4m3 ``[N, K]``; beside it lie its scales, one for each 128x128 block, which
+multiply: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or ``a.weight_scale``
+(compressed-tensors). We write them in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..distributed.dtensor import is_dtensor
+from ..ops.formats import SQUARES, BlockFormat
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+HEADERS = "header_sha256"
+"""Entry of the index's metadata: of each file, the digest of its header, its length included."""
+
+SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
+"""Suffix of the name of a weight's scales, by spelling."""
+
+_MAX_HEADER = 100 << 20  # as safetensors itself has it
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or does not fit; names file, tensor and problem."""
+
+
+def require_safetensors() -> None:
+    """Refuse to go on without safetensors.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            "FP8 checkpoints need safetensors: pip install 'blocktensor[checkpoint]'"
+        ) from None
+
+
+def refuse_sharded(name: str, x: Tensor) -> None:
+    """Refuse a model whose tensors lie on several ranks.
+
+    Raises:
+        NotImplementedError: ``x`` is a DTensor.
+    """
+    if is_dtensor(x):
+        raise NotImplementedError(
+            f"{name} is a DTensor, its model sharded: FP8 checkpoints are of whole models. Use "
+            f"torch.distributed.checkpoint for sharded ones, or gather the state first "
+            f"(get_model_state_dict with full_state_dict=True) into an unsharded model"
+        )
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file name of one of ``count`` shards, counted from 1."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def quantization_config(
+    spelling: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
+) -> dict[str, Any]:
+    """The description of the FP8 weights in ``config.json``, by which other libraries load them.
+
+    Args:
+        spelling: ``"deepseek"`` or ``"compressed-tensors"``.
+        unconverted: names of linear modules that are not in FP8.
+        formats: of all FP8 weights.
+    """
+    left = sorted(unconverted)
+    block = list(SQUARES.block_shape)
+    if spelling == "deepseek":
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+            "modules_to_not_convert": left,
+        }
+        # As in DeepSeek-V3.1, of fp32 scales: transformers then keeps them as e8m0, without loss.
+        powers = all(format.power_of_two for format in formats)
+        return config | ({"scale_fmt": "ue8m0"} if powers else {})
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": left,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    **numbers,
+                    "strategy": "block",
+                    "block_structure": block,
+                    "dynamic": False,
+                },
+                "input_activations": {
+                    **numbers,
+                    "strategy": "group",
+                    "group_size": SQUARES.cols,
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+
+
+def check_blocks(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse a config of weights in other blocks than 128x128.
+
+    Raises:
+        NotImplementedError: another block size.
+    """
+    found = config.get("quantization_config") or {}
+    sizes = [found.get("weight_block_size")]
+    for group in (found.get("config_groups") or {}).values():
+        sizes.append((group.get("weights") or {}).get("block_structure"))
+    for size in sizes:
+        expected = list(SQUARES.block_shape)
+        if size is not None and list(size) != expected:
+            raise NotImplementedError(
+                f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
+                f"dequantize them with the library that wrote them, then convert"
+            )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: no such file, or no such content.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def header_digest(file: Path) -> str:
+    """SHA-256 of a safetensors file's header: its length, and names, dtypes, shapes and places.
+
+    Raises:
+        CheckpointError: the file ends before its header does.
+    """
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        size = int.from_bytes(length, "little")
+        header = opened.read(size) if size <= _MAX_HEADER else b""
+    if len(length) < 8 or len(header) < size:
+        raise CheckpointError(f"{file}: truncated: it ends before its header does")
+    return hashlib.sha256(length + header).hexdigest()

@@ -1,0 +1,26 @@
+"""The local parts of DTensors: the only reader of ``_local_tensor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor, without an import of torch.distributed.tensor."""
+    return hasattr(x, "_local_tensor")
+
+
+def local_of(x: Any) -> Tensor | None:
+    """The local part of a DTensor as it is, no alias of it; None for any other tensor."""
+    local: Tensor | None = getattr(x, "_local_tensor", None)
+    return local
+
+
+def with_local(x: Any, local: Tensor) -> Any:
+    """The DTensor ``x`` with another local part of the same shape."""
+    from torch.distributed.tensor import DTensor
+
+    # from_local would take a view of the local part, and a view is no shard
+    return DTensor(local, x._spec, requires_grad=False)

@@ -1,0 +1,181 @@
+"""The block amaxes of all sharded weights of a model, on every rank, by one all-reduce a step.
+
+A 128x128 block may lie on several ranks. Each rank writes the amax of its share of every block into
+one flat table, and the maximum over the ranks is the amax of the whole weights. The table's scales
+are then the scales of every rank's cast and of the gathered weight: they need no gather themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ops.cast.part_ops import part_amax
+from ...ops.formats import BlockFormat, ceil_div
+from ...ops.reference import scale_from_amax
+from ...ops.scale_layouts import pad4
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part that a rank holds of a weight.
+
+    Attributes:
+        shape: of the whole weight, ``[..., N, K]``.
+        dim: along which it is sharded.
+        start: the first index along ``dim``.
+        format: of the weight's cast.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    format: BlockFormat
+
+    @property
+    def _side(self) -> int:
+        """-2: rows are sharded; -1: columns; below: matrices of a stack."""
+        return self.dim - len(self.shape)
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """How many rows and columns into its first block it begins."""
+        rows, cols = self.format.block_shape
+        return self.start % rows * (self._side == -2), self.start % cols * (self._side == -1)
+
+    def blocks(self, table: Tensor, local: Tensor) -> Tensor:
+        """The entries of a table ``[..., N/128, K/128]`` for the blocks that ``local`` lies in."""
+        size = local.shape[self.dim]
+        if self._side < -2:
+            return table.narrow(self.dim, self.start, size)
+        block = self.format.block_shape[self._side]
+        first, within = divmod(self.start, block)
+        return table.narrow(self.dim, first, ceil_div(within + size, block))
+
+
+@dataclass(frozen=True)
+class Member:
+    """One sharded weight.
+
+    Attributes:
+        name: in the model.
+        part: the part that this rank holds.
+        local: returns the plain high-precision rows as they are now; None once it is gone.
+        version: differs once they have changed.
+        everywhere: True if every rank holds rows of it.
+    """
+
+    name: str
+    part: Part
+    local: Callable[[], Tensor | None]
+    version: Callable[[], object]
+    everywhere: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {list(self.part.shape)} sharded on dim {self.part.dim}, "
+            f"scale={self.part.format.scale_rounding!r}"
+        )
+
+
+class AmaxTable:
+    """The amaxes and scales of sharded weights, the same on all ranks of a group.
+
+    The whole table is refreshed if a weight is asked for that has changed since. Each rank observes
+    changes for itself: weights must be changed on all ranks alike, as optimizers and loads do. A
+    rank without rows of a weight sees no change where rows are written one by one, as
+    ``torch.distributed.checkpoint`` does, while the others do: the table of such a weight is
+    refreshed whenever it is asked for.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        alone: bool = False,
+    ) -> None:
+        """Lay out a table for ``members``, given in one order on all ranks.
+
+        ``alone``: whether more weights may belong to them.
+        """
+        self.members, self.alone = tuple(members), alone
+        self.reductions = 0
+        self._group = group
+        self._observed = all(member.everywhere for member in self.members)
+        self._seen: list[object] = [None] * len(members)
+        # members of one format lie side by side, so that their scales are computed at once
+        order = sorted(range(len(members)), key=lambda i: members[i].part.format.name)
+        sizes = [_slot_size(member.part) for member in self.members]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self._scales = torch.ones_like(self._flat)
+        self._starts = [0] * len(members)
+        for before, after in itertools.pairwise(order):
+            self._starts[after] = self._starts[before] + sizes[before]
+        self._formats: dict[BlockFormat, slice] = {}
+        for index in order:
+            format, stop = members[index].part.format, self._starts[index] + sizes[index]
+            first = self._formats.get(format, slice(self._starts[index], None)).start
+            self._formats[format] = slice(first, stop)
+
+    def amax(self, index: int) -> Tensor:
+        """Of each block of a member: ``[..., N/128, K/128]``."""
+        return self._slot(self._flat, index)
+
+    def scale(self, index: int) -> Tensor:
+        """Of each block of a member, laid out as a cast's."""
+        return self._slot(self._scales, index)
+
+    def ensure(self, index: int) -> None:
+        """Bring the entries of a member up to date with its values."""
+        if not self._observed or self._seen[index] != self.members[index].version():
+            self.refresh()
+
+    def refresh_if_changed(self) -> None:
+        """Fill the table anew if any weight has changed, as far as all ranks can tell."""
+        if self._observed and self._seen != self._versions():
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Fill the table anew: the one collective, an all-reduce of 4 bytes a block."""
+        targets, sources = [], []
+        versions = self._versions()
+        # .data counts no writes: scales that a graph saved stay valid if nothing has changed
+        scales = self._scales.data if self._seen == versions else self._scales
+        self._seen = versions
+        self._flat.zero_()
+        for index, member in enumerate(self.members):
+            local = member.local()
+            if local is not None and local.numel():
+                target = member.part.blocks(self.amax(index), local)
+                targets.append(target)
+                part = member.part
+                sources.append(part_amax(local, part.format, *part.offsets).to(target.device))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        # as integers, magnitudes are ordered as the numbers are, with NaN above Inf
+        dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self._group)
+        self.reductions += 1
+        for format, where in self._formats.items():
+            scales[where].copy_(scale_from_amax(self._flat[where], format))
+
+    def _versions(self) -> list[object]:
+        return [member.version() for member in self.members]
+
+    def _slot(self, flat: Tensor, index: int) -> Tensor:
+        part = self.members[index].part
+        *rows, cols = part.format.scale_shape(part.shape)
+        start = self._starts[index]
+        padded = flat[start : start + _slot_size(part)].view((*rows, pad4(cols)))
+        return padded[..., :cols]
+
+
+def _slot_size(part: Part) -> int:
+    *rows, cols = part.format.scale_shape(part.shape)
+    return math.prod(rows) * pad4(cols)

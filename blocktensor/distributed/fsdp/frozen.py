@@ -1,0 +1,121 @@
+"""FrozenShard: the bytes that a rank holds of a frozen FP8 weight that FSDP2 has sharded.
+
+The base of low-rank adapters rests at 1 byte a parameter over all ranks together. Scales are small
+and known: every rank keeps them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ...recipe import Recipe
+from .gathered import GatheredInFP8, padded
+
+aten = torch.ops.aten
+
+
+class FrozenShard(GatheredInFP8):
+    """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
+
+    Attributes:
+        data_rows: the rows, plain e4m3.
+        scale: of the whole weight.
+        recipe: of its cast.
+    """
+
+    data_rows: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
+    ) -> FrozenShard:
+        """Wrap rows; ``dtype`` is the one that the weight shows to autograd."""
+        self: FrozenShard = cls.wrapper_of(data, dtype)
+        self.data_rows, self.scale, self.recipe = data, scale, recipe
+        return self
+
+    @property
+    def rows(self) -> Tensor:
+        """Their bytes."""
+        return self.data_rows
+
+    def with_rows(self, rows: Tensor) -> FrozenShard:
+        """Other rows of the same weight, or these elsewhere."""
+        scale = self.scale.to(rows.device)
+        return FrozenShard(rows, scale, self.recipe, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["data_rows", "scale"], (self.recipe, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> FrozenShard:
+        return FrozenShard(inner["data_rows"], inner["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        first, *others = args
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}  # the rows stay e4m3
+        if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
+            first.data_rows.copy_(others[0].data_rows)
+            return first
+        if func in _ALIAS:
+            return first.with_rows(first.data_rows)
+        if not isinstance(first, FrozenShard) or func not in _ROWS:
+            _refuse_values(str(func))
+        rows = func(first.data_rows, *others, **kwargs)
+        return first.with_rows(rows) if rows.ndim == first.ndim else rows
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Refused: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        _refuse_values("torch.distributed.checkpoint")
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """The bytes of these rows, for FSDP to gather."""
+        sizes = zip(self.shape, outer_size, strict=True)
+        dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
+        sent = padded(self.data_rows, dim, outer_size, mesh)
+        return (sent,), (outer_size, self.scale, self.recipe)
+
+
+def _refuse_values(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} needs the values of a frozen FP8 weight, of which a rank has some rows in e4m3: "
+        f"save what trains (get_model_state_dict with ignore_frozen_params=True), and load the "
+        f"base anew with blocktensor.load_fp8, before fully_shard"
+    )
+
+
+_ALIAS = {aten.detach.default, aten.alias.default}
+_ROWS = {
+    *(aten.new_zeros.default, aten.slice.Tensor, aten.view.default, aten._to_copy.default),
+    *(aten._pin_memory.default, aten.empty_like.default, aten.clone.default),
+    *(aten.is_pinned.default,),
+}
+"""Ops that act on the rows as on any tensor."""

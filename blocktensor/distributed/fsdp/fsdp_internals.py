@@ -1,0 +1,101 @@
+"""The weights that FSDP2 shards together, read from FSDP's own structures.
+
+These are not public: torch 2.11 to 2.13 are known, and tests run on both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Sharded(NamedTuple):
+    """A parameter that FSDP shards.
+
+    Attributes:
+        name: in the root module.
+        shape: of the whole parameter.
+        dim: along which it is sharded.
+        group: of ranks that hold it; rank, ranks: of this process, of how many, along ``dim``.
+        device: where it is gathered.
+        parameter: returns it as it is now, a DTensor; None once the model is gone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    group: ProcessGroup
+    rank: int
+    ranks: int
+    device: torch.device
+    parameter: Callable[[], Tensor | None]
+
+
+def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
+    """What FSDP2 shards under one root with the parameter whose local tensor is asked for.
+
+    Returns:
+        The parameters in FSDP's order, and whether these are all: only the root's first forward
+        makes it the root, until then just those are known that are gathered together. None for what
+        FSDP2 does not know (yet).
+    """
+    for state in _states():
+        if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):
+            states = state._state_ctx.all_states
+            found = [_sharded(param) for s in states or [state] for param in _params(s)]
+            return found, bool(states)
+    return [], False
+
+
+def _sharded(param: Any) -> Sharded:
+    info, after = param.mesh_info, param.post_forward_mesh_info
+    if after is not None and after is not info:
+        raise NotImplementedError(
+            f"reshard_after_forward={after.shard_mesh_size} with FP8 weights: FSDP2 cannot reshard "
+            f"to fewer ranks what tensors gather in their own way; pass True or False"
+        )
+    # replicate() is FSDP2 with nothing sharded
+    is_sharded = hasattr(info, "shard_process_group")
+    return Sharded(
+        param._param_fqn or param._module_info.param_name,
+        tuple(param._orig_size),
+        param.fsdp_placement.dim,
+        info.shard_process_group if is_sharded else info.replicate_process_group,
+        info.shard_mesh_rank if is_sharded else 0,
+        info.shard_mesh_size if is_sharded else 1,
+        param.device,
+        _parameter_of(weakref.ref(param)),
+    )
+
+
+def _parameter_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:
+    def parameter() -> Tensor | None:
+        param = reference()
+        return None if param is None else param.sharded_param
+
+    return parameter
+
+
+def _states() -> Iterator[Any]:
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        if isinstance(state, FSDPState):
+            yield state
+
+
+def _params(state: Any) -> Iterator[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13: one a state
+        groups = [state._fsdp_param_group]
+    for group in groups:
+        yield from () if group is None else group.fsdp_params

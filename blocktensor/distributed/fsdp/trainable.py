@@ -1,0 +1,300 @@
+"""FP8Shard: the rows that a rank holds of a trainable FP8 weight that FSDP2 has sharded.
+
+Optimizers, clipping and checkpoints see high-precision rows; FSDP gathers their e4m3 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops import checks
+from ...ops.cast.part_ops import quantize_part
+from ...ops.formats import ceil_div
+from ...recipe import Recipe
+from ...tensor.base import FP8Base, MasterBase, on_master
+from ..compare_ranks import agree
+from ..dtensor import local_of
+from .amax_table import AmaxTable, Member, Part
+from .fsdp_internals import Sharded, sharded_with
+from .gathered import GatheredInFP8, padded
+
+aten = torch.ops.aten
+
+
+class Identity:
+    """Identifies one sharded weight, whichever tensor object is its local part at the moment."""
+
+    __slots__ = ("__weakref__", "place")
+
+    def __init__(self) -> None:
+        self.place: tuple[AmaxTable, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Identity, ()  # a copy is another weight
+
+
+class FP8Shard(GatheredInFP8, MasterBase):
+    """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
+
+    Ops that read or write values act on the rows; products raise, since they need the whole weight.
+
+    Attributes:
+        master: the rows, a plain high-precision tensor.
+        recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
+    """
+
+    identity: Identity
+
+    @staticmethod
+    def __new__(cls, master: Tensor, recipe: Recipe, identity: Identity | None = None) -> FP8Shard:
+        """Wrap ``master``; its storage is shared. Views share an ``identity``.
+
+        Raises:
+            TypeError, ValueError: another dtype or rank than a weight's.
+        """
+        checks.high_precision(master, "the shard of a weight")
+        checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
+        self: FP8Shard = cls.wrapper_of(master, master.dtype)
+        self.master, self.recipe = master, recipe
+        self.identity = Identity() if identity is None else identity
+        return self
+
+    @property
+    def rows(self) -> Tensor:
+        """The master."""
+        return self.master
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The plain rows, for ``torch.distributed.checkpoint`` to write and read."""
+        return self.master
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["master"], (self.recipe,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> FP8Shard:
+        return FP8Shard(inner["master"], *context)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _PRODUCTS:
+            _refuse_product(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _PRODUCTS:
+            _refuse_product(func)
+        return _on_rows(func, args, kwargs or {})
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+        """The method that FSDP calls for the tensors to gather.
+
+        FSDP also looks it up when the root's first forward begins, before anything is gathered. The
+        ranks compare their weights then, while none of them waits in a collective.
+        """
+        _place(self)
+        return self._cast_rows
+
+    def _cast_rows(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """The e4m3 bytes of these rows, cast as those of the whole weight.
+
+        One tensor of 1 byte an element; scales need no gather, see ``amax_table.py``.
+        """
+        place = self.identity.place
+        if place is None:
+            raise RuntimeError(
+                f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
+                f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
+            )
+        table, index = place
+        table.ensure(index)
+        member = table.members[index]
+        format = self.recipe.weight_format
+        if self.numel():
+            amax = member.part.blocks(table.amax(index), self.master)
+            data = quantize_part(self.master, amax, format, *member.part.offsets)
+        else:
+            data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
+        sent = padded(data, member.part.dim, outer_size, mesh)
+        return (sent,), (outer_size, table.scale(index), self.recipe)
+
+
+def shard_of(x: Any) -> FP8Shard | None:
+    """The local part of a DTensor, if that is an :class:`FP8Shard`."""
+    local = local_of(x)
+    return local if isinstance(local, FP8Shard) else None
+
+
+def is_converted(weight: Any) -> bool:
+    """True for the FP8 types, and for a DTensor that holds the shard of a trainable one."""
+    return isinstance(weight, FP8Base) or shard_of(weight) is not None
+
+
+def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
+    """The table that a shard is in, and where; made now if FSDP can say who belongs together."""
+    place = shard.identity.place
+    if place is None or place[0].alone:
+        together, are_all = sharded_with(lambda x: _identity(x) is shard.identity)
+        if together and (are_all or place is None):
+            groups: dict[str, list[Sharded]] = {}
+            for sharded in together:
+                if shard_of(sharded.parameter()) is not None:
+                    groups.setdefault(sharded.group.group_name, []).append(sharded)
+            for members in groups.values():
+                _build(members, alone=not are_all)
+            place = shard.identity.place
+    return place
+
+
+def _identity(x: Any) -> Identity | None:
+    return x.identity if isinstance(x, FP8Shard) else None
+
+
+def _build(together: Sequence[Sharded], alone: bool) -> None:
+    """Tables of these weights, which share a group, agreed upon with the other ranks.
+
+    One for all weights that every rank holds some of, and one for each of the others.
+    """
+    everywhere: list[tuple[Member, Identity]] = []
+    tables = [everywhere]
+    lines = []
+    for sharded in together:
+        shard = shard_of(sharded.parameter())
+        assert shard is not None
+        size, world = sharded.shape[sharded.dim], sharded.ranks
+        each = ceil_div(size, world)
+        member = Member(
+            sharded.name,
+            Part(
+                sharded.shape,
+                sharded.dim,
+                min(sharded.rank * each, size),
+                shard.recipe.weight_format,
+            ),
+            _master_of(sharded.parameter),
+            _version_of(sharded.parameter),
+            everywhere=each * (world - 1) < size,
+        )
+        lines.append(str(member))
+        if member.everywhere:
+            everywhere.append((member, shard.identity))
+        else:
+            tables.append([(member, shard.identity)])
+    group, device = together[0].group, together[0].device
+    agree("sharded FP8 weights", lines, group)
+    for entries in filter(None, tables):
+        table = AmaxTable([member for member, _ in entries], group, device, alone)
+        for index, (_, identity) in enumerate(entries):
+            identity.place = table, index
+
+
+def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
+    def master() -> Tensor | None:
+        shard = shard_of(parameter())
+        return None if shard is None else shard.master
+
+    return master
+
+
+def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
+    def version() -> object:
+        whole = parameter()
+        shard = shard_of(whole)
+        if whole is None or shard is None:
+            return None
+        # a view counts writes with what it was taken of: the parameter, its to_local(), the
+        # master that state_dict() gives out
+        counters = tuple(tensor._version for tensor in (whole, shard, shard.master))
+        return counters, shard.master.data_ptr(), shard.device
+
+    return version
+
+
+def precompute_block_amax(model: nn.Module) -> int:
+    """Reduce the block amaxes of a sharded model's FP8 weights now, not at the next forward.
+
+    Forward does it by itself, once a step. Called right after ``optimizer.step()``, the all-reduce
+    may overlap with what comes before the next forward. All ranks must call it.
+
+    Returns:
+        How many weights it concerned: 0 before the first forward.
+    """
+    shards = (shard for p in model.parameters() if (shard := shard_of(p)) is not None)
+    places = [place for shard in shards if (place := shard.identity.place) is not None]
+    for table in dict.fromkeys(table for table, _ in places):
+        table.refresh_if_changed()
+    return len(places)
+
+
+# Below autograd: ops act on the rows; moves and copies of a shard stay shards
+
+_PRODUCTS = {
+    *(F.linear, torch.mm, torch.matmul, torch.addmm),
+    *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
+}
+
+
+def _refuse_product(func: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
+        f"gathers while the forward of its module runs"
+    )
+
+
+_ALIAS = {aten.detach.default, aten.alias.default}
+"""Ops whose result is the same weight, as another object."""
+
+_SAME = {aten._to_copy.default, aten._pin_memory.default}
+"""Ops whose result is the same weight, in another place."""
+
+_NEW = {
+    *(aten.new_zeros.default, aten.slice.Tensor),  # how FSDP makes a padded one, and the rows in it
+    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # how copies are made
+}
+"""Ops whose result is a shard of its own."""
+
+
+def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _ALIAS:
+        # the same master, not an alias made below autograd: that would count writes by itself
+        return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
+    out = on_master(func, args, kwargs)
+    first = args[0] if args else None
+    if isinstance(first, FP8Shard) and func in _SAME | _NEW:
+        fits = isinstance(out, Tensor) and out.ndim == first.ndim
+        if fits and out.dtype in checks.HIGH_PRECISION:
+            return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
+    return out

@@ -1,0 +1,113 @@
+"""Which backend each product of a model runs on, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..ops.formats import ROWS, SQUARES, BlockFormat
+from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .text_table import collapse, text_table
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One GEMM of one layer: ``[M, N]`` output, contraction K."""
+
+    layer: str
+    kind: str
+    m: int
+    n: int
+    k: int
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The products of a model; ``print(explanation)`` shows them as a table."""
+
+    products: tuple[Product, ...]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the backends in use, sorted."""
+        return tuple(sorted({p.backend for p in self.products}))
+
+    def __str__(self) -> str:
+        if not self.products:
+            return "no FP8 layers: convert the model first with blocktensor.convert(model)"
+        rows = collapse(
+            (p.layer, p.kind, f"{p.m} x {p.n} x {p.k}", p.backend, p.reason) for p in self.products
+        )
+        return text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
+
+
+def explain(
+    model_or_shapes: nn.Module | Sequence[Shape],
+    tokens: int = 4096,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """The backend of every FP8 product, forward and backward, and why it was chosen.
+
+    Args:
+        model_or_shapes: a converted model, or linears as (M tokens, N out, K in).
+        tokens: rows of the input (batch x sequence) for a model.
+        dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
+            for shapes, this one.
+        device: for shapes; default CUDA where there is one, else CPU.
+
+    Raises:
+        ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot serve.
+    """
+    products: list[Product] = []
+    if isinstance(model_or_shapes, nn.Module):
+        for name, module in model_or_shapes.named_modules():
+            w = getattr(module, "weight", None)
+            if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) and w.ndim == 2:
+                shape = (tokens, w.shape[0], w.shape[1])
+                bias = None if getattr(module, "bias", None) is None else dtype
+                kinds = ("fprop", "dgrad", "wgrad") if w.requires_grad else ("fprop", "dgrad")
+                formats = w.recipe.activation_format, w.format
+                products += _products(name, shape, kinds, formats, bias, dtype, w.dtype, w.device)
+        return Explanation(tuple(products))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for shape in model_or_shapes:
+        if len(shape) != 3:
+            raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
+        label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
+        products += _products(label, shape, kinds, (ROWS, SQUARES), None, dtype, dtype, where)
+    return Explanation(tuple(products))
+
+
+def _products(
+    layer: str,
+    shape: Shape,
+    kinds: Sequence[str],
+    formats: tuple[BlockFormat, BlockFormat],
+    bias: torch.dtype | None,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> list[Product]:
+    (m, n, k), (rows, squares) = shape, formats
+    problems = {
+        "fprop": GemmProblem(m, n, k, rows, squares, dtype, device, bias=bias),
+        "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
+        "wgrad": GemmProblem(n, k, m, rows, rows, weight_dtype, device),
+    }
+    products = []
+    for kind in kinds:
+        p = problems[kind]
+        choice = choose_gemm(p)
+        products.append(Product(layer, kind, p.m, p.n, p.k, choice.name, choice.reason))
+    return products

@@ -1,0 +1,81 @@
+"""Frozen FP8 weights: dropping the high-precision masters of a model, and making new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .state_dict import register_state_hooks
+from .swap_parameter import swap_in
+
+
+def frozen_form(weight: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
+    """The FP8 form alone of a high-precision weight."""
+    return BlockwiseFP8Tensor.cast(weight.detach(), recipe.weight_format, recipe)
+
+
+def freeze(model: nn.Module) -> list[str]:
+    """Drop the high-precision masters of a model's FP8 linears: 1 byte a weight, no gradient.
+
+    Forward and data gradient keep their bits: they read the same cast.
+
+    Returns:
+        The names of the modules whose weights were frozen.
+
+    Raises:
+        RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+    """
+
+    def frozen(weight: Tensor) -> Tensor | None:
+        if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
+            return None
+        return frozen_form(weight.master, weight.recipe)
+
+    return _swap_all(model, frozen, trains=False)
+
+
+def unfreeze(model: nn.Module) -> list[str]:
+    """Give a model's frozen FP8 linears trainable weights, whose masters are the values they have.
+
+    The first cast of such a master may differ from the bytes it came from by a rounding: a block's
+    largest value, rounded to the weight's dtype, sets the scale anew.
+
+    Returns:
+        The names of the modules whose weights are trainable now.
+
+    Raises:
+        RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+    """
+
+    def trainable(weight: Tensor) -> Tensor | None:
+        if not isinstance(weight, BlockwiseFP8Tensor):
+            return None
+        return BlockwiseFP8Weight(weight.dequantize(), weight.recipe)
+
+    return _swap_all(model, trainable, trains=True)
+
+
+def _swap_all(
+    model: nn.Module, swapped: Callable[[Tensor], Tensor | None], trains: bool
+) -> list[str]:
+    names = []
+    done: set[int] = set()  # tied weights are swapped once, and named twice
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        weight = module.weight
+        new = None if id(weight) in done else swapped(weight)
+        if new is not None:
+            weight.grad = None
+            swap_in(weight, new)
+            weight.requires_grad_(trains)
+            done.add(id(weight))
+        if id(weight) in done:
+            names.append(name)
+            if trains:
+                register_state_hooks(module)
+    return names

@@ -1,0 +1,104 @@
+"""One cast of an input for all linears of a module that get it (q, k, v; gate, up).
+
+The same as ``blocktensor.quantize`` in model code, without a change to that code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..distributed.fsdp.trainable import is_converted
+from .input_group import InputGroup
+from .text_table import collapse, text_table
+
+
+@dataclass(frozen=True)
+class SharingReport:
+    """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts."""
+
+    groups: tuple[InputGroup, ...]
+
+    @property
+    def casts(self) -> int:
+        """Inputs cast for linears of all groups so far."""
+        return sum(group.casts for group in self.groups)
+
+    @property
+    def saved(self) -> int:
+        """Casts that sharing made unnecessary so far."""
+        return sum(group.saved for group in self.groups)
+
+    def remove(self) -> None:
+        """Let every linear cast for itself again."""
+        for group in self.groups:
+            group.remove()
+
+    def __str__(self) -> str:
+        rows = collapse(
+            (
+                group.name or "(model)",
+                ", ".join(group.linears),
+                ", ".join("+".join(linears) for linears in group.together) or "not run yet",
+                str(group.casts),
+                str(group.saved),
+            )
+            for group in self.groups
+        )
+        header = ("module", "linears", "given one input", "casts", "saved")
+        summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
+        return text_table(header, rows) + "\n" + summary
+
+
+def share_inputs(model: nn.Module) -> SharingReport:
+    """Cast an input once for all FP8 linears of a module that get the same tensor object.
+
+    The first run finds which linears those are. While the module's forward runs, the cast of its
+    linears' latest input is kept, until all have had it that had it before, and no longer. Nothing
+    is shared outside of that forward, under ``torch.compile``, functorch, ``torch.inference_mode``
+    and dispatch modes, or if an input was changed in place. Results and gradients are the same
+    bits. Hooks on the linears see the shared input as a :class:`BlockwiseFP8Tensor`.
+
+    Args:
+        model: converted; its ``state_dict`` stays as it is, copies and pickles share too. Called
+            again, it adds linears that were converted since.
+
+    Returns:
+        The report; ``print`` it after a run, ``.remove()`` undoes all.
+
+    Raises:
+        ValueError: no linear of the model is converted.
+    """
+    modules = dict(model.named_modules())
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and is_converted(module.weight):
+            owner = name.rpartition(".")[0]
+            while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
+                owner = owner.rpartition(".")[0]  # containers have no forward of their own
+            owned[owner].append(name.removeprefix(f"{owner}."))
+    if not owned:
+        raise ValueError(
+            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
+            f"convert it first with blocktensor.convert(model)"
+        )
+    groups = []
+    for name, linears in owned.items():
+        group = _group_of(modules[name])
+        if group is not None and group.linears != tuple(linears):
+            group.remove()
+            group = None
+        if group is None and len(linears) > 1:
+            group = InputGroup(name, tuple(linears))
+            group.attach(modules[name])
+        if group is not None:
+            groups.append(group)
+    return SharingReport(tuple(groups))
+
+
+def _group_of(module: nn.Module) -> InputGroup | None:
+    """The group whose hooks ``module`` has."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, InputGroup)), None)

@@ -1,0 +1,1 @@
+"""Internal: casts, transposes and dequantize."""

@@ -1,0 +1,146 @@
+"""The registry of cast backends: casts, transposes, dequantize and casts of parts.
+
+Gluon kernels take tensors in rows of whole 32-bit words on Hopper and later, Triton kernels every
+tensor on a GPU with FP8, the reference the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import HOPPER, capability, has_gluon, lacks_triton
+from ..formats import KERNEL_FORMATS, BlockFormat, Quantized
+from ..registry import Backend, first_choice
+
+
+@dataclass(frozen=True)
+class CastKernels:
+    """The functions of a backend, each with the signature of its namesake in ``reference.py``.
+
+    Attributes:
+        launches: True if they only allocate and launch Triton kernels, so that calls of one kind
+            can be recorded and repeated.
+    """
+
+    quantize_rowwise: Callable[..., Quantized]
+    quantize_columnwise: Callable[..., Quantized]
+    quantize_both: Callable[..., tuple[Quantized, Quantized]]
+    transpose: Callable[..., Quantized]
+    dequantize: Callable[..., Tensor]
+    part_amax: Callable[..., Tensor]
+    quantize_part: Callable[..., Tensor]
+    launches: bool
+
+
+@dataclass(frozen=True)
+class CastProblem:
+    """The tensor that is read, and the format that is written or read."""
+
+    x: Tensor
+    format: BlockFormat
+
+
+def _load_reference() -> CastKernels:
+    from .. import reference
+
+    return CastKernels(
+        reference.quantize_rowwise,
+        reference.quantize_columnwise,
+        reference.quantize_both,
+        reference.transpose,
+        reference.dequantize,
+        reference.part_amax,
+        reference.quantize_part,
+        launches=False,
+    )
+
+
+def _load_triton() -> CastKernels:
+    from . import triton_cast, triton_part, triton_transpose
+
+    return CastKernels(
+        triton_cast.quantize_rowwise,
+        triton_cast.quantize_columnwise,
+        triton_cast.quantize_both,
+        triton_transpose.transpose,
+        triton_transpose.dequantize,
+        triton_part.part_amax,
+        triton_part.quantize_part,
+        launches=True,
+    )
+
+
+def _load_gluon() -> CastKernels:
+    from . import gluon_columnwise, gluon_square, gluon_transpose
+
+    # Rowwise casts, dequantize and casts of parts gain nothing in Gluon.
+    return replace(
+        _load_triton(),
+        quantize_rowwise=gluon_square.quantize_rowwise,
+        quantize_columnwise=gluon_columnwise.quantize_columnwise,
+        quantize_both=gluon_columnwise.quantize_both,
+        transpose=gluon_transpose.transpose,
+    )
+
+
+def _gluon_unusable(device: torch.device) -> str | None:
+    if reason := lacks_triton(device):
+        return reason
+    if not has_gluon():
+        return "this Triton has no Gluon"
+    return None if capability(device) >= HOPPER else "written for sm_90 and later"
+
+
+def _triton_declines(problem: CastProblem) -> str | None:
+    if problem.format not in KERNEL_FORMATS:
+        return f"no kernels for format {problem.format.name}"
+    return None
+
+
+def _gluon_declines(problem: CastProblem) -> str | None:
+    if reason := _triton_declines(problem):
+        return reason
+    # Any number of rows could be cast, but a columnwise cast would store single bytes, and a warp's
+    # would lie in many lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
+    x = problem.x
+    per_word = 4 // x.element_size()
+    in_words = (
+        x.stride(-1) == 1
+        and x.shape[-1] % per_word == 0
+        and x.shape[-2] % 4 == 0
+        and x.data_ptr() % 4 == 0
+        and all(stride % per_word == 0 for stride in x.stride()[:-1])
+    )
+    if not in_words:
+        return "reads rows of whole 32-bit words, four at a time"
+    fits = max(x.stride(-2), *x.shape[-2:]) < 2**24
+    return None if fits else "uses 32-bit offsets inside a block"
+
+
+CAST_BACKENDS: tuple[Backend[CastProblem, CastKernels], ...] = (
+    Backend("gluon", _load_gluon, _gluon_unusable, _gluon_declines),
+    Backend("triton", _load_triton, lacks_triton, _triton_declines),
+    Backend("reference", _load_reference),
+)
+"""In order of preference; the reference takes every problem."""
+
+
+def cast_backend(x: Tensor, format: BlockFormat) -> Backend[CastProblem, CastKernels]:
+    """The backend that reads ``x`` to cast it, or to transpose or dequantize a cast."""
+    return first_choice(CAST_BACKENDS, CastProblem(x, format), x.device).backend
+
+
+def cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
+    """The functions of :func:`cast_backend`."""
+    return _loaded(cast_backend(x, format))
+
+
+@functools.cache
+def _loaded(backend: Backend[Any, CastKernels]) -> CastKernels:
+    return backend.load()

@@ -1,0 +1,226 @@
+"""Columnwise casts, alone or with the rowwise one in the same read, from registers to memory.
+
+Only the maxima of blocks and what is derived from them pass between threads, through shared memory
+and two barriers: each thread's maxima of its patch (gluon_words.py), then a scale a block.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
+from ..runtime.launch import Launch
+from .gluon_words import (
+    bytes_by_column,
+    bytes_by_row,
+    fp32_bits,
+    larger,
+    larger_half,
+    largest,
+    magnitudes,
+    of_words,
+    patch_layouts,
+    per_word,
+    times,
+)
+from .numerics import divisor, scale_from_bits
+from .triton_cast import both_by, columnwise_by, method_for
+
+PATCH_ROWS = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def _staggered(count, dtype):
+    # [count, 128], each row 16 bytes further: neighbours in a column lie in different banks
+    columns = [[0, 1 << i] for i in range(7)]
+    rows = [[1 << i, 0] for i in range(count.bit_length() - 1)]
+    return gl.PaddedSharedLayout([[128, 4 * per_word(dtype)]], columns + rows, [], [count, 128])
+
+
+@gluon.jit
+def _share(values):
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(values.dtype, values.shape, LINE, values)
+
+
+@gluon.jit
+def _share_divisors(
+    partial, COUNT: gl.constexpr, DTYPE: gl.constexpr, scale_ptr, left,
+    METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    # From partial maxima [COUNT, 128] of 128 blocks: stores the scales of those that are left.
+    # Returns their divisors (pre, r, e) in shared memory, and pre as the threads hold it.
+    STACKED: gl.constexpr = gl.BlockedLayout([COUNT, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    amax = fp32_bits(gl.reduce(partial.load(STACKED), 0, larger), DTYPE)
+    amax = gl.convert_layout(amax, ONE_EACH, assert_trivial=True)
+    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+    each = gl.arange(0, 128, layout=ONE_EACH)
+    gl.store(scale_ptr + each, scale, mask=each < left)
+    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+    r_shared = _share(r)
+    if POWER_OF_TWO:  # all the same
+        return r_shared, r_shared, r_shared, pre
+    else:
+        return _share(pre), r_shared, _share(e), pre
+
+
+@gluon.jit
+def _any_above_one(values):
+    # whether one of 128 values is, known to every thread
+    WARPS: gl.constexpr = gl.num_warps()
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+    of_warps = _share(gl.reduce(values.reshape([WARPS, 128 // WARPS]), 1, larger))
+    return gl.reduce(of_warps.load(EVERYWHERE), 0, larger) > 1.0
+
+
+@gluon.jit(
+    do_not_specialize=["rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k"]
+)
+def cast_columnwise_kernel(
+    x_ptr,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    rows,
+    cols,
+    stride_m,
+    row_scale_ld,
+    col_scale_ld,
+    blocks_k,
+    ROWWISE: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr,
+    METHOD: gl.constexpr,
+    UNIT_M: gl.constexpr,
+    UNIT_K: gl.constexpr,
+):
+    # One program casts a tile [128, 128], read once. Sizes and strides come as multiples of a unit,
+    # UNIT_M rows or UNIT_K words, so that loads, stores and their masks are as wide as it allows.
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    PER_WORD: gl.constexpr = per_word(DTYPE)
+    WORDS: gl.constexpr = 128 // PER_WORD
+    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 2, gl.num_warps())
+    BY_ROW: gl.constexpr = LAYOUTS[0]
+    BY_COLUMN: gl.constexpr = LAYOUTS[1]
+    COLUMNS: gl.constexpr = LAYOUTS[2]
+    QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
+    PARTIAL: gl.constexpr = gl.int32 if PER_WORD == 1 else gl.int16
+    DOWN: gl.constexpr = 128 // PATCH_ROWS
+    ACROSS: gl.constexpr = WORDS // 4
+    ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = rows * UNIT_M
+    words = cols * UNIT_K
+    stride = stride_m * UNIT_K
+    tile = gl.program_id(0)
+    tile_m = tile // blocks_k
+    tile_k = tile % blocks_k
+    first_m = tile_m.to(gl.int64) * 128
+    first_k = tile_k.to(gl.int64) * 128
+    first_word = tile_k.to(gl.int64) * WORDS
+    rows_left = rows - tile_m * 128
+    words_left = words - tile_k * WORDS
+
+    m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
+    inside = (m < rows_left) & (word < words_left)
+    source = x_ptr.to(gl.pointer_type(gl.int32)) + first_m * stride + first_word
+    x = gl.load(source + (m * stride + word), mask=inside, other=0)
+
+    magnitude = magnitudes(x, DTYPE)
+    down = largest(magnitude.reshape([DOWN, PATCH_ROWS, WORDS]), 1, DTYPE)
+    col_partial = gl.allocate_shared_memory(gl.int32, [DOWN, WORDS], ROW_MAJOR, down)
+    if ROWWISE:
+        across = larger_half(largest(magnitude.reshape([128, ACROSS, 4]), 2, DTYPE), DTYPE)
+        row_partial = gl.allocate_shared_memory(PARTIAL, [ACROSS, 128], _staggered(ACROSS, DTYPE))
+        row_partial.permute([1, 0]).store(across)
+
+    col_pre, col_r, col_e, pre = _share_divisors(
+        col_partial._reinterpret(PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
+        col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k, words_left * PER_WORD,
+        METHOD, POWER_OF_TWO,
+    )  # fmt: skip
+    if ROWWISE:
+        row_pre, row_r, row_e, also_pre = _share_divisors(
+            row_partial, ACROSS, DTYPE,
+            row_scale_ptr + tile_k.to(gl.int64) * row_scale_ld + first_m, rows_left,
+            METHOD, POWER_OF_TWO,
+        )  # fmt: skip
+        pre = gl.maximum(pre, also_pre)
+    MAYBE_TINY: gl.constexpr = DTYPE != gl.float16 and not POWER_OF_TWO
+    if MAYBE_TINY:  # rarely so: then all elements are multiplied first, and back in between
+        tiny = _any_above_one(pre)
+
+    if ROWWISE:
+        OF_ROWS: gl.constexpr = gl.SliceLayout(1, BY_ROW)
+        if MAYBE_TINY:
+            if tiny:
+                by = row_pre.load(OF_ROWS)[:, None]
+                x = times(x, (by, by), DTYPE)
+        r = row_r.load(OF_ROWS)[:, None]
+        e = row_e.load(OF_ROWS)[:, None]
+        q = bytes_by_row(x, r, e, QUOTIENT, DTYPE)
+        target = row_ptr.to(gl.pointer_type(q.dtype)) + first_m * words + first_word
+        gl.store(target + (m * words + word), q, mask=inside)
+
+    x = gl.convert_layout(x, BY_COLUMN, assert_trivial=True)
+    if MAYBE_TINY:
+        if tiny:
+            if ROWWISE:
+                bits = row_pre.load(gl.SliceLayout(1, BY_COLUMN)).to(gl.int32, bitcast=True)
+                back = (0x7F000000 - bits).to(gl.float32, bitcast=True)[:, None]
+                x = times(x, (back, back), DTYPE)
+            x = times(x, of_words(col_pre.load(COLUMNS), BY_COLUMN, DTYPE), DTYPE)
+    r = of_words(col_r.load(COLUMNS), BY_COLUMN, DTYPE)
+    e = of_words(col_e.load(COLUMNS), BY_COLUMN, DTYPE)
+    q = bytes_by_column(x, r, e, QUOTIENT, DTYPE)
+    m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
+    inside = (m < rows_left) & (word < words_left)
+    target = col_ptr.to(gl.pointer_type(gl.int8)) + first_k * rows + first_m
+    target += word * (rows * PER_WORD) + m
+    for i in gl.static_range(PER_WORD):
+        gl.store(target + i * rows, q[i], mask=inside)
+    # else the memory would be used again, behind a third barrier
+    col_partial._keep_alive()
+    if ROWWISE:
+        row_partial._keep_alive()
+
+
+def plan_columnwise(x: Tensor, row: Quantized | None, col: Quantized) -> Launch:
+    """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``."""
+    m, k = x.shape
+    row_data, row_scale, _ = row or col
+    blocks_k = num_blocks(k)
+    per_word = 4 // x.element_size()
+    unit_m = 16 if m % 16 == 0 else 4
+    unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
+    options = {"num_warps": 8 // per_word}
+    if row is not None and unit_k > 1:
+        options["maxnreg"] = 128  # so that 4 programs fit an SM, 2 of fp32; nothing spills
+    return Launch(
+        cast_columnwise_kernel,
+        (ceil_div(m, BLOCK) * blocks_k,),
+        (x, row_data, row_scale, col.data, col.scale, m // unit_m, k // (per_word * unit_k),
+         x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k),
+        {
+            "ROWWISE": row is not None,
+            "POWER_OF_TWO": col.format.power_of_two,
+            "METHOD": method_for(x.dtype),
+            "UNIT_M": unit_m,
+            "UNIT_K": unit_k,
+        },
+        options,
+    )  # fmt: skip
+
+
+def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
+    """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
+    return columnwise_by(plan_columnwise, x, format)
+
+
+def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
+    return both_by(plan_columnwise, x, format)

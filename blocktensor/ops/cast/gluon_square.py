@@ -1,0 +1,109 @@
+"""Casts in 128x128 blocks, of words as they lie."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..formats import BlockFormat, Quantized, num_blocks
+from ..runtime.launch import Launch
+from ..scale_layouts import empty_quantized
+from . import triton_cast
+from .gluon_words import (
+    bytes_by_row,
+    fp32_bits,
+    larger_half,
+    largest,
+    magnitudes,
+    per_word,
+    times,
+)
+from .numerics import divisor, scale_from_bits
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "cols", "stride_e", "stride_n", "blocks_n", "blocks_k", "scale_ld",
+    ]
+)  # fmt: skip
+def cast_128x128_kernel(
+    w_ptr,
+    data_ptr,
+    scale_ptr,
+    rows,
+    cols,
+    stride_e,
+    stride_n,
+    blocks_n,
+    blocks_k,
+    scale_ld,
+    POWER_OF_TWO: gl.constexpr,
+    METHOD: gl.constexpr,
+    UNIT: gl.constexpr,
+):
+    # One program casts one block of one matrix of the stack. Columns and strides come as multiples
+    # of UNIT words, so that loads, stores and their masks are as wide as it allows.
+    DTYPE: gl.constexpr = w_ptr.dtype.element_ty
+    WORDS: gl.constexpr = 128 // per_word(DTYPE)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // WORDS, WORDS // 4], [gl.num_warps(), 1], [1, 0]
+    )
+    words = cols * UNIT
+    stride = stride_n * UNIT
+    block = gl.program_id(0)
+    block_k = block % blocks_k
+    block_n = block // blocks_k % blocks_n
+    matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
+    first_n = block_n.to(gl.int64) * 128
+    first_word = block_k.to(gl.int64) * WORDS
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    inside = (n < rows - block_n * 128) & (word < words - block_k * WORDS)
+    source = w_ptr.to(gl.pointer_type(gl.int32)) + matrix * stride_e * UNIT
+    source += first_n * stride + first_word
+    w = gl.load(source + (n * stride + word), mask=inside, other=0)
+
+    amax = largest(magnitudes(w, DTYPE).reshape([128 * WORDS]), 0, DTYPE)
+    amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
+    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+    gl.store(scale_ptr + (matrix * blocks_n + block_n) * scale_ld + block_k, scale)
+    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+    if DTYPE != gl.float16 and not POWER_OF_TWO:
+        if pre > 1.0:
+            w = times(w, (pre, pre), DTYPE)
+    QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
+    q = bytes_by_row(w, r, e, QUOTIENT, DTYPE)
+    target = data_ptr.to(gl.pointer_type(q.dtype)) + (matrix * rows + first_n) * words + first_word
+    gl.store(target + (n * words + word), q, mask=inside)
+
+
+def plan_128x128(w: Tensor, out: Quantized) -> Launch:
+    """The launch that casts ``w[..., N, K]`` into ``out``."""
+    n, k = w.shape[-2:]
+    experts, stride_e = (w.shape[0], w.stride(0)) if w.ndim == 3 else (1, 0)
+    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
+    per_word = 4 // w.element_size()
+    unit = 4 if (k | w.stride(-2) | stride_e) % (4 * per_word) == 0 else 1
+    step = per_word * unit
+    return Launch(
+        cast_128x128_kernel,
+        (experts * blocks_n * blocks_k,),
+        (w, out.data, out.scale, n, k // step, stride_e // step, w.stride(-2) // step, blocks_n,
+         blocks_k, out.scale.stride(-2)),
+        {
+            "POWER_OF_TWO": out.format.power_of_two,
+            "METHOD": triton_cast.method_for(w.dtype),
+            "UNIT": unit,
+        },
+        {"num_warps": 8 // per_word},
+    )  # fmt: skip
+
+
+def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
+    """See :func:`blocktensor.ops.reference.quantize_rowwise`; rows of blocks are Triton's."""
+    if format.rows == 1:
+        return triton_cast.quantize_rowwise(x, format)
+    out = empty_quantized(x.shape, format, x.device)
+    plan_128x128(x, out)()
+    return out

@@ -1,0 +1,91 @@
+"""Device functions that every cast shares: scale from amax, and the exact quotient x / scale.
+
+METHOD names how they are computed; each gives the reference's bytes for the inputs it is used for:
+
+- ``"corrected"``, bf16 and fp16: multiply-adds only. amax / 448 is exact for every bf16 and fp16
+  amax; x / scale rounds to e4m3 as the IEEE quotient does (tests/ops/cast/test_numerics.py
+  enumerates both).
+- ``"refined"``, fp32: a block divides, an element refines its product with the reciprocal by the
+  remainder. That rounds as a division does, but perhaps where the scale lies within some ulps of a
+  number of 4 bits, and there too the bytes are right (enumerated in the same file).
+
+Power-of-two scales need neither: their reciprocal is exact.
+"""
+
+import triton
+import triton.language as tl
+
+INF_BITS = tl.constexpr(0x7F800000)
+TINY_BITS = tl.constexpr(0x21800000)  # 2^-60: below it, x and scale are first multiplied by 2^64
+TWO_64 = tl.constexpr(18446744073709551616.0)
+ONE_448TH = tl.constexpr(0.002232142956927418708801)  # fp32(1 / 448)
+
+
+@triton.jit
+def magnitude_bits(x):
+    # |x| as an integer: ordered like |x|, with NaN above Inf, so that an integer maximum is an
+    # amax that propagates both.
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_from_bits(amax_bits, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    # reference.scale_from_amax, from the amax's bits
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    finite = amax_bits < INF_BITS
+    if METHOD == "corrected":
+        first = amax * ONE_448TH
+        rest = tl.fma(first, -448.0, amax)
+        scale = tl.fma(rest, ONE_448TH, first)
+        scale = tl.where(finite, scale, amax)
+    else:
+        scale = tl.div_rn(amax, 448.0)
+    if POWER_OF_TWO:
+        rounded_up = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(finite, rounded_up.to(tl.float32, bitcast=True), scale)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return tl.where(amax_bits > INF_BITS, float("nan"), scale)
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    # What `quotient` needs of a block, (pre, r, e), formed once a block.
+    if POWER_OF_TWO:  # 2^127 - exponent, as bits; Inf and NaN blocks multiply by 0 and NaN
+        bits = scale.to(tl.int32, bitcast=True)
+        r = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        r = tl.where(amax_bits < INF_BITS, r, tl.where(amax_bits == INF_BITS, 0.0, scale))
+        return r, r, r
+    elif METHOD == "corrected":
+        pre = tl.where((amax_bits < TINY_BITS) & (amax_bits > 0), TWO_64, 1.0)
+        s = scale * pre
+        r = _approximate_reciprocal(s)
+        # r <= 1/s makes e >= 0, so that a negative zero stays negative
+        e = tl.fma(-s, r, 1.0)
+        r = tl.where(e < 0, (r.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), r)
+        e = tl.where(amax_bits < INF_BITS, tl.fma(-s, r, 1.0) * r, 0.0)
+        return pre, r, e
+    else:
+        pre = tl.where((amax_bits < TINY_BITS) & (amax_bits > 0), TWO_64, 1.0)
+        s = scale * pre
+        return pre, tl.div_rn(1.0, s), tl.where(amax_bits == INF_BITS, 0.0, s)
+
+
+@triton.jit
+def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    # x / scale, as far as e4m3 rounding can tell; (pre, r, e) broadcast against x.
+    if POWER_OF_TWO:
+        return x.to(tl.float32) * r
+    elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order
+        y = (x * pre.to(x.dtype)).to(tl.float32)  # exact in 16 bits, two at a time
+        return tl.fma(y, r, y * e)
+    else:  # e is the scale. Multiplied by -1, since Triton's -x is 0 - x, which loses a zero's sign
+        y = x * pre
+        q = y * r
+        return tl.fma(tl.fma(e, q, y * -1.0) * -1.0, r, q)

@@ -1,0 +1,1 @@
+"""Internal: products of two FP8 operands."""

@@ -1,0 +1,217 @@
+"""The registry of GEMM backends, and the choice among them.
+
+A backend is chosen for each problem; ``BLOCKTENSOR_GEMM`` forces one by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..devices import HOPPER, capability, lacks_fp8, lacks_triton, sms, triton_version
+from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
+from ..registry import Backend, Choice, first_choice
+from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
+from .hopper.tiles import choose_tile, cublas_is_faster
+
+_GLUON_TRITON = "3.6."
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """A GEMM ``[M, K] x [N, K]^T`` as far as the choice of backend depends on it."""
+
+    m: int
+    n: int
+    k: int
+    a_format: BlockFormat
+    b_format: BlockFormat
+    out_dtype: torch.dtype
+    device: torch.device
+    bias: torch.dtype | None = None
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class GemmKernels:
+    """The functions of a backend, each with the signature of its namesake in ``reference.py``.
+
+    Attributes:
+        launches: True if they only allocate and launch Triton kernels, so that calls of one kind
+            can be recorded and repeated.
+        reads_vectors: True if rows of data must be whole 16-byte vectors.
+    """
+
+    gemm: Callable[..., Tensor]
+    gemm_add_: Callable[..., None] | None
+    launches: bool = False
+    reads_vectors: bool = True
+
+
+def _load_hopper() -> GemmKernels:
+    from .hopper import launch
+
+    return GemmKernels(launch.gemm, launch.gemm_add_, launches=True)
+
+
+def _load_cublas() -> GemmKernels:
+    from . import cublas
+
+    return GemmKernels(cublas.gemm, None)
+
+
+def _load_triton() -> GemmKernels:
+    from . import triton_gemm
+
+    return GemmKernels(triton_gemm.gemm, triton_gemm.gemm_add_, launches=True)
+
+
+def _load_reference() -> GemmKernels:
+    from .. import reference
+
+    return GemmKernels(reference.gemm, reference.gemm_add_, reads_vectors=False)
+
+
+def _unknown_format(p: GemmProblem) -> str | None:
+    for format in (p.a_format, p.b_format):
+        if format not in KERNEL_FORMATS:
+            return f"no kernels for format {format.name}"
+    return None
+
+
+def _cublas_unusable(device: torch.device) -> str | None:
+    if reason := lacks_fp8(device):
+        return reason
+    if capability(device) != HOPPER:
+        return "cuBLAS scales blockwise on sm_90 only"
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return None if version >= (12, 9) else f"needs CUDA >= 12.9, torch has {torch.version.cuda}"
+
+
+def _cublas_declines(p: GemmProblem) -> str | None:
+    if reason := _unknown_format(p):
+        return reason
+    if p.accumulate:
+        return "cannot add to an existing output"
+    if p.bias is not None and (p.bias, p.out_dtype) != (torch.bfloat16, torch.bfloat16):
+        return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
+    if p.out_dtype not in (torch.bfloat16, torch.float32):
+        return f"output {p.out_dtype} not supported"
+    if p.a_format.rows > 1:  # its 128x128 by 1x128 kernel refuses most ragged shapes
+        return "no 128x128 blocks on the left"
+    if p.k == 0:
+        return "nothing to contract"
+    if p.k % 16 or p.n % 16:
+        return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
+    if p.m % 4:
+        return f"M must be a multiple of 4, got M={p.m}"
+    return None
+
+
+def _gluon_unusable(device: torch.device) -> str | None:
+    if reason := lacks_triton(device):
+        return reason
+    if capability(device) != HOPPER:
+        return "written for sm_90"
+    version = triton_version()
+    return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
+
+
+def _gluon_declines(p: GemmProblem) -> str | None:
+    if reason := _unknown_format(p):
+        return reason
+    if p.a_format.rows > 1:
+        return "no 128x128 blocks on the left"
+    if p.k == 0:
+        return "nothing to contract"
+    if p.b_format.rows == 1 and p.bias is not None:
+        return "no bias where both sides have 1x128 blocks"
+    return None
+
+
+def _gluon_why(p: GemmProblem) -> str:
+    tile, parts, us = choose_tile(
+        p.m, p.n, num_blocks(p.k), p.b_format.rows, sms(p.device), accumulate=p.accumulate
+    )
+    cut = f" and {parts} parts of K" if parts > 1 else ""
+    rows, cols = tile.size
+    return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us"
+
+
+def _gluon_yields(p: GemmProblem) -> str | None:
+    cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
+    shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
+    if cublas_takes and cublas_is_faster(*shape, sms(p.device)):
+        return "cuBLAS is predicted to be faster here"
+    return None
+
+
+GemmBackend = Backend[GemmProblem, GemmKernels]
+GemmChoice = Choice[GemmProblem, GemmKernels]
+
+GEMM_BACKENDS: tuple[GemmBackend, ...] = (
+    Backend("gluon", _load_hopper, _gluon_unusable, _gluon_declines, _gluon_yields, why=_gluon_why),
+    Backend(
+        "cublas", _load_cublas, _cublas_unusable, _cublas_declines, why=lambda _: "takes this shape"
+    ),
+    Backend("triton", _load_triton, lacks_triton, _unknown_format, why=lambda _: "takes any shape"),
+    Backend("reference", _load_reference, why=lambda _: "runs on any device"),
+)
+"""In order of preference; the reference takes every problem."""
+
+
+def gemm_backend(name: str) -> GemmBackend:
+    """The entry of the registry with this name."""
+    return next(backend for backend in GEMM_BACKENDS if backend.name == name)
+
+
+def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
+    """Names of the GEMM backends that run on ``device``, best first."""
+    return tuple(b.name for b in GEMM_BACKENDS if b.unusable(device) is None)
+
+
+def choose_gemm(problem: GemmProblem) -> GemmChoice:
+    """The backend that will run ``problem``, and why.
+
+    Raises:
+        ValueError: ``BLOCKTENSOR_GEMM`` names an unknown backend, or one that cannot run here or
+            cannot take this shape; the message lists the usable ones.
+    """
+    return _choose(problem, forced_gemm())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: GemmProblem, forced: str | None) -> GemmChoice:
+    if forced is None:
+        choice = first_choice(GEMM_BACKENDS, problem, problem.device)
+        if choice.name == "reference" and problem.device.type == "cuda":
+            _warn_slow(problem.device, choice.others)
+        return choice
+    objections = {b.name: b.unusable(problem.device) or b.declines(problem) for b in GEMM_BACKENDS}
+    objection = objections.get(forced, "no backend of this name")
+    if objection is None:
+        return Choice(gemm_backend(forced), f"forced by {GEMM_VARIABLE}")
+    usable = [name for name, reason in objections.items() if reason is None]
+    raise ValueError(
+        f"{GEMM_VARIABLE}={forced}: {objection}. Usable here for M={problem.m}, N={problem.n}, "
+        f"K={problem.k}: {', '.join(usable)}. Unset {GEMM_VARIABLE} to let blocktensor choose."
+    )
+
+
+@functools.cache
+def _warn_slow(device: torch.device, why: str) -> None:
+    warnings.warn(
+        f"blocktensor: FP8 GEMMs on {device} run in the slow pure-torch reference ({why})",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def gemm_kernels(backend: GemmBackend) -> GemmKernels:
+    """The functions of a backend, imported once."""
+    return backend.load()

@@ -1,0 +1,1 @@
+"""Internal: the GEMM for Hopper GPUs, in Gluon."""

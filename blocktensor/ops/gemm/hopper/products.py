@@ -1,0 +1,123 @@
+"""Device functions of a consumer warpgroup: tensor core products, scales and promotion to fp32."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+
+@gluon.jit
+def put(values, AT: gl.constexpr, value):
+    # the tuple with another value at AT
+    return values[:AT] + (value,) + values[AT + 1 :]
+
+
+@gluon.jit
+def pin(x):
+    # No instruction, but a place in the order of things: LLVM would sink promotions below the next
+    # product, which then needs a raw accumulator of its own, and loads up to the loop's head.
+    return gl.inline_asm_elementwise("// pin", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def halves(x):
+    # [64, n] -> columns [0, n/2) and [n/2, n); no instruction
+    N: gl.constexpr = x.shape[1]
+    return x.reshape((x.shape[0], 2, N // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def pieces(x, T: gl.constexpr):
+    # A raw accumulator as tensors of at most 64 columns; of one for 96, the last 32 are dead.
+    if T.width == 64:
+        parts = (x,)
+    elif T.width == 128:
+        parts = halves(x)
+    else:
+        left, right = halves(x)
+        right, _ = halves(right)
+        parts = (left, right)
+    return parts
+
+
+@gluon.jit
+def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
+    # Product INDEX of this warpgroup's share of the stage, asynchronous.
+    A_COPIES: gl.constexpr = T.m // T.a_rows
+    B_COPIES: gl.constexpr = T.n // T.b_rows
+    ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
+    COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + INDEX % T.cols) * T.width
+    a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
+    if T.a_rows > 64:
+        a = a.slice(ROW % T.a_rows, 64, dim=0)
+    if T.width == 96:  # 128 rows, of which the product reads 96 (assembly.py)
+        rows = b_s.index(stage * (T.n // 32) + COL // 32)
+        b = rows._reinterpret(b_s.dtype, [128, 128], b_s.layout)
+    else:
+        b = b_s.index(stage * B_COPIES + COL // T.b_rows)
+        if T.b_rows > T.width:
+            b = b.slice(COL % T.b_rows, T.width, dim=0)
+    return warpgroup_mma(a, b.permute((1, 0)), raw, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def row_scales(
+    scales, stage, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
+):
+    # [64]: of the rows of row wave WAVE
+    ROW: gl.constexpr = ((WG * T.rows if T.split == "m" else 0) + WAVE) * 64
+    return scales.index(stage).slice(ROW, 64).load(gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def column_scales(
+    scales,
+    stage,
+    PART: gl.constexpr,
+    PIECE: gl.constexpr,
+    WG: gl.constexpr,
+    T: gl.constexpr,
+    like,
+):
+    # [columns of `like`]: of piece PIECE of column part PART
+    COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
+    FIRST: gl.constexpr = (0 if T.width == 96 else COL) + PIECE * 64
+    copy = stage * T.b_scale_copies + (WG if T.width == 96 else 0)
+    return scales.index(copy).slice(FIRST, like.shape[1]).load(gl.SliceLayout(0, like.type.layout))
+
+
+@gluon.jit
+def along_rows(scale, like):
+    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.convert_layout(scale, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def promote_rows(acc, raw, row, FIRST: gl.constexpr):
+    # acc + raw * row, where the scale of B is already part of row; FIRST: acc is not there yet
+    row = along_rows(row, raw)
+    return pin(raw * row) if FIRST else pin(acc + raw * row)
+
+
+@gluon.jit
+def promote(acc, raw, row, col):
+    # acc + raw * col * row. A thread holds 2 rows x 2 columns in four registers in a row; written
+    # in this order, two neighbours share an operand, which then costs no register read. Tensor
+    # cores and FMAs compete for register ports: it is these reads that limit the kernel.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 t<4>;
+        mul.rn.f32 t0, $8, $16;
+        mul.rn.f32 t2, $10, $18;
+        mul.rn.f32 t1, $9, $17;
+        mul.rn.f32 t3, $11, $19;
+        fma.rn.f32 $0, t0, $12, $0;
+        fma.rn.f32 $1, t1, $13, $1;
+        fma.rn.f32 $2, t2, $14, $2;
+        fma.rn.f32 $3, t3, $15, $3;
+        }""",
+        "=f,=f,=f,=f,0,1,2,3,f,f,f,f,f,f,f,f,f,f,f,f",
+        [acc, raw, along_rows(row, raw), col[None, :]],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=4,
+    )

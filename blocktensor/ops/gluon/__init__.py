@@ -1,1 +1,0 @@
-"""Kernels in Gluon, where the layout of registers decides the speed."""

@@ -1,0 +1,1 @@
+"""Internal: deciding once for each kind of call, and recording launches."""

@@ -1,0 +1,76 @@
+"""A kernel launch as a value: planned from tensors, then run, or only compiled (in tests)."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Thread(threading.local):
+    """Of the calling thread; the class holds what a new thread begins with."""
+
+    launches: list[tuple[Launch, Any]] | None = None
+
+
+_thread = _Thread()
+
+
+class Launch(NamedTuple):
+    """One launch of a Triton or Gluon kernel.
+
+    Planning needs shapes, strides and dtypes only, so that a launch planned from meta tensors can
+    be compiled for a GPU that is not there. ``args`` are tensors, integers and Gluon's host-side
+    ``TensorDescriptor`` objects over tensors, at least one of the first or last kind.
+    """
+
+    kernel: Any
+    grid: tuple[int]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def __call__(self) -> None:
+        """Launch on the current stream of the arguments' device; an empty grid launches nothing.
+
+        This is Triton's own launch, some 45 us of host time: it binds and specialises every
+        argument anew. ``replay.py`` repeats launches for less.
+        """
+        if self.grid[0] == 0:
+            return
+        device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
+        with torch.cuda.device(device):  # Triton launches on the current one, whatever the tensors'
+            compiled = self.kernel[self.grid](*self.args, **self.constants, **self.compiler_options)
+        if _thread.launches is not None:
+            _thread.launches.append((self, compiled))
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """``options``, and what Triton's versions default differently."""
+        return {"enable_fp_fusion": True, **self.options}
+
+
+def pointed_at(arg: Any) -> Tensor | None:
+    """The tensor that a kernel argument points at, directly or as a TensorDescriptor."""
+    arg = getattr(arg, "base", arg)
+    return arg if isinstance(arg, Tensor) else None
+
+
+class watch_launches:
+    """Within ``with``: the list of this thread's launches, each with its compiled kernel."""
+
+    def __enter__(self) -> list[tuple[Launch, Any]]:
+        self._outer = _thread.launches
+        launches: list[tuple[Launch, Any]] = []
+        _thread.launches = launches
+        return launches
+
+    def __exit__(self, *_: object) -> None:
+        _thread.launches = self._outer
+
+
+def is_watched() -> bool:
+    """True if this thread's launches are being recorded."""
+    return _thread.launches is not None

@@ -1,0 +1,294 @@
+"""Launches recorded once and repeated: the cost of a call in eager mode.
+
+A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
+launches. None of it depends on values or addresses, so the second call with arguments of the same
+kind (``specialize.py``) can repeat the first with new addresses: it allocates the same tensors and
+calls the compiled kernels directly. The device does the same work, bit for bit.
+
+Calls share no mutable state but the tensor maps, each of which depends on its address alone. So
+threads, streams and the capture of a CUDA graph need no care: addresses are read at every call, and
+the stream is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..formats import ceil_div
+from . import triton_abi
+from .launch import is_watched, watch_launches
+
+MAX_MAPS = 1024
+"""Tensor maps kept for one argument of one launch, by address; then they are made anew."""
+
+
+class Replay:
+    """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
+
+    ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
+    with ``torch.empty`` and its kin; launches; returns tensors that it allocated, tuples of them,
+    or None. If it runs any other op (a copy, a fill), or if this Triton is not known, it is simply
+    called every time.
+
+    Attributes:
+        is_recorded: True once calls are repeated.
+        is_refused: True once it is known that they cannot be.
+    """
+
+    __slots__ = ("_function", "_repeat", "is_recorded", "is_refused")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.is_recorded, self.is_refused = False, not triton_abi.supported()
+        self._repeat: Callable[..., Any] = function if self.is_refused else self._record
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function."""
+        if is_watched():  # within another function that is being recorded
+            return self._function(*args)
+        return self._repeat(*args)
+
+    def _record(self, *args: Any) -> Any:
+        addresses = [x.data_ptr() for x in _tensors(args).values()]
+        if len(set(addresses)) < len(addresses) or triton_abi.hooked():
+            # Two arguments at one address cannot be told apart: another call may be recorded.
+            return self._function(*args)
+        with watch_launches() as launches, _Watch() as watch:
+            result = self._function(*args)
+        try:
+            if watch.others:
+                raise _NotRepeatable
+            kernels = [triton_abi.raw_kernel(*launch) for launch in launches]
+            self._repeat = _player(self._function, args, watch.allocated, kernels, result)
+            self.is_recorded = True
+        except (_NotRepeatable, triton_abi.Unsupported):
+            self._repeat, self.is_refused = self._function, True
+        return result
+
+
+class _NotRepeatable(Exception):
+    pass
+
+
+class _Watch(TorchDispatchMode):
+    """Collects the tensors that a function allocates, and the names of all other ops it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Tensor] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.allocated.append(out)
+        elif not _is_view(func):
+            self.others.append(str(func))
+        return out
+
+
+_ALLOCATIONS = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [value.alias_info for value in func._schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The tensors in ``args`` by the names that a player gives them: a0, or a0_1 inside a tuple."""
+    found = {}
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            found[f"a{i}"] = arg
+        elif isinstance(arg, tuple):
+            found |= {f"a{i}_{j}": x for j, x in enumerate(arg) if isinstance(x, Tensor)}
+    return found
+
+
+# The player of a recording is written as the code one would write by hand, since loops over the
+# recording take twice as long. The player of a cast, with its constants c0, c1, …:
+#
+#     def play(a0, a1):
+#         if hooked():
+#             return function(a0, a1)
+#         if current_device() != 0:
+#             with torch.cuda.device(0):
+#                 return play(a0, a1)
+#         empty = fresh_empty()
+#         m0 = empty(c0, c1, c2)
+#         m1 = empty(c3, c4, c5)
+#         stream = current_stream(0)
+#         p_a0 = a0.data_ptr()
+#         p_m0 = m0.data_ptr()
+#         p_m1 = m1.data_ptr()
+#         c6(4, 1, 1, stream, 94217, 0, 0, None, None, c7, None, None, None, p_a0, p_m0, p_m1, …)
+#         return c8(m0, m1, c9)
+#
+# Tensors that it allocates and does not return share one allocation.
+
+_ALIGNMENT = 512
+
+
+def _player(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    made: list[Tensor],
+    kernels: list[triton_abi.RawKernel],
+    result: Any,
+) -> Callable[..., Any]:
+    """A function that does for arguments like ``args`` what ``function`` did for them."""
+    names = [f"a{i}" for i in range(len(args))]
+    known = _tensors(args)
+    device = next(iter(known.values())).get_device()
+    if any(x.get_device() != device for x in made):
+        raise _NotRepeatable
+    constants: list[Any] = []
+
+    def constant(value: Any) -> str:
+        constants.append(value)
+        return f"c{len(constants) - 1}"
+
+    call = ", ".join(names)
+    body = [
+        "if hooked():",
+        f"    return {constant(function)}({call})",
+        f"if current_device() != {device}:",
+        f"    with torch.cuda.device({device}):",
+        f"        return play({call})",
+        "empty = fresh_empty()",
+    ]
+    for name, arg in zip(names, args, strict=True):
+        if isinstance(arg, tuple) and any(isinstance(x, Tensor) for x in arg):
+            body.append("".join(f"{name}_{j}, " for j in range(len(arg))) + f"= {name}")
+    offsets = _offsets(made, result)
+    pointers = {name: f"{name}.data_ptr()" for name in known}
+    if offsets:
+        size = sum(_padded(made[i]) for i in offsets)
+        body.append(f"scratch = empty(({size},), (1,), {constant(torch.uint8)})")
+        body.append("p_scratch = scratch.data_ptr()")
+    for i, x in enumerate(made):
+        name = f"m{i}"
+        known[name] = x
+        if i in offsets:
+            pointers[name] = f"p_scratch + {offsets[i]}"
+            continue
+        pointers[name] = f"{name}.data_ptr()"
+        geometry = (constant(part) for part in (tuple(x.shape), x.stride(), x.dtype))
+        body.append(f"{name} = empty({', '.join(geometry)})")
+    body.append(f"stream = current_stream({device})")
+    body += [f"p_{name} = {value}" for name, value in pointers.items()]
+
+    def address(tensor: Tensor) -> str:
+        found = [name for name, x in known.items() if x.data_ptr() == tensor.data_ptr()]
+        if len(found) != 1:
+            raise _NotRepeatable
+        return f"p_{found[0]}"
+
+    for kernel in kernels:
+        values = [repr(x) if x is None or type(x) is int else constant(x) for x in kernel.arguments]
+        values[triton_abi.STREAM] = "stream"
+        for place, tensor in kernel.pointers:
+            values[place] = address(tensor)
+        for place, tensor, make in kernel.maps:
+            at, maps = address(tensor), constant({tensor.data_ptr(): make(tensor.data_ptr())})
+            new = f"new_map({constant(make)}, {maps}, {at})"
+            values[place] = f"{maps}.get({at}) or {new}"
+        body.append(f"{constant(kernel.launch)}({', '.join(values)})")
+    body.append(f"return {_result(result, made, constant)}")
+
+    bound = ", ".join(f"c{i}" for i in range(len(constants)))
+    lines = [f"def play({call}):", *(f"    {line}" for line in body)]
+    source = "\n".join(
+        [f"def bind({bound}):", *(f"    {line}" for line in lines), "    return play"]
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(source, f"<replay of {len(kernels)} launches>", "exec"), globals(), scope)
+    player: Callable[..., Any] = scope["bind"](*constants)
+    return player
+
+
+def _padded(x: Tensor) -> int:
+    return ceil_div(x.untyped_storage().nbytes(), _ALIGNMENT) * _ALIGNMENT
+
+
+def _leaves(result: Any) -> list[Tensor]:
+    if isinstance(result, tuple):
+        return [x for part in result for x in _leaves(part)]
+    return [result] if isinstance(result, Tensor) else []
+
+
+def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
+    """Offsets in one allocation of those of ``made`` that are not returned; none for only one."""
+    kept = {x.untyped_storage().data_ptr() for x in _leaves(result)}
+    inner = [i for i, x in enumerate(made) if x.untyped_storage().data_ptr() not in kept]
+    if len(inner) < 2:
+        return {}
+    sizes = [_padded(made[i]) for i in inner]
+    return {i: sum(sizes[:place]) for place, i in enumerate(inner)}
+
+
+def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> str:
+    """The expression of a result: allocated tensors, views of them, tuples of both, constants."""
+    if result is None:
+        return "None"
+    if isinstance(result, tuple):
+        parts = "".join(f"{_result(x, made, constant)}, " for x in result)
+        return f"({parts})" if type(result) is tuple else f"{constant(type(result))}({parts})"
+    if not isinstance(result, Tensor):
+        return constant(result)
+    for i, base in enumerate(made):  # not `is`: a factory under a mode returns another object
+        here = base.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        if here and base.dtype == result.dtype:
+            view = tuple(result.shape), result.stride(), result.storage_offset()
+            if view == (tuple(base.shape), base.stride(), 0):
+                return f"m{i}"
+            return f"m{i}.as_strided({', '.join(constant(part) for part in view)})"
+    raise _NotRepeatable
+
+
+# Called by players: torch's own functions without their checks.
+
+hooked = triton_abi.hooked
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+
+
+def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+_quick_empty: Callable[..., Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty
+)
+
+
+def fresh_empty() -> Callable[..., Tensor]:
+    """The function that allocates: deterministic mode fills memory, the quick one does not."""
+    return _empty if torch._C._get_deterministic_algorithms() else _quick_empty
+
+
+def new_map(make: Callable[[int], Any], known: dict[int, Any], address: int) -> Any:
+    """A tensor map for an address that has none yet."""
+    if len(known) >= MAX_MAPS:
+        known.clear()
+    tensor_map = known[address] = make(address)
+    return tensor_map

@@ -1,0 +1,102 @@
+"""Memory layouts of scales: the one place that knows their strides and padding.
+
+Two layouts exist, chosen so that TMA and cuBLAS can read scales where they lie:
+
+- blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
+  multiple of 4 (16-byte strides);
+- blocks of several rows: logical ``[..., R/rows, C/cols]``, row-major, row stride padded to a
+  multiple of 4.
+
+The padding is never read as a value and may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .formats import BlockFormat, Quantized, ceil_div
+
+VECTOR_BYTES = 16
+"""TMA addresses rows, and kernels load them, in units of so many bytes."""
+
+
+def pad4(size: int) -> int:
+    """``size`` rounded up to a multiple of 4 floats, i.e. 16 bytes."""
+    return ceil_div(size, 4) * 4
+
+
+def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Tensor:
+    """Uninitialised scales of data of ``shape`` ``[..., R, C]`` in ``format``."""
+    *lead, rows, cols = format.scale_shape(shape)
+    if format.rows > 1:
+        buffer = torch.empty((*lead, rows, pad4(cols)), dtype=torch.float32, device=device)
+        return buffer if cols % 4 == 0 else buffer[..., :cols]
+    padded = pad4(rows)
+    if not isinstance(rows, int):  # symbolic, while tracing: the same strides without a branch
+        return torch.empty_strided((rows, cols), (1, padded), dtype=torch.float32, device=device)
+    if padded == rows:  # one call instead of three: allocations cost host time
+        return torch.empty_strided((rows, cols), (1, rows), dtype=torch.float32, device=device)
+    return torch.empty((cols, padded), dtype=torch.float32, device=device).t()[:rows]
+
+
+def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
+    """Uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
+    data = torch.empty(tuple(shape), dtype=format.dtype, device=device)
+    return Quantized(data, empty_scale(shape, format, device), format)
+
+
+def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
+    """Data and scales as ops expect them; scales of other strides are copied."""
+    wanted = empty_scale(data.shape, format, scale.device)
+    fits = scale.stride() == wanted.stride()
+    return Quantized(data, scale if fits else wanted.copy_(scale), format)
+
+
+def cublas_scale(operand: Quantized) -> Tensor:
+    """Scales of a matrix as cuBLAS reads them.
+
+    1x128 blocks: ``[R, blocks]`` with strides exactly ``(1, R)``; a view where R % 4 == 0, else a
+    copy. 128x128 blocks: K-major, ``[pad4(K/128), R/128]``; a view of the padded rows that
+    :func:`empty_scale` lays out, anything else (a slice from elsewhere) is copied, with zeros in
+    the padding.
+    """
+    scale = operand.scale
+    rows, cols = scale.shape
+    if operand.format.rows == 1:
+        if scale.stride() == (1, rows):
+            return scale
+        return torch.empty((cols, rows), dtype=scale.dtype, device=scale.device).t().copy_(scale)
+    padded = pad4(cols)
+    if scale.stride() == (padded, 1):
+        storage_end = scale.storage_offset() + rows * padded
+        if storage_end * scale.element_size() <= scale.untyped_storage().nbytes():
+            return scale.as_strided((padded, rows), (1, padded))
+    buffer = torch.zeros((rows, padded), dtype=scale.dtype, device=scale.device)
+    buffer[:, :cols] = scale
+    return buffer.t()
+
+
+def tma_scale(operand: Quantized) -> Tensor:
+    """Scales of a matrix as TMA reads them: lines 16 bytes apart; a copy where needed.
+
+    A line is a column of 1x128 scales and a row of 128x128 scales.
+    """
+    scale, by_columns = operand.scale, operand.format.rows == 1
+    lines = scale.t() if by_columns else scale  # [lines, numbers in a line]
+    count, size = lines.shape
+    fits = (size == 1 or lines.stride(1) == 1) and (count == 1 or lines.stride(0) % 4 == 0)
+    if fits and lines.stride(0) >= size and scale.data_ptr() % VECTOR_BYTES == 0:
+        return scale
+    return empty_scale(operand.data.shape, operand.format, scale.device).copy_(scale)
+
+
+def in_vectors(data: Tensor) -> Tensor:
+    """``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; a copy only where needed."""
+    k = data.shape[1]
+    if k % VECTOR_BYTES:
+        as_bytes = data.view(torch.uint8)
+        return torch.nn.functional.pad(as_bytes, (0, -k % VECTOR_BYTES)).view(data.dtype)
+    return data if data.data_ptr() % VECTOR_BYTES == 0 else data.clone()

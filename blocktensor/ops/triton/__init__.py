@@ -1,1 +1,0 @@
-"""Portable Triton kernels: casts, transpose, dequantize, GEMM."""

@@ -1,0 +1,102 @@
+"""Copies of a BlockwiseFP8Tensor, with storage of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from ..ops.formats import Quantized
+from ..ops.scale_layouts import empty_quantized
+from .fp8_tensor import BlockwiseFP8Tensor, refuse
+
+aten = torch.ops.aten
+
+
+def _fresh(
+    x: BlockwiseFP8Tensor,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    copy: bool,
+    non_blocking: bool = False,
+) -> BlockwiseFP8Tensor:
+    """Storage of its own, scales included, filled from ``x`` or left uninitialised."""
+    made: list[Quantized | None] = []
+    for form in x.operand:
+        if form is None:
+            made.append(None)
+            continue
+        new = empty_quantized(form.data.shape, form.format, x.device if device is None else device)
+        if copy:
+            _copy_form(new, form, non_blocking)
+        made.append(new)
+    checks.gemm_output(dtype or x.dtype)
+    return BlockwiseFP8Tensor(
+        *made, shape=x.shape, strides=x.stride(), dtype=dtype or x.dtype, recipe=x.recipe
+    )
+
+
+def _clone(func: Any, x: BlockwiseFP8Tensor, *, memory_format: Any = None) -> BlockwiseFP8Tensor:
+    return _fresh(x, None, None, copy=True)
+
+
+def _to_copy(
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **_: Any,
+) -> BlockwiseFP8Tensor:
+    return _fresh(x, device, dtype, copy=True, non_blocking=non_blocking)
+
+
+def _empty_like(
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> BlockwiseFP8Tensor:
+    return _fresh(x, device, dtype, copy=False)
+
+
+def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
+    """Plain zeros: what a gradient begins as."""
+    empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    zeros: Tensor = func(empty, **kwargs)
+    return zeros
+
+
+def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):
+        refuse(func)
+    if x.shape != source.shape or x.format is not source.format:
+        raise ValueError(
+            f"copy_ between BlockwiseFP8Tensors needs one shape, block_shape and scale rounding: "
+            f"got {source!r} for {x!r}"
+        )
+    if x.rowwise_data is not None:
+        _copy_form(x.rowwise(), source.rowwise(), non_blocking)
+    if x.columnwise_data is not None:
+        _copy_form(x.columnwise(), source.columnwise(), non_blocking)
+    return x
+
+
+def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
+    target.data.copy_(source.data, non_blocking=non_blocking)
+    target.scale.copy_(source.scale, non_blocking=non_blocking)
+
+
+COPIES: dict[Any, Callable[..., Any]] = {
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: _zeros_like,
+    aten.copy_.default: _copy_,
+}

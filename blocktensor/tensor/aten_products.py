@@ -1,0 +1,117 @@
+"""Products of the FP8 types below autograd: callers such as DTensor's local ops arrive here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from ..ops.gemm.ops import gemm
+from .base import FP8Base
+from .fp8_tensor import BlockwiseFP8Tensor, check_same_scaling, refuse
+from .weight import BlockwiseFP8Weight
+
+aten = torch.ops.aten
+
+
+def mm(
+    a: BlockwiseFP8Tensor,
+    b: BlockwiseFP8Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``a[M, K] b[K, N] (+ bias[N])`` in FP8: the gemm of a's rowwise and b's columnwise form.
+
+    Raises:
+        ValueError: shapes, devices or scale rounding that do not fit, or a form that is missing.
+    """
+    for operand, what in ((a, "the left operand"), (b, "the right operand")):
+        checks.rank(operand, (2,), what, "FP8 products take matrices")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"cannot multiply {list(a.shape)} by {list(b.shape)}: the inner sizes "
+            f"{a.shape[1]} and {b.shape[0]} differ"
+        )
+    check_same_scaling(a.format, b.format)
+    return gemm(a.rowwise(), b.columnwise(), bias, out_dtype or a.dtype)
+
+
+def _fp8(x: Tensor) -> BlockwiseFP8Tensor | None:
+    if isinstance(x, BlockwiseFP8Weight):
+        return x.quantized()
+    return x if isinstance(x, BlockwiseFP8Tensor) else None
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b``, where at least one operand is FP8; the other is cast as an activation."""
+    left, right = _fp8(a), _fp8(b)
+    known = left if right is None else right
+    assert known is not None
+    recipe = known.recipe
+    if left is None:
+        left = BlockwiseFP8Tensor.cast(a, recipe.activation_format, recipe, columnwise=False)
+    if right is None:
+        right = BlockwiseFP8Tensor.cast(b, recipe.activation_format, recipe, rowwise=False)
+    return mm(left, right, bias, a.dtype)
+
+
+def _refuse_untracked(func: Any, *operands: Tensor) -> None:
+    """A weight that reaches an aten product under autograd would get a high-precision gradient."""
+    if torch.is_grad_enabled() and any(
+        isinstance(x, BlockwiseFP8Weight) and x.requires_grad for x in operands
+    ):
+        raise NotImplementedError(
+            f"{func} reached a BlockwiseFP8Weight below F.linear, torch.mm, torch.matmul and "
+            f"torch.addmm, where its gradient would silently be computed in high precision: call "
+            f"one of those, or leave this module unconverted (skip=[...])"
+        )
+
+
+def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    _refuse_untracked(func, a, b)
+    return _product(a, b)
+
+
+def _addmm(
+    func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if isinstance(bias, FP8Base):
+        refuse(func)
+    _refuse_untracked(func, a, b)
+    if bias.ndim == 1 and beta == 1 and alpha == 1:
+        return _product(a, b, bias)
+    return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
+
+
+def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
+        f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm, or pass "
+        f"weight.master to compute in high precision on purpose"
+    )
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {aten.mm.default: _mm, aten.addmm.default: _addmm}
+"""Products of both types."""
+
+UNSUPPORTED_PRODUCTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.addbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.addmm_.default,
+        aten.addr.default,
+        aten.dot.default,
+        aten.vdot.default,
+        aten._grouped_mm.default,
+        aten._trilinear.default,
+        aten.convolution.default,
+    ),
+    _unsupported_product,
+)
+"""Products of a BlockwiseFP8Weight that have no FP8 path: refused."""

@@ -1,0 +1,130 @@
+"""What the FP8 types have in common: overrides above autograd, and ops that act on masters."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``."""
+
+_GRAD: Any = Tensor.grad  # the descriptor
+
+
+@functools.cache
+def _version() -> str:
+    """Version of this package, on which the code that compilers make of it depends."""
+    try:
+        return importlib.metadata.version("blocktensor")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+class FP8Base(Tensor):
+    """Base class of the FP8 types: overrides above autograd, and no constructor of Tensor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
+        """A tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=dtype,
+            device=inner.device,
+        )
+
+    # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
+    # time that the way through __torch_function__ does.
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as any tensor's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Tensor | None = _GRAD.__get__(self)
+            return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of torch's compile cache: structure and layouts, never values."""
+        names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = [getattr(self, name) for name in names]
+        layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
+        known = (type(self).__name__, self.dtype, self.requires_grad, names, layouts, context)
+        return repr((known, _version()))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        override = TORCH_FUNCTIONS.get(func)
+        if override is not None:
+            return override(*args, **kwargs) if kwargs else override(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class MasterBase(FP8Base):
+    """Base class of tensors that wrap a high-precision master, on which most ops act."""
+
+    master: Tensor
+
+    @property
+    def counted(self) -> Tensor:
+        """The tensor whose version counter tells that the master has changed."""
+        return self.master
+
+
+def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
+    wrapped: dict[int, MasterBase] = {}
+
+    def unwrap(x: Any) -> Any:
+        if not isinstance(x, MasterBase):
+            return x
+        wrapped[id(x.master)] = x
+        return x.master
+
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    if func._schema.is_mutable or func.namespace == "c10d":  # schemas of c10d ops name no writes
+        # Below autograd an in-place op leaves the master's version alone, and an alias of the
+        # weight made by .data has a counter of its own: count here, where both are known.
+        for wrapper in wrapped.values():
+            torch.autograd.graph.increment_version(wrapper.counted)
+    return torch.utils._pytree.tree_map(
+        lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
+    )
+
+
+def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Give views the kind of their base: under inference_mode, a normal tensor's stay normal."""
+
+    @functools.wraps(implementation)
+    def run(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled() == x.is_inference():
+            return implementation(func, x, *args, **kwargs)
+        with torch.inference_mode(x.is_inference()):
+            return implementation(func, x, *args, **kwargs)
+
+    return run

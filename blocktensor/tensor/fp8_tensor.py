@@ -1,0 +1,348 @@
+"""BlockwiseFP8Tensor: a matrix in blockwise FP8, with up to two forms of its bytes.
+
+A matrix ``x[M, K]`` has a *rowwise* form (data ``[M, K]`` contiguous, blocks along K) and a
+*columnwise* form (data ``[K, M]`` contiguous, blocks along M): FP8 tensor cores read operands
+contiguous along the contraction only. ``x.t()`` swaps the labels and moves no data, so that one
+rule serves every product::
+
+    mm(a, b) = gemm(a.rowwise, b.columnwise)
+
+128x128 blocks transpose exactly, so either form is derived from the other on demand. 1x128 blocks
+do not: their two forms are two casts of the high-precision tensor, made together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from ..ops.cast import ops as cast
+from ..ops.formats import ROWS, BlockFormat, Quantized, with_block_shape
+from ..ops.scale_layouts import laid_out
+from ..recipe import DEFAULT_RECIPE, Recipe
+from .base import FP8Base
+from .operand import Operand
+
+ATEN_OPS: dict[Any, Callable[..., Any]] = {}
+"""The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
+
+_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
+
+
+class BlockwiseFP8Tensor(FP8Base):
+    """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
+
+    To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
+    Products keep it in FP8; anything it cannot do in FP8 raises and says ``.dequantize()``.
+
+    Attributes:
+        rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
+        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None.
+        format: of its blocks; ``block_shape`` is ``(1, 128)`` (activations, gradients) or
+            ``(128, 128)`` (weights).
+        recipe: the :class:`~blocktensor.Recipe` it was cast with.
+
+    A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
+    128x128 tensor may be a stack ``[E, N, K]``.
+    """
+
+    rowwise_data: Tensor | None
+    rowwise_scale: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale: Tensor | None
+    format: BlockFormat
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(
+        cls,
+        rowwise: Quantized | None,
+        columnwise: Quantized | None,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        recipe: Recipe = DEFAULT_RECIPE,
+        strides: Sequence[int] | None = None,
+    ) -> BlockwiseFP8Tensor:
+        """Wrap finished casts; most callers want :meth:`quantize`.
+
+        Args:
+            rowwise, columnwise: the forms that exist, of one format; at least one.
+            shape: logical shape; for 1x128 blocks any ``[..., K]`` over the rows of the data.
+            dtype: the high-precision dtype to show to autograd and to produce.
+            recipe: how the casts were made.
+            strides: logical strides; contiguous by default.
+
+        Raises:
+            ValueError, TypeError: data, scales and shape that do not fit each other.
+        """
+        present = rowwise or columnwise
+        if present is None:
+            raise ValueError(
+                "BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither; "
+                "BlockwiseFP8Tensor.quantize(x) makes them"
+            )
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides,  # None: contiguous
+            dtype=dtype,
+            device=present.data.device,
+        )
+        self.rowwise_data, self.rowwise_scale = (None, None) if rowwise is None else rowwise[:2]
+        self.columnwise_data, self.columnwise_scale = columnwise[:2] if columnwise else (None, None)
+        self.format = present.format
+        self.recipe = recipe
+        return self
+
+    @classmethod
+    def from_data(
+        cls,
+        rowwise_data: Tensor,
+        rowwise_scale: Tensor,
+        *,
+        block_shape: tuple[int, int],
+        dtype: torch.dtype = torch.bfloat16,
+        recipe: Recipe = DEFAULT_RECIPE,
+    ) -> BlockwiseFP8Tensor:
+        """A tensor from existing FP8 bytes and scales (value = data * scale), e.g. a checkpoint's.
+
+        Args:
+            rowwise_data: e4m3 ``[M, K]``, or ``[E, N, K]`` with 128x128 blocks.
+            rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
+            block_shape: ``(1, 128)`` or ``(128, 128)``.
+            dtype: the high-precision dtype it stands for.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
+        """
+        form = Quantized(rowwise_data, rowwise_scale, with_block_shape(block_shape, recipe.scale))
+        checks.quantized(form)
+        checks.gemm_output(dtype)
+        return cls(
+            laid_out(rowwise_data.contiguous(), rowwise_scale, form.format),
+            None,
+            shape=rowwise_data.shape,
+            dtype=dtype,
+            recipe=recipe,
+        )
+
+    @classmethod
+    def quantize(
+        cls,
+        x: Tensor,
+        block_shape: tuple[int, int] = ROWS.block_shape,
+        recipe: Recipe = DEFAULT_RECIPE,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> BlockwiseFP8Tensor:
+        """Cast a high-precision tensor; not differentiable (:func:`blocktensor.quantize` is).
+
+        Args:
+            x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
+                128x128 blocks; any strides.
+            rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
+
+        Raises:
+            TypeError, ValueError: another dtype, rank or block shape.
+        """
+        format = with_block_shape(block_shape, recipe.scale)
+        return cls.cast(x, format, recipe, rowwise=rowwise, columnwise=columnwise)
+
+    @classmethod
+    def cast(
+        cls,
+        x: Tensor,
+        format: BlockFormat,
+        recipe: Recipe,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> BlockwiseFP8Tensor:
+        """:meth:`quantize`, for a format."""
+        if format.transposes:
+            operand = Operand(cast.quantize_rowwise(x, format), None)
+        elif rowwise or columnwise:
+            operand = quantize_forms(x, format, rowwise, columnwise)
+        else:
+            raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
+        return cls(*operand, shape=x.shape, dtype=x.dtype, recipe=recipe)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        return self.format.block_shape
+
+    @property
+    def operand(self) -> Operand:
+        """The forms held."""
+        return Operand(
+            _form(self.rowwise_data, self.rowwise_scale, self.format),
+            _form(self.columnwise_data, self.columnwise_scale, self.format),
+        )
+
+    def rowwise(self) -> Quantized:
+        """The rowwise form, derived by a byte transpose where 128x128 blocks lack it.
+
+        Raises:
+            ValueError: 1x128 blocks cast without it: a second rounding would be needed.
+        """
+        form = self.operand.need_rowwise()
+        if self.rowwise_data is None and self.recipe.columnwise == "keep":
+            self.rowwise_data, self.rowwise_scale, _ = form
+        return form
+
+    def columnwise(self) -> Quantized:
+        """The columnwise form, derived by a byte transpose where 128x128 blocks lack it.
+
+        Raises:
+            ValueError: as :meth:`rowwise`.
+        """
+        form = self.operand.need_columnwise()
+        if self.columnwise_data is None and self.recipe.columnwise == "keep":
+            self.columnwise_data, self.columnwise_scale, _ = form
+        return form
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """``data * scale`` as a plain tensor of the logical shape, in ``dtype`` or ``self.dtype``.
+
+        Read from the rowwise form, or the columnwise one where that is all there is.
+        """
+        dtype, (row, _) = dtype or self.dtype, self.operand
+        if row is not None:
+            value = cast.dequantize(row, dtype)
+        else:
+            value = cast.dequantize(self.columnwise(), dtype).transpose(-1, -2)
+        return value.reshape(self.shape)
+
+    def relabel(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        transpose: bool = False,
+    ) -> BlockwiseFP8Tensor:
+        """The same bytes under another shape (by default contiguous) or orientation."""
+        operand = self.operand
+        return BlockwiseFP8Tensor(
+            *(operand.transposed() if transpose else operand),
+            shape=self.shape if shape is None else shape,
+            strides=self.stride() if shape is None else strides,
+            dtype=self.dtype,
+            recipe=self.recipe,
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [name for name in _INNER if getattr(self, name) is not None]
+        return names, (self.dtype, self.format, self.recipe)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> BlockwiseFP8Tensor:
+        dtype, format, recipe = context
+        return BlockwiseFP8Tensor(
+            *operand_of(inner, format),
+            shape=outer_size,
+            strides=outer_stride,
+            dtype=dtype,
+            recipe=recipe,
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        forms = "+".join(
+            side
+            for side in ("rowwise", "columnwise")
+            if getattr(self, f"{side}_data", None) is not None
+        )
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"BlockwiseFP8Tensor(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"block_shape={self.block_shape}, scale={self.recipe.scale!r}, forms={forms}, "
+            f"device={str(self.device)!r}{grad})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        implementation = ATEN_OPS.get(func)
+        if implementation is None:
+            refuse(func)
+        return implementation(func, *args, **(kwargs or {}))
+
+
+def refuse(func: Any) -> NoReturn:
+    """Raise for an op that FP8 bytes cannot serve: never a silent dequantize."""
+    writes = (
+        "; to write to a frozen weight (merge an adapter into it, say), call "
+        "blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
+    )
+    raise NotImplementedError(
+        f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
+        f".dequantize() first to work on a plain tensor{writes if func._schema.is_mutable else ''}"
+    )
+
+
+def operand_of(inner: Mapping[str, Tensor], format: BlockFormat) -> Operand:
+    """The operand of inner tensors by name, as ``__tensor_flatten__`` names them."""
+    return Operand(
+        _form(inner.get("rowwise_data"), inner.get("rowwise_scale"), format),
+        _form(inner.get("columnwise_data"), inner.get("columnwise_scale"), format),
+    )
+
+
+def _form(data: Tensor | None, scale: Tensor | None, format: BlockFormat) -> Quantized | None:
+    return None if data is None or scale is None else Quantized(data, scale, format)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x[..., K]`` with its leading dimensions flattened.
+
+    Raises:
+        ValueError: a scalar.
+    """
+    if x.ndim == 2:
+        return x
+    if x.ndim == 0:
+        raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+
+
+def quantize_forms(x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool) -> Operand:
+    """The forms asked for of an activation or gradient ``x[..., K]``, cast now unless it is FP8."""
+    if isinstance(x, BlockwiseFP8Tensor):
+        return Operand(x.rowwise() if rowwise else None, x.columnwise() if columnwise else None)
+    x = as_matrix(x)
+    if rowwise and columnwise:
+        return Operand(*cast.quantize_both(x, format))
+    return Operand(
+        cast.quantize_rowwise(x, format) if rowwise else None,
+        cast.quantize_columnwise(x, format) if columnwise else None,
+    )
+
+
+def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:
+    """Refuse operands whose scales are rounded differently.
+
+    Raises:
+        ValueError: they are.
+    """
+    if a.scale_rounding != b.scale_rounding:
+        raise ValueError(
+            f"mixed recipes: one operand was cast with Recipe(scale={a.scale_rounding!r}), the "
+            f"other with Recipe(scale={b.scale_rounding!r}); cast both with one recipe, e.g. "
+            f"blocktensor.quantize(x, recipe=weight.recipe)"
+        )

@@ -1,0 +1,178 @@
+"""BlockwiseFP8Weight: a trainable parameter that products see in FP8 and all other ops in full.
+
+It wraps a high-precision ``master``. Optimizers, clipping, initialisation, ``state_dict`` and every
+other op act on the master; ``F.linear``, ``mm``, ``matmul`` and ``addmm`` act on its FP8 form,
+which is cast once per version of the master and shared by every view of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ops import checks
+from ..ops.formats import BlockFormat, Quantized
+from ..recipe import DEFAULT_RECIPE, Recipe
+from .base import MasterBase, on_master
+from .fp8_tensor import BlockwiseFP8Tensor
+from .operand import Operand
+from .weight_cache import FP8Cache
+
+WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
+"""Ops that do more than act on the master, from ``aten_*.py``."""
+
+
+class BlockwiseFP8Weight(MasterBase):
+    """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
+
+    Attributes:
+        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor.
+        recipe: the :class:`~blocktensor.Recipe` of its casts.
+    """
+
+    cache: FP8Cache
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        master: Tensor,
+        recipe: Recipe = DEFAULT_RECIPE,
+        *,
+        cache: FP8Cache | None = None,
+        transposed: bool = False,
+    ) -> BlockwiseFP8Weight:
+        """Wrap ``master``; its storage is shared, not copied.
+
+        Args:
+            master: bf16, fp16 or fp32, ``[N, K]`` or ``[E, N, K]``; any strides.
+            recipe: how it is cast.
+            cache, transposed: for views of a weight: the weight's cache, and whether this view
+                is its transpose.
+
+        Raises:
+            TypeError, ValueError: another dtype or rank.
+        """
+        checks.high_precision(master, "the weight")
+        checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
+        self = cls.wrapper_of(master, master.dtype)
+        self.master = master
+        self.cache = FP8Cache(master, recipe) if cache is None else cache
+        self.transposed = transposed
+        return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """How this weight is cast."""
+        return self.cache.recipe
+
+    @property
+    def counted(self) -> Tensor:
+        """The cache's master, which below autograd does not share its counter with a transpose."""
+        return self.cache.master
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """An fp32 ``[N, K]`` buffer that backward adds weight gradients to, not to ``.grad``.
+
+        The weight gradient's GEMM adds to it as it writes, so that any number of microbatches are
+        summed in fp32 without another pass. ``.grad`` then stays None, and hooks that wait for it
+        (DDP's, ``register_post_accumulate_grad_hook``) do not run. Zeroing it is up to its owner.
+        Gradients that come through a view of the weight (``x @ w``) arrive in ``.grad``.
+
+        Raises:
+            TypeError, ValueError: set to what is not fp32 of the weight's shape and device, with
+                rows contiguous.
+        """
+        return self.cache.main_grad
+
+    @main_grad.setter
+    def main_grad(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            checks.main_grad(buffer, self)
+        self.cache.main_grad = buffer
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of its casts."""
+        return self.cache.recipe.weight_format
+
+    @property
+    def operand(self) -> Operand:
+        """The FP8 forms of the weight as it is now: at most one cast per version of the master."""
+        operand = self.cache.get(self)
+        return operand.transposed() if self.transposed else operand
+
+    def rowwise(self) -> Quantized:
+        """The rowwise FP8 form of the weight as it is now."""
+        return (
+            self.cache.columnwise(self) if self.transposed else self.cache.get(self).need_rowwise()
+        )
+
+    def columnwise(self) -> Quantized:
+        """The columnwise FP8 form of the weight as it is now."""
+        return (
+            self.cache.get(self).need_rowwise() if self.transposed else self.cache.columnwise(self)
+        )
+
+    def quantized(self) -> BlockwiseFP8Tensor:
+        """The FP8 forms of the weight as it is now, as a tensor."""
+        return BlockwiseFP8Tensor(
+            *self.operand,
+            shape=self.shape,
+            strides=self.stride() if self.transposed else None,
+            dtype=self.dtype,
+            recipe=self.recipe,
+        )
+
+    def replace_master(self, master: Tensor) -> None:
+        """Take another master of the same shape, dtype and device (``weight.data = …``)."""
+        self.master = master
+        recipe, main_grad = self.cache.recipe, self.cache.main_grad
+        self.cache = FP8Cache(master.transpose(-1, -2) if self.transposed else master, recipe)
+        self.cache.main_grad = main_grad
+
+    def invalidate(self) -> None:
+        """Cast again at the next use.
+
+        Needed only after writing to the master's memory behind PyTorch's back (a raw pointer, a
+        replayed CUDA graph); in-place ops are noticed.
+        """
+        self.cache.invalidate()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["master"], (self.cache.recipe, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> BlockwiseFP8Weight:
+        recipe, transposed = context
+        master = inner["master"]
+        cache = FP8Cache(master.transpose(-1, -2) if transposed else master, recipe)
+        return BlockwiseFP8Weight(master, cache=cache, transposed=transposed)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r}{grad})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        special = WEIGHT_OPS.get(func)
+        if special is not None:
+            return special(func, *args, **(kwargs or {}))
+        return on_master(func, args, kwargs or {})
