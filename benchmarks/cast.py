@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blocktensor.ops import library
+from blocktensor.ops.cast import ops as casts
+from blocktensor.ops.formats import ROWS, SQUARES
 
 from . import peers
 from .shapes import CASTS
@@ -33,20 +34,20 @@ class Op(NamedTuple):
 
 
 def ops(x: Tensor) -> list[Op]:
-    """Every op of ``blocktensor.ops.library`` that casts to or from ``x``'s dtype."""
-    square, row = library.quantize_square(x, False), library.quantize_rowwise(x, False)
+    """Every op of ``blocktensor.ops.cast.ops``, to or from ``x``'s dtype."""
+    square, row = casts.quantize_rowwise(x, SQUARES), casts.quantize_rowwise(x, ROWS)
     dtype, size = x.dtype, x.element_size()
     name = str(dtype).removeprefix("torch.")
     cases = [
-        Op("rowwise", name, lambda: library.quantize_rowwise(x, False), size + 1),
-        Op("columnwise", name, lambda: library.quantize_columnwise(x, False), size + 1),
-        Op("rowwise+columnwise", name, lambda: library.quantize_both(x, False), size + 2),
-        Op("128x128", name, lambda: library.quantize_square(x, False), size + 1),
-        Op("dequantize 1x128", name, lambda: library.dequantize(*row, dtype), size + 1),
-        Op("dequantize 128x128", name, lambda: library.dequantize(*square, dtype), size + 1),
+        Op("rowwise", name, lambda: casts.quantize_rowwise(x, ROWS), size + 1),
+        Op("columnwise", name, lambda: casts.quantize_columnwise(x, ROWS), size + 1),
+        Op("rowwise+columnwise", name, lambda: casts.quantize_both(x, ROWS), size + 2),
+        Op("128x128", name, lambda: casts.quantize_rowwise(x, SQUARES), size + 1),
+        Op("dequantize 1x128", name, lambda: casts.dequantize(row, dtype), size + 1),
+        Op("dequantize 128x128", name, lambda: casts.dequantize(square, dtype), size + 1),
     ]
     if dtype == torch.bfloat16:
-        cases.append(Op("transpose", "float8_e4m3fn", lambda: library.transpose_square(*square), 2))
+        cases.append(Op("transpose", "float8_e4m3fn", lambda: casts.transpose(square), 2))
     return cases
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blocktensor.ops.layouts import Form
+from blocktensor.ops.formats import Quantized
 
 from .timing import Call
 
@@ -52,10 +52,10 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
 
 
-def prepare(kind: str, variant: str, a: Form, b: Form, out: Tensor) -> Call:
+def prepare(kind: str, variant: str, a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of the draft that launches on the stream current now, whichever is current then."""
     module = _load("gluon_fprop_draft" if kind == "fprop" else "gluon_wgrad_draft")
     options = () if kind == "fprop" else (kind == "wgrad_add",)
     with _drafts_knobs(module):
-        launch: Call = module.prepared(variant, *a, *b, out, *options)[0]
+        launch: Call = module.prepared(variant, *a[:2], *b[:2], out, *options)[0]
     return launch

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blocktensor.ops import backends, library
-from blocktensor.ops.layouts import BLOCK, Form
+from blocktensor.ops.cast.ops import quantize_columnwise, quantize_rowwise
+from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
 
 from . import drafts, peers
 from .shapes import SET_S, SMALL, Shape
@@ -48,14 +51,12 @@ class Case:
     def out_dtype(self) -> torch.dtype:
         return torch.float32 if self.kind == "wgrad_add" else torch.bfloat16
 
-    def problem(self, accumulate: bool) -> backends.GemmProblem:
+    def problem(self, accumulate: bool) -> GemmProblem:
         """What the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
         sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, self.m)
-        b_block = BLOCK if self.kind == "fprop" else 1
-        return backends.GemmProblem(
-            *sizes, 1, b_block, self.out_dtype, device, accumulate=accumulate
-        )
+        b_format = SQUARES if self.kind == "fprop" else ROWS
+        return GemmProblem(*sizes, ROWS, b_format, self.out_dtype, device, accumulate=accumulate)
 
 
 class Inputs(NamedTuple):
@@ -63,8 +64,8 @@ class Inputs(NamedTuple):
 
     left: Tensor
     right: Tensor
-    a: Form
-    b: Form
+    a: Quantized
+    b: Quantized
     out: Tensor
 
 
@@ -76,13 +77,13 @@ def make_inputs(case: Case) -> Inputs:
     x = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)
     if case.kind == "fprop":
         w = torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
-        a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
+        a, b = quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES)
         left, right = x, w.t()
     else:
         g = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
-        a, b = library.quantize_columnwise(g, False), library.quantize_columnwise(x, False)
+        a, b = quantize_columnwise(g, ROWS), quantize_columnwise(x, ROWS)
         left, right = g.t(), x
-    out = torch.zeros(a[0].shape[0], b[0].shape[0], dtype=case.out_dtype, device="cuda")
+    out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=case.out_dtype, device="cuda")
     return Inputs(left, right, a, b, out)
 
 
@@ -101,24 +102,26 @@ def ours(case: Case) -> dict[str, Maker]:
     adds = case.kind == "wgrad_add"
     makers: dict[str, Maker] = {}
     if adds:
-        makers["blocktensor"] = lambda i: lambda: library.gemm_add_(i.out, *i.a, *i.b)
+        makers["blocktensor"] = lambda i: lambda: gemm_add_(i.out, i.a, i.b)
     else:
-        makers["blocktensor"] = lambda i: lambda: library.gemm_forms(i.a, i.b, None, case.out_dtype)
-    for backend in backends.GEMM_BACKENDS:
+        makers["blocktensor"] = lambda i: lambda: gemm(i.a, i.b, None, case.out_dtype)
+    for backend in choose_backend.GEMM_BACKENDS:
         # cuBLAS cannot add: its plain fp32 product is the peer of ours
         problem = case.problem(adds and backend.name != "cublas")
         if backend.name == "reference" or backend.unusable(problem.device):
             continue
         if backend.declines(problem) is None:
-            makers[backend.name] = _backend(backend.name, problem)
+            makers[backend.name] = _backend(backend, problem)
     return makers
 
 
-def _backend(name: str, problem: backends.GemmProblem) -> Maker:
-    module = backends.gemm_module(name)
+def _backend(backend: GemmBackend, problem: GemmProblem) -> Maker:
+    kernels = choose_backend.gemm_kernels(backend)
     if problem.accumulate:
-        return lambda i: lambda: module.gemm_add_(i.out, *i.a, *i.b)
-    return lambda i: lambda: module.gemm(*i.a, *i.b, None, problem.out_dtype)
+        add = kernels.gemm_add_
+        assert add is not None
+        return lambda i: lambda: add(i.out, i.a, i.b)
+    return lambda i: lambda: kernels.gemm(i.a, i.b, None, problem.out_dtype)
 
 
 def others(case: Case) -> dict[str, Maker]:
@@ -128,7 +131,7 @@ def others(case: Case) -> dict[str, Maker]:
     makers: dict[str, Maker] = {
         "tensorwise": lambda i: (
             lambda: torch._scaled_mm(
-                i.a[0], i.b[0].t(), one, one, out_dtype=dtype, use_fast_accum=True
+                i.a.data, i.b.data.t(), one, one, out_dtype=dtype, use_fast_accum=True
             )
         )
     }
@@ -190,7 +193,7 @@ def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
         "m": case.m,
         "n": case.n,
         "k": case.k,
-        "backend": backends.choose_gemm(case.problem(case.kind == "wgrad_add")).name,
+        "backend": choose_backend.choose_gemm(case.problem(case.kind == "wgrad_add")).name,
         **{name: round(rate, 1) for name, rate in rates.items()},
     }
     best = max((rate for name, rate in rates.items() if name.startswith("draft_")), default=None)

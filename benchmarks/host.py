@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 import blocktensor as bt
-from blocktensor.ops import backends, library
+from blocktensor.ops.cast import ops as casts
+from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.gemm.choose_backend import usable_gemm_backends
+from blocktensor.ops.gemm.ops import gemm
+from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 from .linear import step
 from .timing import Call
@@ -42,15 +46,15 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
     """What is timed: the op, the backend or dtype it runs in, and a call of it."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
-    yield "cast rowwise", "fp8", lambda: library.quantize_rowwise(x, False)
-    yield "cast columnwise", "fp8", lambda: library.quantize_columnwise(x, False)
-    yield "cast rowwise+columnwise", "fp8", lambda: library.quantize_both(x, False)
-    yield "cast 128x128", "fp8", lambda: library.quantize_square(w, False)
-    yield "transpose 128x128", "fp8", lambda: library.transpose_square(*b)
-    for name in backends.usable_gemm_backends(x.device):
+    a, b = casts.quantize_rowwise(x, ROWS), casts.quantize_rowwise(w, SQUARES)
+    yield "cast rowwise", "fp8", lambda: casts.quantize_rowwise(x, ROWS)
+    yield "cast columnwise", "fp8", lambda: casts.quantize_columnwise(x, ROWS)
+    yield "cast rowwise+columnwise", "fp8", lambda: casts.quantize_both(x, ROWS)
+    yield "cast 128x128", "fp8", lambda: casts.quantize_rowwise(w, SQUARES)
+    yield "transpose 128x128", "fp8", lambda: casts.transpose(b)
+    for name in usable_gemm_backends(x.device):
         if name != "reference":
-            yield "gemm", name, lambda: library.gemm_forms(a, b, None, torch.bfloat16)
+            yield "gemm", name, lambda: gemm(a, b, None, torch.bfloat16)
     grad = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     leaf = x.detach().requires_grad_()
     for dtype in ("bf16", "fp8"):
@@ -63,15 +67,15 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
 
 def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
     """One row an op, backend and shape: host microseconds a call, median of 500."""
-    before = os.environ.pop(backends.FORCE_VARIABLE, None)
+    before = os.environ.pop(GEMM_VARIABLE, None)
     try:
         for m, n, k in shapes:
             for op, what, call in _calls(m, n, k):
                 if op == "gemm":
-                    os.environ[backends.FORCE_VARIABLE] = what
+                    os.environ[GEMM_VARIABLE] = what
                 us = host_us(call)
-                os.environ.pop(backends.FORCE_VARIABLE, None)
+                os.environ.pop(GEMM_VARIABLE, None)
                 yield {"op": op, "in": what, "m": m, "n": n, "k": k, "host_us": round(us, 1)}
     finally:
         if before is not None:
-            os.environ[backends.FORCE_VARIABLE] = before
+            os.environ[GEMM_VARIABLE] = before

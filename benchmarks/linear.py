@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import blocktensor as bt
-from blocktensor.ops import library
+from blocktensor.ops.cast.ops import (
+    quantize_both,
+    quantize_columnwise,
+    quantize_rowwise,
+    transpose,
+)
+from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.gemm.ops import gemm
 
 from . import peers
 from .shapes import LINEAR, SMALL, Shape
@@ -54,22 +61,19 @@ def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
 
 def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
     """The casts and GEMMs of one step, each as a call."""
-    x_row, x_columns = library.quantize_rowwise(x, False), library.quantize_columnwise(x, False)
-    g_row, g_columns = (
-        library.quantize_rowwise(grad, False),
-        library.quantize_columnwise(grad, False),
-    )
-    square = library.quantize_square(w, False)
-    transposed = library.transpose_square(*square)
+    x_row, x_columns = quantize_rowwise(x, ROWS), quantize_columnwise(x, ROWS)
+    g_row, g_columns = quantize_rowwise(grad, ROWS), quantize_columnwise(grad, ROWS)
+    square = quantize_rowwise(w, SQUARES)
+    transposed = transpose(square)
     dtype = x.dtype
     return {
-        "cast_x": lambda: library.quantize_both(x, False),
-        "cast_w": lambda: library.quantize_square(w, False),
-        "transpose_w": lambda: library.transpose_square(*square),
-        "cast_g": lambda: library.quantize_both(grad, False),
-        "fprop": lambda: library.gemm_forms(x_row, square, None, dtype),
-        "dgrad": lambda: library.gemm_forms(g_row, transposed, None, dtype),
-        "wgrad": lambda: library.gemm_forms(g_columns, x_columns, None, dtype),
+        "cast_x": lambda: quantize_both(x, ROWS),
+        "cast_w": lambda: quantize_rowwise(w, SQUARES),
+        "transpose_w": lambda: transpose(square),
+        "cast_g": lambda: quantize_both(grad, ROWS),
+        "fprop": lambda: gemm(x_row, square, None, dtype),
+        "dgrad": lambda: gemm(g_row, transposed, None, dtype),
+        "wgrad": lambda: gemm(g_columns, x_columns, None, dtype),
     }
 
 

@@ -74,7 +74,8 @@ def _memory_of(model: nn.Module) -> Iterator[Tensor]:
         if isinstance(parameter, bt.BlockwiseFP8Weight):
             yield parameter.master
         elif isinstance(parameter, bt.BlockwiseFP8Tensor):
-            yield from (part for form in parameter.forms() if form for part in form)
+            for form in filter(None, parameter.operand):
+                yield from (form.data, form.scale)
         else:
             yield parameter
 

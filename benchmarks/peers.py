@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktensor.ops.layouts import Form, rows_per_scale
+from blocktensor.ops.formats import Quantized
 
 from .timing import Call
 
@@ -48,16 +48,16 @@ def present(name: str) -> bool:
     return not isinstance(_load(name), str)
 
 
-def torchao_gemm(a: Form, b: Form, out_dtype: torch.dtype) -> Call:
+def torchao_gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Call:
     """A call of torchao's Triton GEMM; it takes B and its scales transposed, as views.
 
     Its kernels compile and tune themselves for every shape: the first run takes minutes.
     """
     module: Any = _load("torchao")
-    square = rows_per_scale(b[0].shape[0], b[1]) > 1
+    square = b.format.rows > 1
     name = "triton_fp8_gemm_1x128_128x128" if square else "triton_fp8_gemm_1x128_128x1"
     gemm = getattr(module, name)
-    operands = a[0], b[0].t(), a[1], b[1].t()
+    operands = a.data, b.data.t(), a.scale, b.scale.t()
     return lambda: gemm(*operands, out_dtype=out_dtype)
 
 
@@ -75,14 +75,19 @@ def torchao_linear(layer: nn.Linear) -> nn.Linear:
     return converted
 
 
-def deepgemm_fprop(a: Form, b: Form, out: Tensor) -> Call:
+def deepgemm_fprop(a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of DeepGEMM's 1x128 by 128x128 product into ``out``."""
     module: Any = _load("deepgemm")
-    b = b[0], b[1].contiguous()
-    return lambda: module.fp8_gemm_nt(a, b, out, recipe=(1, 128, 128), disable_ue8m0_cast=True)
+    left, right = (a.data, a.scale), (b.data, b.scale.contiguous())
+    return lambda: module.fp8_gemm_nt(
+        left, right, out, recipe=(1, 128, 128), disable_ue8m0_cast=True
+    )
 
 
-def deepgemm_add(a: Form, b: Form, out: Tensor) -> Call:
+def deepgemm_add(a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of DeepGEMM's 1x128 by 1x128 product, added to fp32 ``out``."""
     module: Any = _load("deepgemm")
-    return lambda: module.fp8_gemm_nt(a, b, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    left, right = (a.data, a.scale), (b.data, b.scale)
+    return lambda: module.fp8_gemm_nt(
+        left, right, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True
+    )

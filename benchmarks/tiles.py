@@ -1,8 +1,8 @@
 """The speed of every tile of the Hopper GEMM, and of cuBLAS: what the choice among them rests on.
 
 Times of many shapes are fitted by least squares of the relative error to the lines of
-``blocktensor.ops.gluon.tiles.Speed``: microseconds a wave and k block, a wave, and a launch; and
-where there is one wave, a k block and a launch.
+``blocktensor.ops.gemm.hopper.tiles.Speed``: microseconds a wave and k block, a wave, and a launch;
+and where there is one wave, a k block and a launch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktensor.ops import backends
-from blocktensor.ops.gluon.tiles import ADDED, CUBLAS, FILE, TILES, Speed, sms, speeds
-from blocktensor.ops.layouts import BLOCK, num_blocks
+from blocktensor.ops.devices import sms
+from blocktensor.ops.formats import BLOCK, num_blocks
+from blocktensor.ops.gemm.choose_backend import gemm_backend, gemm_kernels
+from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
 
 from .gemm import Case, Inputs, Maker, make_inputs
 from .shapes import SET_S, Shape
@@ -54,19 +55,19 @@ QUICK: dict[str, Any] = {"shapes": SHAPES[3:7], "rounds": 3}
 
 
 def _tile(name: str) -> Maker:
-    from blocktensor.ops.gluon.gemm import plan_gemm
+    from blocktensor.ops.gemm.hopper.launch import plan_gemm
 
     def make(i: Inputs) -> Any:
         added = name.endswith(ADDED)
-        launch = plan_gemm(*i.a, *i.b, None, i.out, added, TILES[name.removesuffix(ADDED)])
+        launch = plan_gemm(i.a, i.b, None, i.out, added, TILES[name.removesuffix(ADDED)])
         return lambda: launch()
 
     return make
 
 
 def _cublas(i: Inputs) -> Any:
-    module = backends.gemm_module("cublas")
-    return lambda: module.gemm(*i.a, *i.b, None, torch.bfloat16)
+    gemm = gemm_kernels(gemm_backend("cublas")).gemm
+    return lambda: gemm(i.a, i.b, None, torch.bfloat16)
 
 
 def _names(kind: str) -> list[str]:
@@ -80,7 +81,7 @@ def _times(case: Case, rounds: int) -> dict[str, float]:
     inputs = make_inputs(case)
     makers: dict[str, Maker] = {name: _tile(name) for name in _names(case.kind)}
     problem = case.problem(case.kind == "wgrad_add")
-    if backends.gemm_backend("cublas").declines(problem) is None:
+    if gemm_backend("cublas").declines(problem) is None:
         makers[CUBLAS[KINDS[case.kind]]] = _cublas
     repeats = graph_repeats(case.flops)
     timed = {name: [graphed(make(inputs), repeats=repeats)] for name, make in makers.items()}

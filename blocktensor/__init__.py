@@ -56,25 +56,8 @@ _torch.serialization.add_safe_globals(
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockwiseFP8Tensor",
-    "BlockwiseFP8Weight",
-    "CheckpointError",
-    "ConversionReport",
-    "Explanation",
-    "LoadReport",
-    "MemoryReport",
-    "Recipe",
-    "SharingReport",
-    "SmallKN",
-    "convert",
-    "explain",
-    "freeze",
-    "functional",
-    "load_fp8",
-    "memory_report",
-    "quantize",
-    "save_fp8",
-    "share_inputs",
-    "to_blockwise_fp8_weights",
-    "unfreeze",
-]
+    "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "ConversionReport",
+    "Explanation", "LoadReport", "MemoryReport", "Recipe", "SharingReport", "SmallKN",
+    "convert", "explain", "freeze", "functional", "load_fp8", "memory_report", "quantize",
+    "save_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze",
+]  # fmt: skip

@@ -101,7 +101,8 @@ def base_bytes(model: nn.Module) -> Iterator[Tensor]:
     """The stored bytes of the frozen parameters."""
     for parameter in model.parameters():
         if isinstance(parameter, blocktensor.BlockwiseFP8Tensor):
-            yield from (part.contiguous().view(torch.uint8) for part in parameter.rowwise())
+            data, scale, _format = parameter.rowwise()
+            yield from (part.contiguous().view(torch.uint8) for part in (data, scale))
         elif not parameter.requires_grad:
             yield parameter.detach().contiguous().view(torch.uint8)
 

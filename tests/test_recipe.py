@@ -10,7 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from blocktensor import Recipe
-from tests.models import complaint
+from tests.support.models import complaint
 
 
 def test_the_defaults() -> None:
@@ -60,3 +60,9 @@ def test_the_texts() -> None:
         complaint(ValueError, lambda: Recipe(cache_weight=1)),
         """Recipe(cache_weight=1): expected True or False""",
     )
+
+
+@pytest.mark.parametrize("name", ["scale", "columnwise", "cache_weight"])
+def test_bad_recipes_name_the_field(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Recipe\({name}='no'\): expected"):
+        Recipe(**{name: "no"})

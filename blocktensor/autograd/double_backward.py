@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 
-def raise_on_double_backward(
-    gradients: tuple[Tensor | None, ...],
-) -> tuple[Tensor | None, ...]:
+def raise_on_double_backward(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The same gradients, whose own backward raises NotImplementedError."""
     tracked = torch.zeros((), requires_grad=True)
     return tuple(None if g is None else _NoDoubleBackward.apply(g, tracked) for g in gradients)

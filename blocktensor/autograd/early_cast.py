@@ -11,9 +11,11 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from ..ops.formats import BlockFormat
-from ..tensor.fp8_tensor import quantize_forms
-from ..tensor.operand import Operand
+from ..ops.cast.ops import quantize_forms
+from ..ops.formats import BlockFormat, Quantized
+
+Forms = tuple[Quantized | None, Quantized | None]
+"""The rowwise and the columnwise form."""
 
 EARLY_BYTES = 64 << 20
 """Gradients of this size are cast early. The hook takes a tenth of a small linear's host time, and
@@ -29,7 +31,7 @@ class EarlyCast:
         """``needs``: whether dgrad (rowwise) and wgrad (columnwise) will read the gradient."""
         self._format, self._needs = format, needs
         # by thread: two may run backward through one graph at once
-        self._forms: dict[int, Operand] = {}
+        self._forms: dict[int, Forms] = {}
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         """Take the gradient away from autograd; None leaves it."""
@@ -40,6 +42,6 @@ class EarlyCast:
         self._forms[get_ident()] = quantize_forms(grad, self._format, *self._needs)
         return (None,)
 
-    def take(self) -> Operand | None:
+    def take(self) -> Forms | None:
         """The forms that this thread's hook made, if it did."""
         return self._forms.pop(get_ident(), None)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.formats import Quantized
+from ..ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise, transpose
+from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm, gemm_add_
-from ..ops.runtime.specialize import must_dispatch
+from ..ops.runtime.specialize import must_dispatch, recorded
 from ..recipe import Recipe
-from ..tensor.fp8_tensor import as_matrix, quantize_forms
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
 from .double_backward import raise_on_double_backward
@@ -35,20 +36,13 @@ Gradients = tuple[Tensor | None, ...]
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
-    """``x wᵀ (+ bias)`` in blockwise FP8, forward and backward; differentiable in all three.
+    """:func:`blocktensor.functional.linear`, for plain and for FP8 operands.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
-        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast in
-            128x128 blocks at every call.
+        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
         bias: ``[N]``, added in fp32 before the one rounding of the output.
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
-
-    Returns:
-        ``[..., N]`` in x's dtype, or autocast's where autocast is on.
-
-    Raises:
-        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
@@ -63,6 +57,31 @@ def linear(
         return y
 
 
+def _fprop(
+    x: Tensor,
+    w: Quantized,
+    bias: Tensor | None,
+    format: BlockFormat,
+    out_dtype: torch.dtype,
+    columnwise: bool,
+) -> tuple[Tensor, Quantized | None]:
+    """``y = x wᵀ (+ bias)`` and, if asked for, the columnwise form of x; of rowwise w."""
+    if isinstance(x, BlockwiseFP8Tensor):
+        x_row, x_col = x.rowwise(), x.columnwise() if columnwise else None
+    else:
+        x_row, x_col = quantize_forms(x, format, True, columnwise)  # type: ignore[assignment]
+    return gemm(x_row, w, bias, out_dtype), x_col
+
+
+def _dgrad_and_wgrad(
+    grad: Tensor, x: Quantized, w: Quantized, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``dx = grad w`` and ``dw = gradᵀ x``; of columnwise x and rowwise w."""
+    g_row, g_col = quantize_both(grad, x.format)
+    dx = gemm(g_row, transpose(w), None, x_dtype)
+    return dx, gemm(g_col, x, None, w_dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,17 +93,23 @@ class _Linear(torch.autograd.Function):
         early: EarlyCast | None,
     ) -> Tensor:
         needs_dx, needs_dw = plan.needs
-        w_row = saved_weight.rowwise_of(w, plan.weight_format)
-        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, needs_dw)
-
         ctx.plan, ctx.early, ctx.cache = plan, early, None
+        w_saved: Sequence[Tensor] = (w,)
+        ctx.names = ()
         if isinstance(w, BlockwiseFP8Weight):
-            ctx.cache = w.cache
-            if needs_dx or needs_dw:
-                w.cache.before_backward()
+            w_row, ctx.cache = w.rowwise(before_backward=needs_dx or needs_dw), w.cache
+        elif isinstance(w, BlockwiseFP8Tensor):
+            w_row = w.rowwise()
+            if not plan.tracing:
+                w_saved, ctx.names = saved_weight.inner_tensors(w)
+        else:
+            w_row = quantize_rowwise(w, plan.weight_format)
+            w_saved, ctx.names = w_row[:2], saved_weight.ROWWISE
+        if plan.fprop is None:
+            plan.fprop = recorded(_fprop, plan.records_forward)
+        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, needs_dw)
         x_saved = (None, None) if x_col is None else x_col[:2]
-        w_saved, ctx.names = saved_weight.to_save(w, w_row, plan.tracing) if needs_dx else ((), ())
-        ctx.save_for_backward(*x_saved, *w_saved)
+        ctx.save_for_backward(*x_saved, *(w_saved if needs_dx else ()))
         ctx.set_materialize_grads(False)
         # a plain view made in here could not be modified in place by the caller
         return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
@@ -116,19 +141,19 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     if main_grad is not None and needs_dw:
         main_grad, needs_dw = where_to_add(ctx, main_grad)
     g = None if ctx.early is None else ctx.early.take()
-    both = needs_dx and needs_dw and main_grad is None
     if g is None and grad is not None:
-        if both and plan.is_small and not must_dispatch(grad):
-            w_row = saved_weight.saved_rowwise_alone(weight)
+        if plan.records_backward and needs_dx and needs_dw and main_grad is None:
+            w_row = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight)
             if w_row is not None:
                 ctx.cache.after_backward()
-                run = plan.dgrad_and_wgrad(grad := as_matrix(grad), x_col)
+                grad = grad.reshape(-1, grad.shape[-1])
+                run = plan.record_backward(_dgrad_and_wgrad, grad, x_col)
                 dx, dw = run(grad, x_col, w_row, plan.x_dtype, plan.w_dtype)
                 return dx.view(plan.x_shape), dw, dbias, None, None
         g = quantize_forms(grad, plan.format, needs_dx, needs_dw)
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
-        w_col = saved_weight.saved_columnwise(weight, ctx.names, plan.weight_format)
+        w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format)
     if ctx.cache is not None:
         ctx.cache.after_backward()  # its bytes die here, before the GEMM allocates its output
     if g is None:  # no gradient came back to this output

@@ -6,7 +6,8 @@ They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..ops.runtime.specialize import PLAIN, Specialized, must_dispatch, recorded
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from . import early_cast, products
+from . import early_cast
 from .check_operands import autocast_dtype, check_linear
 
 _FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
@@ -35,20 +36,20 @@ class LinearPlan:
         needs: whether the gradients of x and w will be asked for.
         casts_grad_early: whether the output's gradient is cast before backward begins.
         tracing: True while a compiler or functorch traces.
-        is_small: whether backward may run as one recorded sequence, which holds its intermediates
-            until it ends.
-        fprop: ``products.fprop``, recorded as one sequence where nobody observes single ops.
+        records_forward: whether forward may run as one recorded sequence of launches.
+        records_backward: whether backward may; it then holds its intermediates until it ends.
+        fprop: the function that runs forward, once it has been called.
         x_shape, x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
     """
 
-    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "fprop", "is_small",
-                 "needs", "out_dtype", "tracing", "w_dtype", "weight_format", "x_dtype",
-                 "x_shape")  # fmt: skip
+    __slots__ = ("_backwards", "bias_dtype", "casts_grad_early", "casts_x", "format", "fprop",
+                 "needs", "out_dtype", "records_backward", "records_forward", "tracing", "w_dtype",
+                 "weight_format", "x_dtype", "x_shape")  # fmt: skip
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, records: bool = False
     ) -> None:
-        """Plan a linear of these operands; ``records``: and of all like them, unobserved.
+        """Plan a linear of these operands; ``records``: and of all like them, in eager mode.
 
         Raises:
             TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
@@ -74,14 +75,19 @@ class LinearPlan:
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
         launches = records and lacks_triton(x.device) is None
-        self.is_small = launches and _is_small(x, w)
-        self.fprop: Callable[..., tuple[Tensor, Quantized | None]] = recorded(
-            products.fprop, launches and not is_cast and 0 not in (x.numel(), w.numel())
-        )
+        self.records_forward = launches and not is_cast and 0 not in (x.numel(), w.numel())
+        self.records_backward = launches and _is_small(x, w)
+        self.fprop: Callable[..., tuple[Tensor, Quantized | None]] | None = None
+        self._backwards: Specialized[Callable[..., tuple[Tensor, Tensor]]] | None = None
 
-    def dgrad_and_wgrad(self, grad: Tensor, x: Quantized) -> Callable[..., tuple[Tensor, Tensor]]:
-        """``products.dgrad_and_wgrad``, recorded for gradients and saved inputs like these."""
-        return _BACKWARDS.find(self, grad, x)
+    def record_backward(
+        self, function: Callable[..., tuple[Tensor, Tensor]], grad: Tensor, x: Quantized
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
+        """``function``, recorded for gradients and saved inputs like these."""
+        if self._backwards is None:
+            self._backwards = Specialized(lambda *_: recorded(function))
+        # hooks may have laid out anew what was saved of x
+        return self._backwards.find(grad, x)
 
 
 def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
@@ -92,12 +98,21 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     """
     if (
         not isinstance(w, _FP8_TYPES)
-        or must_dispatch(_inner(x))
-        or must_dispatch(_inner(w))
+        or must_dispatch(_inner(x), _inner(w))
         or torch._C._are_functorch_transforms_active()
     ):
         return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
-    return _PLANS.find(x, w, bias, recipe)
+    return _PLANS.find(
+        x,
+        w,
+        bias,
+        recipe,
+        x.format if isinstance(x, BlockwiseFP8Tensor) else None,
+        w.cache.format if isinstance(w, BlockwiseFP8Weight) else w.format,
+        (x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad),
+        torch.is_grad_enabled(),
+        autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
+    )
 
 
 def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
@@ -107,15 +122,14 @@ def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
     return known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
 
 
-def _inner(x: Tensor) -> Tensor:
+def _inner(x: Any) -> Tensor:
     """A tensor that ``x`` is made of, whose type tells whether it has memory."""
     if type(x) is BlockwiseFP8Weight:
         return x.master
     if type(x) is BlockwiseFP8Tensor:
-        inner = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
-        assert inner is not None
-        return inner
-    return x
+        x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
+    inner: Tensor = x
+    return inner
 
 
 def _is_small(x: Tensor, w: Tensor) -> bool:
@@ -123,44 +137,10 @@ def _is_small(x: Tensor, w: Tensor) -> bool:
     return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
 
 
-def _operand_key(x: Tensor) -> Hashable:
-    known = x.shape, x.dtype, x.device, x.requires_grad
-    if type(x) is BlockwiseFP8Weight:
-        # not its layout: its FP8 form is always a fresh cast, laid out as its shape says
-        return known, x.cache.recipe.weight_format
-    if type(x) is BlockwiseFP8Tensor:
-        parts = x.rowwise_data, x.rowwise_scale, x.columnwise_data, x.columnwise_scale
-        layouts = [t if t is None else (t.shape, t.stride(), t.data_ptr() & 15) for t in parts]
-        return known, x.format, *layouts
-    return known, x.stride(), x.data_ptr() & 15
-
-
-def _plan_key(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> Hashable:
-    return (
-        _operand_key(x),
-        _operand_key(w),
-        None if recipe is None else recipe.activation_format,
-        None if bias is None else _operand_key(bias),
-        torch.is_grad_enabled(),
-        autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
-    )
-
-
-def _decide_plan(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
+def _decide(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, *surroundings: object
+) -> LinearPlan:
     return LinearPlan(x, w, bias, _recipe_of(x, w, recipe), records=True)
 
 
-def _backward_key(plan: LinearPlan, grad: Tensor, x: Quantized) -> Hashable:
-    # hooks may have laid out anew what was saved of x
-    x_layout = x.scale.stride(), x.data.data_ptr() & 15, x.scale.data_ptr() & 15
-    return plan, grad.shape, grad.stride(), grad.dtype, grad.data_ptr() & 15, x_layout
-
-
-def _decide_backward(
-    plan: LinearPlan, grad: Tensor, x: Quantized
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    return recorded(products.dgrad_and_wgrad)
-
-
-_PLANS = Specialized(_decide_plan, _plan_key)
-_BACKWARDS = Specialized(_decide_backward, _backward_key)
+_PLANS = Specialized(_decide)

@@ -16,7 +16,6 @@ from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
 from ..ops.gemm.ops import gemm
-from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, operand_of
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
@@ -25,19 +24,12 @@ Names = tuple[str, ...]
 """Names of the inner tensors that were saved; none if the weight itself was."""
 
 
-def rowwise_of(w: Tensor, format: BlockFormat) -> Quantized:
-    """The rowwise form of a weight; a plain one is cast."""
-    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
-        return w.rowwise()
-    return quantize_rowwise(w, format)
+ROWWISE: Names = ("rowwise_data", "rowwise_scale")
+"""Names of the cast of a plain weight."""
 
 
-def to_save(w: Tensor, rowwise: Quantized, tracing: bool) -> tuple[Sequence[Tensor], Names]:
-    """The tensors that backward needs of a weight, and their names."""
-    if isinstance(w, BlockwiseFP8Weight) or (tracing and isinstance(w, FP8Base)):
-        return (w,), ()
-    if not isinstance(w, BlockwiseFP8Tensor):
-        return (rowwise.data, rowwise.scale), ("rowwise_data", "rowwise_scale")
+def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], Names]:
+    """The inner tensors of a frozen weight, and their names."""
     if w.recipe.columnwise == "keep":
         w.columnwise()  # made once, kept by the weight, found by every backward
     names = w.__tensor_flatten__()[0]
@@ -53,7 +45,7 @@ def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Oper
     return Operand(quantize_rowwise(w, format), None)
 
 
-def saved_columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Quantized:
+def columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Quantized:
     """The columnwise form of a saved weight, which dgrad reads."""
     if not names and isinstance(saved[0], (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
         return saved[0].columnwise()
@@ -61,7 +53,7 @@ def saved_columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat)
     return _operand(saved, names, format).need_columnwise()
 
 
-def saved_rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
+def rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
     """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one."""
     if not isinstance(saved[0], BlockwiseFP8Weight) or saved[0].recipe.columnwise == "keep":
         return None
@@ -70,11 +62,7 @@ def saved_rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
 
 
 def dgrad_as_one_op(
-    g: Quantized,
-    saved: Sequence[Tensor],
-    names: Names,
-    format: BlockFormat,
-    out_dtype: torch.dtype,
+    g: Quantized, saved: Sequence[Tensor], names: Names, format: BlockFormat, out_dtype: torch.dtype
 ) -> Tensor:
     """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py)."""
     if not names and isinstance(saved[0], BlockwiseFP8Weight):

@@ -1,4 +1,4 @@
-"""Reading FP8 checkpoints: check everything, read tensor by tensor, then put all in place."""
+"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class LoadReport:
 
     Attributes:
         fp8: weights that are now FP8, frozen.
-        plain: parameters and buffers loaded as they are.
-        missing: of the model, but not in the checkpoint; unchanged.
-        unexpected: in the checkpoint, but not of the model; not read.
+        plain: parameters and buffers that are not FP8.
+        missing: in the model but not in the checkpoint; unchanged.
+        unexpected: in the checkpoint but not in the model; not read.
     """
 
     fp8: tuple[str, ...]
@@ -53,7 +53,7 @@ class LoadReport:
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file, as its header describes it."""
+    """A stored tensor, as the file's header describes it."""
 
     file: Path
     dtype: str
@@ -61,7 +61,7 @@ class _Entry(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Where in the model a tensor belongs."""
+    """The place of a tensor in the model."""
 
     module: nn.Module
     attribute: str
@@ -78,21 +78,19 @@ def load_fp8(
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
-    Takes what :func:`save_fp8` writes, DeepSeek-V3's and transformers' "fp8" checkpoints
-    (``weight_scale_inv``) and compressed-tensors' with 128x128 blocks (``weight_scale``); scales in
-    another floating-point dtype, e8m0 included, become the same values in fp32. A weight
-    stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor`, without a detour through high
-    precision; everything else is loaded as ``load_state_dict`` does, in the dtype that the model
-    has. Only tensors that the model has are read, one at a time.
-
-    Nothing of the model changes unless all of it can be loaded.
+    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8"
+    (``weight_scale_inv``), and of compressed-tensors with 128x128 blocks (``weight_scale``). Scales
+    in another floating-point dtype, e8m0 included, become the same values in fp32. A weight stored
+    in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored bytes; other tensors are
+    loaded as by ``load_state_dict``, in the model's dtype. Only tensors of the model are read, one
+    at a time. The model does not change unless all of them can be loaded.
 
     Args:
         model: any module. Tensors on meta are made on ``device``.
         path: the folder.
         strict: whether missing and unexpected names are errors.
-        device: of tensors that are on meta in the model; default: the CPU.
-        recipe: for the FP8 weights: how gradients that meet them are cast.
+        device: for tensors that are on meta in the model; default: the CPU.
+        recipe: of the FP8 weights: how gradients multiplied with them are cast.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -134,11 +132,10 @@ def load_fp8(
     return LoadReport(in_fp8, plain, missing, unexpected)
 
 
-# The folder's content
 
 
 def _entries(folder: Path) -> dict[str, _Entry]:
-    """Every tensor of a checkpoint, by name, from headers that are whole."""
+    """Every tensor of a checkpoint, by name, from checked headers."""
     if (folder / CONFIG).exists():
         check_blocks(read_json(folder / CONFIG), folder / CONFIG)
     if (folder / INDEX).exists():
@@ -163,7 +160,7 @@ def _entries(folder: Path) -> dict[str, _Entry]:
 
 
 def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The file of each tensor, and the digest of each file's header where we wrote it."""
+    """The file of each tensor, and the digest of each file's header if ``save_fp8`` wrote it."""
     places = index.get("weight_map")
     metadata = index.get("metadata") or {}
     digests = metadata.get(HEADERS, {}) if isinstance(metadata, dict) else {}
@@ -179,7 +176,6 @@ def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str,
 
 
 def _header(file: Path, digest: str | None) -> dict[str, _Entry]:
-    """The tensors of one file, as its header has them."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -224,7 +220,6 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
     return scales
 
 
-# How it fits the model
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
@@ -250,7 +245,7 @@ def _some(what: str, names: tuple[str, ...]) -> str:
 
 
 def _check(name: str, entries: Mapping[str, _Entry], scale: str | None, target: _Target) -> None:
-    """Refuse a stored tensor that does not fit its place in the model."""
+    """Raise CheckpointError if a stored tensor does not fit its place in the model."""
     entry, current = entries[name], target.current
     if entry.shape != tuple(current.shape):
         raise CheckpointError(
@@ -297,7 +292,6 @@ _TORCH = {
 }
 
 
-# Reading
 
 
 def _read(
@@ -308,9 +302,9 @@ def _read(
     device: torch.device,
     recipe: Recipe,
 ) -> dict[str, Tensor]:
-    """The tensors that will take their places, read file by file."""
+    """The new tensors of the model, read file by file."""
     made: dict[str, Tensor] = {}
-    files: dict[Path, Any] = {}  # open ones: a header is parsed once, not once a tensor
+    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
     for name in sorted(names, key=lambda name: entries[name].file):
         current = targets[name].current
         home = device if current.is_meta else current.device
@@ -346,7 +340,7 @@ def _tensor(name: str, entry: _Entry, files: dict[Path, Any]) -> Tensor:
 
 
 def _put(target: _Target, value: Tensor, replaced: dict[int, nn.Parameter]) -> None:
-    """Give the model a tensor; parameters that had to be replaced are noted for their ties."""
+    """Assign a tensor to the model; parameters that are replaced are recorded for their ties."""
     module, attribute, current = target
     if not isinstance(value, BlockwiseFP8Tensor) and not current.is_meta:
         with torch.no_grad():

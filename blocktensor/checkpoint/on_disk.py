@@ -1,9 +1,9 @@
 """The layout of an FP8 checkpoint on disk: names, config and index, and their checks.
 
-A folder of safetensors files, an index that says which tensor is where, and a ``config.json``. The
-weight ``a.weight`` is e4m3 ``[N, K]``; beside it lie its scales, one for each 128x128 block, which
-multiply: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or ``a.weight_scale``
-(compressed-tensors). We write them in fp32.
+A checkpoint is a folder of safetensors files, an index of the file of each tensor, and a
+``config.json``. The weight ``a.weight`` is e4m3 ``[N, K]``. Its scales, one for each 128x128 block,
+are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or
+``a.weight_scale`` (compressed-tensors). We write them in fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 HEADERS = "header_sha256"
-"""Entry of the index's metadata: of each file, the digest of its header, its length included."""
+"""Entry of the index's metadata: the digest of each file's header, its length included."""
 
 SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
-"""Suffix of the name of a weight's scales, by spelling."""
+"""Suffix that names a weight's scales, by spelling."""
 
-_MAX_HEADER = 100 << 20  # as safetensors itself has it
+_MAX_HEADER = 100 << 20  # the limit of safetensors itself
 
 
 class CheckpointError(ValueError):
@@ -36,11 +36,7 @@ class CheckpointError(ValueError):
 
 
 def require_safetensors() -> None:
-    """Refuse to go on without safetensors.
-
-    Raises:
-        ImportError: safetensors is not installed.
-    """
+    """Raise ImportError if safetensors is not installed."""
     try:
         import safetensors  # noqa: F401
     except ImportError:
@@ -50,11 +46,7 @@ def require_safetensors() -> None:
 
 
 def refuse_sharded(name: str, x: Tensor) -> None:
-    """Refuse a model whose tensors lie on several ranks.
-
-    Raises:
-        NotImplementedError: ``x`` is a DTensor.
-    """
+    """Raise NotImplementedError if ``x`` is a DTensor, of a model that lies on several ranks."""
     if is_dtensor(x):
         raise NotImplementedError(
             f"{name} is a DTensor, its model sharded: FP8 checkpoints are of whole models. Use "
@@ -88,7 +80,7 @@ def quantization_config(
             "weight_block_size": block,
             "modules_to_not_convert": left,
         }
-        # As in DeepSeek-V3.1, of fp32 scales: transformers then keeps them as e8m0, without loss.
+        # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
         powers = all(format.power_of_two for format in formats)
         return config | ({"scale_fmt": "ue8m0"} if powers else {})
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -118,11 +110,7 @@ def quantization_config(
 
 
 def check_blocks(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse a config of weights in other blocks than 128x128.
-
-    Raises:
-        NotImplementedError: another block size.
-    """
+    """Raise NotImplementedError if a config describes weights in blocks other than 128x128."""
     found = config.get("quantization_config") or {}
     sizes = [found.get("weight_block_size")]
     for group in (found.get("config_groups") or {}).values():
@@ -137,11 +125,7 @@ def check_blocks(config: Mapping[str, Any], file: Path) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: no such file, or no such content.
-    """
+    """The object in a JSON file; CheckpointError if the file or the object is missing."""
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Writing FP8 checkpoints: shard by shard, into a folder that appears only when it is whole."""
+"""Writing FP8 checkpoints: shard by shard, into a folder that appears only when complete."""
 
 from __future__ import annotations
 
@@ -42,28 +42,27 @@ def save_fp8(
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
 ) -> Path:
-    """Write a converted model in FP8: 1 byte a weight, in the layout that DeepSeek-V3 is in.
+    """Write a converted model in FP8: 1 byte a weight, in the layout of DeepSeek-V3.
 
-    Weights of either FP8 type are written as e4m3 and scales (a trainable one as its next forward
-    would read it; its high-precision master is not kept: ``state_dict`` holds that); all else as it
-    is. Tied tensors are written once, under their first name.
+    Weights of either FP8 type are written as e4m3 data and scales, other tensors unchanged. A
+    trainable weight is written as its next forward would cast it; its high-precision master, which
+    ``state_dict`` holds, is not. Tied tensors are written once, under their first name.
 
-    transformers reads any size as FP8 layers, on GPUs. Where it dequantizes as it loads (on CPUs),
-    weights must be whole 128x128 blocks: it raises for others, or scales them wrongly in silence
-    (seen in 5.17 and 5.23); :func:`load_fp8` followed by ``dequantize`` does not.
+    On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
+    CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
+    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not.
 
-    The checkpoint is made beside ``path`` and renamed when it is complete: a process that is killed
-    leaves what was there before.
+    The checkpoint is made beside ``path`` and renamed when it is complete: a killed process leaves
+    the previous content.
 
     Args:
         model: any module, converted.
         path: the folder to make.
-        spelling: ``"deepseek"``: scales are called ``weight_scale_inv``, as in DeepSeek-V3 and
-            transformers' "fp8"; ``"compressed-tensors"``: ``weight_scale``.
-        config: what else goes into ``config.json``; default: ``model.config.to_dict()``, where the
-            model has it.
-        max_shard_bytes: of one file, tensors larger than that excepted.
-        overwrite: replace a checkpoint that is there; other files in its folder are kept.
+        spelling: name of the scales: ``"deepseek"`` for ``weight_scale_inv``, as in DeepSeek-V3 and
+            transformers' "fp8"; ``"compressed-tensors"`` for ``weight_scale``.
+        config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
+        max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
+        overwrite: replace an existing checkpoint; other files in its folder are kept.
 
     Returns:
         ``path``.
@@ -72,7 +71,7 @@ def save_fp8(
         ImportError: safetensors is not installed.
         ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta.
         NotImplementedError: a sharded model.
-        FileExistsError: ``path`` is there, and ``overwrite`` is not set or it is no checkpoint.
+        FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
     """
     require_safetensors()
     if spelling not in SCALE_SUFFIXES:
@@ -124,7 +123,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     unique: dict[str, Tensor] = {}
     for name, x in kept.items():
         if not isinstance(x, Tensor):
-            continue  # extra state, which has no place in safetensors
+            continue  # extra state, which safetensors cannot hold
         identity = id(x) if isinstance(x, _FP8_TYPES) or x.is_meta else _memory(x)
         if identity not in seen:
             seen.add(identity)
@@ -162,7 +161,6 @@ def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes of a tensor in a file."""
     return x.format.nbytes(x.shape) if isinstance(x, _FP8_TYPES) else x.nbytes
 
 
@@ -206,7 +204,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file, or the names in a folder, reach the disk."""
+    """Write a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -215,7 +213,7 @@ def _flush(path: Path) -> None:
 
 
 def _put_in_place(made: Path, folder: Path) -> None:
-    """Rename ``made`` to ``folder``; of a checkpoint there, keep what is not its own."""
+    """Rename ``made`` to ``folder``; files that are not of the old checkpoint are kept."""
     made.chmod(0o777 & ~_umask())
     if folder.exists():
         for file in folder.iterdir():
@@ -225,8 +223,8 @@ def _put_in_place(made: Path, folder: Path) -> None:
     if not folder.exists():
         made.rename(folder)
     else:
-        # Two renames, since a folder cannot be replaced in one; a kill between them leaves both,
-        # whole, under names that begin with a dot.
+        # A folder cannot be replaced in one rename. A kill between the two leaves both folders
+        # complete, under names that begin with a dot.
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
         folder.rename(old / folder.name)
         made.rename(folder)

@@ -8,26 +8,22 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(seconds=30)
-"""How long to wait for the other ranks."""
+"""Time to wait for each other rank."""
 
 _asked: dict[str, int] = {}
 
 
 def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Return if every rank of ``group`` came here with the same lines.
+    """Check that all ranks of ``group`` call this with the same lines, which describe ``what``.
 
-    The lines pass through the store of the default group, not through a collective, which would
-    meet the different collective that a disagreeing rank may be running.
-
-    Args:
-        what: what the lines describe.
-        mine: this rank's.
+    The lines pass through the store of the default group: a collective could be matched with
+    another one that a disagreeing rank is running.
 
     Raises:
-        RuntimeError: on every rank, the first line that differs, or who did not come in time.
+        RuntimeError: on every rank, with the first line that differs, or the rank that is late.
     """
     ranks = dist.get_process_group_ranks(group)
-    # a group of backend "fake" has no other ranks: it is for dry runs
+    # backend "fake" is for dry runs and has no other ranks
     if len(ranks) == 1 or dist.get_backend(group) == "fake":
         return
     store = dist.distributed_c10d._get_default_store()

@@ -13,7 +13,7 @@ def is_dtensor(x: object) -> bool:
 
 
 def local_of(x: Any) -> Tensor | None:
-    """The local part of a DTensor as it is, no alias of it; None for any other tensor."""
+    """The local part of a DTensor itself, not an alias; None for other tensors."""
     local: Tensor | None = getattr(x, "_local_tensor", None)
     return local
 
@@ -22,5 +22,5 @@ def with_local(x: Any, local: Tensor) -> Any:
     """The DTensor ``x`` with another local part of the same shape."""
     from torch.distributed.tensor import DTensor
 
-    # from_local would take a view of the local part, and a view is no shard
+    # from_local would take a view of the local part, which is not an FP8Shard
     return DTensor(local, x._spec, requires_grad=False)

@@ -1,1 +1,1 @@
-"""Internal: what is done to an nn.Module. The public names are in ``blocktensor``."""
+"""Internal: functions that act on an nn.Module. The public names are in ``blocktensor``."""

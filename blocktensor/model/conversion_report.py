@@ -11,10 +11,10 @@ from .text_table import collapse, human_bytes, text_table
 
 @dataclass(frozen=True)
 class SmallKN:
-    """Sizes under which FP8 does not pay: ``[N, K]`` is left alone if N < n, K < k or N K < size.
+    """Sizes below which FP8 is slower: ``[N, K]`` is skipped if N < n, K < k or N K < size.
 
-    The defaults come from ``python -m benchmarks small`` on an H200: from there on FP8 is faster in
-    CUDA graphs at 4096 tokens, and in eager mode at 16384 (docs/experiments/host_time.md).
+    The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
+    faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
     """
 
     n: int = 1024
@@ -44,8 +44,8 @@ class Entry:
 class ConversionReport:
     """The result of :func:`convert`; ``print(report)`` shows it as a table.
 
-    ``bytes_after`` counts the master of a trainable weight and its FP8 form with scales (held from
-    a forward to the matching backward), or the FP8 form alone of a frozen one.
+    ``bytes_after`` counts, for a trainable weight, the master and the FP8 form with scales (held
+    from a forward to its backward), and for a frozen one the FP8 form only.
     """
 
     entries: tuple[Entry, ...]
@@ -57,7 +57,7 @@ class ConversionReport:
 
     @property
     def skipped(self) -> tuple[Entry, ...]:
-        """The linears and embeddings left alone, each with its reason."""
+        """The linears and embeddings that were skipped, each with its reason."""
         return tuple(e for e in self.entries if not e.converted)
 
     @property

@@ -1,4 +1,4 @@
-"""Turning a model's nn.Linear weights into FP8, in place, with a report."""
+"""Conversion of a model's nn.Linear weights to FP8, in place, with a report."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Filter = Callable[[nn.Module, str], bool]
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Convert the weight of one nn.Linear in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Any other module, a weight converted before, a parametrized weight, and the output projection of
-    nn.MultiheadAttention (which multiplies by it without calling it) are left as they are. The
-    parameter keeps its identity: tied modules, optimizers and parameter groups that hold it see the
-    FP8 one. A weight that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
+    Other modules, converted or parametrized weights, and the output projection of
+    nn.MultiheadAttention (which multiplies by it without calling it) are left unchanged. The
+    parameter keeps its identity: tied modules, optimizers and parameter groups hold the FP8 weight.
+    A weight that requires a gradient becomes a :class:`BlockwiseFP8Weight`, a frozen one a
     :class:`BlockwiseFP8Tensor` whose high-precision copy is dropped (on the meta device: a
-    BlockwiseFP8Weight, to be initialised later). What FSDP2 has sharded already is gathered in FP8
+    BlockwiseFP8Weight, to be initialised later). A weight that FSDP2 has sharded is gathered in FP8
     from then on; convert it before the first forward.
 
     Raises:
@@ -59,14 +59,14 @@ def convert(
 ) -> ConversionReport:
     """Convert a model's nn.Linear weights to FP8 in place, and report on every one.
 
-    The lm head (by its usual names, or tied to an embedding) and embeddings are left alone.
+    Embeddings and the lm head (by its usual names, or tied to an embedding) are skipped.
 
     Args:
         model: any module; names in the report are relative to it.
         recipe: numeric choices for all converted layers.
-        filter: ``filter(module, name) -> bool``; False leaves a linear alone.
-        skip: shell-style patterns of module names to leave alone, e.g. ``["*.router", "lm_head"]``.
-        auto_filter_small_kn: leave weights alone that are too small for FP8 to pay: True for the
+        filter: ``filter(module, name) -> bool``; False skips a linear.
+        skip: shell-style patterns of module names to skip, e.g. ``["*.router", "lm_head"]``.
+        auto_filter_small_kn: skip weights that are too small to be faster in FP8: True for the
             measured sizes, False for none, or a :class:`SmallKN`.
 
     Returns:

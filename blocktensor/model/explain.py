@@ -64,10 +64,10 @@ def explain(
         tokens: rows of the input (batch x sequence) for a model.
         dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
             for shapes, this one.
-        device: for shapes; default CUDA where there is one, else CPU.
+        device: for shapes; default CUDA if available, else CPU.
 
     Raises:
-        ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot serve.
+        ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot run them.
     """
     products: list[Product] = []
     if isinstance(model_or_shapes, nn.Module):

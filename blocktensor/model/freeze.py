@@ -1,4 +1,4 @@
-"""Frozen FP8 weights: dropping the high-precision masters of a model, and making new ones."""
+"""Freezing of FP8 weights, which drops their high-precision masters, and its inverse."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def unfreeze(model: nn.Module) -> list[str]:
-    """Give a model's frozen FP8 linears trainable weights, whose masters are the values they have.
+    """Make a model's frozen FP8 linears trainable, with masters of their present values.
 
-    The first cast of such a master may differ from the bytes it came from by a rounding: a block's
-    largest value, rounded to the weight's dtype, sets the scale anew.
+    The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
+    rounded to the weight's dtype, gives a new scale.
 
     Returns:
-        The names of the modules whose weights are trainable now.
+        The names of the modules whose weights are now trainable.
 
     Raises:
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
@@ -63,7 +63,7 @@ def _swap_all(
     model: nn.Module, swapped: Callable[[Tensor], Tensor | None], trains: bool
 ) -> list[str]:
     names = []
-    done: set[int] = set()  # tied weights are swapped once, and named twice
+    done: set[int] = set()  # tied weights are swapped once and listed under each name
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue

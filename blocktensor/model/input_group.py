@@ -1,8 +1,8 @@
 """The hooks by which the linears of one module share the casts of their inputs.
 
-Shared are the cast and the bytes saved of it. Every linear keeps an edge of its own to the input in
-the autograd graph, so gradients meet where they would without sharing, and the cast that is kept
-between two linears holds no graph.
+The linears share the cast and its bytes saved for the backward. In the autograd graph each linear
+has its own edge to the input, so gradients are summed where they would be without sharing, and the
+cast that is kept between two linears holds no graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
 class _Input(weakref.ref[Tensor]):
-    """An input that a group is being given, and its cast while more linears are expected."""
+    """The latest input of a group, and its cast while more linears are expected to use it."""
 
     __slots__ = ("fp8", "key", "users")
 
@@ -34,7 +34,7 @@ class _Input(weakref.ref[Tensor]):
     users: tuple[str, ...]
 
     def drop(self) -> None:
-        """Let go of the cast; called when the input dies, whose id may then be used again."""
+        """Drop the cast; called when the input is freed, since its id may be reused."""
         self.fp8 = self.key = None
 
 
@@ -52,13 +52,13 @@ class InputGroup:
         name: of the module, relative to the model; empty for the model itself.
         linears: their names, relative to the module.
         casts: inputs cast for these linears so far, by all threads.
-        saved: casts that another linear's made unnecessary.
+        saved: casts avoided by sharing.
     """
 
     def __init__(self, name: str, linears: tuple[str, ...]) -> None:
         self.name, self.linears = name, linears
         self.casts = self.saved = 0
-        self._expected: dict[str, tuple[str, ...]] = {}  # by the first to get an input: all who do
+        self._expected: dict[str, tuple[str, ...]] = {}  # linears that get one input, by the first
         self._handles: list[RemovableHandle] = []
         self._thread = _Thread()
 
@@ -70,12 +70,12 @@ class InputGroup:
 
     @property
     def together(self) -> tuple[tuple[str, ...], ...]:
-        """Which linears were given one input, as found by running; a tuple for every input."""
+        """The linears that got one input, as found by running; a tuple for each input."""
         return tuple(self._expected.values())
 
     def attach(self, module: nn.Module) -> None:
-        """Put the hooks on the module of this group and on its linears."""
-        # The hooks hold no module: a model is freed as soon as nobody refers to it.
+        """Register the hooks on the module of this group and on its linears."""
+        # The hooks hold no reference to the module, which would delay the freeing of a model.
         self._handles = [
             module.register_forward_pre_hook(self._begin),
             *(
@@ -88,7 +88,7 @@ class InputGroup:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -98,27 +98,27 @@ class InputGroup:
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if not torch.compiler.is_compiling():
-            if result is not None:  # else an exception, which may have come before the last use
+            if result is not None:  # else an exception, perhaps before the last use
                 self._learn()
             self._thread.running, self._thread.given = False, None
 
     def _learn(self) -> None:
-        """Expect again, from the first that was given this input on, the linears that got it."""
+        """Record the linears that got this input, under the first of them."""
         given = self._thread.given
         if given is not None:
             first = given.users[0]
             self._expected[first] = max(given.users, self._expected.get(first, ()), key=len)
 
     def _give(self, linear: str, module: nn.Linear, args: tuple[Any, ...]) -> Any:
-        """The arguments of ``linear``, its input in FP8; None leaves them as they are."""
-        # Compilers and selective checkpointing must see the same ops in every pass. The flag also
-        # bounds the life of the memo: nothing is kept outside of the module's forward.
+        """The arguments of ``linear`` with its input in FP8; None leaves them unchanged."""
+        # Compilers and selective checkpointing must see the same ops in every pass. `running` also
+        # ensures that no cast is kept outside of the module's forward.
         if torch.compiler.is_compiling() or len(args) != 1 or not self._thread.running:
             return None
         x, weight = args[0], module.weight
         if must_dispatch(x) or torch._C._are_functorch_transforms_active():
             return None
-        # changes of inference tensors are not counted; the linear raises for other misfits
+        # in-place changes of inference tensors are not counted; the linear raises for other misfits
         fits = x.dtype in HIGH_PRECISION and x.ndim > 0 and not x.is_inference()
         if not (fits and isinstance(weight, FP8Base)):
             return None
@@ -129,10 +129,10 @@ class InputGroup:
             return (_Shared.apply(x, fp8) if x.requires_grad and torch.is_grad_enabled() else fp8,)
 
     def _cast(self, linear: str, x: Tensor, weight: Any) -> BlockwiseFP8Tensor | None:
-        """The cast of ``x``, made now or for another linear; None: the linear had better cast."""
+        """The cast of ``x``, made now or for another linear; None if the linear is to cast it."""
         dtype = autocast_dtype(x) or x.dtype
         stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
-        layout = x._version, x.data_ptr(), x.shape, x.stride()  # .data = … leaves the version alone
+        layout = x._version, x.data_ptr(), x.shape, x.stride()  # .data = … keeps the version
         key = id(x), *layout, dtype, weight.recipe.activation_format, stream
         given = self._thread.given
         if given is None or given.key != key:
@@ -159,7 +159,7 @@ class InputGroup:
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fp8: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
-        ctx.set_materialize_grads(False)  # no gradient is none, as for a linear
+        ctx.set_materialize_grads(False)  # a missing gradient stays None, as for a linear
         return fp8.relabel()
 
     @staticmethod

@@ -23,15 +23,15 @@ _FP8_KINDS = {
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held by the tensors of one kind; memory that several share counts once.
+    """Bytes held by the tensors of one kind; shared memory counts once.
 
     Attributes:
-        elements: how many values they have.
-        high_precision: masters of trainable FP8 weights; all of plain parameters and buffers.
+        elements: number of values.
+        high_precision: masters of trainable FP8 weights; plain parameters and buffers.
         data, scales: of rowwise FP8 forms.
         columnwise: data and scales of columnwise FP8 forms.
         gradients: in ``.grad``.
-        would_take: of tensors on the meta device, which hold nothing yet.
+        would_take: bytes of tensors on the meta device, which hold no memory yet.
     """
 
     elements: int = 0
@@ -58,13 +58,12 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` found; ``print(report)`` shows it as a table.
+    """The result of :func:`memory_report`; ``print(report)`` shows it as a table.
 
     Attributes:
-        trainable: the :class:`~blocktensor.BlockwiseFP8Weight`: masters, and the FP8 forms that
-            their caches hold at the moment (none between the steps of a training loop); and what
-            FSDP2 has made shards of.
-        frozen: the :class:`~blocktensor.BlockwiseFP8Tensor`.
+        trainable: :class:`~blocktensor.BlockwiseFP8Weight`: masters, and the FP8 forms that their
+            caches hold now (none between the steps of a training loop); shards made by FSDP2 too.
+        frozen: :class:`~blocktensor.BlockwiseFP8Tensor` and its shards.
         plain, buffers: all other parameters and buffers.
     """
 
@@ -80,7 +79,7 @@ class MemoryReport:
 
     @property
     def fp8_bytes_per_parameter(self) -> float:
-        """FP8 bytes held, scales included, by each element of a converted weight; 0 without one."""
+        """FP8 bytes, scales included, per element of converted weights; 0 if there are none."""
         converted = self.trainable + self.frozen
         return converted.fp8 / max(converted.elements, 1)
 
@@ -98,10 +97,8 @@ def memory_report(model: nn.Module) -> MemoryReport:
     """The bytes that a model's parameters, their gradients and its buffers hold right now.
 
     Tensors on the same memory (tied weights) count once, for the first of them; a slice of a larger
-    storage counts as the bytes of the slice. Of a DTensor the local part counts.
-
-    Args:
-        model: any module, converted or not.
+    storage counts as the bytes of the slice, a DTensor as its local part. ``model`` may be any
+    module, converted or not.
     """
     seen: set[object] = set()
     kinds = dict.fromkeys(("trainable", "frozen", "plain", "buffers"), Held())
@@ -148,7 +145,7 @@ def _held(tensor: Tensor, seen: set[object]) -> Held:
 
 
 def _key(tensor: Tensor) -> object:
-    # nothing lies at address 0: tensors on the meta device are told apart as objects
+    # tensors on the meta device all have address 0: the object identifies them
     return tensor.device, tensor.data_ptr() or id(tensor), tensor.nbytes
 
 
@@ -156,7 +153,7 @@ def _new_bytes(tensor: Tensor, seen: set[object]) -> int:
     key = _key(tensor)
     is_new = key not in seen
     seen.add(key)
-    # an expanded tensor has more than its storage, one that was resized away has nothing
+    # nbytes of an expanded or a resized tensor may exceed its storage
     return is_new * min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

@@ -1,7 +1,4 @@
-"""One cast of an input for all linears of a module that get it (q, k, v; gate, up).
-
-The same as ``blocktensor.quantize`` in model code, without a change to that code.
-"""
+"""One cast of an input for all linears that get it (q, k, v; gate, up), without model changes."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class SharingReport:
         return sum(group.saved for group in self.groups)
 
     def remove(self) -> None:
-        """Let every linear cast for itself again."""
+        """End the sharing: every linear casts its own input again."""
         for group in self.groups:
             group.remove()
 
@@ -55,18 +52,19 @@ class SharingReport:
 def share_inputs(model: nn.Module) -> SharingReport:
     """Cast an input once for all FP8 linears of a module that get the same tensor object.
 
-    The first run finds which linears those are. While the module's forward runs, the cast of its
-    linears' latest input is kept, until all have had it that had it before, and no longer. Nothing
-    is shared outside of that forward, under ``torch.compile``, functorch, ``torch.inference_mode``
-    and dispatch modes, or if an input was changed in place. Results and gradients are the same
-    bits. Hooks on the linears see the shared input as a :class:`BlockwiseFP8Tensor`.
+    The effect is that of ``blocktensor.quantize`` in model code. The first run finds the linears
+    that get one input. While the module's forward runs, the cast of the latest input is kept until
+    the last of these linears has used it. Nothing is shared outside of that forward, under
+    ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
+    changed in place. Results and gradients keep their bits. Hooks on the linears see the shared
+    input as a :class:`BlockwiseFP8Tensor`.
 
     Args:
-        model: converted; its ``state_dict`` stays as it is, copies and pickles share too. Called
-            again, it adds linears that were converted since.
+        model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
+            too. A second call adds linears that were converted since the first.
 
     Returns:
-        The report; ``print`` it after a run, ``.remove()`` undoes all.
+        The report; ``print`` it after a run. Its ``.remove()`` ends the sharing.
 
     Raises:
         ValueError: no linear of the model is converted.

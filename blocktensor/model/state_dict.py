@@ -1,4 +1,4 @@
-"""Hooks by which a converted module saves and loads the plain tensors of an unconverted one."""
+"""Hooks with which a converted module saves and loads plain tensors, as if not converted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 
 def register_state_hooks(module: nn.Module) -> None:
-    """Make ``state_dict`` hold the master, and ``load_state_dict(assign=True)`` stay in FP8.
+    """Make ``state_dict`` hold the master, and ``load_state_dict(assign=True)`` keep the FP8 type.
 
-    (Without ``assign`` a loaded tensor is copied into the master, which needs no help.)
+    Without ``assign`` a loaded tensor is copied into the master, which needs no hook.
     """
     if _plain_weight not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_plain_weight)

@@ -1,4 +1,4 @@
-"""A parameter takes the content of another tensor and keeps its identity."""
+"""Replacement of a parameter's content that keeps the identity of the object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FP8_ATTRIBUTES = {
     *("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "format"),
     *("recipe", "master", "cache", "transposed"),
 }
-"""Attributes of the FP8 types; a parameter that was one of them must not keep them."""
+"""Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
 
 
 def swap_in(parameter: Tensor, converted: Tensor) -> None:
@@ -30,7 +30,7 @@ def swap_in(parameter: Tensor, converted: Tensor) -> None:
             f"convert the model before wrapping it in DDP or FSDP, and not between a forward and "
             f"its backward"
         ) from error
-    for name, value in new.__dict__.items():  # attributes that others hung on the parameter
+    for name, value in new.__dict__.items():  # attributes that other code has set on the parameter
         if name not in _FP8_ATTRIBUTES:
             parameter.__dict__.setdefault(name, value)
     if any(hooks):

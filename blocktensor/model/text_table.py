@@ -19,7 +19,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def collapse(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join rows that differ only in the numbers of their first cells, which are module names.
+    """Join rows that differ only in the numbers inside their first cell, a module name.
 
     ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
     """

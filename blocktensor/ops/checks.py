@@ -30,7 +30,7 @@ def rank(x: Tensor, ranks: tuple[int, ...], what: str, remedy: str) -> None:
 
 def gemm_operand(x: Quantized, what: str) -> None:
     """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError."""
-    _cast_dtypes(x, what, f"the scale of {what}")
+    _cast_dtypes(x, what, f"the scale of {what} has")
     data, scale, format = x
     rank(data, (2,), what, "stacks of matrices are not supported here")
     if not data.is_contiguous():
@@ -46,11 +46,11 @@ def gemm_operand(x: Quantized, what: str) -> None:
     same_device(data, scale, what, f"the scale of {what}")
 
 
-def _cast_dtypes(x: Quantized, data: str, scale: str) -> None:
+def _cast_dtypes(x: Quantized, data: str, scale_has: str) -> None:
     if x.data.dtype != x.format.dtype:
         raise TypeError(f"{data} has dtype {x.data.dtype}: expected {x.format.dtype}")
     if x.scale.dtype != float32:
-        raise TypeError(f"{scale} has dtype {x.scale.dtype}: expected torch.float32")
+        raise TypeError(f"{scale_has} dtype {x.scale.dtype}: expected torch.float32")
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
@@ -80,7 +80,7 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
 
 def quantized(x: Quantized) -> None:
     """Data, scales and format belong together, else TypeError or ValueError."""
-    _cast_dtypes(x, "FP8 data", "the scale of FP8 data")
+    _cast_dtypes(x, "FP8 data", "scales have")
     data, scale, format = x
     rank(data, format.ranks, "FP8 data", "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]")
     expected = format.scale_shape(data.shape)

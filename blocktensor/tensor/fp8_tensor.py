@@ -3,12 +3,7 @@
 A matrix ``x[M, K]`` has a *rowwise* form (data ``[M, K]`` contiguous, blocks along K) and a
 *columnwise* form (data ``[K, M]`` contiguous, blocks along M): FP8 tensor cores read operands
 contiguous along the contraction only. ``x.t()`` swaps the labels and moves no data, so that one
-rule serves every product::
-
-    mm(a, b) = gemm(a.rowwise, b.columnwise)
-
-128x128 blocks transpose exactly, so either form is derived from the other on demand. 1x128 blocks
-do not: their two forms are two casts of the high-precision tensor, made together or not at all.
+rule serves every product: ``mm(a, b) = gemm(a.rowwise, b.columnwise)``.
 """
 
 from __future__ import annotations
@@ -78,7 +73,7 @@ class BlockwiseFP8Tensor(FP8Base):
             strides: logical strides; contiguous by default.
 
         Raises:
-            ValueError, TypeError: data, scales and shape that do not fit each other.
+            ValueError: neither form is given.
         """
         present = rowwise or columnwise
         if present is None:
@@ -168,7 +163,7 @@ class BlockwiseFP8Tensor(FP8Base):
         if format.transposes:
             operand = Operand(cast.quantize_rowwise(x, format), None)
         elif rowwise or columnwise:
-            operand = quantize_forms(x, format, rowwise, columnwise)
+            operand = Operand(*cast.quantize_forms(x, format, rowwise, columnwise))
         else:
             raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
         return cls(*operand, shape=x.shape, dtype=x.dtype, recipe=recipe)
@@ -243,18 +238,11 @@ class BlockwiseFP8Tensor(FP8Base):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
         dtype, format, recipe = context
         return BlockwiseFP8Tensor(
-            *operand_of(inner, format),
-            shape=outer_size,
-            strides=outer_stride,
-            dtype=dtype,
-            recipe=recipe,
+            *operand_of(inner, format), shape=size, strides=stride, dtype=dtype, recipe=recipe
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -271,13 +259,7 @@ class BlockwiseFP8Tensor(FP8Base):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         implementation = ATEN_OPS.get(func)
         if implementation is None:
             refuse(func)
@@ -306,32 +288,6 @@ def operand_of(inner: Mapping[str, Tensor], format: BlockFormat) -> Operand:
 
 def _form(data: Tensor | None, scale: Tensor | None, format: BlockFormat) -> Quantized | None:
     return None if data is None or scale is None else Quantized(data, scale, format)
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """``x[..., K]`` with its leading dimensions flattened.
-
-    Raises:
-        ValueError: a scalar.
-    """
-    if x.ndim == 2:
-        return x
-    if x.ndim == 0:
-        raise ValueError("cannot quantize a scalar in 1x128 blocks: expected shape [..., K]")
-    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
-
-
-def quantize_forms(x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool) -> Operand:
-    """The forms asked for of an activation or gradient ``x[..., K]``, cast now unless it is FP8."""
-    if isinstance(x, BlockwiseFP8Tensor):
-        return Operand(x.rowwise() if rowwise else None, x.columnwise() if columnwise else None)
-    x = as_matrix(x)
-    if rowwise and columnwise:
-        return Operand(*cast.quantize_both(x, format))
-    return Operand(
-        cast.quantize_rowwise(x, format) if rowwise else None,
-        cast.quantize_columnwise(x, format) if columnwise else None,
-    )
 
 
 def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:

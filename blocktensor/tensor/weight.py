@@ -97,7 +97,7 @@ class BlockwiseFP8Weight(MasterBase):
     @property
     def format(self) -> BlockFormat:
         """The format of its casts."""
-        return self.cache.recipe.weight_format
+        return self.cache.format
 
     @property
     def operand(self) -> Operand:
@@ -105,11 +105,16 @@ class BlockwiseFP8Weight(MasterBase):
         operand = self.cache.get(self)
         return operand.transposed() if self.transposed else operand
 
-    def rowwise(self) -> Quantized:
-        """The rowwise FP8 form of the weight as it is now."""
-        return (
-            self.cache.columnwise(self) if self.transposed else self.cache.get(self).need_rowwise()
-        )
+    def rowwise(self, before_backward: bool = False) -> Quantized:
+        """The rowwise FP8 form of the weight as it is now.
+
+        ``before_backward``: a forward reads it that is recorded for a backward.
+        """
+        operand = self.cache.get(self, before_backward)
+        if self.transposed:
+            return self.cache.columnwise(self)
+        assert operand.rowwise is not None
+        return operand.rowwise
 
     def columnwise(self) -> Quantized:
         """The columnwise FP8 form of the weight as it is now."""
@@ -147,10 +152,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Weight:
         recipe, transposed = context
         master = inner["master"]
@@ -165,13 +167,7 @@ class BlockwiseFP8Weight(MasterBase):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         special = WEIGHT_OPS.get(func)
         if special is not None:
             return special(func, *args, **(kwargs or {}))

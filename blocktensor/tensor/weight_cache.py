@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_rowwise
+from ..ops.cast.ops import quantize_rowwise, transpose
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .base import MasterBase
 from .operand import Operand
+
+_GRAD: Any = Tensor.grad  # the descriptor: half of the time of FP8Base.grad
 
 
 class FP8Cache:
@@ -25,7 +28,7 @@ class FP8Cache:
 
     Attributes:
         master: the high-precision weight.
-        recipe: of its casts.
+        recipe, format: of its casts.
         casts: how many were made so far.
         main_grad: the buffer that weight gradients are added to, if any.
     """
@@ -37,6 +40,7 @@ class FP8Cache:
         "_key",
         "_pending",
         "casts",
+        "format",
         "main_grad",
         "master",
         "recipe",
@@ -44,7 +48,7 @@ class FP8Cache:
 
     def __init__(self, master: Tensor, recipe: Recipe) -> None:
         self.master = master
-        self.recipe = recipe
+        self.recipe, self.format = recipe, recipe.weight_format
         self.casts = 0
         self.main_grad: Tensor | None = None
         self._held: Operand | None = None
@@ -59,8 +63,18 @@ class FP8Cache:
     def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def get(self, user: MasterBase) -> Operand:
-        """The FP8 form of the master as it is now; ``user`` is the weight, or a view of it."""
+    def get(self, user: MasterBase, before_backward: bool = False) -> Operand:
+        """The FP8 form of the master as it is now.
+
+        Args:
+            user: the weight, or a view of it.
+            before_backward: whether a forward is recorded whose backward will read the FP8 form.
+        """
+        operand = self._get(user)
+        self._pending += before_backward
+        return operand
+
+    def _get(self, user: MasterBase) -> Operand:
         master = self.master
         # A fake tensor has no memory, and its cast belongs to the graph that is traced.
         if not self.recipe.cache_weight or master.is_inference() or type(master) not in PLAIN:
@@ -71,7 +85,7 @@ class FP8Cache:
             self._expected = self._backwards or self._expected
             self._backwards = self._pending = 0
             self._key, self._held = key, None
-        elif self._held is None and user.is_leaf and user.grad is not None:
+        elif self._held is None and user.is_leaf and _GRAD.__get__(user) is not None:
             # Used after its expected last backward, and it holds a gradient: this is one more
             # microbatch, and more may follow.
             self._expected = math.inf
@@ -83,14 +97,13 @@ class FP8Cache:
     def columnwise(self, user: MasterBase) -> Quantized:
         """The columnwise form of :meth:`get`, kept if the recipe says so."""
         operand = self.get(user)
-        form = operand.need_columnwise()
+        if operand.columnwise is not None:
+            return operand.columnwise
+        assert operand.rowwise is not None
+        form = transpose(operand.rowwise)
         if self.recipe.columnwise == "keep" and self._held is operand:
             self._held = Operand(operand.rowwise, form)
         return form
-
-    def before_backward(self) -> None:
-        """A forward has been recorded whose backward will read the FP8 form."""
-        self._pending += 1
 
     def after_backward(self) -> None:
         """A backward has read the FP8 form; release it if that was the last one expected."""
@@ -114,4 +127,4 @@ class FP8Cache:
 
     def _cast(self) -> Operand:
         self.casts += 1
-        return Operand(quantize_rowwise(self.master, self.recipe.weight_format), None)
+        return Operand(quantize_rowwise(self.master, self.format), None)

@@ -25,7 +25,7 @@ from blocktensor import (
     save_fp8,
 )
 from blocktensor.checkpoint import load as module
-from tests.checkpoint.models import VOCABULARY, K, Model, N, bits, filled
+from tests.support.checkpoint_models import VOCABULARY, K, Model, N, bits, filled
 
 TOKENS = torch.arange(VOCABULARY)[None]
 INDEX = "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     for name, x in model.state_dict().items():
         parts = [x]
         if isinstance(x, BlockwiseFP8Tensor):
-            parts = [part for part in x.rowwise()]
+            parts = [*x.rowwise()[:2]]
         found |= {f"{name} {i}": bits(part).clone() for i, part in enumerate(parts)}
     return found
 
@@ -131,7 +131,7 @@ def test_scales_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     model = on_meta()
     load_fp8(model, tmp_path)
-    data, scale = model.up.weight.rowwise()
+    data, scale, _ = model.up.weight.rowwise()
     assert torch.equal(bits(data), bits(tensors["up.weight"]))
     assert scale.dtype == torch.float32
     assert torch.equal(scale, wanted)

@@ -24,7 +24,8 @@ import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
 from blocktensor.checkpoint import save as module
 from blocktensor.ops import reference
-from tests.checkpoint.models import Model, bits, filled
+from blocktensor.ops.formats import SQUARES
+from tests.support.checkpoint_models import Model, bits, filled
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ def test_weights_are_their_casts(tmp_path: Path, spelling: str, frozen: bool) ->
     suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
     for name in ("up", "down"):
         weight = getattr(filled(convert=False), name).weight
-        data, scale = reference.quantize_square(weight, False)
+        data, scale, _ = reference.quantize_rowwise(weight, SQUARES)
         assert torch.equal(bits(tensors[f"{name}.weight"]), bits(data))
         assert torch.equal(tensors[f"{name}.weight{suffix}"], scale)
     for name in ("norm.weight", "norm.bias", "up.bias", "embed.weight", "steps"):
@@ -114,7 +115,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=1)
     assert (folder / "tokenizer.json").read_text() == "{}"
-    wanted = reference.quantize_square(filled(seed=2, convert=False).up.weight, False)[0]
+    wanted = reference.quantize_rowwise(filled(seed=2, convert=False).up.weight, SQUARES).data
     assert torch.equal(bits(read(folder)["up.weight"]), bits(wanted))
     assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
 
@@ -158,7 +159,7 @@ def test_an_interrupted_save_leaves_what_was_there(
 SAVER = """
 import sys, torch
 from blocktensor import save_fp8
-from tests.checkpoint.models import filled
+from tests.support.checkpoint_models import filled
 torch.set_num_threads(1)
 models = [filled(seed) for seed in (1, 2)]
 save_fp8(models[0], sys.argv[1], overwrite=True)
@@ -184,14 +185,14 @@ def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
         whole = folder if folder.exists() else next(tmp_path.glob(".fp8.old.*/fp8"))
         model = filled(5, convert=False)
         load_fp8(model, whole)
-        found = bits(model.up.weight.rowwise()[0])
+        found = bits(model.up.weight.rowwise().data)
         assert any(torch.equal(found, one) for one in wanted)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
 
 
 def load_up(seed: int) -> Tensor:
-    return reference.quantize_square(filled(seed, convert=False).up.weight, False)[0]
+    return reference.quantize_rowwise(filled(seed, convert=False).up.weight, SQUARES).data
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

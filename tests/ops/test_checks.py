@@ -10,7 +10,7 @@ import torch
 
 from blocktensor.ops import checks, library
 from blocktensor.ops.layouts import empty_rowwise_scale, empty_square_scale
-from tests.numeric import E4M3, assert_same, operand
+from tests.support.numeric import E4M3, assert_same, operand
 
 CPU = torch.device("cpu")
 A = torch.zeros(3, 130).to(E4M3), torch.ones(3, 2)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops import layouts
-from tests.numeric import E4M3
+from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.scale_layouts import empty_scale
+from tests.support.numeric import E4M3
 
 FILL = {E4M3: 0x7F, torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -31,8 +32,8 @@ def test_fresh_memory_is_nan(way: str, dtype: torch.dtype, device: torch.device)
 
 
 def test_padding_of_scales_is_nan(device: torch.device) -> None:
-    rowwise = layouts.empty_rowwise_scale(5, 300, device)
-    square = layouts.empty_square_scale((2, 300, 300), device)
+    rowwise = empty_scale((5, 300), ROWS, device)
+    square = empty_scale((2, 300, 300), SQUARES, device)
     for scale, floats in ((rowwise, 3 * 8), (square, 2 * 3 * 4)):
         whole = torch.empty(0, device=device).set_(scale.untyped_storage())
         assert whole.numel() == floats

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktensor.ops import reference
-from tests.numeric import (
+from blocktensor.ops.formats import (
+    ROWS,
+    ROWS_POW2,
+    SQUARES,
+    SQUARES_POW2,
+    BlockFormat,
+    Quantized,
+)
+from tests.support.numeric import (
     DTYPES,
     E4M3,
     KINDS,
@@ -27,25 +35,29 @@ from tests.numeric import (
     view_of,
 )
 
-ROUNDINGS = pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", "pow2"])
 SIZES = (0, 1, 127, 128, 129, 130, 300, 576)
-ROW, SQUARE = (1, 128), (128, 128)
+FORMATS = (ROWS, ROWS_POW2, SQUARES, SQUARES_POW2)
 
-Cast = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+Cast = Callable[[Tensor, BlockFormat], Quantized]
 
 
-def check(cast: Cast, x: Tensor, block: tuple[int, int], power_of_two: bool) -> None:
+def formats(*chosen: BlockFormat) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("format", chosen, ids=lambda format: format.name)
+
+
+def check(cast: Cast, x: Tensor, format: BlockFormat) -> None:
     """``cast(x)`` equals the oracle's cast of ``x``, byte for byte."""
-    data, scale = cast(x, power_of_two)
-    want_data, want_scale = cast_by_blocks(x, block, power_of_two)
+    data, scale, made = cast(x, format)
+    want_data, want_scale = cast_by_blocks(x, format.block_shape, format.power_of_two)
+    assert made is format
     assert data.is_contiguous()
     assert_same(data, torch.from_numpy(want_data).view(E4M3))
     assert_same(scale, torch.from_numpy(want_scale))
 
 
-def columnwise(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise cast of ``x.t()``, which has to be the rowwise cast of ``x``."""
-    return reference.quantize_columnwise(x.t(), power_of_two)
+    return reference.quantize_columnwise(x.t(), format)
 
 
 @pytest.fixture
@@ -71,87 +83,83 @@ def test_oracle_rounds_as_torch_does_on_finite_values() -> None:
 def test_oracle_knows_every_byte() -> None:
     data = torch.arange(256, dtype=torch.uint8).view(E4M3)
     np.testing.assert_array_equal(e4m3_values(data), data.double().numpy())
-    assert MAGNITUDES[-1] == reference.E4M3_MAX == 448
+    assert MAGNITUDES[-1] == reference.largest(ROWS) == 448
 
 
 # Casts
 
 
-@ROUNDINGS
+@formats(*FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("cast", "block"),
-    [(reference.quantize_rowwise, ROW), (columnwise, ROW), (reference.quantize_square, SQUARE)],
-    ids=["rowwise", "columnwise", "square"],
+    "cast", [reference.quantize_rowwise, columnwise], ids=["rowwise", "columnwise"]
 )
 def test_every_shape(
-    cast: Cast, block: tuple[int, int], dtype: torch.dtype, power_of_two: bool, rng: torch.Generator
+    cast: Cast, dtype: torch.dtype, format: BlockFormat, rng: torch.Generator
 ) -> None:
     kinds = itertools.cycle(KINDS)
     for rows, cols in itertools.product(SIZES, SIZES):
         if rows * cols <= 576 * 130:
-            check(cast, values(next(kinds), rows, cols, dtype, rng), block, power_of_two)
+            check(cast, values(next(kinds), rows, cols, dtype, rng), format)
 
 
-@ROUNDINGS
+@formats(*FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_value(
-    kind: str, dtype: torch.dtype, power_of_two: bool, rng: torch.Generator
+    kind: str, dtype: torch.dtype, format: BlockFormat, rng: torch.Generator
 ) -> None:
     x = values(kind, 130, 300, dtype, rng)
-    check(reference.quantize_rowwise, x, ROW, power_of_two)
-    check(columnwise, x, ROW, power_of_two)
-    check(reference.quantize_square, x, SQUARE, power_of_two)
+    check(reference.quantize_rowwise, x, format)
+    check(columnwise, x, format)
 
 
-@ROUNDINGS
+@formats(*FORMATS)
 @pytest.mark.parametrize("view", ["transposed", "sliced", "stepped", "one row", "overlapping"])
-def test_strided_inputs(view: str, power_of_two: bool, rng: torch.Generator) -> None:
+def test_strided_inputs(view: str, format: BlockFormat, rng: torch.Generator) -> None:
     x = view_of(view, "bits", 130, 129, torch.bfloat16, rng)
     assert not x.is_contiguous()
-    check(reference.quantize_rowwise, x, ROW, power_of_two)
-    check(columnwise, x, ROW, power_of_two)
-    check(reference.quantize_square, x, SQUARE, power_of_two)
+    check(reference.quantize_rowwise, x, format)
+    check(columnwise, x, format)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 260),
     cols=st.integers(0, 260),
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(DTYPES),
-    power_of_two=st.booleans(),
+    format=st.sampled_from(FORMATS),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
-    rows: int, cols: int, kind: str, dtype: torch.dtype, power_of_two: bool, seed: int
+    rows: int, cols: int, kind: str, dtype: torch.dtype, format: BlockFormat, seed: int
 ) -> None:
     x = values(kind, rows, cols, dtype, torch.Generator().manual_seed(seed))
-    check(reference.quantize_rowwise, x, ROW, power_of_two)
-    check(reference.quantize_square, x, SQUARE, power_of_two)
+    check(reference.quantize_rowwise, x, format)
 
 
-@ROUNDINGS
-def test_both_is_rowwise_and_columnwise(power_of_two: bool, rng: torch.Generator) -> None:
+@formats(*FORMATS)
+def test_both_is_rowwise_and_columnwise(format: BlockFormat, rng: torch.Generator) -> None:
     x = values("nan", 130, 300, torch.bfloat16, rng)
-    row, col = reference.quantize_rowwise(x, power_of_two), columnwise(x.t(), power_of_two)
-    for got, want in zip(reference.quantize_both(x, power_of_two), (*row, *col), strict=True):
-        assert_same(got, want)
+    wanted = reference.quantize_rowwise(x, format), columnwise(x.t(), format)
+    for got, want in zip(reference.quantize_both(x, format), wanted, strict=True):
+        assert_same(got.data, want.data)
+        assert_same(got.scale, want.scale)
 
 
-@ROUNDINGS
+@formats(SQUARES, SQUARES_POW2)
 @pytest.mark.parametrize("shape", [(3, 130, 300), (2, 128, 256), (1, 1, 129), (0, 5, 7), (2, 0, 9)])
 def test_a_stack_is_cast_matrix_by_matrix(
-    shape: tuple[int, int, int], power_of_two: bool, rng: torch.Generator
+    shape: tuple[int, int, int], format: BlockFormat, rng: torch.Generator
 ) -> None:
     x = values("bits", shape[0] * shape[1], shape[2], torch.bfloat16, rng).view(shape)
-    data, scale = reference.quantize_square(x, power_of_two)
-    assert data.shape == shape
+    stack = reference.quantize_rowwise(x, format)
+    assert stack.data.shape == shape
     for i, matrix in enumerate(x):
-        want_data, want_scale = reference.quantize_square(matrix, power_of_two)
-        assert_same(data[i], want_data)
-        assert_same(scale[i], want_scale)
+        want = reference.quantize_rowwise(matrix, format)
+        assert_same(stack.data[i], want.data)
+        assert_same(stack.scale[i], want.scale)
 
 
 # Scales
@@ -159,7 +167,7 @@ def test_a_stack_is_cast_matrix_by_matrix(
 
 def test_a_zero_block_has_scale_one_and_keeps_its_signs() -> None:
     x = torch.tensor([0.0, -0.0, -0.0]).repeat(1, 100)  # [1, 300]
-    data, scale = reference.quantize_rowwise(x, False)
+    data, scale, _ = reference.quantize_rowwise(x, ROWS)
     assert scale.tolist() == [[1.0, 1.0, 1.0]]
     assert data.view(torch.uint8).tolist() == [[0x00, 0x80, 0x80] * 100]
 
@@ -181,8 +189,8 @@ def test_a_zero_block_has_scale_one_and_keeps_its_signs() -> None:
     ],
 )
 def test_scale_of_an_amax(amax: float, fp32: float, power_of_two: float) -> None:
-    for wanted, rounding in ((fp32, False), (power_of_two, True)):
-        got = reference.scale_from_amax(torch.tensor([amax]), rounding)
+    for wanted, format in ((fp32, ROWS), (power_of_two, ROWS_POW2)):
+        got = reference.scale_from_amax(torch.tensor([amax]), format)
         assert_same(got, torch.tensor([wanted]))
 
 
@@ -190,7 +198,7 @@ def test_power_of_two_scales_are_the_least_that_avoid_saturation(rng: torch.Gene
     amax = torch.randint(0x04800000, 0x7F800000, (100_000,), generator=rng).to(torch.int32)
     amax = amax.view(torch.float32)
     exact = amax.double() / 448
-    scale = reference.scale_from_amax(amax, True).double()
+    scale = reference.scale_from_amax(amax, SQUARES_POW2).double()
     assert (torch.frexp(scale).mantissa == 0.5).all()
     # amax / 448 is first rounded to fp32, which may take it down to a power of two.
     assert (scale >= exact * (1 - 2.0**-24)).all()
@@ -202,19 +210,19 @@ def test_power_of_two_scales_are_the_least_that_avoid_saturation(rng: torch.Gene
 
 def test_ties_go_to_the_even_byte_and_beyond_448_saturates() -> None:
     x = one_block(17, 19, 21, 23, -17, 448, 432, 416, 2.0**-10, 3 * 2.0**-10, -(2.0**-10), 2.0**-9)
-    data, scale = reference.quantize_rowwise(x, False)
+    data, scale, _ = reference.quantize_rowwise(x, ROWS)
     assert scale.item() == 1
     want = [16, 20, 20, 24, -16, 448, 448, 416, 0, 2.0**-8, -0.0, 2.0**-9]
     assert_same(data.float(), one_block(*want))
     beyond = torch.tensor([449.0, 464.0, 1e30, -1e30, math.inf, -math.inf])
-    assert reference.to_e4m3(beyond).tolist() == [448, 448, 448, -448, 448, -448]
+    assert reference.to_data(beyond, ROWS).tolist() == [448, 448, 448, -448, 448, -448]
 
 
 def test_a_quotient_rounded_up_past_448_saturates(rng: torch.Generator) -> None:
     amax = 1 + torch.rand(20_000, 1, generator=rng)
-    quotient = amax / reference.scale_from_amax(amax, False)
+    quotient = amax / reference.scale_from_amax(amax, ROWS)
     assert (quotient > 448).any()  # else this tests nothing
-    data, _ = reference.quantize_rowwise(amax, False)
+    data, _, _ = reference.quantize_rowwise(amax, ROWS)
     assert (data.float() == 448).all()
 
 
@@ -223,45 +231,41 @@ def test_a_quotient_rounded_up_past_448_saturates(rng: torch.Generator) -> None:
 def test_every_nan_becomes_one_nan(sign: int, payload: int) -> None:
     nan = torch.tensor([[payload]], dtype=torch.int32).view(torch.float32)
     x = torch.cat([torch.copysign(nan, torch.tensor(float(sign))), one_block(1, -2)], 1)
-    data, scale = reference.quantize_rowwise(x, False)
+    data, scale, _ = reference.quantize_rowwise(x, ROWS)
     assert data.view(torch.uint8).tolist() == [[0x7F] * 3]
     assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
-    scale = reference.scale_from_amax(x[:, :1], True)
+    scale = reference.scale_from_amax(x[:, :1], ROWS_POW2)
     assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
 
 
-@ROUNDINGS
+@formats(*FORMATS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_bad_number_spoils_its_block_and_no_other(bad: float, power_of_two: bool) -> None:
+def test_a_bad_number_spoils_its_block_and_no_other(bad: float, format: BlockFormat) -> None:
     x = torch.ones(300, 300)
     x[130, 140] = bad
     inside = torch.zeros(300, 300, dtype=torch.bool)
-    for cast, region in (
-        (reference.quantize_rowwise, np.s_[130, 128:256]),
-        (reference.quantize_square, np.s_[128:256, 128:256]),
-    ):
-        inside.zero_()[region] = True
-        data, scale = cast(x, power_of_two)
-        value = reference.dequantize(data, scale, torch.float32)
-        assert torch.equal(value.isnan(), inside)
-        assert torch.allclose(value[~inside], torch.tensor(1.0), rtol=2**-4)
+    inside[130 if format.rows == 1 else slice(128, 256), 128:256] = True
+    value = reference.dequantize(reference.quantize_rowwise(x, format), torch.float32)
+    assert torch.equal(value.isnan(), inside)
+    assert torch.allclose(value[~inside], torch.tensor(1.0), rtol=2**-4)
 
 
 # Transpose and dequantize
 
 
-@ROUNDINGS
+@formats(SQUARES, SQUARES_POW2)
 @pytest.mark.parametrize("shape", [(130, 300), (1, 129), (0, 5), (3, 130, 300), (2, 128, 1)])
 def test_transpose_of_a_square_cast_is_the_cast_of_the_transpose(
-    shape: tuple[int, ...], power_of_two: bool, rng: torch.Generator
+    shape: tuple[int, ...], format: BlockFormat, rng: torch.Generator
 ) -> None:
     x = values("nan", math.prod(shape[:-1]), shape[-1], torch.bfloat16, rng).view(shape)
-    data, scale = reference.transpose_square(*reference.quantize_square(x, power_of_two))
-    want_data, want_scale = reference.quantize_square(x.mT, power_of_two)
-    assert data.is_contiguous()
-    assert scale.stride() == want_scale.stride()
-    assert_same(data, want_data)
-    assert_same(scale, want_scale)
+    got = reference.transpose(reference.quantize_rowwise(x, format))
+    want = reference.quantize_rowwise(x.mT, format)
+    assert got.format is format
+    assert got.data.is_contiguous()
+    assert got.scale.stride() == want.scale.stride()
+    assert_same(got.data, want.data)
+    assert_same(got.scale, want.scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -270,13 +274,12 @@ def test_dequantize_multiplies_in_fp32_and_rounds_once(
     rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
     x = values("normal", rows, cols, torch.float32, rng)
-    for block, (data, scale) in (
-        (ROW, reference.quantize_rowwise(x, False)),
-        (SQUARE, reference.quantize_square(x, False)),
-    ):
-        got = reference.dequantize(data, scale, dtype)
+    for format in (ROWS, SQUARES):
+        q = reference.quantize_rowwise(x, format)
+        got = reference.dequantize(q, dtype)
         want = torch.empty(rows, cols, dtype=dtype)
-        exact = torch.from_numpy(e4m3_values(data))
+        exact = torch.from_numpy(e4m3_values(q.data))
         for i, j in np.ndindex(rows, cols):
-            want[i, j] = (exact[i, j] * scale[i // block[0], j // block[1]].double()).float()
+            scale = q.scale[i // format.rows, j // format.cols].double()
+            want[i, j] = (exact[i, j] * scale).float()
         assert_same(got, want)

@@ -1,8 +1,8 @@
 """The block amaxes of all sharded weights of a model, on every rank, by one all-reduce a step.
 
 A 128x128 block may lie on several ranks. Each rank writes the amax of its share of every block into
-one flat table, and the maximum over the ranks is the amax of the whole weights. The table's scales
-are then the scales of every rank's cast and of the gathered weight: they need no gather themselves.
+a flat table; the maximum over the ranks is the amax of the whole weights. Every rank's cast and the
+gathered weight use the scales of this table, which are therefore not gathered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """How many rows and columns into its first block it begins."""
+        """Rows and columns from the start of its first block to its own start."""
         rows, cols = self.format.block_shape
         return self.start % rows * (self._side == -2), self.start % cols * (self._side == -1)
 
@@ -67,7 +67,7 @@ class Member:
         name: in the model.
         part: the part that this rank holds.
         local: returns the plain high-precision rows as they are now; None once it is gone.
-        version: differs once they have changed.
+        version: returns a value that differs after the rows have changed.
         everywhere: True if every rank holds rows of it.
     """
 
@@ -87,11 +87,10 @@ class Member:
 class AmaxTable:
     """The amaxes and scales of sharded weights, the same on all ranks of a group.
 
-    The whole table is refreshed if a weight is asked for that has changed since. Each rank observes
-    changes for itself: weights must be changed on all ranks alike, as optimizers and loads do. A
-    rank without rows of a weight sees no change where rows are written one by one, as
-    ``torch.distributed.checkpoint`` does, while the others do: the table of such a weight is
-    refreshed whenever it is asked for.
+    A request for a weight that has changed refreshes the whole table. Each rank detects changes by
+    itself: weights must be changed on all ranks alike, as optimizers and loads do. A rank without
+    rows of a weight misses changes to single rows, as by ``torch.distributed.checkpoint``, that
+    other ranks detect: the table of such a weight is refreshed at every request.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class AmaxTable:
     ) -> None:
         """Lay out a table for ``members``, given in one order on all ranks.
 
-        ``alone``: whether more weights may belong to them.
+        ``alone``: True if further weights of the same root may be found later.
         """
         self.members, self.alone = tuple(members), alone
         self.reductions = 0
@@ -125,11 +124,11 @@ class AmaxTable:
             self._formats[format] = slice(first, stop)
 
     def amax(self, index: int) -> Tensor:
-        """Of each block of a member: ``[..., N/128, K/128]``."""
+        """The amax of each block of a member: ``[..., N/128, K/128]``."""
         return self._slot(self._flat, index)
 
     def scale(self, index: int) -> Tensor:
-        """Of each block of a member, laid out as a cast's."""
+        """The scale of each block of a member, laid out as by a cast."""
         return self._slot(self._scales, index)
 
     def ensure(self, index: int) -> None:
@@ -138,15 +137,15 @@ class AmaxTable:
             self.refresh()
 
     def refresh_if_changed(self) -> None:
-        """Fill the table anew if any weight has changed, as far as all ranks can tell."""
+        """Refresh the table if a weight has changed and all ranks can detect it."""
         if self._observed and self._seen != self._versions():
             self.refresh()
 
     def refresh(self) -> None:
-        """Fill the table anew: the one collective, an all-reduce of 4 bytes a block."""
+        """Recompute the table with one all-reduce of 4 bytes a block."""
         targets, sources = [], []
         versions = self._versions()
-        # .data counts no writes: scales that a graph saved stay valid if nothing has changed
+        # writes to .data are not counted: without a change, scales saved by a graph stay valid
         scales = self._scales.data if self._seen == versions else self._scales
         self._seen = versions
         self._flat.zero_()
@@ -159,7 +158,7 @@ class AmaxTable:
                 sources.append(part_amax(local, part.format, *part.offsets).to(target.device))
         if targets:
             torch._foreach_copy_(targets, sources)
-        # as integers, magnitudes are ordered as the numbers are, with NaN above Inf
+        # as integers, magnitudes keep their order, with NaN above Inf
         dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self._group)
         self.reductions += 1
         for format, where in self._formats.items():

@@ -1,4 +1,4 @@
-"""How ``fully_shard`` turns FP8 weights into shards: through ``new_zeros`` and ``chunk``."""
+"""The ops by which ``fully_shard`` makes shards of FP8 weights: ``new_zeros`` and ``chunk``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ aten = torch.ops.aten
 
 
 def chunks(weight: BlockwiseFP8Tensor, *args: Any, **kwargs: Any) -> list[FrozenShard]:
-    """``torch.chunk`` of a frozen weight, off block boundaries too.
-
-    Raises:
-        NotImplementedError: a weight that is not in 128x128 blocks.
-    """
+    """``torch.chunk`` of a frozen weight in 128x128 blocks; a chunk may begin inside a block."""
     data, scale, _ = _squares(weight)
     parts = torch.chunk(data, *args, **kwargs)
     return [FrozenShard(part, scale, weight.recipe, weight.dtype) for part in parts]
@@ -55,7 +51,7 @@ def _frozen_zeros(
 def _trainable_zeros(
     func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """For other callers than FSDP, zeros that behave as a plain tensor does."""
+    """A shard of zeros for FSDP; plain zeros for callers that ask for another rank or dtype."""
     zeros: Tensor = func(w.master, size, **kwargs)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros

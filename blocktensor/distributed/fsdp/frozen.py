@@ -1,8 +1,4 @@
-"""FrozenShard: the bytes that a rank holds of a frozen FP8 weight that FSDP2 has sharded.
-
-The base of low-rank adapters rests at 1 byte a parameter over all ranks together. Scales are small
-and known: every rank keeps them whole.
-"""
+"""FrozenShard: one rank's bytes of a frozen FP8 weight that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -21,10 +17,13 @@ aten = torch.ops.aten
 class FrozenShard(GatheredInFP8):
     """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
 
+    The weight (of a model under low-rank adapters) takes 1 byte a parameter over all ranks. The
+    scales are small: every rank keeps all of them.
+
     Attributes:
         data_rows: the rows, plain e4m3.
-        scale: of the whole weight.
-        recipe: of its cast.
+        scale: the scales of the whole weight.
+        recipe: the :class:`~blocktensor.Recipe` of the weight's cast.
     """
 
     data_rows: Tensor
@@ -34,18 +33,18 @@ class FrozenShard(GatheredInFP8):
     def __new__(
         cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
     ) -> FrozenShard:
-        """Wrap rows; ``dtype`` is the one that the weight shows to autograd."""
+        """Wrap rows; ``dtype`` is the weight's dtype for autograd."""
         self: FrozenShard = cls.wrapper_of(data, dtype)
         self.data_rows, self.scale, self.recipe = data, scale, recipe
         return self
 
     @property
     def rows(self) -> Tensor:
-        """Their bytes."""
+        """The e4m3 rows."""
         return self.data_rows
 
     def with_rows(self, rows: Tensor) -> FrozenShard:
-        """Other rows of the same weight, or these elsewhere."""
+        """A shard of the same weight with other rows, or with these on another device."""
         scale = self.scale.to(rows.device)
         return FrozenShard(rows, scale, self.recipe, self.dtype)
 
@@ -54,21 +53,12 @@ class FrozenShard(GatheredInFP8):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> FrozenShard:
         return FrozenShard(inner["data_rows"], inner["scale"], *context)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, *others = args
         kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}  # the rows stay e4m3
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
@@ -82,20 +72,11 @@ class FrozenShard(GatheredInFP8):
         return first.with_rows(rows) if rows.ndim == first.ndim else rows
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Refused: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision."""
         _refuse_values("torch.distributed.checkpoint")
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: Any,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: Any,
+        self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The bytes of these rows, for FSDP to gather."""
         sizes = zip(self.shape, outer_size, strict=True)

@@ -23,9 +23,10 @@ class Sharded(NamedTuple):
         name: in the root module.
         shape: of the whole parameter.
         dim: along which it is sharded.
-        group: of ranks that hold it; rank, ranks: of this process, of how many, along ``dim``.
+        group: the ranks that hold it.
+        rank, ranks: index of this process's shard along ``dim``, and the number of shards.
         device: where it is gathered.
-        parameter: returns it as it is now, a DTensor; None once the model is gone.
+        parameter: returns the present DTensor; None once the model is freed.
     """
 
     name: str
@@ -39,12 +40,12 @@ class Sharded(NamedTuple):
 
 
 def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
-    """What FSDP2 shards under one root with the parameter whose local tensor is asked for.
+    """The parameters under the FSDP2 root of the one whose local tensor is asked for.
 
     Returns:
-        The parameters in FSDP's order, and whether these are all: only the root's first forward
-        makes it the root, until then just those are known that are gathered together. None for what
-        FSDP2 does not know (yet).
+        The parameters in FSDP's order, and True if these are all: before the root's first forward
+        only those are known that are gathered together. None of them if FSDP2 does not (yet) know
+        the parameter.
     """
     for state in _states():
         if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):
@@ -95,7 +96,7 @@ def _states() -> Iterator[Any]:
 
 def _params(state: Any) -> Iterator[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13: one a state
+    if groups is None:  # before torch 2.13: one group per state
         groups = [state._fsdp_param_group]
     for group in groups:
         yield from () if group is None else group.fsdp_params

@@ -1,4 +1,4 @@
-"""The common part of both kinds of shard: FSDP gathers their bytes into an FP8 weight."""
+"""The base class of both kinds of shard, whose bytes FSDP gathers into an FP8 weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dtensor import local_of
 
 
 class GatheredInFP8(FP8Base):
-    """Base class of shards: their rows, and the weight that FSDP makes of gathered bytes.
+    """Base class of shards: a rank's rows, and the weight that views the gathered bytes.
 
     Attributes:
         recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
@@ -26,11 +26,11 @@ class GatheredInFP8(FP8Base):
 
     @property
     def rows(self) -> Tensor:
-        """The plain tensor that this rank holds of the weight."""
+        """The rows of the weight on this rank, a plain tensor."""
         raise NotImplementedError
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Storage of the rows: FSDP tells by it whether they are still where it put them."""
+        """Storage of the rows, by which FSDP checks that they have not moved."""
         return self.rows.untyped_storage()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -47,7 +47,7 @@ class GatheredInFP8(FP8Base):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that views the gathered bytes; ``out``, made so before, is given new ones."""
+        """An FP8 weight that views the gathered bytes; an earlier one, ``out``, is updated."""
         (gathered,), (shape, scale, recipe) = all_gather_outputs, metadata
         format = recipe.weight_format
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
@@ -57,7 +57,7 @@ class GatheredInFP8(FP8Base):
                 None,
                 shape=shape,
                 dtype=param_dtype,
-                # a columnwise form that is kept would have to be gathered and freed by FSDP
+                # a cached columnwise form would have to be gathered and freed by FSDP
                 recipe=Recipe(scale=recipe.scale),
             )
             return made, ()
@@ -68,8 +68,8 @@ class GatheredInFP8(FP8Base):
 
 
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
-    """A rank's e4m3 rows as FSDP gathers them: of the size that most ranks have."""
-    as_bytes = data.view(torch.uint8)  # gloo knows no e4m3
+    """A rank's e4m3 rows as FSDP gathers them, padded to the size of a full shard."""
+    as_bytes = data.view(torch.uint8)  # gloo does not support e4m3
     missing = ceil_div(whole[dim], mesh.size()) - data.shape[dim]
     if missing <= 0:
         return as_bytes

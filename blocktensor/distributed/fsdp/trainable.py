@@ -1,7 +1,4 @@
-"""FP8Shard: the rows that a rank holds of a trainable FP8 weight that FSDP2 has sharded.
-
-Optimizers, clipping and checkpoints see high-precision rows; FSDP gathers their e4m3 bytes.
-"""
+"""FP8Shard: one rank's rows of a trainable FP8 weight that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Identity:
-    """Identifies one sharded weight, whichever tensor object is its local part at the moment."""
+    """Identity of one sharded weight, common to all tensor objects that are its local part."""
 
     __slots__ = ("__weakref__", "place")
 
@@ -41,7 +38,8 @@ class Identity:
 class FP8Shard(GatheredInFP8, MasterBase):
     """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
 
-    Ops that read or write values act on the rows; products raise, since they need the whole weight.
+    Optimizers, clipping, checkpoints and other ops act on the high-precision rows; FSDP gathers
+    e4m3 bytes. Products raise, since they need the whole weight.
 
     Attributes:
         master: the rows, a plain high-precision tensor.
@@ -78,33 +76,18 @@ class FP8Shard(GatheredInFP8, MasterBase):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> FP8Shard:
         return FP8Shard(inner["master"], *context)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS:
             _refuse_product(func)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _PRODUCTS:
             _refuse_product(func)
         return _on_rows(func, args, kwargs or {})
@@ -120,16 +103,11 @@ class FP8Shard(GatheredInFP8, MasterBase):
         return self._cast_rows
 
     def _cast_rows(
-        self,
-        mesh: Any,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: Any,
+        self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The e4m3 bytes of these rows, cast as those of the whole weight.
 
-        One tensor of 1 byte an element; scales need no gather, see ``amax_table.py``.
+        One tensor of 1 byte an element; scales are not gathered, see ``amax_table.py``.
         """
         place = self.identity.place
         if place is None:
@@ -162,7 +140,7 @@ def is_converted(weight: Any) -> bool:
 
 
 def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
-    """The table that a shard is in, and where; made now if FSDP can say who belongs together."""
+    """A shard's table and its index there; made now if FSDP knows the weights to put together."""
     place = shard.identity.place
     if place is None or place[0].alone:
         together, are_all = sharded_with(lambda x: _identity(x) is shard.identity)
@@ -182,9 +160,9 @@ def _identity(x: Any) -> Identity | None:
 
 
 def _build(together: Sequence[Sharded], alone: bool) -> None:
-    """Tables of these weights, which share a group, agreed upon with the other ranks.
+    """Make the tables of weights that share a group, after a comparison with the other ranks.
 
-    One for all weights that every rank holds some of, and one for each of the others.
+    One table has all weights of which every rank holds rows; any other weight has its own.
     """
     everywhere: list[tuple[Member, Identity]] = []
     tables = [everywhere]
@@ -233,8 +211,8 @@ def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
         shard = shard_of(whole)
         if whole is None or shard is None:
             return None
-        # a view counts writes with what it was taken of: the parameter, its to_local(), the
-        # master that state_dict() gives out
+        # a view shares the version counter of its base: the parameter, its to_local(), or the
+        # master that state_dict() returns
         counters = tuple(tensor._version for tensor in (whole, shard, shard.master))
         return counters, shard.master.data_ptr(), shard.device
 
@@ -244,11 +222,11 @@ def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
 def precompute_block_amax(model: nn.Module) -> int:
     """Reduce the block amaxes of a sharded model's FP8 weights now, not at the next forward.
 
-    Forward does it by itself, once a step. Called right after ``optimizer.step()``, the all-reduce
-    may overlap with what comes before the next forward. All ranks must call it.
+    A forward does this by itself, once a step. After a call right behind ``optimizer.step()``, the
+    all-reduce may overlap with work before the next forward. All ranks must call it.
 
     Returns:
-        How many weights it concerned: 0 before the first forward.
+        The number of weights whose amaxes are kept: 0 before the first forward.
     """
     shards = (shard for p in model.parameters() if (shard := shard_of(p)) is not None)
     places = [place for shard in shards if (place := shard.identity.place) is not None]
@@ -257,7 +235,6 @@ def precompute_block_amax(model: nn.Module) -> int:
     return len(places)
 
 
-# Below autograd: ops act on the rows; moves and copies of a shard stay shards
 
 _PRODUCTS = {
     *(F.linear, torch.mm, torch.matmul, torch.addmm),
@@ -281,15 +258,15 @@ _SAME = {aten._to_copy.default, aten._pin_memory.default}
 """Ops whose result is the same weight, in another place."""
 
 _NEW = {
-    *(aten.new_zeros.default, aten.slice.Tensor),  # how FSDP makes a padded one, and the rows in it
-    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # how copies are made
+    *(aten.new_zeros.default, aten.slice.Tensor),  # for FSDP's padded shard and its rows
+    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # for copies
 }
 """Ops whose result is a shard of its own."""
 
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ALIAS:
-        # the same master, not an alias made below autograd: that would count writes by itself
+        # the same master: an alias made below autograd would have a version counter of its own
         return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
     out = on_master(func, args, kwargs)
     first = args[0] if args else None

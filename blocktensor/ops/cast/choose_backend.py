@@ -46,40 +46,36 @@ class CastProblem:
     format: BlockFormat
 
 
+def _kernels(casts: Any, transposes: Any, parts: Any, launches: bool) -> CastKernels:
+    """The functions of a backend, from the modules that define them."""
+    return CastKernels(
+        casts.quantize_rowwise,
+        casts.quantize_columnwise,
+        casts.quantize_both,
+        transposes.transpose,
+        transposes.dequantize,
+        parts.part_amax,
+        parts.quantize_part,
+        launches,
+    )
+
+
 def _load_reference() -> CastKernels:
     from .. import reference
 
-    return CastKernels(
-        reference.quantize_rowwise,
-        reference.quantize_columnwise,
-        reference.quantize_both,
-        reference.transpose,
-        reference.dequantize,
-        reference.part_amax,
-        reference.quantize_part,
-        launches=False,
-    )
+    return _kernels(reference, reference, reference, launches=False)
 
 
 def _load_triton() -> CastKernels:
     from . import triton_cast, triton_part, triton_transpose
 
-    return CastKernels(
-        triton_cast.quantize_rowwise,
-        triton_cast.quantize_columnwise,
-        triton_cast.quantize_both,
-        triton_transpose.transpose,
-        triton_transpose.dequantize,
-        triton_part.part_amax,
-        triton_part.quantize_part,
-        launches=True,
-    )
+    return _kernels(triton_cast, triton_transpose, triton_part, launches=True)
 
 
 def _load_gluon() -> CastKernels:
     from . import gluon_columnwise, gluon_square, gluon_transpose
 
-    # Rowwise casts, dequantize and casts of parts gain nothing in Gluon.
+    # Rowwise casts in 1x128 blocks, dequantize and casts of parts gain nothing in Gluon.
     return replace(
         _load_triton(),
         quantize_rowwise=gluon_square.quantize_rowwise,

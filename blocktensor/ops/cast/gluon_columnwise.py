@@ -25,8 +25,8 @@ from .gluon_words import (
     per_word,
     times,
 )
-from .numerics import divisor, scale_from_bits
-from .triton_cast import both_by, columnwise_by, method_for
+from .numerics import divisor, method_for, scale_from_bits
+from .triton_cast import both_by, columnwise_by
 
 PATCH_ROWS = gl.constexpr(16)
 
@@ -80,23 +80,10 @@ def _any_above_one(values):
     do_not_specialize=["rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k"]
 )
 def cast_columnwise_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    rows,
-    cols,
-    stride_m,
-    row_scale_ld,
-    col_scale_ld,
-    blocks_k,
-    ROWWISE: gl.constexpr,
-    POWER_OF_TWO: gl.constexpr,
-    METHOD: gl.constexpr,
-    UNIT_M: gl.constexpr,
-    UNIT_K: gl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
+    col_scale_ld, blocks_k, ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr,
+):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides come as multiples of a unit,
     # UNIT_M rows or UNIT_K words, so that loads, stores and their masks are as wide as it allows.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty

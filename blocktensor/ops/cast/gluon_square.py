@@ -18,8 +18,8 @@ from .gluon_words import (
     magnitudes,
     per_word,
     times,
-)
-from .numerics import divisor, scale_from_bits
+)  # fmt: skip
+from .numerics import divisor, method_for, scale_from_bits
 
 
 @gluon.jit(
@@ -28,20 +28,9 @@ from .numerics import divisor, scale_from_bits
     ]
 )  # fmt: skip
 def cast_128x128_kernel(
-    w_ptr,
-    data_ptr,
-    scale_ptr,
-    rows,
-    cols,
-    stride_e,
-    stride_n,
-    blocks_n,
-    blocks_k,
-    scale_ld,
-    POWER_OF_TWO: gl.constexpr,
-    METHOD: gl.constexpr,
-    UNIT: gl.constexpr,
-):
+    w_ptr, data_ptr, scale_ptr, rows, cols, stride_e, stride_n, blocks_n, blocks_k, scale_ld,
+    POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
     # One program casts one block of one matrix of the stack. Columns and strides come as multiples
     # of UNIT words, so that loads, stores and their masks are as wide as it allows.
     DTYPE: gl.constexpr = w_ptr.dtype.element_ty
@@ -93,7 +82,7 @@ def plan_128x128(w: Tensor, out: Quantized) -> Launch:
          blocks_k, out.scale.stride(-2)),
         {
             "POWER_OF_TWO": out.format.power_of_two,
-            "METHOD": triton_cast.method_for(w.dtype),
+            "METHOD": method_for(w.dtype),
             "UNIT": unit,
         },
         {"num_warps": 8 // per_word},

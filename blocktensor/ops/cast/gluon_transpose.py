@@ -34,22 +34,9 @@ def _bytes_by_column(words):
     ]
 )  # fmt: skip
 def transpose_128x128_kernel(
-    data_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    rows,
-    cols,
-    stride_e,
-    stride_n,
-    scale_stride_e,
-    blocks_n,
-    blocks_k,
-    in_scale_ld,
-    out_scale_ld,
-    UNIT_N: gl.constexpr,
-    UNIT_K: gl.constexpr,
-):
+    data_ptr, scale_ptr, out_ptr, out_scale_ptr, rows, cols, stride_e, stride_n, scale_stride_e,
+    blocks_n, blocks_k, in_scale_ld, out_scale_ld, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr,
+):  # fmt: skip
     # One program moves one 128x128 block of bytes and its scale. 4x4 bytes turn in registers, words
     # of 4 rows change threads, so that whole lines are read and written. Sizes and strides come as
     # multiples of UNIT_N rows and UNIT_K words, as in gluon_columnwise.py.

@@ -12,8 +12,11 @@ METHOD names how they are computed; each gives the reference's bytes for the inp
 Power-of-two scales need neither: their reciprocal is exact.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from ..formats import BLOCK
 
 INF_BITS = tl.constexpr(0x7F800000)
 TINY_BITS = tl.constexpr(0x21800000)  # 2^-60: below it, x and scale are first multiplied by 2^64
@@ -89,3 +92,13 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         y = x * pre
         q = y * r
         return tl.fma(tl.fma(e, q, y * -1.0) * -1.0, r, q)
+
+
+def method_for(dtype: torch.dtype) -> str:
+    """The method of ``numerics.py`` that gives the reference's bytes for this dtype."""
+    return "refined" if dtype == torch.float32 else "corrected"
+
+
+def is_wide(*strides: int) -> bool:
+    """True if offsets inside a block need 64 bits."""
+    return any(abs(stride) * BLOCK >= 2**31 for stride in strides)

@@ -1,25 +1,25 @@
 """Casts, transposes and dequantize: the functions that the package calls, and their registered ops.
 
 A registered op costs tens of microseconds a call in eager mode, so each function runs its decision
-(``ops/runtime/specialize.py``) directly unless the dispatcher must see the op. Both ways run the
+(``ops/runtime/specialize.py``) directly unless it must go through the dispatcher. Both ways run the
 same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
-from ..runtime.specialize import Specialized, must_dispatch, recorded
+from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
 from .choose_backend import cast_kernels
 
 Pair = tuple[Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
@@ -29,11 +29,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix (or, in square
             blocks, a stack of them).
     """
-    if must_dispatch(x):
-        _check_castable(x, format)
-        data, scale = _rowwise_op(x, format.name)
-        return Quantized(data, scale, format)
-    return _rowwise.find(x, format)(x, format)
+    return _rowwise(x, format)
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
@@ -43,11 +39,7 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
         TypeError, ValueError: as :func:`quantize_rowwise`; a format of square blocks, whose
             columnwise cast is the transpose of the rowwise one.
     """
-    if must_dispatch(x):
-        _check_both_ways(x, format)
-        data, scale = _columnwise_op(x, format.name)
-        return Quantized(data, scale, format)
-    return _columnwise.find(x, format)(x, format)
+    return _columnwise(x, format)
 
 
 def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
@@ -56,11 +48,26 @@ def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]
     Raises:
         TypeError, ValueError: as :func:`quantize_columnwise`.
     """
-    if must_dispatch(x):
-        _check_both_ways(x, format)
-        data, scale, columnwise_data, columnwise_scale = _both_op(x, format.name)
-        return Quantized(data, scale, format), Quantized(columnwise_data, columnwise_scale, format)
-    return _both.find(x, format)(x, format)
+    return _both(x, format)
+
+
+def quantize_forms(
+    x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """The forms asked for of an activation or gradient ``x[..., K]``, from one read.
+
+    Leading dimensions are flattened.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_columnwise`; a scalar.
+    """
+    if x.ndim == 0:
+        raise ValueError(f"cannot quantize a scalar in {format.name} blocks: expected [..., K]")
+    if x.ndim != 2:
+        x = x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+    if rowwise and columnwise:
+        return _both(x, format)
+    return _rowwise(x, format) if rowwise else None, _columnwise(x, format) if columnwise else None
 
 
 def transpose(x: Quantized) -> Quantized:
@@ -69,18 +76,12 @@ def transpose(x: Quantized) -> Quantized:
     Raises:
         ValueError: blocks that are not square.
     """
-    if must_dispatch(x.data):
-        _check_square(x.format)
-        data, scale = _transpose_op(x.data, x.scale, x.format.name)
-        return Quantized(data, scale, x.format)
-    return _transpose.find(x)(x)
+    return _transpose(x)
 
 
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """``data * scale`` in ``dtype``; see :func:`blocktensor.ops.reference.dequantize`."""
-    if must_dispatch(x.data):
-        return _dequantize_op(x.data, x.scale, x.format.name, dtype)
-    return _dequantize.find(x, dtype)(x, dtype)
+    return _dequantize(x, dtype)
 
 
 def _check_castable(x: Tensor, format: BlockFormat) -> None:
@@ -106,18 +107,7 @@ def _check_square(format: BlockFormat) -> None:
         raise ValueError(f"a cast in {format.name} blocks has no exact transpose: quantize x.t()")
 
 
-# Decisions
-
-
-def _cast_key(x: Tensor, format: BlockFormat) -> Hashable:
-    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device, format
-
-
-def _quantized_key(x: Quantized, dtype: torch.dtype | None = None) -> Hashable:
-    data, scale, format = x
-    aligned = data.data_ptr() & 15, scale.data_ptr() & 15
-    layout = data.shape, data.stride(), scale.shape, scale.stride()
-    return layout, data.dtype, scale.dtype, aligned, data.device, format, dtype
+# Decisions, in eager mode
 
 
 def _decide_rowwise(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
@@ -149,88 +139,100 @@ def _decide_dequantize(x: Quantized, dtype: torch.dtype) -> Callable[..., Tensor
     return recorded(kernels.dequantize, kernels.launches)
 
 
-_rowwise = Specialized(_decide_rowwise, _cast_key)
-_columnwise = Specialized(_decide_columnwise, _cast_key)
-_both = Specialized(_decide_both, _cast_key)
-_transpose = Specialized(_decide_transpose, _quantized_key)
-_dequantize = Specialized(_decide_dequantize, _quantized_key)
+# Calls of the registered ops, whose arguments are tensors and a format's name
 
 
-# Registered ops, whose arguments are tensors and a format's name
+def _dispatch_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
+    _check_castable(x, format)
+    data, scale = _rowwise_op(x, format.name)
+    return Quantized(data, scale, format)
 
 
-def _register(name: str, schema: str, function: Callable[..., Any]) -> Any:
-    qualified = f"blocktensor::{name}"
-    return torch.library.custom_op(qualified, function, mutates_args=(), schema=schema)
+def _dispatch_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
+    _check_both_ways(x, format)
+    data, scale = _columnwise_op(x, format.name)
+    return Quantized(data, scale, format)
 
 
-def _rowwise_body(x: Tensor, format: str) -> Pair:
-    data, scale, _ = _rowwise.find(x, named(format))(x, named(format))
+def _dispatch_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    _check_both_ways(x, format)
+    data, scale, columnwise_data, columnwise_scale = _both_op(x, format.name)
+    return Quantized(data, scale, format), Quantized(columnwise_data, columnwise_scale, format)
+
+
+def _dispatch_transpose(x: Quantized) -> Quantized:
+    _check_square(x.format)
+    data, scale = _transpose_op(x.data, x.scale, x.format.name)
+    return Quantized(data, scale, x.format)
+
+
+def _dispatch_dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
+    return _dequantize_op(x.data, x.scale, x.format.name, dtype)
+
+
+_rowwise = Specialized(_decide_rowwise, _dispatch_rowwise)
+_columnwise = Specialized(_decide_columnwise, _dispatch_columnwise)
+_both = Specialized(_decide_both, _dispatch_both)
+_transpose = Specialized(_decide_transpose, _dispatch_transpose)
+_dequantize = Specialized(_decide_dequantize, _dispatch_dequantize)
+
+
+# Registered ops
+
+
+def _empty(shape: Sequence[int], format: str, device: torch.device) -> Pair:
+    data, scale, _ = empty_quantized(shape, named(format), device)
     return data, scale
 
 
-def _columnwise_body(x: Tensor, format: str) -> Pair:
-    data, scale, _ = _columnwise.find(x, named(format))(x, named(format))
+@torch.library.custom_op("blocktensor::quantize_rowwise", mutates_args=())
+def _rowwise_op(x: Tensor, format: str) -> Pair:
+    data, scale, _ = _rowwise.run(x, named(format))
     return data, scale
 
 
-def _both_body(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rowwise, columnwise = _both.find(x, named(format))(x, named(format))
+@torch.library.custom_op("blocktensor::quantize_columnwise", mutates_args=())
+def _columnwise_op(x: Tensor, format: str) -> Pair:
+    data, scale, _ = _columnwise.run(x, named(format))
+    return data, scale
+
+
+@torch.library.custom_op("blocktensor::quantize_both", mutates_args=())
+def _both_op(x: Tensor, format: str) -> Four:
+    rowwise, columnwise = _both.run(x, named(format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-def _transpose_body(data: Tensor, scale: Tensor, format: str) -> Pair:
-    x = Quantized(data, scale, named(format))
-    made = _transpose.find(x)(x)
-    return made.data, made.scale
+@torch.library.custom_op("blocktensor::transpose", mutates_args=())
+def _transpose_op(data: Tensor, scale: Tensor, format: str) -> Pair:
+    data, scale, _ = _transpose.run(Quantized(data, scale, named(format)))
+    return data, scale
 
 
-def _dequantize_body(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    x = Quantized(data, scale, named(format))
-    return _dequantize.find(x, dtype)(x, dtype)
-
-
-_CAST = "(Tensor x, str format) -> (Tensor, Tensor)"
-_rowwise_op = _register("quantize_rowwise", _CAST, _rowwise_body)
-_columnwise_op = _register("quantize_columnwise", _CAST, _columnwise_body)
-_both_op = _register(
-    "quantize_both", "(Tensor x, str format) -> (Tensor, Tensor, Tensor, Tensor)", _both_body
-)
-_transpose_op = _register(
-    "transpose", "(Tensor data, Tensor scale, str format) -> (Tensor, Tensor)", _transpose_body
-)
-_dequantize_op = _register(
-    "dequantize",
-    "(Tensor data, Tensor scale, str format, ScalarType dtype) -> Tensor",
-    _dequantize_body,
-)
+@torch.library.custom_op("blocktensor::dequantize", mutates_args=())
+def _dequantize_op(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    return _dequantize.run(Quantized(data, scale, named(format)), dtype)
 
 
 @_rowwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
-    data, scale, _ = empty_quantized(x.shape, named(format), x.device)
-    return data, scale
+    return _empty(x.shape, format, x.device)
 
 
 @_columnwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
-    data, scale, _ = empty_quantized((x.shape[1], x.shape[0]), named(format), x.device)
-    return data, scale
+    return _empty(x.shape[::-1], format, x.device)
 
 
 @_both_op.register_fake
-def _(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = x.shape
-    row, row_scale, _ = empty_quantized((m, k), named(format), x.device)
-    col, col_scale, _ = empty_quantized((k, m), named(format), x.device)
-    return row, row_scale, col, col_scale
+def _(x: Tensor, format: str) -> Four:
+    return *_empty(x.shape, format, x.device), *_empty(x.shape[::-1], format, x.device)
 
 
 @_transpose_op.register_fake
 def _(data: Tensor, scale: Tensor, format: str) -> Pair:
     *lead, n, k = data.shape
-    made, made_scale, _ = empty_quantized((*lead, k, n), named(format), data.device)
-    return made, made_scale
+    return _empty((*lead, k, n), format, data.device)
 
 
 @_dequantize_op.register_fake

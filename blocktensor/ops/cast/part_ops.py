@@ -6,14 +6,14 @@ part's share of the blocks, then, after a maximum over all parts, the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, ceil_div, named
-from ..runtime.specialize import Specialized, must_dispatch, recorded
+from ..runtime.specialize import Specialized, recorded
 from .choose_backend import cast_kernels
 
 
@@ -23,10 +23,7 @@ def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix or stack.
     """
-    if must_dispatch(x):
-        _check(x)
-        return _amax_op(x, format.name, row, col)
-    return _amax.find(x, format, row, col)(x, format, row, col)
+    return _amax(x, format, row, col)
 
 
 def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
@@ -35,22 +32,12 @@ def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: i
     Raises:
         TypeError, ValueError: as :func:`part_amax`.
     """
-    if must_dispatch(x):
-        _check(x)
-        return _quantize_op(x, amax, format.name, row, col)
-    return _quantize.find(x, amax, format, row, col)(x, amax, format, row, col)
+    return _quantize(x, amax, format, row, col)
 
 
 def _check(x: Tensor) -> None:
     checks.high_precision(x, "the part to quantize")
     checks.rank(x, (2, 3), "the part to quantize", "parts are of weights [N, K] or [E, N, K]")
-
-
-def _key(*args: Tensor | BlockFormat | int) -> Hashable:
-    return tuple(
-        (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device) if isinstance(x, Tensor) else x
-        for x in args
-    )
 
 
 def _decide_amax(x: Tensor, format: BlockFormat, *place: int) -> Callable[..., Tensor]:
@@ -67,20 +54,28 @@ def _decide_quantize(
     return recorded(kernels.quantize_part, kernels.launches)
 
 
-_amax = Specialized(_decide_amax, _key)
-_quantize = Specialized(_decide_quantize, _key)
+def _dispatch_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    _check(x)
+    return _amax_op(x, format.name, row, col)
+
+
+def _dispatch_quantize(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    _check(x)
+    return _quantize_op(x, amax, format.name, row, col)
+
+
+_amax = Specialized(_decide_amax, _dispatch_amax)
+_quantize = Specialized(_decide_quantize, _dispatch_quantize)
 
 
 @torch.library.custom_op("blocktensor::part_amax", mutates_args=())
 def _amax_op(x: Tensor, format: str, row: int, col: int) -> Tensor:
-    known = named(format)
-    return _amax.find(x, known, row, col)(x, known, row, col)
+    return _amax.run(x, named(format), row, col)
 
 
 @torch.library.custom_op("blocktensor::quantize_part", mutates_args=())
 def _quantize_op(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
-    known = named(format)
-    return _quantize.find(x, amax, known, row, col)(x, amax, known, row, col)
+    return _quantize.run(x, amax, named(format), row, col)
 
 
 @_amax_op.register_fake

@@ -1,4 +1,4 @@
-"""Casts to e4m3 in 1x128 and 128x128 blocks: Triton kernels and their launchers.
+"""Casts to e4m3: the Triton kernel of 1x128 blocks, and the launchers of all casts.
 
 Every launcher has the signature and, byte for byte, the result of its namesake in
 ``ops/reference.py``. Inputs may have any strides; outputs are laid out by ``ops/scale_layouts.py``.
@@ -16,32 +16,17 @@ from torch import Tensor
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
-from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
+from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
+from .triton_part import plan_128x128
 
 
 @triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
 def cast_1x128_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    rows,
-    cols,
-    stride_m,
-    stride_k,
-    out_ld,
-    row_scale_ld,
-    col_scale_ld,
-    blocks_k,
-    TILE_M: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
+    row_scale_ld, col_scale_ld, blocks_k, TILE_M: tl.constexpr, ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     METHOD: tl.constexpr,
-):
+):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, told apart so that its
     # divisibility by 16 is specialised.
@@ -77,14 +62,8 @@ def cast_1x128_kernel(
             mask=m < rows_left,
         )
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-        q = quotient(
-            x,
-            pre[:, None],
-            r[:, None],
-            e[:, None],
-            METHOD,
-            POWER_OF_TWO,
-        ).to(tl.float8e4nv)
+        q = quotient(x, pre[:, None], r[:, None], e[:, None], METHOD, POWER_OF_TWO)
+        q = q.to(tl.float8e4nv)
         target = row_ptr + first_m * cols + first_k + (m[:, None] * cols + k[None, :])
         if EVEN:
             tl.store(target, q)
@@ -99,14 +78,8 @@ def cast_1x128_kernel(
             mask=k < cols_left,
         )
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-        q = quotient(
-            x,
-            pre[None, :],
-            r[None, :],
-            e[None, :],
-            METHOD,
-            POWER_OF_TWO,
-        ).to(tl.float8e4nv)
+        q = quotient(x, pre[None, :], r[None, :], e[None, :], METHOD, POWER_OF_TWO)
+        q = q.to(tl.float8e4nv)
         target = col_ptr + first_k * out_ld + first_m + (k[:, None] * out_ld + m[None, :])
         if EVEN:
             tl.store(target, tl.trans(q))
@@ -114,72 +87,8 @@ def cast_1x128_kernel(
             tl.store(target, tl.trans(q), mask=(k < cols_left)[:, None] & (m < rows_left)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "blocks_n", "blocks_k", "scale_ld"])
-def cast_128x128_kernel(
-    w_ptr,
-    data_ptr,
-    scale_ptr,
-    rows,
-    cols,
-    stride_e,
-    stride_n,
-    stride_k,
-    blocks_n,
-    blocks_k,
-    scale_ld,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    METHOD: tl.constexpr,
-):
-    # One program casts one 128x128 block of one matrix of the stack.
-    block = tl.program_id(0)
-    block_k = block % blocks_k
-    block_n = block // blocks_k % blocks_n
-    matrix = (block // (blocks_k * blocks_n)).to(tl.int64)
-    n = tl.arange(0, 128)
-    k = tl.arange(0, 128)
-    if WIDE:
-        n = n.to(tl.int64)
-        k = k.to(tl.int64)
-    first_n = block_n.to(tl.int64) * 128
-    first_k = block_k.to(tl.int64) * 128
-    inside = (n < rows - block_n * 128)[:, None] & (k < cols - block_k * 128)[None, :]
-
-    source = w_ptr + matrix * stride_e + first_n * stride_n + first_k * stride_k
-    offsets = n[:, None] * stride_n + k[None, :] * stride_k
-    if EVEN:
-        w = tl.load(source + offsets)
-    else:
-        w = tl.load(source + offsets, mask=inside, other=0.0)
-    amax = tl.max(tl.max(magnitude_bits(w), 1), 0)
-    w = w.to(tl.float32)
-    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
-    tl.store(scale_ptr + (matrix * blocks_n + block_n) * scale_ld + block_k, scale)
-    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-    q = quotient(w, pre, r, e, METHOD, POWER_OF_TWO)
-    q = q.to(tl.float8e4nv)
-    target = (
-        data_ptr + (matrix * rows + first_n) * cols + first_k + (n[:, None] * cols + k[None, :])
-    )
-    if EVEN:
-        tl.store(target, q)
-    else:
-        tl.store(target, q, mask=inside)
-
-
 Planner = Callable[[Tensor, Quantized | None, Quantized], Launch]
 """Plans the cast of a tensor into a rowwise form, unless None, and a columnwise one."""
-
-
-def method_for(dtype: torch.dtype) -> str:
-    """The method of ``numerics.py`` that gives the reference's bytes for this dtype."""
-    return "refined" if dtype == torch.float32 else "corrected"
-
-
-def is_wide(*strides: int) -> bool:
-    """True if offsets inside a block need 64 bits."""
-    return any(abs(stride) * BLOCK >= 2**31 for stride in strides)
 
 
 def _vectorised(x: Tensor) -> bool:
@@ -220,26 +129,6 @@ def plan_1x128(x: Tensor, row: Quantized | None, col: Quantized | None) -> Launc
             "METHOD": method_for(x.dtype),
         },
         {"num_warps": _warps_1x128(x, col is not None)},
-    )  # fmt: skip
-
-
-def plan_128x128(w: Tensor, out: Quantized) -> Launch:
-    """The launch that casts ``w[..., N, K]`` into ``out``."""
-    n, k = w.shape[-2:]
-    experts = w.shape[0] if w.ndim == 3 else 1
-    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
-    return Launch(
-        cast_128x128_kernel,
-        (experts * blocks_n * blocks_k,),
-        (w, out.data, out.scale, n, k, w.stride(0) if w.ndim == 3 else 0, w.stride(-2),
-         w.stride(-1), blocks_n, blocks_k, out.scale.stride(-2)),
-        {
-            "EVEN": n % BLOCK == 0 and k % BLOCK == 0,
-            "WIDE": is_wide(w.stride(-2), w.stride(-1), k),
-            "POWER_OF_TWO": out.format.power_of_two,
-            "METHOD": method_for(w.dtype),
-        },
-        {"num_warps": 16 if w.dtype == torch.float32 or not _vectorised(w) else 8},
     )  # fmt: skip
 
 

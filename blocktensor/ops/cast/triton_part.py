@@ -1,4 +1,4 @@
-"""Casts of a part of a matrix in the 128x128 blocks of the whole: Triton kernels and launchers.
+"""Casts in 128x128 blocks, of a whole matrix or of a part of one: Triton kernel and launchers.
 
 Every launcher has the signature and, byte for byte, the result of its namesake in
 ``ops/reference.py``. A part is the rows that a rank holds of a sharded weight: its first block may
@@ -7,47 +7,27 @@ begin before it, and its last block may end behind it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, num_blocks
+from ..formats import BLOCK, BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
-from .numerics import divisor, magnitude_bits, quotient, scale_from_bits
-from .triton_cast import is_wide, method_for
+from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "row", "col", "blocks_n", "blocks_k"])
-def part_kernel(
-    x_ptr,
-    amax_ptr,
-    data_ptr,
-    rows,
-    cols,
-    row,
-    col,
-    stride_e,
-    stride_n,
-    stride_k,
-    out_ld,
-    amax_stride_e,
-    amax_ld,
-    blocks_n,
-    blocks_k,
-    CAST: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    METHOD: tl.constexpr,
-):
-    # One program has one block of one matrix of the stack: it writes the amax of what of the block
-    # is here, or casts that by the amax of the whole block. Even rows (columns): the part begins
-    # and ends with blocks; nothing is then masked by what is only known at run time, and loads stay
-    # wide. out_ld = cols, told apart so that its divisibility by 16 is specialised.
+def block_kernel(
+    x_ptr, block_ptr, data_ptr, rows, cols, row, col, stride_e, stride_n, stride_k, out_ld,
+    block_stride_e, block_ld, blocks_n, blocks_k, MODE: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLS: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
+):  # fmt: skip
+    # One program has one block of one matrix of the stack. MODE "amax": it writes the amax of the
+    # elements of the block that are here. "part": it casts them by the amax of the whole block.
+    # "whole": it casts the block by its own amax and writes the scale. Even rows (columns): x
+    # begins and ends with blocks, so that no mask depends on run-time values and loads stay wide.
+    # out_ld = cols, told apart so that its divisibility by 16 is specialised.
     block = tl.program_id(0)
     block_k = block % blocks_k
     block_n = block // blocks_k % blocks_n
@@ -58,12 +38,16 @@ def part_kernel(
     first_k = block_k.to(tl.int64) * 128
     rows_in = tl.full([128], 1, tl.int1)
     cols_in = tl.full([128], 1, tl.int1)
-    if not EVEN_ROWS:  # the block may begin before the part
+    if not EVEN_ROWS:
         first_n -= row
-        rows_in = (first_n + n >= 0) & (first_n + n < rows)
+        rows_in = n < rows + row - block_n * 128
+        if MODE != "whole":  # the block may begin before the part
+            rows_in &= n >= row - block_n * 128
     if not EVEN_COLS:
         first_k -= col
-        cols_in = (first_k + k >= 0) & (first_k + k < cols)
+        cols_in = k < cols + col - block_k * 128
+        if MODE != "whole":
+            cols_in &= k >= col - block_k * 128
     inside = rows_in[:, None] & cols_in[None, :]
     if WIDE:
         n = n.to(tl.int64)
@@ -74,10 +58,17 @@ def part_kernel(
         x = tl.load(source + offsets)
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
-    place = amax_ptr + matrix * amax_stride_e + block_n.to(tl.int64) * amax_ld + block_k
-    if CAST:
+    place = block_ptr + matrix * block_stride_e + block_n.to(tl.int64) * block_ld + block_k
+    if MODE == "part":
         amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        amax = tl.max(tl.max(magnitude_bits(x), 1), 0)
+    if MODE == "amax":
+        tl.store(place, amax.to(tl.float32, bitcast=True))
+    else:
         scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+        if MODE == "whole":
+            tl.store(place, scale)
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(x.to(tl.float32), pre, r, e, METHOD, POWER_OF_TWO).to(tl.float8e4nv)
         target = data_ptr + (matrix * rows + first_n) * out_ld + first_k
@@ -86,35 +77,52 @@ def part_kernel(
             tl.store(target + places, q)
         else:
             tl.store(target + places, q, mask=inside)
-    else:
-        amax = tl.max(tl.max(magnitude_bits(x), 1), 0)
-        tl.store(place, amax.to(tl.float32, bitcast=True))
+
+
+def _plan(
+    mode: str,
+    x: Tensor,
+    blocks: Tensor,
+    data: Tensor | None,
+    power_of_two: bool,
+    row: int = 0,
+    col: int = 0,
+) -> Launch:
+    # ``blocks``: a number for each block, amax or scale
+    rows, cols = x.shape[-2:]
+    stride_e, block_stride_e = (x.stride(0), blocks.stride(0)) if x.ndim == 3 else (0, 0)
+    blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)
+    even_cols = col == cols % BLOCK == 0
+    wide_loads = even_cols and x.stride(-1) == 1
+    return Launch(
+        block_kernel,
+        ((x.shape[0] if x.ndim == 3 else 1) * blocks_n * blocks_k,),
+        (x, blocks, blocks if data is None else data, rows, cols, row, col, stride_e, x.stride(-2),
+         x.stride(-1), cols, block_stride_e, blocks.stride(-2), blocks_n, blocks_k),
+        {
+            "MODE": mode,
+            "EVEN_ROWS": row == rows % BLOCK == 0,
+            "EVEN_COLS": even_cols,
+            "WIDE": is_wide(*x.stride()[-2:], cols),
+            "POWER_OF_TWO": power_of_two,
+            "METHOD": method_for(x.dtype),
+        },
+        {"num_warps": 16 if x.dtype == torch.float32 or not wide_loads else 8},
+    )  # fmt: skip
+
+
+def plan_128x128(x: Tensor, out: Quantized) -> Launch:
+    """The launch that casts ``x[..., N, K]`` into ``out``."""
+    return _plan("whole", x, out.scale, out.data, out.format.power_of_two)
 
 
 def plan_part(
     x: Tensor, amax: Tensor, data: Tensor | None, format: BlockFormat, row: int, col: int
 ) -> Launch:
     """The launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
-    rows, cols = x.shape[-2:]
-    stacked = x.ndim == 3
-    blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)
-    args: tuple[Any, ...] = (
-        x, amax, amax if data is None else data, rows, cols, row, col,
-        x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1), cols,
-        amax.stride(0) if stacked else 0, amax.stride(-2), blocks_n, blocks_k,
-    )  # fmt: skip
-    constants = {
-        "CAST": data is not None,
-        "EVEN_ROWS": row == rows % BLOCK == 0,
-        "EVEN_COLS": col == cols % BLOCK == 0,
-        "WIDE": is_wide(*x.stride()[-2:], cols),
-        "POWER_OF_TWO": data is not None and format.power_of_two,
-        "METHOD": method_for(x.dtype),
-    }
-    programs = (x.shape[0] if stacked else 1) * blocks_n * blocks_k
-    even = constants["EVEN_COLS"] and x.stride(-1) == 1
-    warps = 16 if x.dtype == torch.float32 or not even else 8
-    return Launch(part_kernel, (programs,), args, constants, {"num_warps": warps})
+    if data is None:
+        return _plan("amax", x, amax, None, False, row, col)
+    return _plan("part", x, amax, data, format.power_of_two, row, col)
 
 
 def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:

@@ -16,23 +16,10 @@ from ..scale_layouts import empty_quantized
 
 @triton.jit(do_not_specialize=["blocks_n", "blocks_k", "in_scale_ld", "out_scale_ld"])
 def transpose_128x128_kernel(
-    data_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    rows,
-    cols,
-    stride_e,
-    stride_n,
-    stride_k,
-    scale_stride_e,
-    blocks_n,
-    blocks_k,
-    in_scale_ld,
-    out_scale_ld,
-    EVEN: tl.constexpr,
+    data_ptr, scale_ptr, out_ptr, out_scale_ptr, rows, cols, stride_e, stride_n, stride_k,
+    scale_stride_e, blocks_n, blocks_k, in_scale_ld, out_scale_ld, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     # One program moves one 128x128 block of bytes and its scale.
     block = tl.program_id(0)
     block_k = block % blocks_k
@@ -65,21 +52,10 @@ def transpose_128x128_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks_k"])
 def dequantize_kernel(
-    data_ptr,
-    scale_ptr,
-    out_ptr,
-    rows,
-    cols,
-    data_stride_e,
-    data_stride_m,
-    scale_stride_e,
-    scale_stride_m,
-    scale_stride_k,
-    blocks_m,
-    blocks_k,
-    TILE_M: tl.constexpr,
+    data_ptr, scale_ptr, out_ptr, rows, cols, data_stride_e, data_stride_m, scale_stride_e,
+    scale_stride_m, scale_stride_k, blocks_m, blocks_k, TILE_M: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
-):
+):  # fmt: skip
     block = tl.program_id(0)
     block_k = block % blocks_k
     block_m = block // blocks_k % blocks_m

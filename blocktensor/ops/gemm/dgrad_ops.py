@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..cast.ops import quantize_rowwise, transpose
 from ..formats import BlockFormat, Quantized, named
-from .ops import gemm
+from .ops import gemm, operands_of
 
 
 def dgrad_of_rowwise(g: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
@@ -29,45 +29,33 @@ def dgrad_of_master(g: Quantized, w: Tensor, format: BlockFormat, out_dtype: tor
     return _of_master_op(g.data, g.scale, g.format.name, w, format.name, out_dtype)
 
 
-@torch.library.custom_op("blocktensor::dgrad_of_rowwise", mutates_args=())
-def _of_rowwise_op(
-    g: Tensor,
-    g_scale: Tensor,
-    g_format: str,
-    w: Tensor,
-    w_scale: Tensor,
-    w_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    columnwise = transpose(Quantized(w, w_scale, named(w_format)))
-    return gemm(Quantized(g, g_scale, named(g_format)), columnwise, None, out_dtype)
+def _of_rowwise_body(*args: Any) -> Tensor:
+    *operands, out_dtype = args
+    g, w = operands_of(*operands)
+    return gemm(g, transpose(w), None, out_dtype)
+
+
+_of_rowwise_op = torch.library.custom_op(
+    "blocktensor::dgrad_of_rowwise",
+    _of_rowwise_body,
+    mutates_args=(),
+    schema="(Tensor g, Tensor g_scale, str g_format, Tensor w, Tensor w_scale, str w_format, "
+    "ScalarType out_dtype) -> Tensor",
+)
 
 
 @torch.library.custom_op("blocktensor::dgrad_of_master", mutates_args=())
 def _of_master_op(
     g: Tensor, g_scale: Tensor, g_format: str, w: Tensor, w_format: str, out_dtype: torch.dtype
 ) -> Tensor:
-    columnwise = transpose(quantize_rowwise(w, named(w_format)))
-    return gemm(Quantized(g, g_scale, named(g_format)), columnwise, None, out_dtype)
+    w_fp8 = quantize_rowwise(w, named(w_format))
+    return gemm(Quantized(g, g_scale, named(g_format)), transpose(w_fp8), None, out_dtype)
 
 
 @_of_rowwise_op.register_fake
-def _(
-    g: Tensor,
-    g_scale: Tensor,
-    g_format: str,
-    w: Tensor,
-    w_scale: Tensor,
-    w_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty((g.shape[0], w.shape[1]), dtype=out_dtype, device=g.device)
-
-
 @_of_master_op.register_fake
-def _(
-    g: Tensor, g_scale: Tensor, g_format: str, w: Tensor, w_format: str, out_dtype: torch.dtype
-) -> Tensor:
+def _(*args: Any) -> Tensor:
+    g, _, _, w, *_, out_dtype = args
     return torch.empty((g.shape[0], w.shape[1]), dtype=out_dtype, device=g.device)
 
 

@@ -6,7 +6,7 @@ Checks and the choice of a backend are made once for each kind of call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +14,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
-from ..formats import Quantized, named
-from ..runtime.specialize import Specialized, must_dispatch, recorded
+from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, Quantized, named
+from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import in_vectors
 from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
 
 
 def gemm(
-    a: Quantized,
-    b: Quantized,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: Quantized, b: Quantized, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])``.
 
@@ -33,11 +30,7 @@ def gemm(
     Raises:
         TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.
     """
-    if must_dispatch(a.data):
-        _check(a, b, bias, out_dtype)
-        operands = a.data, a.scale, a.format.name, b.data, b.scale, b.format.name
-        return _gemm_op(*operands, bias, out_dtype)
-    return _gemm.find(a, b, bias, out_dtype)(a, b, bias, out_dtype)
+    return _gemm(a, b, bias, out_dtype)
 
 
 def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> Tensor:
@@ -47,11 +40,7 @@ def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> Tensor:
         TypeError, ValueError: as :func:`gemm`, and unless ``out`` is fp32 ``[M, N]`` with unit
             column stride.
     """
-    if must_dispatch(a.data):
-        _check_sum(out, a, b)
-        _gemm_add_op(out, a.data, a.scale, a.format.name, b.data, b.scale, b.format.name)
-    else:
-        _gemm_add_.find(out, a, b)(out, a, b)
+    _gemm_add_(out, a, b)
     return out
 
 
@@ -84,32 +73,7 @@ def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
         )
 
 
-# Decisions
-
-
-def _operand_key(x: Quantized) -> Hashable:
-    data, scale, format = x
-    layout = data.shape, data.stride(), scale.shape, scale.stride()
-    return layout, data.dtype, scale.dtype, data.device, scale.device, format
-
-
-def _key(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Hashable:
-    at = a[0].data_ptr(), a[1].data_ptr(), b[0].data_ptr(), b[1].data_ptr()
-    return (
-        _operand_key(a),
-        _operand_key(b),
-        (at[0] | at[1] | at[2] | at[3]) & 15 and tuple(address & 15 for address in at),
-        None if bias is None else _bias_key(bias),
-        out_dtype,
-    )
-
-
-def _bias_key(bias: Tensor) -> Hashable:
-    return bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.device
-
-
-def _sum_key(out: Tensor, a: Quantized, b: Quantized) -> Hashable:
-    return _key(a, b, None, out.dtype), out.shape, out.stride(), out.data_ptr() & 15, out.device
+# Decisions, in eager mode
 
 
 def _decide_gemm(
@@ -119,9 +83,11 @@ def _decide_gemm(
     m, n = a.data.shape[0], b.data.shape[0]
     if 0 in (m, n):
         return lambda a, b, bias, out_dtype: a.data.new_empty((m, n), dtype=out_dtype)
-    kernels = _kernels_for(a, b, bias, out_dtype)
+    dense_a, dense_b = _dense(a), _dense(b)
+    kernels = _kernels_for(dense_a, dense_b, bias, out_dtype)
     run = recorded(kernels.gemm, kernels.launches)
-    if not kernels.reads_vectors or _are_dense(a, b, bias):
+    same = _are_same(a, dense_a) and _are_same(b, dense_b)
+    if not kernels.reads_vectors or (same and (bias is None or bias.is_contiguous())):
         return run
     return lambda a, b, bias, out_dtype: run(_dense(a), _dense(b), _contiguous(bias), out_dtype)
 
@@ -130,10 +96,11 @@ def _decide_sum(out: Tensor, a: Quantized, b: Quantized) -> Callable[..., None]:
     _check_sum(out, a, b)
     if 0 in (*out.shape, a.data.shape[1]):
         return lambda out, a, b: None
-    kernels = _kernels_for(a, b, None, out.dtype, accumulate=True)
+    dense_a, dense_b = _dense(a), _dense(b)
+    kernels = _kernels_for(dense_a, dense_b, None, out.dtype, accumulate=True)
     assert kernels.gemm_add_ is not None
     run = recorded(kernels.gemm_add_, kernels.launches)
-    if not kernels.reads_vectors or _are_dense(a, b, None):
+    if not kernels.reads_vectors or (_are_same(a, dense_a) and _are_same(b, dense_b)):
         return run
     return lambda out, a, b: run(out, _dense(a), _dense(b))
 
@@ -161,53 +128,64 @@ def _kernels_for(
 
 def _dense(x: Quantized) -> Quantized:
     """``x`` as kernels read it, in rows of whole vectors; copied where needed."""
-    return x._replace(data=in_vectors(x.data))
+    format = x.format
+    if x.data.shape[0] == 1 and format in KERNEL_FORMATS:  # its scales are those of 1x128 blocks
+        format = ACTIVATION_FORMATS[format.scale_rounding]
+    return Quantized(in_vectors(x.data), x.scale, format)
+
+
+def _are_same(a: Quantized, b: Quantized) -> bool:
+    return a.data is b.data and a.format is b.format
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _are_dense(a: Quantized, b: Quantized, bias: Tensor | None) -> bool:
-    same = in_vectors(a.data) is a.data and in_vectors(b.data) is b.data
-    return same and (bias is None or bias.is_contiguous())
+# Calls of the registered ops, whose operands are tensors and a format's name
 
 
-_gemm = Specialized(_decide_gemm, _key)
-_gemm_add_ = Specialized(_decide_sum, _sum_key)
+def _names(a: Quantized, b: Quantized) -> tuple[Any, ...]:
+    return a.data, a.scale, a.format.name, b.data, b.scale, b.format.name
 
 
-# Registered ops, whose operands are tensors and a format's name
-
-
-def _gemm_body(
-    a: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+def _dispatch_gemm(
+    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    left, right = Quantized(a, a_scale, named(a_format)), Quantized(b, b_scale, named(b_format))
-    return _gemm.find(left, right, bias, out_dtype)(left, right, bias, out_dtype)
+    _check(a, b, bias, out_dtype)
+    return _gemm_op(*_names(a, b), bias, out_dtype)
 
 
-def _gemm_add_body(
-    out: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-) -> None:
-    left, right = Quantized(a, a_scale, named(a_format)), Quantized(b, b_scale, named(b_format))
-    _gemm_add_.find(out, left, right)(out, left, right)
+def _dispatch_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
+    _check_sum(out, a, b)
+    _gemm_add_op(out, *_names(a, b))
 
+
+_gemm = Specialized(_decide_gemm, _dispatch_gemm)
+_gemm_add_ = Specialized(_decide_sum, _dispatch_sum)
+
+
+# Registered ops
 
 _OPERANDS = "Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, str b_format"
+
+
+def operands_of(
+    a: Tensor, a_scale: Tensor, a_format: str, b: Tensor, b_scale: Tensor, b_format: str
+) -> tuple[Quantized, Quantized]:
+    """The operands of a registered op."""
+    return Quantized(a, a_scale, named(a_format)), Quantized(b, b_scale, named(b_format))
+
+
+def _gemm_body(*args: Any) -> Tensor:
+    *operands, bias, out_dtype = args
+    return _gemm.run(*operands_of(*operands), bias, out_dtype)
+
+
+def _gemm_add_body(out: Tensor, *operands: Any) -> None:
+    _gemm_add_.run(out, *operands_of(*operands))
+
+
 _gemm_op = torch.library.custom_op(
     "blocktensor::gemm",
     _gemm_body,
@@ -223,17 +201,11 @@ _gemm_add_op = torch.library.custom_op(
 
 
 @_gemm_op.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+def _(*args: Any) -> Tensor:
+    *operands, _, out_dtype = args
+    a, b = operands_of(*operands)
+    shape = a.data.shape[0], b.data.shape[0]
+    return torch.empty(shape, dtype=out_dtype, device=a.data.device)
 
 
 @_gemm_add_op.register_fake

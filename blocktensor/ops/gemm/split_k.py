@@ -14,18 +14,9 @@ _COLUMNS = 512
 
 @triton.jit
 def sum_kernel(
-    parts_ptr,
-    bias_ptr,
-    out_ptr,
-    N,
-    part_stride,
-    out_stride,
-    blocks_n,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
+    parts_ptr, bias_ptr, out_ptr, N, part_stride, out_stride, blocks_n, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
     # One program sums COLUMNS columns of one row, always in the same order.
     row = (tl.program_id(0) // blocks_n).to(tl.int64)
     cols = tl.program_id(0) % blocks_n * COLUMNS + tl.arange(0, COLUMNS)

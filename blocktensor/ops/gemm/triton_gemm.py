@@ -17,32 +17,11 @@ from ..scale_layouts import in_vectors
 
 @triton.jit(do_not_specialize=["M", "blocks_k", "tiles_m", "tiles_n"])
 def gemm_kernel(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    a_scale_stride_m,
-    a_scale_stride_k,
-    b_scale_stride_n,
-    b_scale_stride_k,
-    out_stride,
-    blocks_k,
-    tiles_m,
-    tiles_n,
-    A_ROWS: tl.constexpr,
-    B_ROWS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, a_scale_stride_m,
+    a_scale_stride_k, b_scale_stride_n, b_scale_stride_k, out_stride, blocks_k, tiles_m, tiles_n,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
     # L2 order: GROUP m tiles share a sweep over n.
     tile = tl.program_id(0)
     group = tile // (GROUP * tiles_n)

@@ -1,8 +1,8 @@
 """The one mechanism that decides once (docs/design/deciding_once.md).
 
 The checks of an op, its backend and its launches depend on shapes, strides, dtypes, alignment and
-device, never on values. A :class:`Specialized` table decides them at the first call of a kind and
-finds the decision under one key afterwards. Where the decision is a sequence of launches,
+device, never on values. A :class:`Specialized` function decides them at the first call of a kind
+and finds the decision under one key afterwards. Where the decision is a sequence of launches,
 ``replay.py`` records and repeats it.
 """
 
@@ -27,7 +27,7 @@ MAX_KEYS = 4096
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that have memory: neither fake nor wrappers."""
 
-Decision = TypeVar("Decision")
+Result = TypeVar("Result")
 
 # os.environ's own dictionary, where it has one: reading through os.environ costs a microsecond.
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -42,38 +42,67 @@ def forced_gemm() -> str | None:
     return os.environ.get(GEMM_VARIABLE) or None
 
 
-def must_dispatch(x: Tensor) -> bool:
-    """True if an op on ``x`` must go through the dispatcher.
+def must_dispatch(*tensors: Tensor) -> bool:
+    """True if an op on these tensors must go through the dispatcher.
 
     That is while a compiler traces, under a dispatch mode (but for the one that records launches),
     and for tensors without memory.
     """
-    if is_compiling() or type(x) not in PLAIN or x.is_meta:
+    if is_compiling():
         return True
+    for x in tensors:
+        if type(x) not in PLAIN or x.is_meta:
+            return True
     return _dispatch_modes() > 0 and not is_watched()
 
 
-class Specialized(Generic[Decision]):
-    """A table of decisions, one for each kind of arguments.
+def key_of(*args: Any) -> Hashable:
+    """The layout of tensors, also inside tuples (``Quantized``), and all other arguments."""
+    parts: list[Any] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            parts.append((x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device))
+        else:
+            parts.append(key_of(*x) if isinstance(x, tuple) else x)
+    return tuple(parts)
+
+
+class Specialized(Generic[Result]):
+    """A function that is decided once for each kind of arguments.
 
     Args:
-        decide: takes the arguments of a call, returns the decision for its kind. An exception
-            reaches the caller, and nothing is remembered.
-        key: takes the arguments of a call, returns all that ``decide`` and the decision may look
-            at, as a hashable value. ``BLOCKTENSOR_GEMM`` is added to it.
+        decide: takes the arguments of a call, returns the function that runs calls of its kind. An
+            exception reaches the caller, and nothing is remembered.
+        dispatch: called instead if the first argument must go through the dispatcher.
+
+    The key is :func:`key_of` the arguments, with ``BLOCKTENSOR_GEMM``: ``decide`` and its result
+    may look at nothing else.
 
     Threads may share one: two that meet a new kind together both decide, and either result serves.
     """
 
-    __slots__ = ("_decide", "_key", "_table")
+    __slots__ = ("_decide", "_dispatch", "_table")
 
-    def __init__(self, decide: Callable[..., Decision], key: Callable[..., Hashable]) -> None:
-        self._decide, self._key = decide, key
-        self._table: dict[Hashable, Decision] = {}
+    def __init__(
+        self, decide: Callable[..., Result], dispatch: Callable[..., Any] | None = None
+    ) -> None:
+        self._decide, self._dispatch = decide, dispatch
+        self._table: dict[Hashable, Result] = {}
 
-    def find(self, *args: Any) -> Decision:
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """Run the function."""
+        if self._dispatch is not None and must_dispatch(x[0] if isinstance(x, tuple) else x):
+            return self._dispatch(x, *args)
+        return self.run(x, *args)
+
+    def run(self, *args: Any) -> Any:
+        """Run the function outside the dispatcher."""
+        decided: Any = self.find(*args)
+        return decided(*args)
+
+    def find(self, *args: Any) -> Result:
         """The decision for calls like this one."""
-        key = self._key(*args), _environment.get(_VARIABLE)
+        key = key_of(*args), _environment.get(_VARIABLE)
         found = self._table.get(key)
         if found is None:
             found = self._decide(*args)

@@ -13,26 +13,14 @@ from .products import (
     put,
     row_scales,
     start,
-)
+)  # fmt: skip
 
 
 @gluon.jit
 def block_of_squares(
-    raw,
-    acc,
-    stages,
-    stage,
-    next_stage,
-    next_phase,
-    last,
-    k,
-    left,
-    total,
-    FIRST: gl.constexpr,
-    WG: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    T: gl.constexpr,
-):
+    raw, acc, stages, stage, next_stage, next_phase, last, k, left, total, FIRST: gl.constexpr,
+    WG: gl.constexpr, LAYOUT: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
     # B in 128x128 blocks; FIRST of a tile: sums begin here. Whatever is not a product or a
     # promotion happens while a product is under way: scales, the release of the stage before, the
     # wait for the next.
@@ -60,17 +48,9 @@ def block_of_squares(
 
 @gluon.jit
 def _promote_piece(
-    acc,
-    cols,
-    part,
-    row,
-    b_scale_s,
-    next_stage,
-    PRODUCT: gl.constexpr,
-    PIECE: gl.constexpr,
-    WG: gl.constexpr,
-    T: gl.constexpr,
-):
+    acc, cols, part, row, b_scale_s, next_stage, PRODUCT: gl.constexpr, PIECE: gl.constexpr,
+    WG: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
     # Then its column scales are replaced by the next block's if this was their last use: the
     # registers are free just now.
     TARGET: gl.constexpr = PRODUCT * T.pieces + PIECE
@@ -84,21 +64,9 @@ def _promote_piece(
 
 @gluon.jit
 def block_of_rows(
-    raw,
-    acc,
-    row,
-    cols,
-    stages,
-    stage,
-    next_stage,
-    next_phase,
-    last,
-    k,
-    left,
-    WG: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    T: gl.constexpr,
-):
+    raw, acc, row, cols, stages, stage, next_stage, next_phase, last, k, left, WG: gl.constexpr,
+    LAYOUT: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
     # Both operands in 1x128 blocks. DEPTH products are under way while one is promoted; the next
     # block's scales are read as the last promotions free their registers.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages

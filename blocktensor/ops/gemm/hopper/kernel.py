@@ -108,36 +108,13 @@ def _mark(TEXT: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "M",
-        "N",
-        "tiles_m",
-        "tiles_n",
-        "blocks_k",
-        "parts",
-        "a_scale_ld",
-        "b_scale_ld",
+        "M", "N", "tiles_m", "tiles_n", "blocks_k", "parts", "a_scale_ld", "b_scale_ld",
     ]
-)
+)  # fmt: skip
 def gemm_kernel(
-    a_map,
-    a_scale_map,
-    b_map,
-    b_scale_map,
-    out,
-    out_ptr,
-    bias,
-    M,
-    N,
-    tiles_m,
-    tiles_n,
-    blocks_k,
-    parts,
-    a_scale_ld,
-    b_scale_ld,
-    out_ld,
-    OUT: gl.constexpr,
-    T: gl.constexpr,
-):
+    a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, M, N, tiles_m, tiles_n, blocks_k,
+    parts, a_scale_ld, b_scale_ld, out_ld, OUT: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
     # `out` is a tensor map where OUT.tma, else a pointer. `bias` is read where OUT.bias. Where
     # OUT.split, `out` holds the sums of the `parts` of K below each other, `blocks_k` blocks each.
     E4M3: gl.constexpr = a_map.dtype
@@ -173,32 +150,20 @@ def gemm_kernel(
     target = (out, out_ptr, out_ld, out_s, bias)
     maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     if T.warpgroups == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (stages, work, target, 0, OUT, T)),
-                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
-            ],
-            [1],
-            [24],
-        )
+        gl.warp_specialize([
+            (_consume, (stages, work, target, 0, OUT, T)),
+            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+        ], [1], [24])  # fmt: skip
     elif T.warpgroups == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (stages, work, target, 0, OUT, T)),
-                (_consume, (stages, work, target, 1, OUT, T)),
-                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
-            ],
-            [4, 1],
-            [T.registers, 24],
-        )
+        gl.warp_specialize([
+            (_consume, (stages, work, target, 0, OUT, T)),
+            (_consume, (stages, work, target, 1, OUT, T)),
+            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+        ], [4, 1], [T.registers, 24])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (_consume, (stages, work, target, 0, OUT, T)),
-                (_consume, (stages, work, target, 1, OUT, T)),
-                (_consume, (stages, work, target, 2, OUT, T)),
-                (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
-            ],
-            [4, 4, 1],
-            [T.registers, T.registers, 32],
-        )
+        gl.warp_specialize([
+            (_consume, (stages, work, target, 0, OUT, T)),
+            (_consume, (stages, work, target, 1, OUT, T)),
+            (_consume, (stages, work, target, 2, OUT, T)),
+            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+        ], [4, 4, 1], [T.registers, T.registers, 32])  # fmt: skip

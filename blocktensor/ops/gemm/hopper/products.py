@@ -70,14 +70,8 @@ def row_scales(
 
 @gluon.jit
 def column_scales(
-    scales,
-    stage,
-    PART: gl.constexpr,
-    PIECE: gl.constexpr,
-    WG: gl.constexpr,
-    T: gl.constexpr,
-    like,
-):
+    scales, stage, PART: gl.constexpr, PIECE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, like,
+):  # fmt: skip
     # [columns of `like`]: of piece PIECE of column part PART
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
     FIRST: gl.constexpr = (0 if T.width == 96 else COL) + PIECE * 64

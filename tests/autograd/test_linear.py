@@ -1,0 +1,230 @@
+"""The differentiable linear: what it multiplies and saves, and how it lives in autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, functional
+from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
+from tests.support.models import (
+    RECIPES,
+    assert_matches,
+    composed,
+    linear,
+    plain,
+    randn,
+)
+
+__all__ = ["way_of_linears"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# The ONE rule
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
+@pytest.mark.parametrize("size", [(5, 256, 384), (300, 130, 70), (128, 192, 576), (1, 1, 1)])
+def test_equals_the_composition_of_reference_ops(
+    size: tuple[int, int, int], recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> None:
+    m, n, k = size
+    module = linear(n, k, recipe=recipe, bias=True, dtype=dtype, device=device)
+    x, grad = (randn(m, c, seed=c, dtype=dtype, device=device) for c in (k, n))
+    y, dx, dw, db = grads_of(module, x, grad)
+    expected = composed(x, plain(module.weight), grad, recipe, plain(module.bias))
+    for actual, wanted in zip((y, dx, dw), expected, strict=True):
+        assert_matches(actual, wanted)
+    torch.testing.assert_close(db, grad.double().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "shape", [(384,), (3, 384), (2, 3, 384), (2, 1, 3, 384), (0, 384), (2, 0, 384)]
+)
+def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> None:
+    module = linear(256, 384, bias=True, device=device)
+    x = randn(*shape, device=device)
+    grad = randn(*shape[:-1], 256, seed=3, device=device)
+    y, dx, dw, db = grads_of(module, x, grad)
+    flat = grads_of(module, x.reshape(-1, 384), grad.reshape(-1, 256))
+    assert y.shape == (*shape[:-1], 256)
+    assert dx.shape == shape
+    assert_all_equal([y.reshape(-1, 256), dx.reshape(-1, 384), dw, db], flat)
+    if 0 in shape:
+        assert dw.shape == (256, 384)
+        assert not dw.any()
+        assert not db.any()
+
+
+def test_an_expanded_gradient(device: torch.device) -> None:
+    module, x = linear(256, 384, device=device), randn(6, 384, device=device)
+    ones = torch.ones(6, 256, dtype=x.dtype, device=device)
+    got = grads_of(module, x, ones[:1, :1].expand(6, 256))
+    assert_all_equal(got, grads_of(module, x, ones))
+    assert_matches(got[1], composed(x, plain(module.weight), ones)[1])
+
+
+@pytest.mark.parametrize("spoiled", ["x", "grad"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_their_outputs_and_no_others(
+    value: float, spoiled: str, device: torch.device
+) -> None:
+    module = linear(256, 384, device=device)
+    x, grad = randn(300, 384, device=device), randn(300, 256, seed=3, device=device)
+    clean = grads_of(module, x, grad)
+    (x if spoiled == "x" else grad)[130, 200] = value
+    y, dx, dw = (torch.isfinite(t).cpu() for t in grads_of(module, x, grad))
+    row, column, all_finite = torch.zeros(300, 1), torch.zeros(1, 384), torch.ones(())
+    row[130] = column[0, 200] = 1
+    if spoiled == "x":  # row 130 of y, column 200 of dw
+        wanted = [row == 0, all_finite, column == 0]
+    else:  # row 130 of dx, row 200 of dw
+        wanted = [all_finite, row == 0, column[:, :256].t() == 0]
+    for finite, mask, before in zip((y, dx, dw), wanted, clean, strict=True):
+        assert torch.equal(finite, mask.bool().expand_as(finite))
+        assert torch.isfinite(before).all()
+
+
+# Modes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "a training step", "itself"])
+def test_no_grad_and_inference_mode(
+    mode: Callable[[], Any], frozen: bool, before: str, device: torch.device
+) -> None:
+    module, x = linear(256, 384, frozen=frozen, device=device), randn(5, 384, device=device)
+    wanted = linear(256, 384, frozen=frozen, device=device)(x)
+    if before == "a training step":
+        module(x.clone().requires_grad_()).sum().backward()
+    with mode():
+        if before == "itself":
+            module(x)
+        y = module(x)
+    assert torch.equal(y, wanted)
+    assert not y.requires_grad
+    after = grads_of(module, x, randn(5, 256, device=device))  # and training goes on
+    assert after[1] is not None
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
+    dtype: torch.dtype, autocast: torch.dtype, device: torch.device
+) -> None:
+    module = linear(256, 384, bias=True, device=device)  # bf16 parameters
+    x = randn(5, 384, dtype=dtype, device=device, grad=True)
+    with torch.autocast(device.type, dtype=autocast):
+        y, z = module(x), x @ module.weight.t()
+    assert y.dtype == z.dtype == autocast
+    y.backward(randn(5, 256, seed=3, dtype=autocast, device=device))
+    assert (x.grad.dtype, module.weight.grad.dtype, module.bias.grad.dtype) == (
+        dtype,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    values = x.detach().to(autocast)  # what autocast gives any linear
+    wanted = functional.linear(values.float(), *(plain(p).float() for p in module.parameters()))
+    assert_matches(y.detach(), wanted.to(autocast))
+
+
+def test_autocast_keeps_the_precision_of_fp32_gradients(device: torch.device) -> None:
+    module = linear(256, 384, dtype=torch.float32, device=device)
+    x = randn(5, 384, dtype=torch.float32, device=device, grad=True)
+    grad = randn(5, 256, seed=3, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = module(x)
+    y.backward(grad)
+    _, _, dw = composed(x.detach().bfloat16(), plain(module.weight), grad)
+    assert_matches(module.weight.grad, dw)
+
+
+def test_autocast_off_again_restores_strict_dtypes() -> None:
+    module = linear(256, 384)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(randn(5, 384, dtype=torch.float32))
+        with (
+            torch.autocast("cpu", enabled=False),
+            pytest.raises(TypeError, match=r"torch\.autocast"),
+        ):
+            module(randn(5, 384, dtype=torch.float32))
+
+
+# Autograd's other customers
+
+
+def test_gradients_accumulate() -> None:
+    module, grad = linear(256, 384, bias=True), randn(5, 256, seed=9)
+    xs = [randn(5, 384, seed=s) for s in (3, 4)]
+    (_, _, w1, b1), (_, _, w2, b2) = ([t.clone() for t in grads_of(module, x, grad)] for x in xs)
+    module.zero_grad()
+    for x in xs:
+        module(x.requires_grad_()).backward(grad)
+    assert_all_equal([p.grad for p in module.parameters()], [w1 + w2, b1 + b2])
+
+
+def test_retained_graph_gives_equal_grads() -> None:
+    module, x, grad = linear(256, 384), randn(5, 384, grad=True), randn(5, 256, seed=9)
+    y = module(x)
+    first = torch.autograd.grad(y, [x, module.weight], grad, retain_graph=True)
+    second = torch.autograd.grad(y, [x, module.weight], grad, retain_graph=True)
+    assert_all_equal(list(first), list(second))
+    torch.autograd.grad(y, x, grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x, grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [(), (nn.SiLU(),)], ids=["alone", "silu"])
+def test_activation_checkpointing(
+    around: tuple[nn.Module, ...], reentrant: bool, device: torch.device
+) -> None:
+    module = nn.Sequential(linear(256, 384, bias=True, device=device), *around)
+    x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
+    again = grads_of(module, x, grad, lambda m, t: checkpoint(m, t, use_reentrant=reentrant))
+    assert module[0].weight.cache.casts == 1
+    assert_all_equal(again, grads_of(module, x, grad))
+
+
+def test_module_and_parameter_hooks() -> None:
+    module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
+    _, dx, dw = grads_of(module, x, grad)
+    seen: list[Tensor] = []
+    handles = [
+        module.register_full_backward_pre_hook(lambda m, gs: seen.append(gs[0].clone())),
+        module.register_full_backward_hook(lambda m, gi, go: seen.extend((gi[0], go[0]))),
+        module.weight.register_hook(lambda g: seen.append(g.clone())),
+        module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+    ]
+    grads_of(module, x, grad)
+    assert len(seen) == 5
+    for wanted in (grad, grad, dx, dw, dw):  # in whatever order
+        assert any(torch.equal(wanted, s) for s in seen if s.shape == wanted.shape)
+    for handle in handles:
+        handle.remove()
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    module, x, grad = linear(256, 384), randn(2, 5, 384), randn(2, 5, 256, seed=9)
+    changed = grads_of(module, x, grad, lambda m, t: m(t).mul_(2).relu_())
+    assert_all_equal(changed, grads_of(module, x, grad, lambda m, t: (m(t) * 2).relu()))
+
+
+def test_a_weight_used_twice_in_one_graph() -> None:
+    module, x, grad = linear(256, 256, dtype=torch.float32), randn(5, 256), randn(5, 256, seed=9)
+    x, grad = x.float(), grad.float()
+    _, dx, dw = grads_of(module, x, grad, lambda m, t: m(m(t)))
+    assert module.weight.cache.casts == 1
+    hidden = module(x).detach()
+    _, dh, dw_outer = grads_of(module, hidden, grad)
+    dw_outer = dw_outer.clone()
+    _, dx_wanted, dw_inner = grads_of(module, x, dh)
+    assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])

@@ -1,0 +1,68 @@
+"""What only a GPU can show of the differentiable linear: peak memory and streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktensor import to_blockwise_fp8_weights
+from tests.support.models import linear, randn
+
+pytestmark = pytest.mark.gpu
+
+
+def test_peak_memory_is_lower_by_the_bf16_copy_of_x() -> None:
+    m, n, k = 4096, 18432, 7168
+
+    def peak(convert: bool) -> int:
+        module = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        if convert:
+            to_blockwise_fp8_weights(module)
+        leaf = torch.ones(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3):  # a steady state: kernels loaded, workspaces taken, one cast a step
+            module.zero_grad()
+            leaf.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            (module(leaf * 1) * 1).sum().backward()
+            reached = torch.cuda.max_memory_allocated()
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+        return reached
+
+    assert peak(convert=False) - peak(convert=True) >= 2 * m * k
+
+
+def test_between_steps_only_the_master_rests() -> None:
+    def train(module: nn.Module) -> int:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            module(randn(512, 1024, device="cuda", grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.memory_allocated()
+
+    train(linear(2048, 1024, device="cuda"))  # cuBLAS keeps a workspace for each thread
+    module = linear(2048, 1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    assert train(module) <= before + 2**16
+
+
+def test_on_a_stream_of_its_own() -> None:
+    module, stream = linear(2048, 1024, device="cuda"), torch.cuda.Stream()
+    x, grad = randn(512, 1024, device="cuda"), randn(512, 2048, seed=9, device="cuda")
+
+    def run() -> list[Tensor]:
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(grad)
+        return [y.detach(), leaf.grad, module.weight.grad]
+
+    wanted = run()
+    module.weight.invalidate()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

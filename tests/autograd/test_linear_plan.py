@@ -1,0 +1,268 @@
+"""What a linear decides once for its kind: what makes another kind, and how its kinds run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor.autograd import products
+from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
+from blocktensor.ops.cast.ops import quantize_both
+from blocktensor.ops.formats import ROWS, Quantized
+from tests.support.linear_ways import WAYS, run_linears
+from tests.support.models import assert_matches, composed, linear, plain, randn, unaligned
+
+N, K = 256, 384
+
+
+def weight(n: int = N, *, dtype: torch.dtype = torch.bfloat16, **recipe: str) -> BlockwiseFP8Weight:
+    return BlockwiseFP8Weight(randn(n, K, dtype=dtype), Recipe(**recipe)).requires_grad_()
+
+
+def plan(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None
+) -> LinearPlan:
+    return plan_linear(x, w, bias, recipe)
+
+
+X = randn(6, K)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x.clone(),
+    "with a gradient": lambda x: x.clone().requires_grad_(),
+    "unaligned": unaligned,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "wider rows": lambda x: torch.cat([x, x], 1)[:, :K],
+    "leading dimensions": lambda x: x.view(2, 3, K).clone(),
+    "other leading dimensions": lambda x: x.view(3, 2, K).clone(),
+    "more rows": lambda x: torch.cat([x, x]),
+}
+
+
+def test_what_tells_inputs_apart() -> None:
+    w = weight()
+    plans = [plan(laid_out(X), w) for laid_out in LAYOUTS.values()]
+    assert len(set(map(id, plans))) == len(plans)
+    assert [plan(laid_out(X), weight()) for laid_out in LAYOUTS.values()] == plans
+
+
+def test_what_tells_weights_and_biases_apart() -> None:
+    frozen = weight().requires_grad_(False)
+    bias = randn(N)
+    calls = [
+        (X, weight()),
+        (X, frozen),
+        (X, weight(N + 128)),
+        (X, weight(scale="power_of_two")),
+        (X.float(), weight(dtype=torch.float32)),
+        (X, weight(), bias),
+        (X, weight(), bias.clone().requires_grad_()),
+        (X, weight(), unaligned(bias)),
+        (X, weight(), bias.repeat(2)[::2].copy_(bias)),
+        (X, weight(), None, Recipe()),
+    ]
+    plans = [plan(*call) for call in calls]
+    assert len(set(map(id, plans))) == len(plans)
+    assert [plan(*call) for call in calls] == plans
+
+
+def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight()
+    plans = [plan(X, w)]
+    with torch.no_grad():
+        plans.append(plan(X, w))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            plans.append(plan(X, w))
+    with torch.autocast("cpu", enabled=False):
+        assert plan(X, w) is plans[0]
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
+    plans.append(plan(X, w))
+    assert len(set(map(id, plans))) == len(plans)
+    monkeypatch.delenv("BLOCKTENSOR_GEMM")
+    assert plan(X, w) is plans[0]
+
+
+def test_what_tells_gradients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("sequence", monkeypatch)
+    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, ROWS)
+    grads = [grad, unaligned(grad), grad.t().contiguous().t(), grad[:1].expand(6, N), grad.float()]
+    backwards = [known.dgrad_and_wgrad(g, x_col) for g in grads]
+    assert [known.dgrad_and_wgrad(g, x_col) for g in grads] == backwards
+    backwards.append(plan(X.clone().requires_grad_(), weight()).dgrad_and_wgrad(grad, x_col))
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
+    backwards.append(known.dgrad_and_wgrad(grad, x_col))
+    assert len(set(map(id, backwards))) == len(backwards)
+
+
+def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("sequence", monkeypatch)
+    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, ROWS)
+    data, scale, _ = x_col
+    moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
+    pairs = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
+    saved = [Quantized(*pair, ROWS) for pair in pairs]
+    kinds = [known.dgrad_and_wgrad(grad, x) for x in saved]
+    assert len(set(map(id, kinds))) == len(kinds)
+    assert [known.dgrad_and_wgrad(grad, x) for x in saved] == kinds
+
+
+def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler, a mode or a plain weight needs must not serve a call that records."""
+    run_linears("sequence", monkeypatch)
+    frozen = BlockwiseFP8Tensor.quantize(randn(N, K), (128, 128))
+    shared = BlockwiseFP8Tensor.quantize(X)
+    calls = [(x, randn(N, K)) for x in (X, shared)]
+    calls += [(X.to("meta"), w.to("meta")) for w in (weight(), frozen)]
+    plans = [plan(*call) for call in calls]
+    with FlopCounterMode(display=False):
+        plans += [plan(shared, frozen), plan(X, weight())]
+    for known in plans:
+        assert known.fprop is products.fprop
+        assert not known.is_small
+    assert not any(plan(*call) in plans for call in calls)
+    with FlopCounterMode(display=False):
+        assert plan(X, weight()) not in plans
+
+
+def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing, shared = X[:0], BlockwiseFP8Tensor.quantize(X)
+    for way in WAYS:
+        with monkeypatch.context() as patched:
+            run_linears(way, patched)
+            known = plan(X, weight())
+            assert (known.is_small, known.casts_grad_early) == (way == "sequence", way == "early")
+            assert (known.fprop is not products.fprop) == (way == "sequence")
+            # of an input in FP8 there is nothing to cast, and without rows nothing to launch
+            for other in (plan(shared, weight()), plan(nothing, weight())):
+                assert other.fprop is products.fprop
+            assert not plan(nothing, weight()).is_small
+    assert plan(X, weight()).fprop is products.fprop  # on a CPU nothing can be recorded
+
+
+def test_what_tells_fp8_operands_apart() -> None:
+    x, values = BlockwiseFP8Tensor.quantize(X), randn(N, K)
+    powers = Recipe(scale="power_of_two")
+    frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
+    moved = BlockwiseFP8Tensor(
+        frozen.rowwise()._replace(
+            data=unaligned(frozen.rowwise_data.view(torch.int8)).view(torch.float8_e4m3fn)
+        ),
+        None, shape=frozen.shape, dtype=frozen.dtype,
+    )  # fmt: skip
+    both = frozen.relabel()
+    both.columnwise_data, both.columnwise_scale, _ = frozen.columnwise()
+    row_only = BlockwiseFP8Tensor.quantize(X, columnwise=False)
+    calls = [(x, weight()), (row_only, weight()), (x.detach().requires_grad_(), weight())]
+    calls += [(X, frozen), (X, moved), (X, both), (x, frozen), (X, weight())]
+    calls += [
+        (BlockwiseFP8Tensor.quantize(X, recipe=powers), weight(scale="power_of_two")),
+        (X, BlockwiseFP8Tensor.quantize(values, (128, 128), powers)),
+    ]
+    plans = [plan(*call) for call in calls]
+    assert len(set(map(id, plans))) == len(plans)
+    assert [plan(*call) for call in calls] == plans
+    assert plan(BlockwiseFP8Tensor.quantize(-X), weight()) is plans[0]
+
+
+def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:
+    """On a GPU, a run for one layout would read another's bytes in the wrong place."""
+    module, x = linear(N, K, device=device), randn(6, K, device=device)
+    values, grad = plain(module.weight), randn(6, N, seed=3, device=device)
+    grads = [grad, unaligned(grad), grad.t().contiguous().t()]
+    for laid_out in 3 * [*LAYOUTS.values()]:
+        for g in grads:
+            leaf = laid_out(x).detach().requires_grad_()
+            flat = leaf.detach().reshape(-1, K).contiguous()
+            g = g if len(flat) == 6 else torch.cat([g, g])
+            module.weight.grad = None
+            y = module(leaf)
+            y.backward(g.reshape(y.shape))
+            got = y.detach().reshape(-1, N), leaf.grad.reshape(-1, K), module.weight.grad
+            for a, b in zip(got, composed(flat, values, g.contiguous()), strict=True):
+                assert_matches(a, b)
+
+
+def test_gradients_are_those_that_are_asked_for_now() -> None:
+    module = linear(N, K)
+    for x_needs, w_needs in [(True, True), (False, True), (True, False), (False, False)] * 2:
+        x = X.clone().requires_grad_(x_needs)
+        module.weight.requires_grad_(w_needs)
+        module.weight.grad = None
+        y = module(x)
+        assert y.requires_grad == (x_needs or w_needs)
+        if y.requires_grad:
+            y.sum().backward()
+        assert (x.grad is not None, module.weight.grad is not None) == (x_needs, w_needs)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(K,), (6, K), (2, 3, K)], ids=str)
+def test_small_and_large_linears_compute_alike(
+    shape: tuple[int, ...], bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones run as one sequence in each direction."""
+    results = []
+    for way in ("sequence", "late", "early"):
+        with monkeypatch.context() as patched:
+            run_linears(way, patched)
+            module = linear(N, K, bias=bias, device=device)
+            for _ in range(3):
+                x = randn(*shape, device=device, grad=True)
+                module.zero_grad()
+                y = module(x)
+                y.backward(randn(*y.shape, seed=4, device=device))
+            parameters = [p.grad for p in module.parameters()]
+            results.append([y.detach(), x.grad, *parameters])
+            known = plan_linear(x, module.weight, module.bias, None)
+            assert known.is_small == (way == "sequence")
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("pack", [lambda t: t.clone(), unaligned], ids=["clone", "unaligned"])
+def test_saved_inputs_may_come_back_laid_out_anew(
+    pack: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    module, grads = linear(N, K, device=device), []
+    for hook in (lambda t: t, pack, lambda t: t):
+
+        def of_x(t: Tensor, hook: Callable[[Tensor], Tensor] = hook) -> Tensor:
+            return t if isinstance(t, BlockwiseFP8Weight) else hook(t)
+
+        with torch.autograd.graph.saved_tensors_hooks(of_x, lambda t: t):
+            y = module(X.to(device))
+        grads += torch.autograd.grad(y, module.weight, torch.ones_like(y))
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_who_counts_flops_sees_the_ops_of_a_known_kind() -> None:
+    module, product = linear(N, K), 2 * 6 * N * K
+    for _ in range(2):  # the second time, the kind is known
+        module(X.clone().requires_grad_()).sum().backward()
+        x = X.clone().requires_grad_()
+        with FlopCounterMode(display=False) as forward:
+            y = module(x)
+        assert forward.get_total_flops() == product
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        assert backward.get_total_flops() == 2 * product
+        y = module(x)
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        assert backward.get_total_flops() == 2 * product
+
+
+def test_what_raises_raises_again_and_spoils_nothing() -> None:
+    module = linear(N, K)
+    for _ in range(2):
+        for wrong in (X.float(), X[:, :128], X.to("meta")):
+            with pytest.raises((TypeError, ValueError)):
+                module(wrong)
+        with pytest.raises(ValueError, match="mixed recipes"):
+            functional.linear(X, module.weight, recipe=Recipe(scale="power_of_two"))
+        assert torch.isfinite(module(X)).all()

@@ -1,0 +1,115 @@
+"""Weight gradients added to an fp32 buffer by the GEMM that makes them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops.cast.ops import quantize_both
+from blocktensor.ops.formats import ROWS
+from blocktensor.ops.gemm.ops import gemm_add_
+from tests.support.models import linear, randn
+from tests.support.numeric import relative_error
+
+N, K, M = 200, 300, 40
+
+
+def summed(x: Tensor, grads: list[Tensor], start: Tensor) -> Tensor:
+    total = start.clone()
+    _, x_col = quantize_both(x, ROWS)
+    for grad in grads:
+        _, g_col = quantize_both(grad, ROWS)
+        gemm_add_(total, g_col, x_col)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_microbatches_are_summed_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
+    module = linear(N, K, dtype=dtype, device=device)
+    plain = copy.deepcopy(module)
+    start = randn(N, K, seed=9, dtype=torch.float32, device=device)
+    module.weight.main_grad = start.clone()
+    x = randn(M, K, dtype=dtype, device=device)
+    grads = [randn(M, N, seed=i, dtype=dtype, device=device) for i in range(3)]
+    for grad in grads:
+        results = []
+        for made in (module, plain):
+            leaf = x.clone().requires_grad_()
+            made(leaf).backward(grad)
+            results.append(leaf.grad)
+        assert torch.equal(*results)
+    assert module.weight.grad is None
+    assert torch.equal(module.weight.main_grad, summed(x, grads, start))
+    rounded = (module.weight.main_grad - start).to(dtype)
+    assert relative_error(rounded, plain.weight.grad) <= 1e-2
+
+
+def test_without_an_input_gradient_and_with_leading_dimensions() -> None:
+    module, grad = linear(N, K, bias=True), randn(2, 3, N, seed=4)
+    module.weight.main_grad = torch.zeros(N, K)
+    x = randn(2, 3, K)
+    module(x).backward(grad)
+    assert module.weight.grad is None
+    assert module.bias.grad is not None
+    flat = summed(x.flatten(0, 1), [grad.flatten(0, 1)], torch.zeros(N, K))
+    assert torch.equal(module.weight.main_grad, flat)
+
+
+def test_it_can_be_taken_away_and_follows_the_parameter() -> None:
+    module, x = linear(N, K), randn(5, K)
+    buffer = torch.zeros(N, K)
+    module.weight.main_grad = buffer
+    module.weight.data = randn(N, K, seed=3)
+    assert module.weight.main_grad is buffer
+    module(x).sum().backward()
+    assert module.weight.grad is None
+    assert buffer.abs().sum() > 0
+    assert copy.deepcopy(module).weight.main_grad is None
+    module.weight.main_grad = None
+    module(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_only_what_is_asked_for() -> None:
+    module = linear(N, K)
+    module.weight.main_grad = torch.zeros(N, K)
+    x = randn(5, K, grad=True)
+    torch.autograd.grad(module(x).sum(), [x])
+    module(x).sum().backward(inputs=[x])
+    assert not module.weight.main_grad.any()
+    (given,) = torch.autograd.grad(module(x).sum(), [module.weight])
+    assert given.shape == (N, K)
+    assert not module.weight.main_grad.any()
+    module(x).sum().backward(inputs=[module.weight])
+    assert module.weight.main_grad.any()
+    frozen = module.weight.main_grad.clone()
+    module.weight.requires_grad_(False)
+    module(x).sum().backward()
+    assert torch.equal(module.weight.main_grad, frozen)
+
+
+def test_gradients_through_a_view_arrive_as_always() -> None:
+    module, x = linear(N, K), randn(5, N)
+    module.weight.main_grad = torch.zeros(N, K)
+    (x @ module.weight).sum().backward()
+    assert module.weight.grad.shape == (N, K)
+    assert not module.weight.main_grad.any()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error", "message"),
+    [
+        (torch.zeros(N, K, dtype=torch.bfloat16), TypeError, "main_grad is torch.bfloat16"),
+        (torch.zeros(K, N), ValueError, r"main_grad is \[300, 200\] on cpu: expected"),
+        (torch.zeros(N, K, device="meta"), ValueError, "on meta: expected"),
+        (torch.zeros(K, N).t(), ValueError, "expected contiguous rows"),
+    ],
+)
+def test_other_buffers_are_refused(buffer: Tensor, error: type[Exception], message: str) -> None:
+    module = linear(N, K)
+    with pytest.raises(error, match=message):
+        module.weight.main_grad = buffer
+    assert module.weight.main_grad is None

@@ -1,0 +1,116 @@
+"""The products of a linear: recorded as one sequence where ops only allocate and launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from blocktensor.autograd import products
+from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
+from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.gemm.ops import gemm
+from blocktensor.ops.runtime.replay import Replay
+from blocktensor.ops.runtime.specialize import recorded
+from tests.support.fake_driver import axpy, draw, fake_driver, op
+from tests.support.models import assert_same_bytes, randn
+
+__all__ = ["fake_driver"]
+
+M, N, K = 6, 256, 384
+
+
+class Sequence:
+    """Two calls of one op, which finds its decision in a table as the package's ops do."""
+
+    def __init__(self) -> None:
+        self.op, self.calls = op(axpy), 0
+        self.run = recorded(self._twice)
+
+    def _twice(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return self.op.call(self.op.call(x, y, 2), y, 3)
+
+
+@pytest.mark.usefixtures("fake_driver")
+def test_launches_of_all_ops_are_replayed_as_one() -> None:
+    sequence = Sequence()
+    kernel = sequence.op.kernel
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(sequence.run(x, y), 6 * x + 4 * y)
+    assert (sequence.calls, kernel.ordinary, len(kernel.direct)) == (1, 2, 4)
+    assert sequence.run.is_recorded
+
+
+@pytest.mark.usefixtures("fake_driver")
+def test_a_replayed_sequence_looks_for_no_decision_of_its_ops() -> None:
+    sequence, (x, y) = Sequence(), draw(2, 8)
+    sequence.run(x, y)
+    assert len(sequence.op.table) == 2
+    sequence.op.table.forget()
+    assert torch.equal(sequence.run(x, y), 6 * x + 4 * y)
+    assert len(sequence.op.table) == 0
+
+
+@pytest.mark.usefixtures("fake_driver")
+def test_arguments_at_one_address_do_not_decide_for_the_rest() -> None:
+    sequence, (x, y) = Sequence(), draw(2, 8)
+    assert torch.equal(sequence.run(x, x), 10 * x)
+    for _ in range(2):
+        assert torch.equal(sequence.run(x, y), 6 * x + 4 * y)
+    assert (sequence.calls, len(sequence.op.kernel.direct)) == (2, 2)
+
+
+@pytest.mark.usefixtures("fake_driver")
+def test_what_cannot_be_replayed_runs_one_by_one() -> None:
+    """Its ops are then replayed each by itself."""
+    inner, calls = op(axpy), []
+
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        return inner.call(x, y, 2) + 1
+
+    sequence = Replay(added)
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(sequence(x, y), 2 * x + y + 1)
+    assert (sequence.is_recorded, sequence.is_refused, len(calls)) == (False, True, 3)
+    assert len(inner.kernel.direct) == 1  # the first call was watched, the second recorded
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("records", [False, True])
+def test_forward_and_backward_are_their_ops(
+    bias: bool, columnwise: bool, records: bool, device: torch.device
+) -> None:
+    """On a GPU recorded at the first call; on a CPU found not to be replayable."""
+    x, grad = randn(M, K, device=device), randn(M, N, seed=1, device=device)
+    w = quantize_rowwise(randn(N, K, seed=2, device=device), SQUARES)
+    b = randn(N, seed=3, device=device) if bias else None
+    x_row, x_col = quantize_both(x, ROWS)
+    g_row, g_col = quantize_both(grad, ROWS)
+    wanted = (
+        gemm(x_row, w, b, torch.bfloat16),
+        gemm(g_row, transpose(w), None, torch.bfloat16),
+        gemm(g_col, x_col, None, torch.float32),
+    )
+    forward: Any = recorded(products.fprop, records)
+    backward: Any = recorded(products.dgrad_and_wgrad, records)
+    for _ in range(3):
+        y, saved = forward(x, w, b, ROWS, torch.bfloat16, columnwise)
+        assert torch.equal(y, wanted[0])
+        if not columnwise:
+            assert saved is None
+            continue
+        assert saved.format is ROWS
+        assert_same_bytes(saved.data, x_col.data)
+        assert_same_bytes(saved.scale, x_col.scale)
+        grads = backward(grad, saved, w, torch.bfloat16, torch.float32)
+        assert torch.equal(grads[0], wanted[1])
+        assert torch.equal(grads[1], wanted[2])

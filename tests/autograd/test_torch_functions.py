@@ -1,0 +1,187 @@
+"""Every spelling of a product with an FP8 operand: the ONE rule, or a loud refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from tests.support.models import (
+    Trace,
+    assert_matches,
+    both_kinds,
+    complaint,
+    composed,
+    linear,
+    plain,
+    randn,
+)
+
+# Every spelling of a product
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "F.linear": lambda x, w: F.linear(x, w),
+    "F.linear with names": lambda x, w: F.linear(input=x, weight=w, bias=None),
+    "functional.linear": lambda x, w: functional.linear(x, w),
+    "mm": lambda x, w: torch.mm(x, w.t()),
+    "Tensor.mm": lambda x, w: x.mm(w.t()),
+    "matmul": lambda x, w: torch.matmul(x, w.T),
+    "Tensor.matmul": lambda x, w: x.matmul(w.mT),
+    "@": lambda x, w: x @ w.transpose(0, 1),
+    "transpose(-1, -2)": lambda x, w: x @ w.transpose(-1, -2),
+    "permute": lambda x, w: x @ w.permute(1, 0),
+    "swapaxes": lambda x, w: x @ w.swapaxes(0, 1),
+    "t().t().t()": lambda x, w: x @ w.t().t().t(),
+    "contiguous": lambda x, w: F.linear(x, w.contiguous()),
+    "detached bias": lambda x, w: torch.addmm(x.new_zeros(w.shape[0]), x, w.t()),
+    "Tensor.addmm": lambda x, w: x.new_zeros(w.shape[0]).addmm(x, w.t()),
+    "__rmatmul__": lambda x, w: w.t().__rmatmul__(x),
+    "on the left": lambda x, w: (w @ x.t()).t(),
+    "mm on the left": lambda x, w: torch.mm(w, x.t()).t(),
+    "alias": lambda x, w: F.linear(x, torch.ops.aten.alias(w)),
+}
+
+
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_of_x_wt(spelling: str, kind: str, device: torch.device) -> None:
+    x, values = randn(5, 384, device=device, grad=True), randn(256, 384, seed=1, device=device)
+    grad, w = randn(5, 256, seed=3, device=device), both_kinds(values)[kind]
+    y = SPELLINGS[spelling](x, w)
+    y.backward(grad)
+    wanted_y, wanted_dx, wanted_dw = composed(x.detach(), values, grad)
+    assert type(y) is Tensor
+    assert_matches(y.detach(), wanted_y)
+    assert_matches(x.grad, wanted_dx)
+    if kind == "weight":
+        assert_matches(w.grad, wanted_dw)
+
+
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 1, 5)])
+def test_x_w_reads_the_columnwise_weight(lead: tuple[int, ...], kind: str) -> None:
+    x, values = randn(*lead, 256, grad=True), randn(256, 384, seed=1)
+    grad, w = randn(*lead, 384, seed=3), both_kinds(values)[kind]
+    y = x @ w
+    y.backward(grad)
+    rows = x.detach().reshape(-1, 256)
+    wanted_y, wanted_dx, wanted_dw = composed(rows, values.t(), grad.reshape(-1, 384))
+    assert torch.equal(y, wanted_y.view(*lead, 384))
+    assert torch.equal(x.grad, wanted_dx.view(*lead, 256))
+    assert kind == "tensor" or torch.equal(w.grad, wanted_dw.t())
+
+
+def test_products_of_two_fp8_operands() -> None:
+    x, values = randn(5, 384), randn(256, 384, seed=1)
+    fp8 = BlockwiseFP8Tensor.quantize(x)
+    wanted = composed(x, values, randn(5, 256))[0]
+    for w in both_kinds(values).values():
+        for spelling in ("F.linear", "mm", "@", "detached bias", "functional.linear"):
+            if spelling == "detached bias":
+                y = torch.addmm(torch.zeros(256, dtype=x.dtype), fp8, w.t())
+            else:
+                y = SPELLINGS[spelling](fp8, w)
+            assert torch.equal(y, wanted)
+        assert torch.equal(torch.mm(w, fp8.t()).t(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("bias_shape", [(256,), (5, 256), (1, 256), (5, 1), ()])
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 1), (1, 2), (0, 3)])
+def test_addmm(bias_shape: tuple[int, ...], beta: float, alpha: float, kind: str) -> None:
+    x, values = (randn(*s, seed=s[0], dtype=torch.float32) for s in ((5, 384), (256, 384)))
+    w, bias = both_kinds(values)[kind], randn(*bias_shape, seed=4, dtype=torch.float32, grad=True)
+    x.requires_grad_()
+    with Trace() as trace:
+        y = torch.addmm(bias, x, w.t(), beta=beta, alpha=alpha)
+    assert trace.count("blocktensor.gemm") == trace.count("aten.addmm") + trace.count("mm") == 1
+    product, dx, dw = composed(x.detach(), values, alpha * torch.ones(5, 256))
+    torch.testing.assert_close(y, alpha * product + beta * bias)
+    y.sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, beta * 5 * 256 / bias.numel()))
+    torch.testing.assert_close(x.grad, dx)
+    assert kind == "tensor" or torch.equal(w.grad, dw)
+
+
+# Refused: a product that would run in high precision, or lose the weight's FP8 gradient
+
+V = randn(256, seed=5, dtype=torch.float32)
+P = randn(4, 256, seed=6, dtype=torch.float32, grad=True)
+
+
+def stack(w: Tensor) -> Tensor:
+    return nn.Parameter(BlockwiseFP8Weight(plain(w)[None]))
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
+    "mv": lambda w: torch.mv(w, V),
+    "@ vector": lambda w: w @ V,
+    "@ batch": lambda w: w @ P.view(2, 256, 2),
+    "addmv": lambda w: torch.addmv(V, w, V),
+    "bmm": lambda w: torch.bmm(P[None], stack(w)),
+    "baddbmm": lambda w: torch.baddbmm(P[None], P[None], stack(w)),
+    "addbmm": lambda w: torch.addbmm(P, P[None], stack(w)),
+    "einsum": lambda w: torch.einsum("ij,kj->ik", P, w),
+    "tensordot": lambda w: torch.tensordot(P, w, 1),
+    "inner": lambda w: torch.inner(P, w),
+    "linalg.matmul": lambda w: torch.linalg.matmul(P, w),
+    "multi_dot": lambda w: torch.linalg.multi_dot([P, w]),
+    "addmm_": lambda w: P.detach().clone().addmm_(P.detach(), w),
+    "sparse.mm": lambda w: torch.sparse.mm(P, w),
+    "addr": lambda w: torch.addr(w, V, V),
+    "bilinear": lambda w: F.bilinear(P, P, stack(w)),
+    "conv1d": lambda w: F.conv1d(P[:, :, None], stack(w).mT),
+    "a stack @": lambda w: P[None] @ stack(w),
+    "rnn cell": lambda w: torch.rnn_tanh_cell(P, P, w, w),
+    "aten.linear": lambda w: torch.ops.aten.linear(P, w),
+    "aten.mm": lambda w: torch.ops.aten.mm(P, w),
+    "multihead": lambda w: F.multi_head_attention_forward(
+        *[P[:, None]] * 3, 256, 4, torch.ones(768, 256), None, None, None, False, 0.0, w, None
+    ),
+    "grouped_mm": lambda w: F.grouped_mm(P.bfloat16(), w.bfloat16(), offs=torch.tensor([4])),
+    "_grouped_mm": lambda w: torch._grouped_mm(P.bfloat16(), w.bfloat16(), offs=torch.tensor([4])),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_product_with_a_weight_is_silently_in_high_precision(name: str) -> None:
+    w = nn.Parameter(BlockwiseFP8Weight(randn(256, 256, seed=1, dtype=torch.float32)))
+    with pytest.raises(NotImplementedError):
+        PRODUCTS[name](w)
+
+
+def test_what_a_refused_product_says() -> None:
+    w = linear(256, 256, dtype=torch.float32).weight
+    for product in ("mv", "aten.mm", "@ vector", "grouped_mm"):
+        text = complaint(NotImplementedError, lambda product=product: PRODUCTS[product](w))
+        assert "FP8" in text
+        assert any(remedy in text for remedy in ("F.linear", ".master", "grouped"))
+
+
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w, out: torch.mm(x, w.t(), out=out),
+        lambda x, w, out: torch.matmul(x, w.t(), out=out),
+        lambda x, w, out: torch.addmm(out[0].clone(), x, w.t(), out=out),
+    ],
+)
+def test_out_is_refused(product: Callable[..., Any], kind: str) -> None:
+    x, out = randn(5, 384), torch.zeros(5, 256, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="out= is not supported"):
+        product(x, both_kinds(randn(256, 384))[kind], out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("kind", ["trainable", "frozen"])
+def test_there_is_no_memory_to_hand_out(kind: str) -> None:
+    weight = linear(128, 256, frozen=kind == "frozen").weight
+    for tensor in (weight, weight.detach()):
+        with pytest.raises(NotImplementedError, match="no memory of its own to hand out: use"):
+            torch.from_dlpack(tensor)

@@ -1,0 +1,63 @@
+"""The Llama stack of the benchmarks, small enough for a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import block
+from benchmarks.llama import Shape, stack
+from blocktensor import BlockwiseFP8Weight, SmallKN, convert
+from tests.support.models import randn
+
+TINY = Shape(dim=64, hidden=160, heads=4, kv_heads=2)
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        block.bt, "convert", lambda m, r: convert(m, r, auto_filter_small_kn=SmallKN(0, 0, 0))
+    )
+
+
+@pytest.mark.usefixtures("every_size")
+def test_all_variants_compute_alike_and_cast_once_a_step() -> None:
+    torch.manual_seed(0)
+    base = stack(TINY, 2, "cpu")
+    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
+    results: dict[str, list[Tensor]] = {}
+    for name in block.VARIANTS:
+        model = block.variant(name, base)
+        weights = [p for p in model.parameters() if isinstance(p, BlockwiseFP8Weight)]
+        assert len(weights) == (0 if name == "bf16" else 14)
+        call = block.step(model, model, x, grad)
+        call()
+        call()
+        casts = 2 if "cache" not in name else 4
+        assert all(weight.cache.casts == casts for weight in weights)
+        assert x.grad is not None
+        results[name] = [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+    fp8 = results.pop("fp8")
+    for name, found in results.items():
+        assert len(found) == len(fp8)
+        for a, b in zip(found, fp8, strict=True):
+            if name == "bf16":
+                assert (a - b).norm() < 0.1 * a.norm()
+            else:
+                assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("every_size")
+def test_a_block_compiles_in_one_graph() -> None:
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    model: nn.Module = block.variant("fp8", stack(TINY, 1, "cpu"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
+    got = []
+    for run in (model, compiled):
+        block.step(model, run, x, grad)()
+        got.append([x.grad, *[p.grad for p in model.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+    torch._dynamo.reset()

@@ -1,0 +1,201 @@
+"""However a model is sharded and run, it trains as in one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, convert, share_inputs
+from tests.support.ranks import on_ranks
+from tests.support.sharded import (
+    K,
+    assert_trains_as,
+    batch,
+    loss_of,
+    mesh_of,
+    reductions,
+    shard,
+    twins,
+)
+
+# Optimizers and weights
+
+
+@on_ranks(2, 4)
+def test_twenty_steps(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, steps=20, foreach=True)
+    assert reductions(model) == 20
+
+
+@on_ranks(2)
+def test_fused_adamw(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, fused=True)
+
+
+@on_ranks(2)
+def test_scales_of_powers_of_two_and_a_kept_columnwise_form(world: int, device: str) -> None:
+    model, single = twins(device, Recipe(scale="power_of_two", columnwise="keep"))
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_tied_weights(world: int, device: str) -> None:
+    model, single = twins(device, tied=True)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, exact_gradients=False)
+
+
+# How it is sharded
+
+
+@on_ranks(2)
+def test_weights_that_stay_gathered_until_backward(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device), reshard_after_forward=False)
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_all_weights_in_one_group(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device), by_layer=False)
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_shards_that_rest_on_the_cpu(world: int, device: str) -> None:
+    model, single = twins(device)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    shard(model, mesh_of(world, device), offload_policy=policy)
+    if device == "cpu":
+        assert_trains_as(single, model, device)
+    else:
+        for step in range(2):
+            assert torch.equal(*[loss_of(m, batch(step, device)).detach() for m in (model, single)])
+
+
+@on_ranks(2)
+def test_sharded_by_columns(world: int, device: str) -> None:
+    def place(p: Tensor) -> Shard | None:
+        return Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None
+
+    model, single = twins(device)
+    shard(model, mesh_of(world, device), shard_placement_fn=place)
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(4)
+def test_sharded_over_half_the_ranks_and_replicated(world: int, device: str) -> None:
+    model, single = twins(device)
+    mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    shard(model, mesh)
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_replicated_and_not_sharded(world: int, device: str) -> None:
+    model, single = twins(device)
+    replicate(model, mesh=mesh_of(world, device))
+    assert_trains_as(single, model, device)
+
+
+# How it is run
+
+
+@on_ranks(2)
+def test_microbatches(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, microbatches=3, exact_gradients=False)
+    assert reductions(model) == 3  # once a step, whatever the number of forwards
+
+
+@on_ranks(2)
+def test_prefetching(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    model.set_modules_to_forward_prefetch([model.up, model.down])
+    model.down.set_modules_to_backward_prefetch([model.up])
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_evaluation_between_steps(world: int, device: str) -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = loss_of(m, x)
+        loss = loss_of(m, x)
+        assert torch.equal(before, loss.detach())
+        return loss
+
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, run=run)
+    assert reductions(model) == 3
+
+
+@on_ranks(2)
+def test_activation_checkpointing(world: int, device: str) -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(loss_of, m, x, use_reentrant=False)
+        return made
+
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, run=run)
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(K, 130, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.gate(x) * self.up(x)
+        return made
+
+
+@on_ranks(2)
+def test_linears_that_share_their_input(world: int, device: str) -> None:
+    model = Siblings().to(device, torch.bfloat16)
+    convert(model, auto_filter_small_kn=False)
+    single = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh_of(world, device))
+    report = share_inputs(model)
+    assert_trains_as(single, model, device)
+    assert (report.casts, report.saved) == (3, 3)
+
+
+@on_ranks(2)
+def test_blocks_that_are_compiled_before_they_are_sharded(world: int, device: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    model, single = twins(device)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    for name in ("up", "down"):
+        module = torch.compile(getattr(model, name), fullgraph=True, backend=backend)
+        setattr(model, name, module)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_blocks_that_are_compiled_after_they_are_sharded(world: int, device: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    for module in (model.up, model.down):
+        module.compile(fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    assert_trains_as(single, model, device)

@@ -1,0 +1,79 @@
+"""Ranks that compare their weights: they name what differs and who stays away."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not dist.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
+
+from blocktensor import Recipe, convert
+from blocktensor.distributed import compare_ranks
+from tests.support import ranks
+from tests.support.ranks import on_ranks
+from tests.support.sharded import RECIPES, batch, build, mesh_of, reductions, shard
+
+RANKS = 4
+DISAGREE = "^ranks disagree on sharded FP8 weights: rank "
+
+
+@on_ranks(2, gpus=())
+def test_another_recipe_is_named_on_every_rank(world: int, device: str) -> None:
+    model = build(RECIPES[dist.get_rank()])
+    shard(model, mesh_of(world, device))
+    with pytest.raises(RuntimeError, match=DISAGREE):
+        model(batch(0, device))
+
+
+@on_ranks(2, gpus=())
+def test_another_conversion_is_named_on_every_rank(world: int, device: str) -> None:
+    model = build()
+    skip = ["mid"] if dist.get_rank() else []
+    convert(model, skip=skip, auto_filter_small_kn=False)
+    shard(model, mesh_of(world, device))
+    with pytest.raises(RuntimeError, match=DISAGREE):
+        model(batch(0, device))
+
+
+def _only_rank_0_runs_forward(rank: int, world: int) -> None:
+    compare_ranks.TIMEOUT = datetime.timedelta(seconds=3)
+    if rank:
+        return
+    model = build(Recipe())
+    shard(model, mesh_of(world, "cpu"))
+    message = "rank 0 waited 3 s for rank 1 to compare sharded FP8"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        model(batch(0, "cpu"))
+
+
+def test_who_does_not_come_is_named() -> None:
+    ranks.run(_only_rank_0_runs_forward, 2)
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_fake_group_runs_dry() -> None:
+    model = build(Recipe())
+    whole = sum(p.numel() for p in model.parameters())
+    shard(model, mesh_of(RANKS, "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        y = model(batch(step, "cpu"))
+        y.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    assert whole / RANKS <= held < 1.5 * whole / RANKS  # some rows are few, or uneven
+    assert reductions(model) >= 2  # one of each step, were there anybody

@@ -1,0 +1,177 @@
+"""torch.compile: one graph, no breaks, eager's bits, and few compilations."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, convert, freeze, functional, quantize
+from tests.support.compiling import afresh, graphs
+from tests.support.models import linear, randn
+
+# Dynamo itself instantiates the Functions that it traces.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
+)
+
+__all__ = ["afresh"]
+
+K = 192
+F = Callable[[Tensor], Tensor]
+
+
+def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(K, 320, bias=False), nn.GELU(), nn.Linear(320, K)).to(dtype)
+    convert(made, recipe or Recipe(), auto_filter_small_kn=False)
+    return made
+
+
+def step(f: F, x: Tensor, *modules: nn.Module) -> list[Tensor]:
+    """The output and every gradient of one forward and backward."""
+    for module in modules:
+        module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = f(x)
+    y.backward(randn(*y.shape, seed=7, dtype=y.dtype))
+    grads = [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, *grads]
+
+
+def assert_as_eager(f: F, *modules: nn.Module, backend: str = "aot_eager", **x: object) -> None:
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    for seed in range(2):
+        given = randn(12, K, seed=seed, **x)  # type: ignore[arg-type]
+        got, want = step(compiled, given, *modules), step(f, given, *modules)
+        assert len(got) == len(want)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(scale="power_of_two"), Recipe(columnwise="keep")], ids=str
+)
+def test_a_converted_model(recipe: Recipe) -> None:
+    model = mlp(recipe)
+    assert_as_eager(model, model)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["", "columnwise made before"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(columnwise="keep")], ids=str)
+def test_a_frozen_model(recipe: Recipe, made: bool) -> None:
+    model = mlp(recipe)
+    freeze(model)
+    if made:
+        model(randn(3, K, grad=True)).sum().backward()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = randn(12, K, seed=seed)
+        got, want = step(compiled, x, twin), step(model, x, model)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert graphs() == 1
+
+
+def test_fp32_and_autocast() -> None:
+    model = mlp(dtype=torch.float32)
+    assert_as_eager(model, model, dtype=torch.float32)
+    torch._dynamo.reset()
+    counters.clear()
+
+    def mixed(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    assert_as_eager(mixed, model, dtype=torch.float32)
+
+
+def test_a_plain_weight() -> None:
+    w = randn(128, K, grad=True)
+    assert_as_eager(lambda x: functional.linear(x, w))
+
+
+def test_a_shared_cast() -> None:
+    q, k = linear(128, K, bias=True), linear(128, K)
+
+    def both(x: Tensor) -> Tensor:
+        x = quantize(x)
+        return q(x) + k(x)
+
+    assert_as_eager(both, q, k)
+
+
+def test_matmul() -> None:
+    module = linear(128, K)
+    assert_as_eager(lambda x: x @ module.weight.t(), module)
+
+
+def test_checkpointing() -> None:
+    model = mlp()
+    assert_as_eager(lambda x: checkpoint(model, x, use_reentrant=False), model)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPUs")
+def test_inductor() -> None:
+    model = mlp()
+    assert_as_eager(model, model, backend="inductor")
+
+
+def test_training_compiles_once_and_batch_sizes_once_more() -> None:
+    model = mlp()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    runs = [
+        (compiled, torch.optim.AdamW(model.parameters(), lr=1e-2)),
+        (eager, torch.optim.AdamW(eager.parameters(), lr=1e-2)),
+    ]
+    for number, batch in enumerate((160, 160, 160, 160, 200, 300, 131, 129, 520)):
+        losses = []
+        for module, optimizer in runs:
+            optimizer.zero_grad()
+            loss = module(randn(batch, K, seed=number)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        assert graphs() == (1 if number < 4 else 2)
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_compiled_sees_every_change_of_a_weight() -> None:
+    model = mlp()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = randn(5, K)
+    for scale in (1.0, -2.0, 0.5):
+        with torch.no_grad():
+            model[0].weight.mul_(scale)
+        assert torch.equal(compiled(x), model(x))
+    assert graphs() == 1
+
+
+def test_export_of_a_frozen_model() -> None:
+    model = mlp()
+    freeze(model)
+    x = randn(6, K)
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert not any("dequantize" in target for target in targets)
+
+
+def test_what_the_compile_cache_is_told() -> None:
+    a, b = linear(128, K), linear(128, K)
+    frozen = copy.deepcopy(a)
+    freeze(frozen)
+    told = [m.weight._stable_hash_for_caching() for m in (a, b, frozen)]
+    assert told[0] == told[1] != told[2]
+    others = (linear(256, K), linear(128, K, dtype=torch.float32))
+    others += (linear(128, K, recipe=Recipe(scale="power_of_two")),)
+    assert told[0] not in [m.weight._stable_hash_for_caching() for m in others]

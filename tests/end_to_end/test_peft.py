@@ -1,0 +1,166 @@
+"""Adapters of peft on a frozen FP8 base: trained, merged and stored as on any other base."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
+from tests.support.models import FP8_TYPES, Model, assert_same_bytes
+
+DIM = 192  # a block and a half
+INPUTS = torch.arange(48).view(4, 12)
+TARGETS = (INPUTS * 7 + 3) % 50
+
+
+def base() -> Model:
+    """Its blocks' linears frozen in FP8, its head and embedding plain."""
+    model = Model(DIM).bfloat16()
+    convert(model, auto_filter_small_kn=False)
+    assert freeze(model) == [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
+    return model
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    """The same values in bf16."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, BlockwiseFP8Tensor):
+            module.weight = nn.Parameter(module.weight.dequantize())
+    return plain
+
+
+def adapted(model: nn.Module, up: float = 0.0) -> PeftModel:
+    """Adapters on all linears of the blocks; ``up``: the size of what peft starts as zeros."""
+    torch.manual_seed(1)
+    made = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["up", "down"]))
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * up)
+    return made
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(INPUTS).float().flatten(0, 1), TARGETS.flatten())
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def frozen_forms(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Copies of the bytes and scales of the FP8 weights."""
+    return {
+        name: (data.clone(), scale.clone())
+        for name, p in model.named_parameters()
+        if isinstance(p, BlockwiseFP8Tensor)
+        for data, scale, _ in [p.rowwise()]
+    }
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, tuple[Tensor, Tensor]]) -> None:
+    after = frozen_forms(model)
+    assert after.keys() == before.keys() and len(before) == 4
+    for name, form in before.items():
+        for a, b in zip(after[name], form, strict=True):
+            assert_same_bytes(a, b)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def test_gradients_of_adapters_are_those_of_the_dequantized_base() -> None:
+    model = base()
+    plain = adapted(dequantized(model), up=0.02)
+    model = adapted(model, up=0.02)
+    assert len(trained(model)) == 8
+    assert all("lora_" in name for name in trained(model))
+    for one in (model, plain):
+        loss_of(one).backward()
+    wanted = trained(plain)
+    for name, parameter in trained(model).items():
+        assert parameter.grad.norm() > 0
+        # noise of FP8; before the ReLU also the entries near zero that it switches
+        bound = 0.2 if ".up." in name else 0.07
+        assert relative(parameter.grad, wanted[name].grad) < bound, name
+
+
+def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
+    model = base()
+    plain = adapted(dequantized(model))
+    model = adapted(model)
+    before = frozen_forms(model)
+    losses = []
+    for one in (model, plain):
+        optimizer = torch.optim.AdamW(trained(one).values(), lr=1e-2)
+        course = []
+        for _ in range(8):
+            loss = loss_of(one)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            course.append(loss.item())
+        losses.append(course)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_into_a_frozen_base_is_refused(safe: bool) -> None:
+    model = adapted(base(), up=0.02).eval()
+    before, y = frozen_forms(model), model(INPUTS)
+    with pytest.raises(NotImplementedError, match=r"merge an adapter.* blocktensor\.unfreeze"):
+        model.merge_and_unload(safe_merge=safe)
+    assert_unchanged(model, before)
+    assert torch.equal(model(INPUTS), y)
+    with pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
+        model.merge_adapter(safe_merge=safe)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_merging_into_an_unfrozen_base(safe: bool) -> None:
+    model = adapted(base(), up=0.1).eval()
+    values = {name: x.dequantize() for name, x in model.named_parameters() if type(x) in FP8_TYPES}
+    deltas = {
+        name: module.get_delta_weight("default")
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    assert len(deltas) == 4
+    y = model(INPUTS)
+    assert len(unfreeze(model)) == 4
+    assert torch.equal(model(INPUTS), y)
+    merged = model.merge_and_unload(safe_merge=safe)
+    for name, delta in deltas.items():
+        weight = merged.get_submodule(name.removeprefix("base_model.model.")).weight
+        assert isinstance(weight, BlockwiseFP8Weight)
+        exact = values[f"{name}.base_layer.weight"].float() + delta.float()
+        # bf16: the delta may be rounded before the sum is, half an ulp each
+        assert relative(weight.master, exact) < 2**-8
+    assert len(freeze(merged)) == 4
+    assert type(merged) is Model
+    assert relative(base()(INPUTS), y) > 0.15  # what the adapters do
+    assert relative(merged(INPUTS), y) < 0.05  # the sum is cast anew
+
+
+def test_adapters_are_stored_without_their_base(tmp_path: Path) -> None:
+    model = adapted(base(), up=0.02).eval()
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(), tmp_path).eval()
+    stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert 0 < stored < 2 * sum(p.nbytes for p in trained(model).values())
+    assert torch.equal(again(INPUTS), model(INPUTS))
+    assert not torch.equal(model(INPUTS), base()(INPUTS))

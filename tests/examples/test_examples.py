@@ -1,0 +1,309 @@
+"""The demo: its model, its data, its command line, and what it leaves on disk."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from tests.support.scripts import Load, examples
+
+TINY = [
+    *("--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2"),
+    *("--steps", "6", "--samples", "1", "--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Load]:
+    """Import a file of examples/ the way a script there would, leaving no trace afterwards."""
+    with examples() as load:
+        yield load
+
+
+@pytest.fixture
+def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small standard library in place of the machine's."""
+    root = tmp_path / "stdlib"
+    for index in range(40):
+        file = root / f"package{index % 3}" / f"module{index}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"def function{index}(x):\n    return x + {index}\n" * 20)
+    for skipped in ("site-packages", "package0/test"):
+        (root / skipped).mkdir(parents=True)
+        (root / skipped / "skipped.py").write_text("raise AssertionError\n")
+    monkeypatch.setattr(load("text").sysconfig, "get_path", lambda name: str(root))
+    return root
+
+
+def test_model_is_causal(load: Load) -> None:
+    gpt = load("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
+    tokens = torch.randint(256, (3, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 256
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-6)
+    assert not torch.allclose(a[:, 7:], b[:, 7:], atol=1e-3)
+
+
+def test_model_tells_positions_apart(load: Load) -> None:
+    gpt = load("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
+    tokens = torch.randint(256, (1, 12))
+    swapped = tokens[:, [1, 0, *range(2, 12)]]
+    assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-5)
+
+
+def test_count_parameters(load: Load) -> None:
+    gpt = load("gpt")
+    config = gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12)
+    assert gpt.GPT.count_parameters(config) == sum(p.numel() for p in gpt.GPT(config).parameters())
+
+
+def test_generate_continues_the_prompt_past_the_context(load: Load) -> None:
+    gpt = load("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.ModelConfig(dim=24, layers=1, heads=2, seq=8))
+    first, second = gpt.generate(model, b"def ", length=12, samples=2, seed=3)
+    assert first.startswith(b"def ")
+    assert len(first) == len(second) == 16
+    assert first != second
+    assert gpt.generate(model, b"def ", length=12, samples=2, seed=3) == [first, second]
+
+
+def test_corpus_split_is_deterministic_and_disjoint(stdlib: Path, load: Load) -> None:
+    text = load("text")
+    corpus, again = text.load_corpus(), text.load_corpus()
+    assert corpus.digest == again.digest
+    assert torch.equal(corpus.train, again.train)
+    assert torch.equal(corpus.heldout, again.heldout)
+
+    train, heldout = set(corpus.train_files), set(corpus.heldout_files)
+    assert train
+    assert heldout
+    assert not train & heldout
+    assert len(train) + len(heldout) == 40
+    assert not any("skipped" in name for name in train | heldout)
+    assert corpus.train.numel() == sum((stdlib / name).stat().st_size + 1 for name in train)
+
+    # A new file joins one side and moves no other.
+    (stdlib / "another.py").write_text("pass\n")
+    grown = text.load_corpus()
+    assert train <= set(grown.train_files)
+    assert heldout <= set(grown.heldout_files)
+
+
+def test_corpus_of_this_machine(load: Load) -> None:
+    corpus = load("text").load_corpus()
+    assert not set(corpus.train_files) & set(corpus.heldout_files)
+    assert corpus.heldout.numel() < corpus.train.numel()
+
+
+def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
+    text = load("text")
+    stream = text.load_corpus().train
+
+    def take(seed: int) -> list[torch.Tensor]:
+        torch.rand(1)  # The global generator has no say.
+        batches = text.random_batches(stream, batch=3, seq=8, seed=seed)
+        return [tensor for _ in range(4) for tensor in next(batches)]
+
+    assert all(map(torch.equal, take(0), take(0)))
+    assert not all(map(torch.equal, take(0), take(1)))
+    for inputs, targets in zip(take(0)[::2], take(0)[1::2], strict=True):
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_even_batches_reach_both_ends(load: Load) -> None:
+    stream = torch.arange(100, dtype=torch.uint8)
+    batches = list(load("text").even_batches(stream, batch=2, seq=8, count=3))
+    assert len(batches) == 3
+    assert batches[0][0][0, 0] == 0
+    assert batches[-1][1][-1, -1] == 99
+
+
+def test_run_writes_json_and_plot(
+    stdlib: Path, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "out"
+    arguments = [*TINY, "--seeds", "2", "--out", str(out)]
+    assert load("train_lm").main(arguments) == 0
+
+    record = json.loads((out / "train_lm.json").read_text())
+    assert record["status"] == "complete"
+    assert record["command"].endswith(" ".join(arguments))
+    assert record["config"]["steps"] == 6
+    assert record["config"]["model"]["dim"] == 16
+    assert record["versions"]["torch"]
+    assert record["device"]["type"] == "cpu"
+    assert record["date"]
+    assert record["data"]["train_files"]
+    assert [(run["seed"], run["precision"]) for run in record["runs"]] == [
+        *((0, "bf16"), (0, "fp8"), (1, "bf16"), (1, "fp8")),
+    ]
+    for run in record["runs"]:
+        assert len(run["losses"]) == 6
+        assert run["losses"][-1] < run["losses"][0]
+        assert run["heldout_loss"] > 0
+        assert run["seconds"] > 0
+        assert len(run["samples"]) == 1
+        assert bool(run["backends"]) == (run["precision"] == "fp8")
+    bf16, fp8 = record["runs"][:2]
+    # The same weights and data: the first losses differ by rounding, and do differ.
+    assert fp8["losses"] != bf16["losses"]
+    assert fp8["losses"][0] == pytest.approx(bf16["losses"][0], rel=0.02)
+    expected = (fp8["heldout_loss"] / bf16["heldout_loss"] - 1) * 100
+    assert record["differences"][0]["heldout_percent"] == pytest.approx(expected)
+    assert record["summary"]["heldout_percent"]["seeds"] == 2
+
+    assert (out / "train_lm.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in out.iterdir()} == {"train_lm.json", "train_lm.png"}
+
+    printed = capsys.readouterr().out
+    for words in ("held-out loss", "FP8 against bf16, by seed", "FP8, sample 1", fp8["conversion"]):
+        assert words in printed
+
+
+@pytest.mark.parametrize("completed", [3, 9])
+def test_interrupt_keeps_what_was_done(
+    completed: int,
+    stdlib: Path,
+    load: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interrupt_after(completed, load, monkeypatch)
+    assert load("train_lm").main([*TINY, "--out", str(tmp_path)]) == 130
+
+    record = json.loads((tmp_path / "train_lm.json").read_text())
+    assert record["status"] == "interrupted"
+    assert sum(len(run["losses"]) for run in record["runs"]) == completed
+    assert len(record["runs"]) == (1 if completed < 6 else 2)
+    assert record["runs"][-1]["heldout_loss"] is None
+    assert (tmp_path / "train_lm.png").read_bytes().startswith(b"\x89PNG")
+    assert "interrupted" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_before_the_first_step_keeps_the_earlier_result(
+    stdlib: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train_lm.json").write_text("earlier")
+    interrupt_after(0, load, monkeypatch)
+    assert load("train_lm").main([*TINY, "--out", str(tmp_path)]) == 130
+    assert (tmp_path / "train_lm.json").read_text() == "earlier"
+
+
+def test_failure_keeps_what_was_done_and_is_raised(
+    stdlib: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(2, load, monkeypatch, error=MemoryError())
+    with pytest.raises(MemoryError):
+        load("train_lm").main([*TINY, "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "train_lm.json").read_text())
+    assert record["status"] == "failed"
+    assert len(record["runs"][0]["losses"]) == 2
+
+
+def interrupt_after(
+    completed: int,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException | None = None,
+) -> None:
+    """Let that many steps succeed; the next one is hit by Ctrl-C, or by ``error``."""
+    training = load("training")
+    real, left = training.train_step, iter(range(completed))
+
+    def train_step(*args: object) -> torch.Tensor:
+        if next(left, None) is None:
+            raise error or KeyboardInterrupt
+        loss: torch.Tensor = real(*args)
+        return loss
+
+    monkeypatch.setattr(training, "train_step", train_step)
+
+
+def test_divergence_is_shown_and_still_makes_valid_json(
+    stdlib: Path, load: Load, tmp_path: Path
+) -> None:
+    assert load("train_lm").main([*TINY, "--lr", "1e30", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "train_lm.json").read_text(), parse_constant=pytest.fail)
+    assert record["runs"][0]["losses"][0] > 0
+    assert record["runs"][0]["losses"][-1] is None
+    assert record["runs"][0]["samples"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dim", "64", "--heads", "5"], "heads must divide dim: 64 is not a multiple of 5"),
+        (["--dim", "9", "--heads", "3"], "dim / heads must be even"),
+        (["--steps", "0"], "argument --steps: must be a whole number of at least 1, got '0'"),
+        (["--batch", "two"], "argument --batch: must be a whole number of at least 1, got 'two'"),
+        (["--samples", "-1"], "argument --samples: must be a whole number of at least 0"),
+        (["--lr", "nan"], "argument --lr: must be a positive number, got 'nan'"),
+        (["--device", "toaster"], "argument --device: 'toaster' cannot be used here"),
+        (["--device", "meta"], "argument --device: 'meta' cannot be used here"),
+        (["--recipe", "int4"], "argument --recipe: invalid choice: 'int4'"),
+        (["--out", __file__], "is not a folder"),
+    ],
+)
+def test_bad_flags_are_explained(
+    arguments: Sequence[str],
+    message: str,
+    load: Load,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load("train_lm").main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_seq_longer_than_the_text_is_explained(stdlib: Path, load: Load) -> None:
+    with pytest.raises(SystemExit, match="--seq 999999 is longer than the held-out text"):
+        load("train_lm").main([*TINY, "--seq", "999999"])
+
+
+def test_help_shows_presets_and_examples(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load("train_lm").main(["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--seeds 5" in shown
+    assert str(load("options").PRESETS["cpu"]) in shown
+
+
+def test_flags_override_the_preset(load: Load) -> None:
+    options = load("options")
+    parsed = options.parse_options(["--preset", "gpu", "--device", "cpu", "--layers", "2"])
+    assert parsed.model.layers == 2
+    assert parsed.model.dim == options.PRESETS["gpu"].dim
+    assert parsed.lr == options.PRESETS["gpu"].lr
+
+
+def test_smooth_is_a_centred_mean(load: Load) -> None:
+    smooth = load("plot").smooth
+    assert smooth([5.0, 5.0, 5.0], 30) == [5.0, 5.0, 5.0]
+    assert smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+
+
+def test_missing_extra_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    load("train_lm")
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.delitem(sys.modules, "train_lm")
+    for name in [name for name in sys.modules if name.startswith("rich.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match=r"pip install 'blocktensor\[demo\]'"):
+        load("train_lm")

@@ -1,0 +1,78 @@
+"""The LoRA example: what it reports, and that the base stays what it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("safetensors")
+
+from blocktensor import BlockwiseFP8Tensor, load_fp8
+from tests.support.scripts import examples
+
+TINY = ["--dim", "32", "--layers", "1", "--seq", "16", "--batch", "2", "--device", "cpu"]
+
+
+@pytest.fixture
+def example() -> Iterator[ModuleType]:
+    with examples() as load:
+        yield load("lora_fp8")
+
+
+def test_both_bases_learn_alike_and_stay_what_they_were(
+    example: ModuleType, tmp_path: Path
+) -> None:
+    steps = ["--steps", "40", "--base-steps", "60", "--rank", "4", "--lr", "0.01", "--batch", "8"]
+    assert example.main([*TINY, *steps, "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    bf16, fp8 = report["results"]
+    assert [r["base"] for r in (bf16, fp8)] == ["bf16", "FP8"]
+    assert all(r["base_unchanged"] for r in (bf16, fp8))
+    assert all(r["final_loss"] < r["first_loss"] for r in (bf16, fp8))
+    assert abs(report["change_percent"]) < 1
+    assert fp8["base_bytes"] < 0.8 * bf16["base_bytes"]  # norms, embedding and head are not FP8
+    # again, over the checkpoint that is there; it loads elsewhere too
+    assert example.main([*TINY, "--steps", "1", "--base-steps", "1", "--out", str(tmp_path)]) == 0
+    model = example.GPT(example.ModelConfig(dim=32, layers=1, seq=16))
+    assert len(load_fp8(model, tmp_path / "base-fp8").fp8) == 7
+
+
+def test_an_adapter_starts_as_nothing_and_is_all_that_trains(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = example.GPT(example.ModelConfig(dim=32, layers=1, seq=16))
+    tokens = torch.randint(256, (2, 16))
+    wanted = model(tokens)
+    names = {name for name, _ in model.named_parameters()}
+    example.add_adapters(model, rank=2)
+    assert torch.equal(model(tokens), wanted)
+    model(tokens).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained and all(name.endswith((".down.weight", ".up.weight")) for name in trained)
+    assert len(trained) == 2 * 7
+    assert not any(p.requires_grad for n, p in model.named_parameters() if ".base." in n)
+    assert len(names) + 2 * 7 == len(list(model.parameters()))
+
+
+def test_a_changed_base_is_noticed(example: ModuleType) -> None:
+    layer = torch.nn.Linear(256, 128).bfloat16().requires_grad_(False)
+    frozen = BlockwiseFP8Tensor.quantize(layer.weight, (128, 128))
+    layer.weight = torch.nn.Parameter(frozen, requires_grad=False)
+    before = example.digest(layer)
+    frozen.rowwise_scale.mul_(2)
+    assert example.digest(layer) != before
+    with torch.no_grad():
+        frozen.rowwise_scale.div_(2)
+        layer.bias.add_(1)
+    assert example.digest(layer) != before
+
+
+def test_bad_flags_are_explained(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example.main(["--base-steps", "0"])
+    assert "--base-steps must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""Trainable FP8 weights made frozen, and frozen ones trainable."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    freeze,
+    functional,
+    unfreeze,
+)
+from blocktensor.ops import reference
+from tests.support.models import RECIPES, plain, randn
+from tests.support.reference_ops import replace_op
+
+N, K = 200, 300
+
+
+def model(recipe: object = None) -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, K, bias=False)).bfloat16()
+    if recipe is not None:
+        convert(made, recipe, auto_filter_small_kn=False)
+    return made
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_freezing_keeps_the_bits_of_forward_and_data_gradient(recipe: object) -> None:
+    trained = model(recipe)
+    x, grad = randn(5, K, grad=True), randn(5, K, seed=2)
+    y = trained(x)
+    y.backward(grad)
+    wanted, x.grad = (y.detach(), x.grad), None
+    del y  # its graph holds the weights' caches
+    masters = [weakref.ref(layer.weight.master) for layer in (trained[0], trained[2])]
+    parameters = list(trained.parameters())
+    assert freeze(trained) == ["0", "2"]
+    assert list(map(id, trained.parameters())) == list(map(id, parameters))
+    again = trained(x)
+    again.backward(grad)
+    assert torch.equal(again, wanted[0])
+    assert torch.equal(x.grad, wanted[1])
+    for layer in (trained[0], trained[2]):
+        assert isinstance(layer.weight, BlockwiseFP8Tensor)
+        assert layer.weight.recipe is recipe
+        assert not layer.weight.requires_grad
+        assert layer.weight.grad is None
+    assert trained[0].bias.requires_grad
+    assert [ref() for ref in masters] == [None, None]
+    assert freeze(trained) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_unfrozen_weight_trains_from_the_values_it_had(dtype: torch.dtype) -> None:
+    trained = model(RECIPES[0]).to(dtype)
+    freeze(trained)
+    values = [layer.weight.dequantize() for layer in (trained[0], trained[2])]
+    assert unfreeze(trained) == ["0", "2"]
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    for layer, value in zip((trained[0], trained[2]), values, strict=True):
+        assert isinstance(layer.weight, BlockwiseFP8Weight)
+        assert torch.equal(layer.weight.master, value)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+    x = randn(5, K, dtype=dtype)
+    trained(x).square().sum().backward()
+    optimizer.step()
+    last = trained[2]
+    assert not torch.equal(last.weight.master, values[1])
+    h = randn(5, N, dtype=dtype)
+    assert torch.equal(last(h), functional.linear(h, plain(last.weight)))
+    state = trained.state_dict()
+    assert all(type(x) is torch.Tensor for x in state.values())
+    assert unfreeze(trained) == []
+
+
+@pytest.mark.parametrize(("policy", "transposes"), [("on_demand", 3), ("keep", 1)])
+def test_the_columnwise_form_of_a_frozen_weight_is_made_by_policy(
+    policy: str, transposes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, calls = model(Recipe(columnwise=policy)), []
+    freeze(made)
+    transpose = reference.transpose
+    replace_op(monkeypatch, "transpose", lambda q: (calls.append(1), transpose(q))[1])
+    grads = []
+    for _ in range(3):
+        x = randn(5, K, grad=True)
+        made[0](x).sum().backward()
+        grads.append(x.grad)
+    assert len(calls) == transposes
+    assert (made[0].weight.columnwise_data is not None) == (policy == "keep")
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_tied_weights_stay_tied() -> None:
+    a, b = nn.Linear(K, N, bias=False).bfloat16(), nn.Linear(K, N, bias=False)
+    b.weight = a.weight
+    tied = nn.ModuleList([a, b])
+    convert(tied, auto_filter_small_kn=False)
+    for change, kind in ((freeze, BlockwiseFP8Tensor), (unfreeze, BlockwiseFP8Weight)):
+        assert change(tied) == ["0", "1"]
+        assert tied[0].weight is tied[1].weight
+        assert isinstance(tied[0].weight, kind)
+
+
+def test_what_is_not_fp8_is_left_alone() -> None:
+    made = model()
+    assert freeze(made) == unfreeze(made) == []
+    with torch.device("meta"):
+        on_meta = nn.Linear(K, N)
+    convert(on_meta, auto_filter_small_kn=False)
+    assert freeze(on_meta) == []
+
+
+def test_a_linear_itself() -> None:
+    layer = nn.Linear(K, N).bfloat16()
+    convert(layer, auto_filter_small_kn=False)
+    assert freeze(layer) == [""]
+    assert isinstance(layer.weight, BlockwiseFP8Tensor)

@@ -1,0 +1,119 @@
+"""What a converted module saves and loads: the plain tensors of an unconverted one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Weight, convert, functional, to_blockwise_fp8_weights
+from tests.support.models import DIM, POWER_OF_TWO, TOKENS, Model, linear, plain, randn
+
+N, K = 128, 192
+X = randn(5, K, dtype=torch.float32)
+
+
+def test_state_dicts_cross_between_plain_and_converted() -> None:
+    ordinary, converted = Model(), Model().apply(to_blockwise_fp8_weights)
+    with torch.no_grad():
+        for p in converted.parameters():
+            p.mul_(3)
+    state = {key: value.clone() for key, value in converted.state_dict().items()}
+    for target in (ordinary, Model().apply(to_blockwise_fp8_weights)):
+        assert target.load_state_dict(state).missing_keys == []
+        assert target.load_state_dict(state).unexpected_keys == []
+        for p, wanted in zip(target.parameters(), converted.parameters(), strict=True):
+            assert torch.equal(plain(p), plain(wanted))
+    converted(TOKENS)  # fills the caches
+    converted.load_state_dict(Model().state_dict())
+    wanted = Model().apply(to_blockwise_fp8_weights)(TOKENS)
+    assert torch.equal(converted(TOKENS), wanted)
+
+
+@pytest.mark.parametrize("use", ["apply", "convert", "both"])
+def test_a_state_dict_holds_plain_tensors(use: str) -> None:
+    model = Model()
+    keys = list(model.state_dict())
+    if use in ("apply", "both"):
+        model.apply(to_blockwise_fp8_weights)
+    if use in ("convert", "both"):
+        convert(model, auto_filter_small_kn=False)
+    state = model.state_dict()
+    assert list(state) == keys
+    assert {type(value) for value in state.values()} == {Tensor}
+    up = model.blocks[1].up.weight
+    assert state["blocks.1.up.weight"].data_ptr() == up.master.data_ptr()
+    assert model.state_dict(keep_vars=True)["blocks.1.up.weight"] is up
+    assert model.blocks[1].up.state_dict().keys() == {"weight", "bias"}
+    twin = copy.deepcopy(model)
+    mine = twin.state_dict()["blocks.1.up.weight"]
+    assert mine.data_ptr() == twin.blocks[1].up.weight.master.data_ptr() != up.master.data_ptr()
+
+
+def test_assigning_a_state_dict_keeps_weights_fp8() -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.apply(lambda m: to_blockwise_fp8_weights(m, POWER_OF_TWO))
+    state = {key: value.clone() for key, value in Model().state_dict().items()}
+    before = dict(state)
+    model.load_state_dict(state, assign=True)
+    for name, p in model.named_parameters():
+        assert p.requires_grad
+        assert isinstance(p, nn.Parameter)
+        assert torch.equal(plain(p), state[name])
+        assert state[name] is before[name]
+    up = model.blocks[0].up
+    assert isinstance(up.weight, BlockwiseFP8Weight)
+    assert up.weight.recipe == POWER_OF_TWO
+    assert up.weight.master.data_ptr() == state["blocks.0.up.weight"].data_ptr()
+    x = randn(3, DIM, dtype=torch.float32)
+    wanted = functional.linear(x, plain(up.weight), up.bias, recipe=POWER_OF_TWO)
+    assert torch.equal(up(x), wanted)
+
+
+def test_assigning_a_converted_models_weights() -> None:
+    source = linear(N, K, dtype=torch.float32)
+    target = linear(N, K, dtype=torch.float32)
+    target.load_state_dict(source.state_dict(keep_vars=True), assign=True)
+    assert isinstance(target.weight, BlockwiseFP8Weight)
+    assert target.weight.master is source.weight.master
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_saving_and_loading_a_state_dict(weights_only: bool) -> None:
+    module, fresh = (linear(N, K, bias=True, dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        module.weight.mul_(3)
+    module(X)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    assert file.tell() < 4 * N * K + 5000  # no FP8 form in the file
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=weights_only))
+    assert torch.equal(fresh.weight.master, module.weight.master)
+
+
+def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
+    module = linear(N, K, bias=True, dtype=torch.float32)
+    y = module(X)
+    again = pickle.loads(pickle.dumps(module))
+    assert again.weight.cache.master.data_ptr() == again.weight.master.data_ptr()
+    assert again.weight.cache.nbytes() == 0
+    assert torch.equal(again(X), y)
+    module.share_memory()
+    assert module.weight.master.is_shared()
+    assert torch.equal(module(X), y)
+
+
+def test_saving_as_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Model().apply(to_blockwise_fp8_weights)
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    for name, p in model.named_parameters():
+        assert torch.equal(loaded[name], plain(p))

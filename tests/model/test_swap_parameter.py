@@ -1,0 +1,87 @@
+"""A parameter that becomes FP8 stays the same object, with all that hangs on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from blocktensor import convert, freeze, to_blockwise_fp8_weights, unfreeze
+from tests.support.models import DIM, TOKENS, Model, complaint, plain, randn
+
+
+def test_apply_preserves_all_that_hangs_on_the_model() -> None:
+    model = Model().eval()
+    seen: list[str] = []
+    up = model.blocks[0].up
+    up.register_forward_hook(lambda *_: seen.append("forward"))
+    up.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    up.weight.register_hook(lambda g: seen.append("grad"))
+    up.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    up.weight.grad = torch.ones_like(up.weight)
+    before = {
+        "ids": [id(p) for p in model.parameters()],
+        "names": [n for n, _ in model.named_parameters()],
+        "classes": [type(m) for m in model.modules()],
+        "values": [p.detach().clone() for p in model.parameters()],
+    }
+    model.apply(to_blockwise_fp8_weights)
+    assert [id(p) for p in model.parameters()] == before["ids"]
+    assert [n for n, _ in model.named_parameters()] == before["names"]
+    assert [type(m) for m in model.modules()] == before["classes"]
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    for p, values in zip(model.parameters(), before["values"], strict=True):
+        assert torch.equal(plain(p), values)
+    assert not model.training
+    assert torch.equal(up.weight.grad, torch.ones_like(up.weight.grad))
+    model(TOKENS).sum().backward()
+    assert seen == ["pre", "forward", "grad", "accumulated"]
+    assert up.weight.grad.max() > 1.0001  # and accumulates
+
+
+def test_attributes_of_a_parameter_survive() -> None:
+    module = nn.Linear(DIM, DIM)
+    module.weight.tensor_model_parallel = True
+    to_blockwise_fp8_weights(module)
+    assert module.weight.tensor_model_parallel
+
+
+def test_an_optimizer_made_before_conversion_keeps_working() -> None:
+    models = Model(), Model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for module in (models[1], *models):  # one optimizer has state already
+        module(TOKENS).sum().backward()
+    models[0].apply(to_blockwise_fp8_weights)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for i, p in enumerate(model.parameters()):
+            p.grad = randn(*p.shape, seed=i, dtype=p.dtype)
+        optimizer.step()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(plain(a), plain(b))
+    assert set(optimizers[0].param_groups[0]["params"]) == set(models[0].parameters())
+
+
+@pytest.mark.parametrize("x_grad", [False, True])
+def test_converting_between_forward_and_backward_is_an_error(x_grad: bool) -> None:
+    module = nn.Linear(DIM, DIM)
+    loss = module(randn(3, DIM, dtype=torch.float32, grad=x_grad)).sum()
+
+    def convert_then_backward() -> None:
+        to_blockwise_fp8_weights(module)
+        loss.backward()
+
+    text = complaint(RuntimeError, convert_then_backward).replace("\n", " ")
+    assert "between" in text
+    assert "forward and" in text
+    assert module.weight.grad is None
+
+
+def test_attributes_that_others_hung_on_a_weight_stay() -> None:
+    made = nn.Sequential(nn.Linear(DIM, DIM))
+    convert(made, auto_filter_small_kn=False)
+    made[0].weight.tag = "mine"
+    freeze(made)
+    assert made[0].weight.tag == "mine"
+    unfreeze(made)
+    assert made[0].weight.tag == "mine"
+    assert not hasattr(made[0].weight, "rowwise_data")

@@ -1,0 +1,168 @@
+"""The choice of a cast backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast.choose_backend import (
+    CAST_BACKENDS,
+    CastProblem,
+    cast_backend,
+    cast_kernels,
+)
+from blocktensor.ops.formats import KERNEL_FORMATS, ROWS, SQUARES, SQUARES_POW2, BlockFormat
+from blocktensor.ops.registry import first_choice
+from tests.support.casts import kernels
+from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
+
+__all__ = ["pretend"]
+
+
+def test_the_order_of_preference() -> None:
+    assert [b.name for b in CAST_BACKENDS] == ["gluon", "triton", "reference"]
+
+
+def test_every_backend_has_its_functions() -> None:
+    pytest.importorskip("triton")
+    for backend in CAST_BACKENDS:
+        functions = dataclasses.asdict(backend.load())
+        assert functions.pop("launches") == (backend.name != "reference")
+        for name, function in functions.items():
+            assert function.__name__ == name
+            assert getattr(reference, name) is not function or backend.name == "reference"
+
+
+def test_gluon_has_kernels_of_its_own_where_they_are_faster() -> None:
+    pytest.importorskip("triton")
+    triton, gluon = (dataclasses.asdict(kernels(name)) for name in ("triton", "gluon"))
+    own = {name for name, function in gluon.items() if function is not triton[name]}
+    assert own == {"quantize_rowwise", "quantize_columnwise", "quantize_both", "transpose"}
+
+
+def test_the_functions_of_a_backend_are_loaded_once() -> None:
+    x = torch.rand(4, 5)
+    assert cast_kernels(x, ROWS) is cast_kernels(x.half(), SQUARES)
+    assert cast_kernels(x, ROWS).quantize_both is reference.quantize_both
+
+
+class Fake:
+    """As much of a CUDA tensor as the choice of a cast looks at."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int], stride: tuple[int, int]) -> None:
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        self.element_size, self.stride, self.data_ptr = like.element_size, like.stride, lambda: 0
+        self.shape, self.dtype, self.device = like.shape, dtype, CUDA
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "stride", "name"),
+    [
+        (torch.bfloat16, (256, 272), (272, 1), "gluon"),
+        (torch.float16, (16, 16), (32, 1), "gluon"),
+        (torch.float32, (252, 271), (271, 1), "gluon"),
+        (torch.bfloat16, (252, 270), (272, 1), "gluon"),
+        (torch.bfloat16, (254, 272), (272, 1), "triton"),
+        (torch.bfloat16, (256, 271), (272, 1), "triton"),
+        (torch.bfloat16, (256, 270), (271, 1), "triton"),
+        (torch.bfloat16, (256, 272), (1, 256), "triton"),
+        (torch.bfloat16, (256, 272), (2**24, 1), "triton"),
+    ],
+)
+def test_who_casts(
+    pretend: Pretend,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    name: str,
+) -> None:
+    pretend((9, 0))
+    x = Fake(dtype, shape, stride)
+    for format in KERNEL_FORMATS:
+        assert cast_backend(x, format).name == name
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "name"),
+    [
+        ((256, 272), (272, 1), "gluon"),
+        ((252, 268), (268, 1), "gluon"),
+        ((254, 272), (272, 1), "triton"),
+        ((256, 270), (272, 1), "triton"),
+        ((256, 272), (274, 1), "triton"),
+        ((256, 272), (1, 256), "triton"),
+    ],
+)
+def test_who_transposes(
+    pretend: Pretend, shape: tuple[int, int], stride: tuple[int, int], name: str
+) -> None:
+    pretend((9, 0))
+    x = Fake(torch.float8_e4m3fn, shape, stride)
+    for format in (SQUARES, SQUARES_POW2):
+        assert cast_backend(x, format).name == name
+
+
+def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
+    pretend((8, 9))
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), SQUARES).name == "triton"
+
+
+@pytest.mark.parametrize(("capability", "triton"), [((8, 0), "3.6.0"), ((9, 0), None)])
+def test_casts_fall_back_to_the_reference(
+    pretend: Pretend, capability: tuple[int, int], triton: str | None
+) -> None:
+    pretend(capability, triton=triton)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), SQUARES).name == "reference"
+
+
+# The reasons
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "reason"),
+    [
+        ((9, 0), (256, 272), "takes this problem"),
+        (
+            (9, 0),
+            (255, 272),
+            "takes this problem; gluon: reads rows of whole 32-bit words, four at a time",
+        ),
+        (
+            (9, 0),
+            (2**24, 272),
+            "takes this problem; gluon: uses 32-bit offsets inside a block",
+        ),
+        ((8, 9), (256, 272), "takes this problem; gluon: written for sm_90 and later"),
+        (
+            (8, 0),
+            (256, 272),
+            "takes this problem; gluon, triton: needs a GPU with FP8 (sm_89 or later), got sm_80",
+        ),
+    ],
+)
+def test_why(
+    pretend: Pretend, capability: tuple[int, int], shape: tuple[int, int], reason: str
+) -> None:
+    pretend(capability)
+    problem = CastProblem(Fake(torch.bfloat16, shape, (shape[1], 1)), ROWS)
+    assert first_choice(CAST_BACKENDS, problem, CUDA).reason == reason
+
+
+def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> None:
+    pretend((9, 0))
+    x, format = Fake(torch.bfloat16, (256, 272), (272, 1)), BlockFormat("1x32", (1, 32))
+    assert cast_backend(x, format).name == "reference"
+    choice = first_choice(CAST_BACKENDS, CastProblem(x, format), CUDA)
+    assert choice.others == "gluon, triton: no kernels for format 1x32"
+
+
+def test_a_cpu_runs_the_reference() -> None:
+    x = torch.rand(256, 272)
+    assert cast_backend(x, ROWS).name == "reference"
+    choice = first_choice(CAST_BACKENDS, CastProblem(x, ROWS), CPU)
+    assert choice.others == "gluon, triton: needs a CUDA device, got 'cpu'"

@@ -1,0 +1,221 @@
+"""The Hopper GEMM on a GPU: every tile, and the choice among them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.devices import sms
+from blocktensor.ops.formats import Quantized
+from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
+from blocktensor.ops.scale_layouts import in_vectors, tma_scale
+from tests.support import gemms
+from tests.support.gemms import Shape
+from tests.support.numeric import operand, relative_error, worst_row
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gemm.hopper import launch as hopper
+from blocktensor.ops.gemm.split_k import plan_sum
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="written for sm_90",
+    ),
+]
+
+CUDA = torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = (1, 3, 127, 128, 129, 300, 576, 1408, 2112, 10944)
+BLOCKS = ((1, 128), (1, 1))
+every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+every_tile = pytest.mark.parametrize("name", TILES)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator(CUDA).manual_seed(0)
+
+
+def for_tma(x: Quantized) -> Quantized:
+    """``x`` as ``plan_gemm`` takes it."""
+    return Quantized(in_vectors(x.data), tma_scale(x), x.format)
+
+
+def fixed(name: str) -> SimpleNamespace:
+    """The backend with one tile for all shapes."""
+    tile = TILES[name]
+
+    def gemm(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        shape = a.data.shape[0], b.data.shape[0]
+        out = torch.empty(shape, dtype=dtype, device=CUDA)
+        hopper.plan_gemm(for_tma(a), for_tma(b), bias, out, False, tile)()
+        return out
+
+    return SimpleNamespace(gemm=gemm, blocks=(1, tile.b_block))
+
+
+@every_tile
+@pytest.mark.parametrize(("dtype", "count"), [(BF16, 30), (FP32, 15), (FP16, 5)])
+def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: torch.Generator) -> None:
+    module = fixed(name)
+    for shape in gemms.shapes(count, count, SIZES, lambda _: True):
+        a, b = gemms.operands(shape, module.blocks, rng)
+        if dtype == FP16:
+            a.scale.mul_(2**-14)  # products of some 10^4, else beyond fp16
+        gemms.check(module, a, b, dtype)
+
+
+@pytest.mark.parametrize("name", [n for n, t in TILES.items() if not t.turned])
+@pytest.mark.parametrize("parts", [2, 7, 14])
+def test_parts_of_k(name: str, parts: int, rng: torch.Generator) -> None:
+    tile = TILES[name]
+    for m, n in ((130, 264), (1, 8), (64, 2048)):
+        a, b = gemms.operands(Shape(m, n, 14 * 128), (1, tile.b_block), rng)
+        rows = -(-m // tile.m) * tile.m
+        sums = torch.full((parts * rows, n), float("nan"), device=CUDA)
+        hopper.plan_gemm(a, b, None, sums, False, tile, parts)()
+        bias = torch.randn(n, generator=rng, device=CUDA)
+        out = torch.full((m, n), float("nan"), device=CUDA)
+        plan_sum(sums.view(parts, rows, n), bias, out, False)()
+        assert relative_error(out, reference.gemm(a, b, bias, FP32)) <= gemms.TOLERANCE[FP32]
+        before = out.clone()
+        plan_sum(sums.view(parts, rows, n), None, out, True)()
+        want = before + reference.gemm(a, b, None, FP32)
+        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+
+
+def test_small_batches_are_made_in_parts(rng: torch.Generator) -> None:
+    for m in (1, 16, 64):
+        shape = Shape(m, 2048, 7168)
+        assert choose_tile(m, 2048, 56, 128, sms(CUDA))[1] > 1
+        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), BF16)
+
+
+@every_kind
+def test_the_choice(blocks: tuple[int, int], rng: torch.Generator) -> None:
+    for shape in gemms.shapes(7, 40, SIZES, lambda _: True):
+        gemms.check(hopper, *gemms.operands(shape, blocks, rng), BF16)
+
+
+@pytest.mark.parametrize(("bias_dtype", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+def test_bias(bias_dtype: torch.dtype, dtype: torch.dtype, rng: torch.Generator) -> None:
+    for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(4096, 264, 64)):
+        bias = 1000 * torch.randn(shape.n, generator=rng, device=CUDA).to(bias_dtype)
+        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), dtype, bias)
+
+
+def guarded(m: int, n: int, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
+    """A buffer of NaN, and an ``[m, n]`` view of it with a row below and ``columns`` beside it."""
+    buffer = torch.full((m + 1, n + columns), float("nan"), dtype=dtype, device=CUDA)
+    return buffer, buffer[:m, :n]
+
+
+def assert_guards_hold(buffer: Tensor, m: int, n: int) -> None:
+    assert buffer[m:].isnan().all()
+    assert buffer[:, n:].isnan().all()
+    assert not buffer[:m, :n].isnan().any()
+
+
+@every_tile
+@pytest.mark.parametrize(("n", "columns"), [(1032, 8), (129, 0), (129, 3), (264, 1)])
+def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: torch.Generator) -> None:
+    tile = TILES[name]
+    a, b = gemms.operands(Shape(700, n, 384), (1, tile.b_block), rng)
+    buffer, out = guarded(700, n, BF16, columns)
+    hopper.plan_gemm(a, b, None, out, False, tile)()
+    assert_guards_hold(buffer, 700, n)
+    assert relative_error(out, reference.gemm(a, b, None, FP32)) <= gemms.TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(n, "staged") for n in TILES]
+    + [(n, "direct") for n, t in TILES.items() if t.b_block == 1 and not t.turned],
+)
+def test_accumulation(
+    name: str, mode: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "add_mode", lambda *_: mode)
+    tile = TILES[name]
+    for m, n, k in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
+        a, b = for_tma(operand(m, k, 1, rng)), for_tma(operand(n, k, tile.b_block, rng))
+        buffer, out = guarded(m, n, FP32, 4)
+        before = out.copy_(1000 * torch.randn((m, n), generator=rng, device=CUDA)).clone()
+        hopper.plan_gemm(a, b, None, out, True, tile)()
+        want = before + reference.gemm(a, b, None, FP32)
+        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+        assert_guards_hold(buffer, m, n)
+
+
+@every_kind
+@pytest.mark.parametrize(("n", "columns"), [(2048, 0), (129, 0), (132, 3)])
+def test_accumulation_by_choice(
+    blocks: tuple[int, int], n: int, columns: int, rng: torch.Generator
+) -> None:
+    """Also into rows that TMA cannot address."""
+    a, b = gemms.operands(Shape(2048, n, 4096), blocks, rng)
+    buffer, out = guarded(2048, n, FP32, columns)
+    out.fill_(1000)
+    hopper.gemm_add_(out, a, b)
+    want = 1000 + reference.gemm(a, b, None, FP32)
+    assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
+    assert_guards_hold(buffer, 2048, n)
+
+
+@every_tile
+def test_promotion(name: str) -> None:
+    module = fixed(name)
+    gemms.check_promotion(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_scales_per_block(name: str) -> None:
+    module = fixed(name)
+    gemms.check_scales_per_block(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_bad_blocks(name: str) -> None:
+    module = fixed(name)
+    gemms.check_bad_blocks(module, module.blocks, CUDA)
+
+
+@every_tile
+def test_fifty_runs_give_the_same_bits(name: str, rng: torch.Generator) -> None:
+    module = fixed(name)
+    a, b = gemms.operands(Shape(2999, 1544, 10944), module.blocks, rng)
+    first = module.gemm(a, b, None, FP32)
+    for _ in range(50):
+        assert torch.equal(module.gemm(a, b, None, FP32), first)
+
+
+def test_stream() -> None:
+    gemms.check_stream(hopper, CUDA)
+
+
+def test_views() -> None:
+    gemms.check_views(hopper, CUDA)
+
+
+def test_more_than_2_to_the_31_elements(rng: torch.Generator) -> None:
+    """The last rows of a long operand, and of a large output."""
+    a, b = operand(2**20 + 130, 2112, 1, rng), operand(2176, 2112, 128, rng)
+    out = hopper.gemm(a, b, None, BF16)
+    assert min(a.data.numel(), out.numel()) > 2**31
+    tail = Quantized(a.data[-130:], a.scale[-130:], a.format)
+    assert worst_row(out[-130:], tail, b) <= gemms.TOLERANCE[BF16]
+
+
+def test_many_tiles_for_each_program(rng: torch.Generator) -> None:
+    """Rings, buffers and counters go on from tile to tile."""
+    for name in TILES:
+        module = fixed(name)
+        a, b = gemms.operands(Shape(8200, 6152, 144), module.blocks, rng)
+        gemms.check(module, a, b, BF16)

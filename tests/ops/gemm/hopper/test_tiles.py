@@ -1,0 +1,160 @@
+"""The tiles, and the prediction that chooses among them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from blocktensor.ops.gemm.hopper import tiles
+from blocktensor.ops.gemm.hopper.tiles import (
+    ADDED,
+    CUBLAS,
+    PROGRAM_US,
+    TILES,
+    Speed,
+    choose_tile,
+    cublas_is_faster,
+    possible_parts,
+    programs_for,
+    speeds,
+)
+
+H200 = 132
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_is_called_after_its_size(name: str) -> None:
+    tile = TILES[name]
+    rows, cols = tile.size
+    assert name == f"{'square' if tile.b_block == 128 else 'rows'} {rows}x{cols}"
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
+    tile = TILES[name]
+    assert 64 * tile.width * tile.products * tile.warpgroups == tile.m * tile.n
+    assert tile.m % tile.a_rows == 0 and tile.n % tile.b_rows == 0
+    assert tile.a_scales >= tile.m and tile.a_scales & (tile.a_scales - 1) == 0
+    if tile.b_block == 1:
+        assert tile.b_scales * tile.b_scale_copies >= tile.n
+
+
+def test_the_file_knows_every_kernel() -> None:
+    added = {name + ADDED for name, tile in TILES.items() if tile.b_block == 1}
+    assert set(speeds()) == {*TILES, *CUBLAS.values(), *added}
+    for name in {*TILES, *added}:
+        tile = TILES[name.removesuffix(ADDED)]
+        assert (speeds()[name].m, speeds()[name].n) == tile.size
+        assert speeds()[name].programs == tile.programs
+    source = json.loads(tiles.FILE.read_text())
+    assert source["command"] == "python -m benchmarks tiles"
+    assert source["gpu"] == "NVIDIA H200"
+
+
+def test_a_wave_more_takes_its_time() -> None:
+    speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0,
+                  lone_block_us=0.4, lone_us=4.0)  # fmt: skip
+    assert speed.waves(128 * 12, 128 * 11, H200) == 1
+    assert speed.waves(128 * 12 + 1, 128 * 11, H200) == 2
+    assert speed.microseconds(128, 128, 8, H200) == 0.4 * 8 + 4
+    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * (0.5 * 8 + 2) + 3
+    assert speed.microseconds(128 * 66, 128, 8, H200, parts=2) == 0.4 * 4 + 4
+    assert speed.microseconds(128 * 67, 128, 8, H200, parts=2) == 2 * (0.5 * 4 + 2) + 3
+
+
+def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
+    speed = Speed(128, 128, 2, 1.0, 1.0, 1.0, lone_block_us=0.5, lone_us=3.0)
+    assert speed.waves(128 * 264, 128, H200) == 1
+    assert speed.microseconds(128 * 132, 128, 8, H200) == 0.5 * 8 + 3
+    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * 0.5 * 8 + 3
+    assert speed.microseconds(128 * 265, 128, 8, H200) == 2 * (8 + 1) + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "b_block", "expected"),
+    [
+        ((4096, 18432, 56), 128, "square 256x128"),
+        ((512, 2048, 16), 128, "square 64x128"),
+        ((4096, 4096, 32), 1, "rows 256x128"),
+        ((2048, 10944, 32), 1, "rows 128x192"),
+        ((10944, 2048, 32), 1, "rows 192x128"),
+    ],
+)
+def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
+    tile, parts, predicted = choose_tile(*shape, b_block, H200)
+    assert (tile.name, parts) == (expected, 1)
+    others = [speeds()[n] for n, t in TILES.items() if t.b_block == b_block]
+    assert predicted == min(s.microseconds(*shape, H200) for s in others)
+
+
+def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (4096, 4096, 32)
+    ours = choose_tile(*shape, 1, H200)[2]
+    for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
+        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
+        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        assert cublas_is_faster(*shape, 1, H200) is faster
+
+
+def test_a_microsecond_is_not_worth_the_host_time_of_cublas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (512, 512, 16)
+    ours = choose_tile(*shape, 1, H200)[2]
+    for saved, faster in ((1.9, False), (2.1, True)):
+        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, ours - saved)}
+        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        assert cublas_is_faster(*shape, 1, H200) is faster
+
+
+def test_parts_are_equal_and_of_a_few_blocks() -> None:
+    assert possible_parts(56) == [1, 2, 4, 7, 8, 14]
+    assert possible_parts(16) == [1, 2, 4]
+    assert possible_parts(86) == [1, 2]
+    assert possible_parts(3) == [1]
+
+
+def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (4096, 4096, 32)
+    plain = choose_tile(*shape, 1, H200)[0]
+    known = {**speeds(), plain.name + ADDED: Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0)}
+    monkeypatch.setattr(tiles, "speeds", lambda: known)
+    choose_tile.cache_clear()
+    try:
+        assert choose_tile(*shape, 1, H200)[0] == plain
+        assert choose_tile(*shape, 1, H200, accumulate=True)[0] != plain
+    finally:
+        choose_tile.cache_clear()
+
+
+def test_few_tiles_are_made_in_parts() -> None:
+    tile, parts, predicted = choose_tile(64, 2048, 56, 128, H200)
+    assert (tile.name, parts) == ("square 64x128", 8)
+    whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
+    assert predicted < whole
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_programs_of_long_products_take_turns(name: str) -> None:
+    tile, speed = TILES[name], speeds()[name]
+    at_once = H200 * tile.programs
+    assert programs_for(tile, at_once - 1, 64, H200) == at_once - 1
+    for blocks in (8, 64, 500):
+        wave_us = blocks * speed.block_us + speed.wave_us
+        for waves in (1, 2, 7, 30, 200):
+            for items in (at_once * waves, at_once * (waves - 1) + 1):
+                programs = programs_for(tile, items, blocks, H200)
+                assert programs == items or programs % at_once == 0
+                each = -(-items // programs)
+                assert each * wave_us >= PROGRAM_US or programs <= at_once
+                # and none works twice as long but where its waves or the turns are few
+                assert each * wave_us < 2 * PROGRAM_US or each == 1
+
+
+def test_what_is_added_takes_longer() -> None:
+    tile, items = TILES["rows 256x128"], H200 * 8
+    longest = max(
+        blocks for blocks in range(400) if programs_for(tile, items, blocks, H200) == H200
+    )
+    assert programs_for(tile, items, longest, H200, accumulate=True) > H200

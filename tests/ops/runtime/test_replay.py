@@ -1,0 +1,335 @@
+"""Repeated launches: the same numbers as the ordinary ones, from whatever addresses.
+
+Here with kernels that are Python and run on the CPU (``tests/support/fake_driver.py``);
+``test_replay_gpu.py`` has the real ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.runtime import replay
+from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.runtime.replay import Replay
+from tests.support.fake_driver import (
+    STREAM,
+    Descriptor,
+    Kernel,
+    Op,
+    axpy,
+    axpy_body,
+    draw,
+    fake_driver,
+    floats,
+    launch,
+    op,
+)
+
+__all__ = ["fake_driver"]
+
+pytestmark = pytest.mark.usefixtures("fake_driver")
+
+
+# What is repeated
+
+
+def test_the_second_call_of_a_kind_is_direct() -> None:
+    a = op(axpy)
+    for turn in range(5):
+        x, y = draw(2, 8)
+        found = a.table.find(x, y, 3)
+        assert (found.is_recorded, found.is_refused) == (turn > 0, False)
+        assert torch.equal(a.call(x, y, 3), 3 * x + y)
+    assert (a.calls, a.kernel.ordinary, len(a.kernel.direct)) == (1, 1, 4)
+    nones = (None,) * 3
+    assert a.kernel.direct[-1] == (1, 1, 1, STREAM, 1234, 0, 0, None, None, (4, 1, 0), *nones)
+
+
+def test_outputs_are_fresh() -> None:
+    a = op(axpy)
+    x, y = draw(2, 8)
+    results = [a.call(x, y, k) for k in (1, 1, 1, 2, 2)]
+    assert len({r.data_ptr() for r in results}) == 5
+    assert all(torch.equal(r, k * x + y) for r, k in zip(results, (1, 1, 1, 2, 2), strict=True))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: draw(2, 4), lambda: draw(16)[::2], lambda: draw(9)[1:], lambda: draw(7)],
+    ids=["shape", "stride", "alignment", "size"],
+)
+def test_another_kind_of_tensor_is_recorded_anew(other: Callable[[], Tensor]) -> None:
+    a = op(axpy)
+    for _ in range(3):
+        x, y = draw(8), draw(8)
+        assert torch.equal(a.call(x, y, 3), 3 * x + y)
+        x = other()
+        y = torch.empty_like(x).copy_(draw(*x.shape))
+        if x.is_contiguous():
+            assert torch.equal(a.call(x, y, 3), 3 * x + y)
+        else:  # the kernel knows nothing of strides
+            a.call(x, y, 3)
+    assert (a.calls, len(a.kernel.direct)) == (2, 4)
+
+
+def test_several_launches_workspaces_and_views() -> None:
+    def twice(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> tuple[Tensor, Tensor, Tensor]:
+        between = torch.empty_like(x)  # never returned
+        padded = torch.empty(x.numel() + 3)
+        out = torch.empty_like(x)
+        launch(kernel, x, y, between, factor)
+        launch(kernel, between, y, padded, factor)
+        launch(kernel, y, x, out, factor)
+        return out, padded[: x.numel()], padded[None, :4].t()
+
+    a = op(twice)
+    for _ in range(4):
+        x, y = draw(2, 8)
+        out, padded, view = a.call(x, y, 3)
+        assert torch.equal(out, 3 * y + x)
+        assert torch.equal(padded, 9 * x + 4 * y)
+        assert torch.equal(view, (9 * x + 4 * y)[:4, None])
+        assert (out._is_view(), padded._is_view()) == (False, True)  # views cost host time
+        assert padded.untyped_storage().nbytes() == 11 * 4
+        assert view.stride() == (1, 11)
+    assert (a.calls, len(a.kernel.direct)) == (1, 9)
+
+
+def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thrice(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third = torch.empty(8), torch.empty(2, 8), torch.empty(8)
+        launch(kernel, x, y, first, 2)
+        launch(kernel, y, first, second, 3)
+        launch(kernel, first, second, third, 4)
+        return third
+
+    sizes: list[tuple[int, ...]] = []
+
+    def counted(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        sizes.append(size)
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    monkeypatch.setattr(replay, "fresh_empty", lambda: counted)
+    a = op(thrice)
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(a.call(x, y), 10 * x + 8 * y)
+    assert sizes == 2 * [(1024,), (8,)]
+    assert (a.calls, len(a.kernel.direct)) == (1, 6)
+
+
+def test_an_op_in_place_returns_nothing() -> None:
+    a = op(lambda kernel, out, x: launch(kernel, x, out, out, 2))
+    out, want = draw(8), torch.zeros(8)
+    want.copy_(out)
+    for _ in range(4):
+        x = draw(8)
+        assert a.call(out, x) is None
+        assert torch.equal(out, want.add_(2 * x))
+    assert a.calls == 1
+
+
+def test_missing_tensors_keep_their_places() -> None:
+    def maybe(kernel: Kernel, x: Tensor, y: Tensor | None, z: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        launch(kernel, x, z if y is None else y, out, 1)
+        return out
+
+    a = op(maybe)
+    for _ in range(3):
+        x, y, z = draw(3, 8)
+        assert torch.equal(a.call(x, None, z), x + z)
+        assert torch.equal(a.call(x, y, z), x + y)
+    assert a.calls == 2
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    def nothing(kernel: Kernel, x: Tensor) -> Tensor:
+        out = torch.empty(3)
+        Launch(kernel, (0,), (x, x, out, 0, 0), {"FLAG": True}, {})()
+        return out
+
+    a = op(nothing)
+    assert [a.call(draw(2)).shape for _ in range(3)] == [(3,)] * 3
+    assert (a.calls, a.kernel.ordinary, a.kernel.direct) == (1, 0, [])
+
+
+# What is not
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda kernel, x, y: axpy(kernel, x + 1, y, 2),  # a launch on what another op made
+        lambda kernel, x, y: axpy(kernel, x, y, 2).add_(2),  # an op on the result
+        lambda kernel, x, y: (torch.zeros_like(x), axpy(kernel, x, y, 2))[1] + 0,
+        lambda kernel, x, y: axpy(kernel, x[4:], y[4:], 2),  # an address inside an argument
+        lambda kernel, x, y: (axpy(kernel, x, y, 2), x)[1],  # a result that is an argument
+        lambda kernel, x, y: (axpy(kernel, x, y, 2), y.sum().item())[0],
+    ],
+    ids=["made before", "changed after", "zeros", "inside", "argument", "value"],
+)
+def test_whatever_else_a_function_does_it_does_every_time(
+    function: Callable[..., Tensor],
+) -> None:
+    a = op(function)
+    for _ in range(3):
+        x, y = draw(2, 8)
+        plain = function(Kernel(axpy_body, a.kernel.arg_names), x, y)
+        assert torch.equal(a.call(x, y), plain)
+        found = a.table.find(x, y)
+        assert (found.is_recorded, found.is_refused) == (False, True)
+    assert (a.calls, a.kernel.direct) == (3, [])
+
+
+def test_zeros_are_not_mistaken_for_uninitialised_memory() -> None:
+    def accumulate(kernel: Kernel, x: Tensor) -> Tensor:
+        out = torch.zeros(8)
+        launch(kernel, x, out, out, 1)
+        return out
+
+    a = op(accumulate)
+    for _ in range(4):
+        x = draw(8)
+        assert torch.equal(a.call(x), x)
+
+
+def test_arguments_at_one_address_are_not_recorded() -> None:
+    a = op(axpy)
+    x = draw(8)
+    for _ in range(2):
+        assert torch.equal(a.call(x, x, 3), 4 * x)
+        found = a.table.find(x, x, 3)
+        assert (found.is_recorded, found.is_refused) == (False, False)
+    y, z = draw(2, 8)
+    for _ in range(2):
+        assert torch.equal(a.call(y, z, 3), 3 * y + z)
+    assert torch.equal(a.call(x, x, 3), 4 * x)
+    assert (a.calls, len(a.kernel.direct)) == (3, 2)
+
+
+# Tensor maps
+
+
+def copy_body(source: Any, rows: int, stride: int, target: Any, *_: int) -> None:
+    assert (rows, stride) == (source.shape[0], 1)
+    for i in range(rows):
+        floats(target.address, rows)[i] = floats(source.address, rows)[i]
+
+
+def copy(kernel: Kernel, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    Launch(kernel, (1,), (Descriptor(x), Descriptor(out)), {}, {})()
+    return out
+
+
+@pytest.fixture
+def maps(fake_driver: SimpleNamespace) -> list[int]:
+    """The addresses of all tensor maps made."""
+    made: list[int] = []
+    original = fake_driver.make_tensordesc_arg
+
+    def make(descriptor: Any, metadata: Any) -> list[Any]:
+        made.append(descriptor.base.data_ptr())
+        return original(descriptor, metadata)
+
+    fake_driver.make_tensordesc_arg = make
+    return made
+
+
+def test_tensor_maps_are_made_once_an_address(maps: list[int]) -> None:
+    a = Op(copy, Kernel(copy_body, ["source", "target"]))
+    inputs = [draw(8) for _ in range(3)]
+    kept = []
+    for turn in range(12):
+        x = inputs[turn % 3]
+        x.add_(1)
+        kept.append(a.call(x))  # a new address each
+        assert torch.equal(kept[-1], x)
+    assert a.calls == 1
+    assert len(maps) == len(set(maps)) == 3 + 12
+
+
+def test_tensor_maps_are_bounded(maps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_MAPS", 4)
+    run = Replay(lambda x: copy(kernel, x))
+    kernel = Kernel(copy_body, ["source", "target"])
+    kept = [(x, run(x)) for x in (draw(8) for _ in range(20))]
+    assert all(torch.equal(x, y) for x, y in kept)
+    cells = [cell.cell_contents for cell in run._repeat.__closure__]
+    known = [content for content in cells if isinstance(content, dict)]
+    assert [len(maps) <= 4 for maps in known] == [True, True]
+
+
+def test_a_recording_keeps_no_tensor_alive() -> None:
+    a = Op(copy, Kernel(copy_body, ["source", "target"]))
+    x = draw(8)
+    b = op(axpy)
+    y, z = draw(8), draw(8)
+    dead = [weakref.ref(t) for t in (x, a.call(x), y, z, b.call(y, z, 3))]
+    del x, y, z
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 5
+    assert (a.calls, b.calls) == (1, 1)
+    a.call(draw(8)), b.call(*draw(2, 8), 3)
+    assert (a.calls, b.calls) == (1, 1)
+
+
+# Threads
+
+
+def test_threads_share_recordings() -> None:
+    a = op(axpy)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        for turn in range(50):
+            size = 4 + (seed + turn) % 3
+            x = torch.full((size,), float(seed))
+            y = torch.full((size,), float(turn))
+            got = a.call(x, y, 3)
+            if not torch.equal(got, 3 * x + y):
+                wrong.append((seed, turn, got))
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert len(a.kernel.direct) >= 150
+
+
+def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = op(axpy)
+    a.call(*draw(2, 8), 3)
+    current = [5]
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(replay, "current_device", lambda: current[-1])
+    streams: list[tuple[int, int]] = []
+    monkeypatch.setattr(replay, "current_stream", lambda i: streams.append((i, current[-1])) or 7)
+    x, y = draw(2, 8)
+    assert torch.equal(a.call(x, y, 3), 3 * x + y)
+    assert (streams, current) == ([(-1, -1)], [5])

@@ -1,0 +1,294 @@
+"""Repeated launches on a GPU: streams, threads, graphs, reused memory, tensor maps, fallbacks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast import ops as cast_ops
+from blocktensor.ops.cast.ops import quantize_rowwise
+from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, Quantized
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.runtime import replay, triton_abi
+from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.runtime.replay import Replay
+from blocktensor.ops.runtime.specialize import Specialized
+from tests.support.numeric import assert_same, relative_error
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((256, 512), (128, 384), (300, 576), (17, 130), (512, 256))
+
+
+def draw(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=rng, device="cuda").to(dtype)
+
+
+def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
+    """The results of five launches."""
+    square = module.quantize_rowwise(x, SQUARES)
+    return [
+        module.quantize_rowwise(x, ROWS),
+        module.quantize_columnwise(x, ROWS_POW2),
+        *module.quantize_both(x, ROWS),
+        square,
+        module.transpose(square),
+    ]
+
+
+def casts(x: Tensor) -> list[Quantized]:
+    return casts_by(cast_ops, x)
+
+
+def wanted(x: Tensor) -> list[Quantized]:
+    return casts_by(reference, x)
+
+
+def assert_all_same(actual: list[Quantized], expected: list[Quantized]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.format is b.format
+        assert_same(a.data, b.data)
+        assert_same(a.scale, b.scale)
+
+
+def forget_casts() -> None:
+    for table in (cast_ops._rowwise, cast_ops._columnwise, cast_ops._both, cast_ops._transpose):
+        table.forget()
+
+
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts replays, so that a test cannot pass by launching in the ordinary way."""
+    original, count = replay.current_stream, [0]
+
+    def current_stream(device: int) -> int:
+        count[0] += 1
+        return original(device)
+
+    monkeypatch.setattr(replay, "current_stream", current_stream)
+    return count
+
+
+def test_replays_equal_the_reference(plays: list[int]) -> None:
+    for seed in range(3):
+        for shape in SHAPES:
+            for dtype in (torch.bfloat16, torch.float32):
+                x = draw(shape, seed, dtype)
+                assert_all_same(casts(x), wanted(x))
+    assert plays[0] >= 2 * len(SHAPES) * 5
+
+
+def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
+    inputs = [draw(shape, seed) for seed, shape in enumerate(SHAPES)]
+    expected = [wanted(x) for x in inputs]
+    for turn in range(200):
+        i = turn * 7 % len(inputs)
+        assert_all_same(casts(inputs[i]), expected[i])
+    assert plays[0] >= 5 * 190
+
+
+def test_streams(plays: list[int]) -> None:
+    x = draw((256, 512))
+    casts(x)
+    expected = wanted(x)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    late = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            y = torch.zeros_like(x)
+            torch.cuda._sleep(2_000_000)  # what runs on another stream would see the zeros
+            y.copy_(x)
+            late.append(casts(y))
+    torch.cuda.synchronize()
+    for results in late:
+        assert_all_same(results, expected)
+    assert plays[0] >= 15
+
+
+def test_threads(plays: list[int]) -> None:
+    inputs = [draw(shape, seed) for seed, shape in enumerate(SHAPES)]
+    expected = [wanted(x) for x in inputs]
+    wrong: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(40):
+                    i = (first + turn) % len(inputs)
+                    assert_all_same(casts(inputs[i]), expected[i])
+        except BaseException as error:
+            wrong.append(error)
+
+    torch.cuda.synchronize()
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert plays[0] >= 4 * 30 * 5
+
+
+def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
+    x = draw((256, 512))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        casts(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = casts(x)
+    assert plays[0] >= 5
+    for seed in (1, 2):
+        x.copy_(draw((256, 512), seed))
+        graph.replay()
+        assert_all_same(results, wanted(x))
+
+
+@pytest.mark.multi_gpu
+def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
+    for index in (1, 0, 1, 0, 1):
+        x = draw((256, 512), index).to(f"cuda:{index}")
+        results = casts(x)
+        assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
+        assert_all_same(results, wanted(x))
+        assert torch.cuda.current_device() == 0
+    assert plays[0] >= 3 * 5
+
+
+def test_deterministic_mode_fills_what_a_replay_leaves(plays: list[int]) -> None:
+    a = quantize_rowwise(draw((130, 512)), ROWS)
+    for _ in range(3):
+        data, scale, _ = quantize_rowwise(draw((130, 512)), ROWS)
+        padding = scale.as_strided((2, 4), (1, 132), 130)  # the leading dimension's last rows
+        assert padding.isnan().all() == torch.are_deterministic_algorithms_enabled()
+        assert_same(data, a.data)
+    assert plays[0] >= 2
+
+
+def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None:
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "triton")
+    bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
+    for seed in range(3):
+        for k in (512, 130):  # rows of 130 bytes are padded by a copy first
+            a = quantize_rowwise(draw((256, k), seed), ROWS)
+            b = quantize_rowwise(draw((128, k), seed + 9), SQUARES)
+            for added in (None, bias, bias.repeat_interleave(2)[::2]):
+                out = gemm(a, b, bias=added, out_dtype=torch.float32)
+                product = reference.gemm(a, b, None, torch.float32)
+                wanted = product if added is None else product + added
+                assert relative_error(out, wanted) <= 2e-4
+                total = gemm_add_(out.clone(), a, b)
+                assert relative_error(total, wanted + product) <= 2e-4
+    assert plays[0] >= 2 * 2 * 8
+
+
+def test_hooks_see_every_launch() -> None:
+    x, seen = draw((256, 512)), []
+    casts(x)
+    hook = seen.append
+    enter = triton.knobs.runtime.launch_enter_hook
+    enter.add(hook)
+    try:
+        results = casts(x)
+    finally:
+        enter.remove(hook)
+    assert len(seen) == 5
+    assert_all_same(results, wanted(x))
+    casts(x)
+    assert len(seen) == 5
+
+
+def test_an_unknown_triton_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    x = draw((256, 640))
+    monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT", "iiiKKOOOO")
+    triton_abi.supported.cache_clear()
+    forget_casts()
+    try:
+        with pytest.warns(UserWarning, match="in another way than the tested") as caught:
+            results = [casts(x) for _ in range(3)]
+        assert len(caught) == 1
+        for each in results:
+            assert_all_same(each, wanted(x))
+    finally:
+        monkeypatch.undo()
+        triton_abi.supported.cache_clear()
+        forget_casts()  # the ones made here launch ordinarily for good
+
+
+# Tensor maps
+
+
+@gluon.jit
+def copy_tile_kernel(source, target, rows):
+    tile = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    first = gl.program_id(0) * rows
+    mbarrier.expect(ready, source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, [first, 0], ready, tile)
+    mbarrier.wait(ready, 0)
+    mbarrier.invalidate(ready)
+    tma.async_copy_shared_to_global(target, [first, 0], tile)
+    tma.store_wait(0)
+
+
+TILE = [16, 64]
+
+
+def copy_by_tiles(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(TILE, dtype)
+    maps = (TensorDescriptor.from_tensor(t, TILE, layout) for t in (x, out))
+    Launch(copy_tile_kernel, (x.shape[0] // 16,), (*maps, 16), {}, {"num_warps": 4})()
+    return out
+
+
+def kind(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.dtype
+
+
+@pytest.fixture
+def copy() -> Callable[[Tensor], Tensor]:
+    return Specialized(lambda x: Replay(copy_by_tiles), kind).run
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="TMA: sm_90"
+)
+@pytest.mark.parametrize("bound", [1024, 2])
+def test_tensor_maps_follow_their_tensors(
+    copy: Callable[[Tensor], Tensor],
+    plays: list[int],
+    bound: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "MAX_MAPS", bound)
+    kept = []
+    for turn in range(60):
+        shape = ((64, 64), (32, 64), (64, 48))[turn % 3]
+        x = draw(shape, turn, torch.float32 if turn % 2 else torch.bfloat16)
+        y = copy(x)
+        assert torch.equal(x, y)
+        if turn % 4 == 0:
+            kept.append((x, y))
+    assert all(torch.equal(x, y) for x, y in kept)
+    assert plays[0] == 54

@@ -1,0 +1,118 @@
+"""Recordings of functions that take and return tuples, and of functions that call another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from tests.support.fake_driver import Kernel, axpy, draw, fake_driver, launch, op
+
+__all__ = ["fake_driver"]
+
+pytestmark = pytest.mark.usefixtures("fake_driver")
+
+
+# Tuples
+
+
+def half(kernel: Kernel, x: Quantized, factor: int) -> Quantized:
+    """Another form of ``x``, from its data and its scale."""
+    made = torch.empty_like(x.data)
+    launch(kernel, x.data, x.scale, made, factor)
+    return Quantized(made, torch.empty(2, 3), SQUARES)
+
+
+def test_tuples_are_taken_and_returned() -> None:
+    """Arguments that are ``Quantized``; a result whose tuples are nested."""
+
+    def both(kernel: Kernel, x: Quantized, y: Tensor, factor: int) -> tuple[Any, ...]:
+        out = torch.empty_like(y)
+        launch(kernel, y, x.scale, out, factor)
+        return half(kernel, x, factor), (out, (half(kernel, x, 5),)), None, factor
+
+    a = op(both)
+    for _ in range(4):
+        x, y = Quantized(draw(8), draw(8), ROWS), draw(8)
+        first, (out, (second,)), nothing, factor = a.call(x, y, 3)
+        for form, times in ((first, 3), (second, 5)):
+            assert type(form) is Quantized
+            assert form.format is SQUARES
+            assert torch.equal(form.data, times * x.data + x.scale)
+            assert form.scale.shape == (2, 3)
+        assert torch.equal(out, 3 * y + x.scale)
+        assert (nothing, factor) == (None, 3)
+    assert (a.calls, len(a.kernel.direct)) == (1, 9)
+
+
+def test_a_tuple_of_another_format_or_layout_is_another_kind() -> None:
+    a = op(half)
+    for _ in range(2):
+        for x in (
+            Quantized(draw(8), draw(8), ROWS),
+            Quantized(draw(8), draw(8), SQUARES),
+            Quantized(draw(8), draw(9)[1:], ROWS),
+        ):
+            assert torch.equal(a.call(x, 2).data, 2 * x.data + x.scale)
+    assert (a.calls, len(a.kernel.direct)) == (3, 3)
+
+
+def test_a_tuple_without_tensors_is_passed_on() -> None:
+    a = op(lambda kernel, x, y, factors: axpy(kernel, x, y, factors[1]))
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(a.call(x, y, (2, 3)), 3 * x + y)
+    assert (a.calls, len(a.kernel.direct)) == (1, 2)
+
+
+def test_tensors_of_a_tuple_at_one_address_are_not_recorded() -> None:
+    a = op(half)
+    x, y = draw(2, 8)
+    for _ in range(2):
+        assert torch.equal(a.call(Quantized(x, x, ROWS), 2).data, 3 * x)
+    for _ in range(2):
+        assert torch.equal(a.call(Quantized(x, y, ROWS), 2).data, 2 * x + y)
+    assert (a.calls, len(a.kernel.direct)) == (3, 1)
+
+
+# A recorded function inside another
+
+
+def test_an_inner_recording_waits_while_an_outer_one_is_made() -> None:
+    inner = op(axpy)
+
+    def both(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
+        return axpy(kernel, inner.call(x, y, 3), y, 2)
+
+    outer = op(both)
+    x, y = draw(2, 8)
+    assert torch.equal(outer.call(x, y), 6 * x + 3 * y)
+    found = inner.table.find(x, y, 3)
+    assert (found.is_recorded, found.is_refused) == (False, False)
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(outer.call(x, y), 6 * x + 3 * y)
+    assert (outer.calls, inner.calls) == (1, 1)
+    assert (inner.kernel.ordinary, len(inner.kernel.direct)) == (1, 3)  # by the outer recording
+    for _ in range(3):
+        assert torch.equal(inner.call(x, y, 3), 3 * x + y)
+    assert found.is_recorded
+    assert (inner.calls, inner.kernel.ordinary, len(inner.kernel.direct)) == (2, 2, 5)
+
+
+def test_an_inner_function_that_is_recorded_runs_plainly_in_an_outer_recording() -> None:
+    """Its repeated launches would not be seen."""
+    inner = op(axpy)
+    for _ in range(2):
+        inner.call(*draw(2, 8), 3)
+    outer = op(lambda kernel, x, y: axpy(kernel, inner.call(x, y, 3), y, 2))
+    for _ in range(3):
+        x, y = draw(2, 8)
+        assert torch.equal(outer.call(x, y), 6 * x + 3 * y)
+    assert (outer.calls, inner.calls) == (1, 2)
+    assert (inner.kernel.ordinary, len(inner.kernel.direct)) == (2, 1 + 2)

@@ -1,0 +1,260 @@
+"""Decisions made once for each kind of arguments: what makes a kind, and what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast import ops as cast_ops
+from blocktensor.ops.cast import part_ops
+from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2
+from blocktensor.ops.gemm import ops as gemm_ops
+from blocktensor.ops.runtime import specialize
+from blocktensor.ops.runtime.launch import watch_launches
+from blocktensor.ops.runtime.specialize import (
+    GEMM_VARIABLE,
+    Specialized,
+    forced_gemm,
+    must_dispatch,
+    recorded,
+)
+from tests.support.numeric import operand
+
+
+class Counted:
+    """An op ``x * factor`` whose decisions are counted."""
+
+    def __init__(self) -> None:
+        self.decided: list[Any] = []
+        self.table = Specialized(self._decide, lambda x, factor: (x.shape, factor))
+
+    def _decide(self, x: Tensor, factor: int) -> Callable[..., Tensor]:
+        if factor == 0:
+            raise ValueError("factor 0")
+        self.decided.append((tuple(x.shape), factor))
+        return lambda x, factor: x * factor
+
+
+def test_each_kind_is_decided_once() -> None:
+    op = Counted()
+    for _ in range(3):
+        for size in (2, 3):
+            for factor in (4, 5):
+                x = torch.rand(size)
+                assert torch.equal(op.table.run(x, factor), x * factor)
+                assert torch.equal(op.table.find(x, factor)(x, factor), x * factor)
+    assert op.decided == [((2,), 4), ((2,), 5), ((3,), 4), ((3,), 5)]
+    assert len(op.table) == 4
+
+
+def test_the_decision_of_a_kind_is_one_object() -> None:
+    op = Counted()
+    first, other = op.table.find(torch.rand(2), 3), op.table.find(torch.rand(2), 4)
+    assert first is not other
+    assert op.table.find(torch.rand(2), 3) is first
+
+
+def test_a_failed_decision_is_not_remembered() -> None:
+    op = Counted()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="factor 0"):
+            op.table.run(torch.rand(2), 0)
+    assert op.decided == []
+    assert len(op.table) == 0
+
+
+def test_an_exception_of_the_decision_itself_is_no_new_decision() -> None:
+    decided: list[int] = []
+
+    def decide(x: int) -> Callable[[int], float]:
+        decided.append(x)
+        return lambda x: 1 / x
+
+    table = Specialized(decide, lambda x: x)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            table.run(0)
+    assert decided == [0]
+
+
+def test_the_oldest_kind_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specialize, "MAX_KEYS", 3)
+    op = Counted()
+    for size in (1, 2, 3, 4, 4, 3, 2, 1):
+        op.table.run(torch.rand(size), 2)
+    assert [shape for (shape,), _ in op.decided] == [1, 2, 3, 4, 1]
+    assert len(op.table) == 3
+
+
+def test_forgetting_decides_anew() -> None:
+    op = Counted()
+    op.table.run(torch.rand(2), 3)
+    op.table.forget()
+    assert len(op.table) == 0
+    op.table.run(torch.rand(2), 3)
+    assert len(op.decided) == 2
+
+
+def test_the_forced_backend_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GEMM_VARIABLE, raising=False)
+    op, x = Counted(), torch.rand(2)
+    for names in (["triton", "reference"], ["reference", "triton"]):
+        op.table.run(x, 3)
+        for name in names:
+            monkeypatch.setenv(GEMM_VARIABLE, name)
+            assert forced_gemm() == name
+            op.table.run(x, 3)
+        monkeypatch.delenv(GEMM_VARIABLE)
+        assert forced_gemm() is None
+    assert len(op.decided) == len(op.table) == 3
+
+
+# What a decision may be
+
+
+def test_only_functions_that_launch_are_recorded() -> None:
+    pytest.importorskip("triton")
+    from blocktensor.ops.runtime.replay import Replay
+
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert recorded(plain, launches=False) is plain
+    assert isinstance(recorded(plain), Replay)
+
+
+class Outer(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return func(*args, **kwargs or {})
+
+
+def test_what_must_go_through_the_dispatcher() -> None:
+    x = torch.rand(2)
+    assert not must_dispatch(x)
+    assert not must_dispatch(nn.Parameter(x))
+    assert must_dispatch(x.to("meta"))
+    with FakeTensorMode() as mode:
+        assert must_dispatch(mode.from_tensor(x))
+    with Outer():
+        assert must_dispatch(x)
+        with watch_launches():  # launches are being recorded, under a dispatch mode
+            assert not must_dispatch(x)
+    traced: list[bool] = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        traced.append(must_dispatch(x))
+        return x + 1
+
+    compiled(x)
+    assert traced == [True]
+
+
+# The ops' own kinds
+
+
+def kinds(table: Specialized[Any], *calls: tuple[Any, ...]) -> int:
+    return len({table._key(*call) for call in calls})
+
+
+X = torch.rand(8, 256, dtype=torch.bfloat16)
+
+
+def test_what_tells_casts_apart() -> None:
+    odd = torch.rand(8 * 256 + 1, dtype=torch.bfloat16)[1:].view(8, 256)
+    different = (
+        (X, ROWS),
+        (X, ROWS_POW2),
+        (X, SQUARES),
+        (X, SQUARES_POW2),
+        (odd, ROWS),
+        (X.view(4, 512), ROWS),
+        (X.t().contiguous().t(), ROWS),
+        (X.half(), ROWS),
+        (X.to("meta"), ROWS),
+    )
+    for table in (cast_ops._rowwise, cast_ops._columnwise, cast_ops._both):
+        assert kinds(table, *different) == len(different)
+        assert kinds(table, (X, ROWS), (X.clone(), ROWS)) == 1
+
+
+def test_what_tells_casts_of_parts_apart() -> None:
+    different = [
+        (X, SQUARES, 0, 0),
+        (X, SQUARES_POW2, 0, 0),
+        (X, SQUARES, 1, 0),
+        (X, SQUARES, 0, 1),
+        (X.half(), SQUARES, 0, 0),
+        (X[:4], SQUARES, 0, 0),
+        (X[:, 1:], SQUARES, 0, 0),
+    ]
+    assert kinds(part_ops._amax, *different) == len(different)
+    assert kinds(part_ops._amax, different[0], (X.clone(), SQUARES, 0, 0)) == 1
+    amax = torch.rand(1, 2)
+    with_amax = [(x, amax, *rest) for x, *rest in different]
+    with_amax.append((X, torch.rand(2, 1).t(), SQUARES, 0, 0))
+    assert kinds(part_ops._quantize, *with_amax) == len(with_amax)
+
+
+def test_what_tells_transposes_and_dequantizes_apart() -> None:
+    rng = torch.Generator().manual_seed(0)
+    q = operand(256, 512, 128, rng)
+    odd = torch.empty(2 * 4 + 1)[1:].view(2, 4).copy_(q.scale)
+    different = [
+        q,
+        q._replace(format=SQUARES_POW2),
+        q._replace(scale=q.scale.t().contiguous().t()),
+        q._replace(scale=odd),
+        q._replace(data=q.data.t().contiguous().t()),
+        q._replace(data=q.data.view(512, 256)),
+        operand(256, 512, 1, rng),
+    ]
+    assert kinds(cast_ops._transpose, *((x,) for x in different)) == len(different)
+    assert kinds(cast_ops._transpose, (q,), (operand(256, 512, 128, rng),)) == 1
+    calls = [(x, dtype) for x in different for dtype in (torch.bfloat16, torch.float32)]
+    assert kinds(cast_ops._dequantize, *calls) == len(calls)
+
+
+def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(0)
+    a, b = operand(128, 256, 1, rng), operand(128, 256, 128, rng)
+    wide = torch.empty(2, 132).t()[:128].copy_(a.scale)
+    odd = torch.empty(128 * 2 + 1)[1:].view(2, 128).t().copy_(a.scale)
+    bias = torch.rand(128, dtype=torch.bfloat16)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    calls = [
+        (a, b, None, bf16),
+        (a, b, None, fp32),
+        (a, b, bias, bf16),
+        (a, b, bias.float(), bf16),
+        (a, b, bias.repeat(2)[::2], bf16),
+        (b, a, None, bf16),
+        (a, a, None, bf16),
+        (a._replace(scale=wide), b, None, bf16),
+        (a._replace(scale=odd), b, None, bf16),
+        (a._replace(format=ROWS_POW2), b, None, bf16),
+        (operand(64, 256, 1, rng), b, None, bf16),
+        (operand(128, 512, 1, rng), operand(128, 512, 128, rng), None, bf16),
+    ]
+    assert kinds(gemm_ops._gemm, *calls) == len(calls)
+    for call in calls:
+        assert torch.equal(gemm_ops._gemm.run(*call), reference.gemm(*call))
+    monkeypatch.delenv(GEMM_VARIABLE, raising=False)
+    gemm_ops._gemm.forget()
+    for forced in (None, "reference"):
+        if forced is not None:
+            monkeypatch.setenv(GEMM_VARIABLE, forced)
+        gemm_ops._gemm.run(*calls[0])
+    assert len(gemm_ops._gemm) == 2
+    out = torch.zeros(128, 256)
+    added = [(out[:, :128], a, b), (out.view(2, 128, 128)[0], a, b), (out[:, 1:129], a, b)]
+    assert kinds(gemm_ops._gemm_add_, *added) == 3

@@ -1,0 +1,81 @@
+"""The choice of the first backend that takes a problem, and the reasons that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from blocktensor.ops.registry import Backend, Choice, first_choice
+
+CPU = torch.device("cpu")
+
+
+def says(reason: str | None) -> Callable[[Any], str | None]:
+    return lambda _: reason
+
+
+def backend(name: str, **reasons: str) -> Backend[int, str]:
+    """A backend that gives these reasons, if any, whatever it is asked about."""
+    return Backend(name, lambda: name, **{what: says(why) for what, why in reasons.items()})
+
+
+LAST = Backend("last", lambda: "last", why=lambda problem: f"takes {problem} too")
+
+
+def test_the_first_that_takes_a_problem_is_chosen() -> None:
+    first, second = backend("first"), backend("second")
+    choice = first_choice((first, second, LAST), 3, CPU)
+    assert choice == Choice(first, "takes this problem")
+    assert (choice.name, choice.reason, choice.others) == ("first", "takes this problem", "")
+    assert choice.backend.load() == "first"
+
+
+@pytest.mark.parametrize("what", ["unusable", "declines", "yields"])
+def test_one_that_objects_is_passed_over(what: str) -> None:
+    choice = first_choice((backend("first", **{what: "is busy"}), LAST), 3, CPU)
+    assert choice.name == "last"
+    assert (choice.why, choice.others) == ("takes 3 too", "first: is busy")
+    assert choice.reason == "takes 3 too; first: is busy"
+
+
+def test_the_first_objection_counts() -> None:
+    """A backend may assume a device that it can use, and, to yield, a problem that it can run."""
+
+    def unasked(_: object) -> str | None:
+        raise AssertionError("asked for nothing")
+
+    absent = Backend("absent", str, says("not here"), unasked, unasked, unasked)
+    unable = Backend("unable", str, says(None), says("too large"), unasked, unasked)
+    choice = first_choice((absent, unable, LAST), 3, CPU)
+    assert choice.others == "absent: not here; unable: too large"
+
+
+def test_backends_with_one_reason_share_it() -> None:
+    reasons = {"a": "no GPU", "b": "too large", "c": "no GPU", "d": "no GPU"}
+    backends = [backend(name, unusable=reason) for name, reason in reasons.items()]
+    choice = first_choice((*backends, LAST), 3, CPU)
+    assert choice.others == "a, c, d: no GPU; b: too large"
+
+
+def test_what_follows_the_choice_is_not_asked() -> None:
+    def unasked(_: object) -> str | None:
+        raise AssertionError("asked for nothing")
+
+    later = Backend("later", str, unasked, unasked, unasked, unasked)
+    assert first_choice((backend("first"), later), 3, CPU).name == "first"
+
+
+def test_backends_are_told_the_device_and_the_problem() -> None:
+    def on_the_cpu(device: torch.device) -> str | None:
+        return None if device == CPU else f"not on {device}"
+
+    def small(problem: int) -> str | None:
+        return None if problem < 10 else f"{problem} is too large"
+
+    picky = Backend("picky", str, on_the_cpu, small, why=lambda problem: f"likes {problem}")
+    assert first_choice((picky, LAST), 3, CPU).reason == "likes 3"
+    assert first_choice((picky, LAST), 30, CPU).others == "picky: 30 is too large"
+    assert first_choice((picky, LAST), 3, torch.device("meta")).others == "picky: not on meta"

@@ -1,0 +1,157 @@
+"""What a GEMM backend has to pass on a GPU, whichever it is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.formats import Quantized
+from tests.support.numeric import (
+    E4M3,
+    FORMATS,
+    assert_same,
+    lay_out,
+    operand,
+    relative_error,
+    worst_row,
+)
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 4e-3, torch.float32: 2e-4}
+
+
+class Shape(NamedTuple):
+    m: int
+    n: int
+    k: int
+
+
+def shapes(
+    seed: int, count: int, sizes: tuple[int, ...], accepted: Callable[[Shape], bool]
+) -> Iterator[Shape]:
+    """``count`` distinct seeded shapes of ``sizes``, each size met as M, N and K early on."""
+    draw = random.Random(seed)
+    found: set[Shape] = set()
+    decks: list[list[int]] = [[], [], []]
+    while len(found) < count:
+        for deck in decks:
+            deck.extend(draw.sample(sizes, len(sizes)) if not deck else [])
+        shape = Shape(*(deck.pop() for deck in decks))
+        if shape not in found and math.prod(shape) < 3e11 and accepted(shape):
+            found.add(shape)
+            yield shape
+
+
+def operands(
+    shape: Shape, blocks: tuple[int, int], rng: torch.Generator
+) -> tuple[Quantized, Quantized]:
+    return operand(shape.m, shape.k, blocks[0], rng), operand(shape.n, shape.k, blocks[1], rng)
+
+
+def check(
+    module: ModuleType,
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> None:
+    """One product agrees with the reference as a whole, and with float64 in every row."""
+    got = module.gemm(a, b, bias, dtype)
+    want = reference.gemm(a, b, bias, torch.float32)
+    assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, want.shape, True)
+    if got.numel() > 1000:  # a few numbers may happen to cancel
+        assert relative_error(got, want) <= TOLERANCE[dtype]
+    # Raw sums of FP8 tensor cores keep some 14 bits, which single rows show more than the whole.
+    assert worst_row(got, a, b, bias) <= 4 * TOLERANCE[dtype]
+
+
+def check_promotion(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+    """Small partial products survive beside a large one: raw Hopper sums keep some 14 bits."""
+    data = torch.zeros((128, 128 * 64), device=device)
+    data[:, :128] = 64
+    data[:, 128::128] = 1
+    scale = torch.ones((128, 64), device=device)
+    a, b = (
+        Quantized(data.to(E4M3), lay_out(scale[: 128 // block], block), FORMATS[block])
+        for block in blocks
+    )
+    out = module.gemm(a, b, None, torch.float32)
+    assert (out == 2**19 + 63).all()
+
+
+def check_scales_per_block(
+    module: ModuleType, blocks: tuple[int, int], device: torch.device
+) -> None:
+    """Every 128 of K, and every row or block of rows, has its own scale: exact powers of two."""
+    m, n, k = 260, 272, 400
+    rng = torch.Generator(device).manual_seed(0)
+
+    def exact(rows: int, block: int) -> Quantized:
+        shape = (-(-rows // block), 4)
+        scale = torch.randint(-4, 5, shape, generator=rng, device=device).float().exp2()
+        data = torch.randint(-1, 2, (rows, k), generator=rng, device=device)
+        return Quantized(data.float().to(E4M3), lay_out(scale, block), FORMATS[block])
+
+    a, b = exact(m, blocks[0]), exact(n, blocks[1])
+    assert_same(module.gemm(a, b, None, torch.float32), reference.gemm(a, b, None, torch.float32))
+
+
+def check_bad_blocks(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+    """NaN and Inf scales spoil the outputs that they spoil in the reference, and no others."""
+    rng = torch.Generator(device).manual_seed(0)
+    a, b = operands(Shape(300, 272, 400), blocks, rng)
+    a.scale[-1, 3], a.scale[0, 1], b.scale[1, 2] = math.nan, math.inf, math.nan
+    got = module.gemm(a, b, None, torch.float32)
+    want = reference.gemm(a, b, None, torch.float32)
+    assert torch.equal(got.isfinite(), want.isfinite())
+    good = want.isfinite()
+    assert good.any()
+    assert not good.all()
+    assert relative_error(got[good], want[good]) <= TOLERANCE[torch.float32]
+
+
+def check_determinism(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+    rng = torch.Generator(device).manual_seed(0)
+    a, b = operands(Shape(300, 576, 10944), blocks, rng)
+    first = module.gemm(a, b, None, torch.float32)
+    for _ in range(20):
+        assert torch.equal(module.gemm(a, b, None, torch.float32), first)
+
+
+def check_stream(module: ModuleType, device: torch.device) -> None:
+    """The product runs after what its stream has to do before, not on the default stream."""
+    rng = torch.Generator(device).manual_seed(0)
+    a, b = operands(Shape(256, 512, 640), (1, 128), rng)
+    want = module.gemm(a, b, None, torch.float32)
+    late = a._replace(data=torch.zeros_like(a.data))
+    module.gemm(late, b, None, torch.float32)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        late.data.copy_(a.data)
+        got = module.gemm(late, b, None, torch.float32)
+    stream.synchronize()
+    assert torch.equal(got, want)
+
+
+def check_views(module: ModuleType, device: torch.device) -> None:
+    """Operands inside larger ones: rows of data, slices of scales, scales of other strides."""
+    rng = torch.Generator(device).manual_seed(0)
+    a, b = operands(Shape(512, 528, 640), (1, 128), rng)
+    some_rows = Quantized(a.data[128:384], a.scale[128:384], a.format)
+    check(module, some_rows, Quantized(b.data[256:], b.scale[2:], b.format), torch.float32)
+    dense = [x._replace(scale=x.scale.contiguous()) for x in (a, b)]
+    check(module, *dense, torch.float32)
+    check(module, a, b._replace(scale=b.scale.t().contiguous().t()), torch.float32)
+    flat = torch.zeros(8 + a.data.numel(), device=device).to(E4M3)
+    flat[8:] = a.data.flatten()
+    unaligned = flat[8:].view(512, 640)
+    assert unaligned.data_ptr() % 16 == 8
+    check(module, a._replace(data=unaligned), b, torch.float32)

@@ -1,0 +1,57 @@
+"""The ways in which a linear may run, for tests to run in each of them; and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktensor.autograd import early_cast, linear_plan
+
+WAYS = ("early", "late", "sequence")
+
+
+def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan all linears anew, to run in one of the ways.
+
+    - "early": the output's gradient is cast before backward begins, as that of a large linear.
+    - "late": backward casts it and runs op by op.
+    - "sequence": each direction is one sequence to record, as small linears run on GPUs. On a CPU,
+      where nothing can be recorded, the sequence then calls its ops.
+    """
+    if way == "early":
+        monkeypatch.setattr(early_cast, "EARLY_BYTES", 0)
+    elif way == "late":
+        monkeypatch.setattr(linear_plan, "_is_small", lambda x, w: False)
+    else:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(linear_plan, "lacks_triton", lambda device: None)
+    monkeypatch.setattr(linear_plan._PLANS, "_table", {})
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way_of_linears(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """:func:`run_linears`, in each of the ways."""
+    way: str = request.param
+    run_linears(way, monkeypatch)
+    return way
+
+
+def grads_of(
+    module: nn.Module, x: Tensor, grad: Tensor, run: Callable[..., Tensor] | None = None
+) -> list[Tensor | None]:
+    """y, and the gradients of x and of every parameter, from scratch."""
+    module.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = run(module, leaf) if run else module(leaf)
+    y.backward(grad)
+    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    """Bit for bit, and none is missing."""
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)

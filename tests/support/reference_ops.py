@@ -1,0 +1,42 @@
+"""Other functions in place of the reference's, for tests that watch or replace an op on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from blocktensor.autograd import linear_plan
+from blocktensor.ops import reference
+from blocktensor.ops.cast import choose_backend as choose_cast
+from blocktensor.ops.cast import ops as cast
+from blocktensor.ops.gemm import ops as gemm
+from blocktensor.ops.runtime.specialize import Specialized
+
+TABLES: tuple[Specialized[Any], ...] = (
+    cast._rowwise,
+    cast._columnwise,
+    cast._both,
+    cast._transpose,
+    cast._dequantize,
+    gemm._gemm,
+    gemm._gemm_add_,
+    linear_plan._PLANS,
+    linear_plan._BACKWARDS,
+)
+
+
+def decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty tables of decisions for this test, which the next test does not see."""
+    for table in TABLES:
+        monkeypatch.setattr(table, "_table", {})
+
+
+def replace_op(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> None:
+    """Run ``function`` where the backend "reference" would run its op of this name."""
+    monkeypatch.setattr(reference, name, function)
+    # a backend's functions are looked up once, and decisions keep what they found
+    monkeypatch.setattr(choose_cast, "_loaded", lambda backend: backend.load())
+    monkeypatch.setattr(gemm, "gemm_kernels", lambda backend: backend.load())
+    decide_anew(monkeypatch)

@@ -1,0 +1,153 @@
+"""Small models for the tests of FSDP2, and the comparison of a sharded one with a whole one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from blocktensor import BlockwiseFP8Weight, Recipe, convert
+from blocktensor.distributed import FP8Shard
+from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.ops.formats import Quantized
+from tests.support.numeric import assert_same
+
+RECIPES = (Recipe(), Recipe(scale="power_of_two"))
+K, HIDDEN, OUT = 192, 300, 130
+
+
+class Net(nn.Module):
+    """Three linears that share rows and blocks between ranks; no bias, whose sums FSDP rounds."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(K, HIDDEN, bias=False)
+        self.mid = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, OUT, bias=False)
+        self.norm = nn.LayerNorm(HIDDEN)
+        if tied:
+            self.mid2 = nn.Linear(HIDDEN, HIDDEN, bias=False)
+            self.mid2.weight = self.mid.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mid(self.norm(self.up(x).relu())).relu()
+        if hasattr(self, "mid2"):
+            x = self.mid2(x).relu()
+        made: Tensor = self.down(x)
+        return made
+
+
+def build(
+    recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+) -> nn.Module:
+    """A :class:`Net` of the same values on every rank, converted if there is a recipe."""
+    torch.manual_seed(0)
+    model = Net(**kwargs).to(dtype)
+    if recipe is not None:
+        convert(model, recipe, auto_filter_small_kn=False)
+    return model
+
+
+def twins(device: str, recipe: Recipe | None = None, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+    """A converted :class:`Net`, to be sharded, and a copy of it, which stays whole."""
+    model = build(recipe or Recipe(), **kwargs).to(device)
+    return model, copy.deepcopy(model)
+
+
+def deep(layers: int) -> nn.Sequential:
+    """Linears of 4 x 4 blocks, one after the other."""
+    torch.manual_seed(0)
+    made = [nn.Linear(512, 512, bias=False) for _ in range(layers)]
+    return nn.Sequential(*made).bfloat16()
+
+
+def mesh_of(world: int, device: str) -> DeviceMesh:
+    return init_device_mesh(device, (world,))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, by_layer: bool = True, **kwargs: Any) -> None:
+    """Shard a :class:`Net`: ``up`` and ``down`` by themselves unless not ``by_layer``, then all."""
+    for module in [model.up, model.down] if by_layer else []:
+        fully_shard(module, mesh=mesh, **kwargs)
+    fully_shard(model, mesh=mesh, **kwargs)
+
+
+def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The same input on every rank."""
+    return torch.randn(20, K, generator=torch.Generator().manual_seed(step)).to(device, dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = model(x).float().square().mean()
+    return made
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, plain."""
+    if hasattr(parameter, "full_tensor"):
+        parameter = parameter.full_tensor()
+    return parameter.master if isinstance(parameter, (BlockwiseFP8Weight, FP8Shard)) else parameter
+
+
+def assert_trains_as(
+    single: nn.Module,
+    model: nn.Module,
+    device: str,
+    steps: int = 3,
+    microbatches: int = 1,
+    exact_gradients: bool = True,
+    run: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+    **adamw: Any,
+) -> None:
+    """Losses, gradients and weights of a sharded model are those of a whole one, bit for bit.
+
+    Args:
+        single, model: the whole one and the sharded one. Both are trained.
+        device: of the inputs.
+        steps: of AdamW, whose options are ``adamw``, each over ``microbatches``.
+        exact_gradients: False where ranks round as they sum gradients.
+        run: returns the loss of a model.
+    """
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, **adamw) for m in (model, single)]
+    for step in range(steps):
+        for micro in range(microbatches):
+            x = batch(step * microbatches + micro, device)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == microbatches - 1)
+            losses = [run(m, x) for m in (model, single)]
+            assert torch.equal(*[loss.detach() for loss in losses]), (step, losses)
+            for loss in losses:
+                loss.backward()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            if exact_gradients:
+                assert torch.equal(gradient, q.grad), step
+            q.grad.copy_(gradient)  # ranks that divide by 3 round
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert torch.equal(whole(p), whole(q)), step
+
+
+def assert_same_cast(got: Quantized, want: Quantized) -> None:
+    """Data, scales and format agree."""
+    assert_same(got.data, want.data)
+    assert_same(got.scale, want.scale)
+    assert got.format is want.format
+
+
+def reductions(model: nn.Module) -> int:
+    """How often block amaxes were reduced."""
+    tables = {}
+    for parameter in model.parameters():
+        found = shard_of(parameter)
+        if found is not None and found.identity.place is not None:
+            tables[id(found.identity.place[0])] = found.identity.place[0]
+    return sum(table.reductions for table in tables.values())

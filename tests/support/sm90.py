@@ -1,0 +1,81 @@
+"""Compile a planned launch for sm_90 on a machine without a GPU, and read its resources."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from blocktensor.ops.runtime.launch import Launch
+
+_TYPES = {
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiled kernel takes of an SM, per thread and per program."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    sass: str
+
+
+def _source(launch: Launch) -> ASTSource:
+    # The specialisation the run-time launcher would choose: 1 becomes a constant, multiples of 16
+    # (and tensors that start at one) are marked divisible.
+    signature, constants, attributes = {}, dict(launch.constants), {}
+    for index, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
+        if isinstance(arg, TensorDescriptor):
+            box = f"{_TYPES[arg.base.dtype][1:]}{list(arg.block_shape)}"
+            signature[param.name] = f"tensordesc<{box},{arg.layout!r}>"
+        elif isinstance(arg, Tensor):
+            signature[param.name] = _TYPES[arg.dtype]
+            if arg.storage_offset() * arg.itemsize % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif arg == 1 and not param.do_not_specialize:
+            signature[param.name], constants[param.name] = "constexpr", 1
+        else:
+            signature[param.name] = "i32" if arg < 2**31 else "i64"
+            if arg % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    return source(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def compile_for_sm90(launch: Launch) -> Resources:
+    """Compile ``launch`` with Triton's own tools; the stack of a kernel is what it spills."""
+    kernel = triton.compile(
+        _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.compiler_options
+    )
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
+        sass = _output(tools / "nvdisasm", "-c", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, f"cuobjdump printed no resources: {usage}"
+    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, sass)
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
