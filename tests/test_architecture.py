@@ -1,4 +1,4 @@
-"""The shape of the repository: small files, no import circles, arrows that only point down.
+"""The shape of the repository: rooms with ranks, small files, no import circles.
 
 Sources are parsed, never imported. Imports inside functions count as much as those at the top;
 only those under ``if TYPE_CHECKING`` do not.
@@ -10,131 +10,51 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from tests.support.imports import PACKAGE, Graph, import_graph, modules_of
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "blocktensor"
 SOURCE_FOLDERS = (PACKAGE, "examples", "benchmarks", "tests")
 MAX_LINES = 400
+MAX_ROOT_MODULES = 10
 
-# From top to bottom. A module imports only from floors below its own. ``name.*`` is a package whose
-# modules may also import each other; it includes the package itself.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("blocktensor",),
-    ("blocktensor.convert",),
-    ("blocktensor.explain",),
-    ("blocktensor.memory",),
-    ("blocktensor.sharing",),
-    ("blocktensor.groups",),
-    ("blocktensor.functional",),
-    ("blocktensor.overrides",),
-    ("blocktensor.autograd",),
-    ("blocktensor.plans",),
-    ("blocktensor.checkpoint.*",),
-    ("blocktensor.slicing",),
-    ("blocktensor.dispatch",),
-    ("blocktensor.state",),
-    ("blocktensor.distributed.*",),
-    ("blocktensor.weight",),
-    ("blocktensor.tensor",),
-    ("blocktensor.forms",),
-    ("blocktensor.recipe",),
-    ("blocktensor.tables",),
-    ("blocktensor.ops",),
-    ("blocktensor.ops.fused",),
-    ("blocktensor.ops.dgrad", "blocktensor.ops.part", "blocktensor.ops.pinned"),
-    ("blocktensor.ops.library",),
-    ("blocktensor.ops.backends",),
-    ("blocktensor.ops.gluon.*",),
-    ("blocktensor.ops.cublas", "blocktensor.ops.triton.*"),
-    ("blocktensor.ops.reference",),
-    ("blocktensor.ops.prepared",),
-    ("blocktensor.ops.checks",),
-    ("blocktensor.ops.layouts",),
+# Rooms from top to bottom: a module imports from its own room and from rooms below it. A room is a
+# folder with all in it that has no rank of its own, or one module.
+RANKS = (
+    "blocktensor",
+    "blocktensor.integrations",
+    "blocktensor.model",
+    "blocktensor.functional",
+    "blocktensor.autograd",
+    "blocktensor.checkpoint",
+    "blocktensor.distributed",
+    "blocktensor.tensor",
+    "blocktensor.recipe",
+    "blocktensor.ops.producers",
+    "blocktensor.ops.grouped_gemm",
+    "blocktensor.ops.gemm",
+    "blocktensor.ops.gemm.hopper",
+    "blocktensor.ops.cast",
+    "blocktensor.ops.runtime",
+    "blocktensor.ops",
 )
+
+# Modules that a user may import; all other folders say in their docstring that they are internal.
+PUBLIC = ("blocktensor", "blocktensor.functional", "blocktensor.distributed", "blocktensor.recipe")
 
 # Who imports the package need not have these.
 OPTIONAL = ("rich", "matplotlib", "hypothesis", "safetensors")
 
-Graph = dict[str, set[str]]
+FORMATS = "blocktensor.ops.formats"
+"""The one module that knows the size of a block."""
 
+DTENSOR = "blocktensor.distributed.dtensor"
+"""The one module that reads the local part of a DTensor."""
 
-# ---------------------------------------------------------------------------
-# Reading a tree
-
-
-def modules_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
-    """The dotted name of every module of ``package`` under ``root``, with its file."""
-    modules = {}
-    for path in sorted((root / package).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return modules
-
-
-def is_type_checking(test: ast.expr) -> bool:
-    """Whether ``test`` is ``TYPE_CHECKING`` or ``typing.TYPE_CHECKING``."""
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
-    return name == "TYPE_CHECKING"
-
-
-def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and all below it, but for what only a type checker reads."""
-    yield node
-    children: list[ast.AST] = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.If):
-        if is_type_checking(node.test):
-            children = list(node.orelse)
-        elif isinstance(node.test, ast.UnaryOp) and is_type_checking(node.test.operand):
-            children = list(node.body)
-    for child in children:
-        yield from runtime_nodes(child)
-
-
-def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Absolute dotted names that ``tree`` imports; relative imports start from ``package``.
-
-    ``from a import b`` gives ``a.b``, and ``import_module("a.b")`` with a literal the same.
-    """
-    for node in runtime_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = getattr(node.func, "attr", getattr(node.func, "id", None))
-            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.args[0].value
-
-
-def import_graph(modules: dict[str, Path]) -> Graph:
-    """For every module the modules of the same tree that it imports.
-
-    A name that is no module is looked up in the package that defines it: ``from a import f`` is an
-    import of ``a``. Parent packages that an import merely passes through do not count.
-    """
-    graph: Graph = {}
-    for module, path in modules.items():
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        graph[module] = set()
-        for name in imported_names(ast.parse(path.read_text("utf-8"), str(path)), package):
-            target = name
-            while target and target not in modules:
-                target = target.rpartition(".")[0]
-            if target and target != module:
-                graph[module].add(target)
-    return graph
-
-
-# ---------------------------------------------------------------------------
 # The rules: each returns its violations as lines to print
 
 
@@ -154,33 +74,78 @@ def import_circles(graph: Graph) -> list[str]:
     return []
 
 
-def floor_of(module: str) -> tuple[int, str] | None:
-    """The number of the floor of ``module``, counted from the top, and its entry there."""
-    for number, entries in enumerate(FLOORS):
-        for entry in entries:
-            package = entry.removesuffix(".*")
-            if module == package or (entry != package and module.startswith(f"{package}.")):
-                return number, entry
-    return None
+def room_of(module: str) -> int:
+    """The rank of a module's room, counted from the top; the root folder holds no other module."""
+    name = module
+    while name not in RANKS or (name == PACKAGE and module != PACKAGE):
+        name = name.rpartition(".")[0]
+        if not name:
+            return -1
+    return RANKS.index(name)
 
 
-def unknown_modules(graph: Graph) -> list[str]:
-    """Modules that stand on no floor."""
-    return sorted(module for module in graph if floor_of(module) is None)
+def modules_without_room(graph: Graph) -> list[str]:
+    """Modules in no room."""
+    return sorted(module for module in graph if room_of(module) < 0)
 
 
 def upward_arrows(graph: Graph) -> list[str]:
-    """Imports that do not point down. Modules on no floor are another rule's concern."""
-    wrong = []
-    for module, imported in sorted(graph.items()):
-        for target in sorted(imported):
-            here, there = floor_of(module), floor_of(target)
-            if here is None or there is None:
-                continue
-            same_package = here == there and here[1].endswith(".*")
-            if there[0] <= here[0] and not same_package:
-                wrong.append(f"{module} imports {target}, which is not below it")
-    return wrong
+    """Imports from a room above. Modules in no room are another rule's concern."""
+    return [
+        f"{module} imports {target}, which is above it"
+        for module, imported in sorted(graph.items())
+        for target in sorted(imported)
+        if 0 <= room_of(target) < room_of(module)
+    ]
+
+
+def is_kernel(tree: ast.AST) -> bool:
+    """Whether a module defines Triton or Gluon functions, or the tile of one."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr in ("jit", "constexpr_function", "builtin")
+        for node in ast.walk(tree)
+    )
+
+
+def block_sizes(modules: dict[str, Path]) -> list[str]:
+    """Literal block sizes, and ``power_of_two`` as a parameter, outside of formats and kernels."""
+    found = []
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        in_kernels = is_kernel(tree) or module.startswith(f"{PACKAGE}.ops.gemm.hopper.")
+        if module == FORMATS or in_kernels:
+            continue
+        for node in ast.walk(tree):
+            is_size = isinstance(node, ast.Constant) and type(node.value) is int
+            if is_size and node.value == 128:
+                found.append(f"{module}:{node.lineno}: 128")
+            if isinstance(node, ast.arg) and node.arg == "power_of_two":
+                found.append(f"{module}:{node.lineno}: power_of_two")
+    return found
+
+
+def duck_typing(modules: dict[str, Path]) -> list[str]:
+    """``__getattr__``, which go-to-definition cannot follow, and readers of ``_local_tensor``."""
+    found = []
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+                found.append(f"{module}:{node.lineno}: __getattr__")
+            name = getattr(node, "attr", None) or getattr(node, "value", None)
+            if name == "_local_tensor" and module != DTENSOR:
+                found.append(f"{module}:{node.lineno}: _local_tensor")
+    return found
+
+
+def open_rooms(modules: dict[str, Path]) -> list[str]:
+    """Folders that are neither public nor say that they are internal."""
+    folders = {name: path for name, path in modules.items() if path.name == "__init__.py"}
+    return [
+        name
+        for name, path in folders.items()
+        if name not in PUBLIC
+        and not (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Internal:")
+    ]
 
 
 IMPORT_ALONE = f"""
@@ -206,29 +171,50 @@ def import_alone(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-# ---------------------------------------------------------------------------
 # This repository
 
 
 @pytest.fixture(scope="module")
-def graph() -> Graph:
-    return import_graph(modules_of(ROOT))
+def modules() -> dict[str, Path]:
+    return modules_of(ROOT)
+
+
+@pytest.fixture(scope="module")
+def graph(modules: dict[str, Path]) -> Graph:
+    return import_graph(modules)
 
 
 def test_no_file_is_long() -> None:
     assert long_files(ROOT) == [], f"one concept a file, at most {MAX_LINES} lines"
 
 
+def test_the_root_is_small(modules: dict[str, Path]) -> None:
+    below = {name.split(".")[1] for name in modules if name != PACKAGE}
+    assert len(below) + 1 <= MAX_ROOT_MODULES, f"{sorted(below)} and __init__"
+
+
 def test_imports_make_no_circle(graph: Graph) -> None:
     assert import_circles(graph) == []
 
 
-def test_every_module_has_a_floor(graph: Graph) -> None:
-    assert unknown_modules(graph) == [], f"add the modules to FLOORS in {Path(__file__).name}"
+def test_every_module_has_a_room(graph: Graph) -> None:
+    assert modules_without_room(graph) == [], f"add a folder to RANKS in {Path(__file__).name}"
 
 
 def test_imports_point_down(graph: Graph) -> None:
     assert upward_arrows(graph) == []
+
+
+def test_formats_alone_know_the_size_of_a_block(modules: dict[str, Path]) -> None:
+    assert block_sizes(modules) == []
+
+
+def test_calls_can_be_followed(modules: dict[str, Path]) -> None:
+    assert duck_typing(modules) == []
+
+
+def test_internal_rooms_say_so(modules: dict[str, Path]) -> None:
+    assert open_rooms(modules) == []
 
 
 def test_import_needs_neither_triton_nor_extras() -> None:
@@ -236,7 +222,6 @@ def test_import_needs_neither_triton_nor_extras() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------------------
 # The rules themselves, on small made-up trees
 
 
@@ -261,8 +246,8 @@ def graph_of(root: Path, files: dict[str, str]) -> Graph:
         ("from blocktensor.recipe import Recipe", "blocktensor.recipe"),
         ("from blocktensor import recipe", "blocktensor.recipe"),
         ("from blocktensor import quantize", "blocktensor"),
-        ("from . import layouts", "blocktensor.ops.layouts"),
-        ("from .layouts import BLOCK", "blocktensor.ops.layouts"),
+        ("from . import formats", "blocktensor.ops.formats"),
+        ("from .formats import BLOCK", "blocktensor.ops.formats"),
         ("from . import BLOCK", "blocktensor.ops"),
         ("from .. import recipe", "blocktensor.recipe"),
         ("from ..recipe import Recipe", "blocktensor.recipe"),
@@ -278,14 +263,14 @@ def graph_of(root: Path, files: dict[str, str]) -> Graph:
     ],
 )
 def test_an_import_is_found(tmp_path: Path, source: str, target: str | None) -> None:
-    files = {"recipe.py": "", "ops/__init__.py": "", "ops/layouts.py": "", "ops/library.py": source}
-    found = graph_of(tmp_path, files)["blocktensor.ops.library"]
+    files = {"recipe.py": "", "ops/__init__.py": "", "ops/formats.py": "", "ops/checks.py": source}
+    found = graph_of(tmp_path, files)["blocktensor.ops.checks"]
     assert found == ({target} if target else set())
 
 
 def test_a_package_imports_its_own_modules(tmp_path: Path) -> None:
-    graph = graph_of(tmp_path, {"ops/__init__.py": "from .library import mm", "ops/library.py": ""})
-    assert graph["blocktensor.ops"] == {"blocktensor.ops.library"}
+    graph = graph_of(tmp_path, {"ops/__init__.py": "from .checks import rank", "ops/checks.py": ""})
+    assert graph["blocktensor.ops"] == {"blocktensor.ops.checks"}
 
 
 @pytest.mark.parametrize("back", ["from .a import x", "def f():\n    from . import a"])
@@ -303,35 +288,62 @@ def test_a_type_checking_import_closes_no_circle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "allowed"),
     [
-        ("weight.py", "from . import tensor", True),
-        ("tensor.py", "from . import weight", False),
-        ("tensor.py", "from . import quantize", False),
-        ("tensor.py", "def f():\n    from . import weight", False),
-        ("tensor.py", "from .ops import library", True),
-        ("ops/library.py", "from .. import tensor", False),
-        ("ops/library.py", "from . import backends", True),
-        ("ops/backends.py", "from .triton import cast", True),
-        ("ops/cublas.py", "from .triton import cast", False),
-        ("ops/gluon/gemm.py", "from ..triton import cast", True),
-        ("ops/triton/gemm.py", "from ..gluon import cast", False),
-        ("ops/triton/gemm.py", "from . import cast", True),
-        ("ops/triton/gemm.py", "from .. import reference", True),
-        ("ops/triton/gemm.py", "from .. import backends", False),
-        ("ops/reference.py", "from . import layouts", True),
-        ("ops/layouts.py", "from . import reference", False),
+        ("tensor/weight.py", "from . import base", True),
+        ("tensor/weight.py", "from ..autograd import linear", False),
+        ("tensor/weight.py", "from .. import quantize", False),
+        ("tensor/weight.py", "def f():\n    from ..autograd import linear", False),
+        ("tensor/weight.py", "from ..ops.cast import ops", True),
+        ("autograd/linear.py", "from ..tensor import base", True),
+        ("ops/cast/ops.py", "from ...tensor import base", False),
+        ("ops/cast/ops.py", "from ..gemm import ops", False),
+        ("ops/gemm/ops.py", "from ..cast import ops", True),
+        ("ops/gemm/hopper/launch.py", "from .. import ops", False),
+        ("ops/gemm/ops.py", "from .hopper import launch", True),
+        ("ops/cast/ops.py", "from ..runtime import replay", True),
+        ("ops/formats.py", "from .runtime import replay", False),
+        ("ops/runtime/replay.py", "from .. import formats", True),
     ],
 )
 def test_an_upward_arrow_is_found(tmp_path: Path, module: str, source: str, allowed: bool) -> None:
-    names = "weight tensor ops/__init__ ops/library ops/backends ops/cublas ops/reference"
-    names += " ops/layouts ops/triton/__init__ ops/triton/cast"
+    names = "tensor/weight tensor/base autograd/linear ops/cast/ops ops/gemm/ops ops/formats"
+    names += " ops/gemm/hopper/launch ops/runtime/replay"
     graph = graph_of(tmp_path, {**{f"{name}.py": "" for name in names.split()}, module: source})
-    assert unknown_modules(graph) == []
+    assert modules_without_room(graph) == []
     assert bool(upward_arrows(graph)) != allowed
 
 
-def test_an_unknown_module_is_found(tmp_path: Path) -> None:
-    graph = graph_of(tmp_path, {"helpers.py": "", "ops/triton/anything.py": "", "tensor.py": ""})
-    assert unknown_modules(graph) == ["blocktensor.helpers"]
+def test_a_module_without_a_room_is_found(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, {"helpers.py": "", "ops/cast/anything.py": "", "tensor/x.py": ""})
+    assert modules_without_room(graph) == ["blocktensor.helpers"]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("edge = 128", "blocktensor.tensor.x:1: 128"),
+        ("shape = (1, 128)", "blocktensor.tensor.x:1: 128"),
+        ("def f(power_of_two: bool): ...", "blocktensor.tensor.x:1: power_of_two"),
+        ('"""128x128 blocks."""\nedge = 1280', None),
+        ("import triton\n@triton.jit\ndef f(): return 128", None),
+    ],
+)
+def test_a_block_size_is_found(tmp_path: Path, source: str, found: str | None) -> None:
+    modules = modules_of(make_tree(tmp_path, {"tensor/x.py": source, "ops/formats.py": "B = 128"}))
+    assert block_sizes(modules) == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x._local_tensor", "getattr(x, '_local_tensor')", "class A:\n def __getattr__(self, x): ..."],
+)
+def test_duck_typing_is_found(tmp_path: Path, source: str) -> None:
+    files = {"model/x.py": source, "distributed/dtensor.py": "x._local_tensor"}
+    assert len(duck_typing(modules_of(make_tree(tmp_path, files)))) == 1
+
+
+def test_an_open_room_is_found(tmp_path: Path) -> None:
+    files = {"tensor/__init__.py": "", "ops/__init__.py": '"""Internal: ops."""', "__init__.py": ""}
+    assert open_rooms(modules_of(make_tree(tmp_path, files))) == ["blocktensor.tensor"]
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:

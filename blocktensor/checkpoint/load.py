@@ -132,8 +132,6 @@ def load_fp8(
     return LoadReport(in_fp8, plain, missing, unexpected)
 
 
-
-
 def _entries(folder: Path) -> dict[str, _Entry]:
     """Every tensor of a checkpoint, by name, from checked headers."""
     if (folder / CONFIG).exists():
@@ -220,8 +218,6 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
     return scales
 
 
-
-
 def _targets(model: nn.Module) -> dict[str, _Target]:
     """Parameters and persistent buffers by the names that ``state_dict`` gives."""
     targets = {}
@@ -290,8 +286,6 @@ _TORCH = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
 
 
 def _read(

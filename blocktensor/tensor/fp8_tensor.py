@@ -245,6 +245,12 @@ class BlockwiseFP8Tensor(FP8Base):
             *operand_of(inner, format), shape=size, strides=stride, dtype=dtype, recipe=recipe
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        block_shape = self.__dict__.pop("block_shape", None)
+        if block_shape is not None:  # a file from before formats had names
+            self.format = with_block_shape(block_shape, self.recipe.scale)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         forms = "+".join(
             side

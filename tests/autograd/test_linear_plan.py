@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import products
+from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import ROWS, Quantized
@@ -28,6 +29,11 @@ def plan(
     x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None
 ) -> LinearPlan:
     return plan_linear(x, w, bias, recipe)
+
+
+def backward_of(known: LinearPlan, grad: Tensor, x: Quantized) -> Any:
+    """What runs the backward of a known kind for this gradient and this saved input."""
+    return known.record_backward(_dgrad_and_wgrad, grad, x)
 
 
 X = randn(6, K)
@@ -91,11 +97,12 @@ def test_what_tells_gradients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     run_linears("sequence", monkeypatch)
     known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, ROWS)
     grads = [grad, unaligned(grad), grad.t().contiguous().t(), grad[:1].expand(6, N), grad.float()]
-    backwards = [known.dgrad_and_wgrad(g, x_col) for g in grads]
-    assert [known.dgrad_and_wgrad(g, x_col) for g in grads] == backwards
-    backwards.append(plan(X.clone().requires_grad_(), weight()).dgrad_and_wgrad(grad, x_col))
+    backwards = [backward_of(known, g, x_col) for g in grads]
+    assert [backward_of(known, g, x_col) for g in grads] == backwards
+    other = plan(X.clone().requires_grad_(), weight())
+    backwards.append(backward_of(other, grad, x_col))
     monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
-    backwards.append(known.dgrad_and_wgrad(grad, x_col))
+    backwards.append(backward_of(known, grad, x_col))
     assert len(set(map(id, backwards))) == len(backwards)
 
 
@@ -106,9 +113,9 @@ def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
     pairs = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
     saved = [Quantized(*pair, ROWS) for pair in pairs]
-    kinds = [known.dgrad_and_wgrad(grad, x) for x in saved]
+    kinds = [backward_of(known, grad, x) for x in saved]
     assert len(set(map(id, kinds))) == len(kinds)
-    assert [known.dgrad_and_wgrad(grad, x) for x in saved] == kinds
+    assert [backward_of(known, grad, x) for x in saved] == kinds
 
 
 def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +129,8 @@ def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch
     with FlopCounterMode(display=False):
         plans += [plan(shared, frozen), plan(X, weight())]
     for known in plans:
-        assert known.fprop is products.fprop
-        assert not known.is_small
+        assert not known.records_forward
+        assert not known.records_backward
     assert not any(plan(*call) in plans for call in calls)
     with FlopCounterMode(display=False):
         assert plan(X, weight()) not in plans
@@ -135,13 +142,14 @@ def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as patched:
             run_linears(way, patched)
             known = plan(X, weight())
-            assert (known.is_small, known.casts_grad_early) == (way == "sequence", way == "early")
-            assert (known.fprop is not products.fprop) == (way == "sequence")
+            recorded = known.records_forward, known.records_backward
+            assert recorded == (way == "sequence", way == "sequence")
+            assert known.casts_grad_early == (way == "early")
             # of an input in FP8 there is nothing to cast, and without rows nothing to launch
-            for other in (plan(shared, weight()), plan(nothing, weight())):
-                assert other.fprop is products.fprop
-            assert not plan(nothing, weight()).is_small
-    assert plan(X, weight()).fprop is products.fprop  # on a CPU nothing can be recorded
+            assert not plan(shared, weight()).records_forward
+            empty = plan(nothing, weight())
+            assert not (empty.records_forward or empty.records_backward)
+    assert not plan(X, weight()).records_forward  # on a CPU nothing can be recorded
 
 
 def test_what_tells_fp8_operands_apart() -> None:
@@ -219,7 +227,7 @@ def test_small_and_large_linears_compute_alike(
             parameters = [p.grad for p in module.parameters()]
             results.append([y.detach(), x.grad, *parameters])
             known = plan_linear(x, module.weight, module.bias, None)
-            assert known.is_small == (way == "sequence")
+            assert known.records_backward == (way == "sequence")
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 

@@ -53,7 +53,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     for name, x in model.state_dict().items():
         parts = [x]
         if isinstance(x, BlockwiseFP8Tensor):
-            parts = [*x.rowwise()[:2]]
+            parts = list(x.rowwise()[:2])
         found |= {f"{name} {i}": bits(part).clone() for i, part in enumerate(parts)}
     return found
 

@@ -47,9 +47,9 @@ def saved_as_before(what: Any, frozen: list[BlockwiseFP8Tensor]) -> io.BytesIO:
     with pytest.MonkeyPatch.context() as patched:
         for thing, module in OLD_MODULES.items():
             patched.setattr(thing, "__module__", module)
-        for x in frozen:
+        for x, format in zip(frozen, formats, strict=True):
             del x.format
-            x.__dict__["block_shape"] = formats[0].block_shape
+            x.__dict__["block_shape"] = format.block_shape
         torch.save(what, file)
     for x, format in zip(frozen, formats, strict=True):
         del x.__dict__["block_shape"]

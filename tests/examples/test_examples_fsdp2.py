@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-from tests.distributed import ranks
+from tests.support import ranks
 from tests.support.scripts import EXAMPLES, examples
 
 TINY = ["--device", "cpu", "--layers", "2", "--seq", "32", "--batch", "2", "--warmup-steps", "2"]

@@ -7,7 +7,7 @@ launch that passes a wrong address or number computes something wrong, or crashe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,24 +149,13 @@ def axpy_body(x: int, y: int, out: int, count: int, factor: int) -> None:
         floats(out, count)[i] = factor * floats(x, count)[i] + floats(y, count)[i]
 
 
-def kind(*args: Any) -> Hashable:
-    """Whatever a launch may depend on, of tensors, tuples of tensors and other arguments."""
-    return tuple(_kind(x) for x in args)
-
-
-def _kind(x: Any) -> Hashable:
-    if isinstance(x, tuple):
-        return kind(*x)
-    return (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor) else x
-
-
 class Op:
-    """A function with one kernel, behind a table of decisions as the ops have it."""
+    """A function with one kernel, specialized as the ops are."""
 
     def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
         self.kernel, self.calls = kernel, 0
         self._function = function
-        self.table = Specialized(lambda *args: Replay(self._counted), kind)
+        self.table = Specialized(lambda *args: Replay(self._counted))
         self.call = self.table.run
 
     def _counted(self, *args: Any) -> Any:

@@ -86,6 +86,13 @@ def _run_on_rank(function: Callable[..., Any], world: int, *args: Any) -> Any:
     return function(dist.get_rank(), world, *args)
 
 
+def forking() -> Any:
+    """The context of processes that start with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
 class _Group:
     """Ranks that wait for calls."""
 
@@ -93,8 +100,7 @@ class _Group:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
+        context = forking()
         for rank in range(world):
             ours, theirs = context.Pipe()
             arguments = rank, world, device, self._folder.name, theirs

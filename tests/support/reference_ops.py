@@ -23,7 +23,6 @@ TABLES: tuple[Specialized[Any], ...] = (
     gemm._gemm,
     gemm._gemm_add_,
     linear_plan._PLANS,
-    linear_plan._BACKWARDS,
 )
 
 

@@ -51,7 +51,7 @@ def _frozen_zeros(
 def _trainable_zeros(
     func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """A shard of zeros for FSDP; plain zeros for callers that ask for another rank or dtype."""
+    """Zeros: a shard where FSDP asks for one, plain for another rank, dtype or device."""
     zeros: Tensor = func(w.master, size, **kwargs)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros

@@ -1,7 +1,4 @@
-"""The weights that FSDP2 shards together, read from FSDP's own structures.
-
-These are not public: torch 2.11 to 2.13 are known, and tests run on both.
-"""
+"""The weights that FSDP2 shards together, read from its private structures (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 

@@ -235,7 +235,6 @@ def precompute_block_amax(model: nn.Module) -> int:
     return len(places)
 
 
-
 _PRODUCTS = {
     *(F.linear, torch.mm, torch.matmul, torch.addmm),
     *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),

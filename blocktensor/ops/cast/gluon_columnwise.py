@@ -1,7 +1,7 @@
-"""Columnwise casts, alone or with the rowwise one in the same read, from registers to memory.
+"""Columnwise casts, alone or with the rowwise cast of the same read, stored from registers.
 
-Only the maxima of blocks and what is derived from them pass between threads, through shared memory
-and two barriers: each thread's maxima of its patch (gluon_words.py), then a scale a block.
+Only block maxima and values derived from them pass between threads, through shared memory and two
+barriers: each thread's maxima of its patch (gluon_words.py), then the scale of each block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATCH_ROWS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def _staggered(count, dtype):
-    # [count, 128], each row 16 bytes further: neighbours in a column lie in different banks
+    # [count, 128], 16 bytes of padding after each row: neighbours in a column lie in different banks
     columns = [[0, 1 << i] for i in range(7)]
     rows = [[1 << i, 0] for i in range(count.bit_length() - 1)]
     return gl.PaddedSharedLayout([[128, 4 * per_word(dtype)]], columns + rows, [], [count, 128])
@@ -50,8 +50,8 @@ def _share_divisors(
     partial, COUNT: gl.constexpr, DTYPE: gl.constexpr, scale_ptr, left,
     METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    # From partial maxima [COUNT, 128] of 128 blocks: stores the scales of those that are left.
-    # Returns their divisors (pre, r, e) in shared memory, and pre as the threads hold it.
+    # Reduces partial maxima [COUNT, 128] of 128 blocks, and stores the scales of the first `left`.
+    # Returns the divisors (pre, r, e) in shared memory, and pre in registers.
     STACKED: gl.constexpr = gl.BlockedLayout([COUNT, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     amax = fp32_bits(gl.reduce(partial.load(STACKED), 0, larger), DTYPE)
@@ -61,7 +61,7 @@ def _share_divisors(
     gl.store(scale_ptr + each, scale, mask=each < left)
     pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     r_shared = _share(r)
-    if POWER_OF_TWO:  # all the same
+    if POWER_OF_TWO:  # pre, r and e are equal
         return r_shared, r_shared, r_shared, pre
     else:
         return _share(pre), r_shared, _share(e), pre
@@ -69,7 +69,7 @@ def _share_divisors(
 
 @gluon.jit
 def _any_above_one(values):
-    # whether one of 128 values is, known to every thread
+    # True in every thread if any of 128 values is above one
     WARPS: gl.constexpr = gl.num_warps()
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     of_warps = _share(gl.reduce(values.reshape([WARPS, 128 // WARPS]), 1, larger))
@@ -84,8 +84,8 @@ def cast_columnwise_kernel(
     col_scale_ld, blocks_k, ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr,
 ):  # fmt: skip
-    # One program casts a tile [128, 128], read once. Sizes and strides come as multiples of a unit,
-    # UNIT_M rows or UNIT_K words, so that loads, stores and their masks are as wide as it allows.
+    # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows or
+    # UNIT_K words, so that loads, stores and their masks are as wide as a unit.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -137,7 +137,7 @@ def cast_columnwise_kernel(
         )  # fmt: skip
         pre = gl.maximum(pre, also_pre)
     MAYBE_TINY: gl.constexpr = DTYPE != gl.float16 and not POWER_OF_TWO
-    if MAYBE_TINY:  # rarely so: then all elements are multiplied first, and back in between
+    if MAYBE_TINY:  # rare: all elements are multiplied by pre before a cast, and back after it
         tiny = _any_above_one(pre)
 
     if ROWWISE:
@@ -170,7 +170,7 @@ def cast_columnwise_kernel(
     target += word * (rows * PER_WORD) + m
     for i in gl.static_range(PER_WORD):
         gl.store(target + i * rows, q[i], mask=inside)
-    # else the memory would be used again, behind a third barrier
+    # otherwise the memory would be reused, after a third barrier
     col_partial._keep_alive()
     if ROWWISE:
         row_partial._keep_alive()
@@ -186,7 +186,7 @@ def plan_columnwise(x: Tensor, row: Quantized | None, col: Quantized) -> Launch:
     unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
     options = {"num_warps": 8 // per_word}
     if row is not None and unit_k > 1:
-        options["maxnreg"] = 128  # so that 4 programs fit an SM, 2 of fp32; nothing spills
+        options["maxnreg"] = 128  # an SM then holds 4 programs, 2 of fp32; nothing spills
     return Launch(
         cast_columnwise_kernel,
         (ceil_div(m, BLOCK) * blocks_k,),

@@ -1,4 +1,4 @@
-"""Casts in 128x128 blocks, of words as they lie."""
+"""Casts in 128x128 blocks, on words of two 16-bit elements or one fp32 element."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def cast_128x128_kernel(
     w_ptr, data_ptr, scale_ptr, rows, cols, stride_e, stride_n, blocks_n, blocks_k, scale_ld,
     POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    # One program casts one block of one matrix of the stack. Columns and strides come as multiples
-    # of UNIT words, so that loads, stores and their masks are as wide as it allows.
+    # One program casts one block of one matrix of the stack. Columns and strides are in units of
+    # UNIT words, so that loads, stores and their masks are as wide as a unit.
     DTYPE: gl.constexpr = w_ptr.dtype.element_ty
     WORDS: gl.constexpr = 128 // per_word(DTYPE)
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -90,7 +90,7 @@ def plan_128x128(w: Tensor, out: Quantized) -> Launch:
 
 
 def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """See :func:`blocktensor.ops.reference.quantize_rowwise`; rows of blocks are Triton's."""
+    """See :func:`blocktensor.ops.reference.quantize_rowwise`; Triton casts 1x128 blocks."""
     if format.rows == 1:
         return triton_cast.quantize_rowwise(x, format)
     out = empty_quantized(x.shape, format, x.device)

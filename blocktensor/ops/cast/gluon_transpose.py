@@ -15,7 +15,7 @@ _WARPS = 8
 
 @gluon.jit
 def _bytes_by_column(words):
-    # Of 4 words below each other, 4 bytes each of their first, second, third and fourth column.
+    # Transposes 4x4 bytes: from 4 rows of 4 bytes, one word for each of the 4 columns.
     return gl.inline_asm_elementwise(
         "{.reg .b32 a, b, c, d;"
         "prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140;"
@@ -37,9 +37,9 @@ def transpose_128x128_kernel(
     data_ptr, scale_ptr, out_ptr, out_scale_ptr, rows, cols, stride_e, stride_n, scale_stride_e,
     blocks_n, blocks_k, in_scale_ld, out_scale_ld, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr,
 ):  # fmt: skip
-    # One program moves one 128x128 block of bytes and its scale. 4x4 bytes turn in registers, words
-    # of 4 rows change threads, so that whole lines are read and written. Sizes and strides come as
-    # multiples of UNIT_N rows and UNIT_K words, as in gluon_columnwise.py.
+    # One program transposes a 128x128 block of bytes and copies its scale: 4x4 bytes in registers,
+    # then words of 4 rows change threads, so that whole lines are read and written. Sizes and
+    # strides are in units of UNIT_N rows and UNIT_K words, as in gluon_columnwise.py.
     LAYOUTS: gl.constexpr = patch_layouts(gl.int8, 4, 4, gl.num_warps())
     BY_ROW: gl.constexpr = LAYOUTS[0]
     BY_COLUMN: gl.constexpr = LAYOUTS[1]

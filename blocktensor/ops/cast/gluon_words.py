@@ -1,12 +1,12 @@
-"""A 128x128 tile in patches of words: who holds what, and arithmetic on words as they lie.
+"""A 128x128 tile in patches of words: layouts of its registers, and arithmetic on words.
 
 A word is 32 bits of a row: two 16-bit elements, or one of fp32. A thread holds a patch of some rows
-by 4 words. Its bytes of a row lie next to each other in its registers and, once these are renamed,
-which costs nothing, so do its bytes of a column: no element passes between threads.
+by 4 words. Its bytes of a row lie in neighbouring registers and, after the registers are renamed at
+no cost, so do its bytes of a column: no element passes between threads.
 
-The arithmetic is that of ``numerics.py``, in PTX where a whole chain from words to bytes
-must stay together: Triton orders code operation by operation, each over all elements, and holding
-every element in fp32 in between takes twice the registers.
+The arithmetic is that of ``numerics.py``. It is in PTX where a whole chain from words to bytes must
+stay together: Triton emits each operation for all elements before the next operation, and all
+elements in fp32 take twice the registers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def per_word(dtype):
 def patch_layouts(dtype, rows, lanes_down, num_warps):
     """Layouts of a tile's words, by row and by column, and of its 128 columns.
 
-    A patch has ``rows`` rows, ``lanes_down`` lanes of a warp follow one another down the tile, the
-    others along it. Layouts by row and by column differ in the order of a thread's registers only.
+    A patch has ``rows`` rows. ``lanes_down`` lanes of a warp lie down the tile, the others across.
+    The layouts by row and by column differ only in the order of a thread's registers.
     """
     per, threads = per_word(dtype), 32 * num_warps
     patches_down, patches_across = 128 // rows, 32 // per
@@ -57,7 +57,7 @@ def patch_layouts(dtype, rows, lanes_down, num_warps):
 
 @gluon.constexpr_function
 def _levels(*counts):
-    # powers of two below each count, each level's times all counts before it
+    # for each count, the powers of two below it, times the product of the counts before it
     levels, width = [], 1
     for count in counts:
         levels.append([width << i for i in range(count.bit_length() - 1)])
@@ -67,9 +67,9 @@ def _levels(*counts):
 
 @gluon.constexpr_function
 def _cast_ptx(dtype, method, by_row):
-    # PTX and constraints of a cast of words to e4m3: by row 4 elements to a result, by column the
-    # first elements of 4 words to one and their second elements to another. Operands: results,
-    # words, r of the words' first, then of their second elements, e likewise.
+    # PTX and constraints of a cast of words to e4m3. By row, a result has 4 elements of a row; by
+    # column, one result has the first elements of 4 words, another the second ones. Operands:
+    # results, words, r of the words' first elements, r of their second elements, then e likewise.
     halves = per_word(dtype)
     words, results = (4 // halves, 1) if by_row else (4, halves)
     elements = [(word, half) for word in range(words) for half in range(halves)]

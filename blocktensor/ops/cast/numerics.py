@@ -5,9 +5,9 @@ METHOD names how they are computed; each gives the reference's bytes for the inp
 - ``"corrected"``, bf16 and fp16: multiply-adds only. amax / 448 is exact for every bf16 and fp16
   amax; x / scale rounds to e4m3 as the IEEE quotient does (tests/ops/cast/test_numerics.py
   enumerates both).
-- ``"refined"``, fp32: a block divides, an element refines its product with the reciprocal by the
-  remainder. That rounds as a division does, but perhaps where the scale lies within some ulps of a
-  number of 4 bits, and there too the bytes are right (enumerated in the same file).
+- ``"refined"``, fp32: one division a block; an element's product with the reciprocal is refined by
+  the remainder. This rounds as a division does, except perhaps where the scale is within some ulps
+  of a number of 4 bits; the bytes are equal there too (enumerated in the same file).
 
 Power-of-two scales need neither: their reciprocal is exact.
 """
@@ -59,8 +59,8 @@ def _approximate_reciprocal(x):
 
 @triton.jit
 def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    # What `quotient` needs of a block, (pre, r, e), formed once a block.
-    if POWER_OF_TWO:  # 2^127 - exponent, as bits; Inf and NaN blocks multiply by 0 and NaN
+    # The operands (pre, r, e) of `quotient`, computed once a block.
+    if POWER_OF_TWO:  # 1 / scale, from its bits; Inf and NaN blocks multiply by 0 and NaN
         bits = scale.to(tl.int32, bitcast=True)
         r = (0x7F000000 - bits).to(tl.float32, bitcast=True)
         r = tl.where(amax_bits < INF_BITS, r, tl.where(amax_bits == INF_BITS, 0.0, scale))
@@ -82,7 +82,7 @@ def divisor(amax_bits, scale, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    # x / scale, as far as e4m3 rounding can tell; (pre, r, e) broadcast against x.
+    # A number that rounds to e4m3 as x / scale does; (pre, r, e) broadcast against x.
     if POWER_OF_TWO:
         return x.to(tl.float32) * r
     elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order

@@ -28,8 +28,8 @@ def cast_1x128_kernel(
     METHOD: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
-    # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, told apart so that its
-    # divisibility by 16 is specialised.
+    # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, a separate argument so that
+    # its divisibility by 16 is specialised.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -88,7 +88,7 @@ def cast_1x128_kernel(
 
 
 Planner = Callable[[Tensor, Quantized | None, Quantized], Launch]
-"""Plans the cast of a tensor into a rowwise form, unless None, and a columnwise one."""
+"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form."""
 
 
 def _vectorised(x: Tensor) -> bool:
@@ -147,7 +147,7 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
 
-    But for fp32 in scalar loads or 64-bit offsets: both casts of a tile would spill registers.
+    Except fp32 with scalar loads or 64-bit offsets: both casts of a tile would spill registers.
     """
     awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape)
     if awkward and x.dtype == torch.float32:

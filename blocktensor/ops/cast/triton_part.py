@@ -1,8 +1,7 @@
 """Casts in 128x128 blocks, of a whole matrix or of a part of one: Triton kernel and launchers.
 
-Every launcher has the signature and, byte for byte, the result of its namesake in
-``ops/reference.py``. A part is the rows that a rank holds of a sharded weight: its first block may
-begin before it, and its last block may end behind it.
+A part is a rank's share of a sharded weight: its first block may begin before it, and its last
+block may end after it. Results are equal to those of ``ops/reference.py``, byte for byte.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ def block_kernel(
     block_stride_e, block_ld, blocks_n, blocks_k, MODE: tl.constexpr, EVEN_ROWS: tl.constexpr,
     EVEN_COLS: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
 ):  # fmt: skip
-    # One program has one block of one matrix of the stack. MODE "amax": it writes the amax of the
-    # elements of the block that are here. "part": it casts them by the amax of the whole block.
-    # "whole": it casts the block by its own amax and writes the scale. Even rows (columns): x
-    # begins and ends with blocks, so that no mask depends on run-time values and loads stay wide.
-    # out_ld = cols, told apart so that its divisibility by 16 is specialised.
+    # One program handles one block of one matrix of the stack. MODE "amax": it writes the amax of
+    # the block's elements in x. "part": it casts them by the amax of the whole block. "whole": it
+    # casts the block by its own amax and writes the scale. EVEN_ROWS (EVEN_COLS): x begins and ends
+    # at block boundaries, so that no mask depends on run-time values and loads stay wide.
+    # out_ld = cols, a separate argument so that its divisibility by 16 is specialised.
     block = tl.program_id(0)
     block_k = block % blocks_k
     block_n = block // blocks_k % blocks_n
@@ -88,7 +87,7 @@ def _plan(
     row: int = 0,
     col: int = 0,
 ) -> Launch:
-    # ``blocks``: a number for each block, amax or scale
+    # `blocks` has the amax or the scale of each block
     rows, cols = x.shape[-2:]
     stride_e, block_stride_e = (x.stride(0), blocks.stride(0)) if x.ndim == 3 else (0, 0)
     blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)

@@ -20,7 +20,7 @@ def transpose_128x128_kernel(
     scale_stride_e, blocks_n, blocks_k, in_scale_ld, out_scale_ld, EVEN: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    # One program moves one 128x128 block of bytes and its scale.
+    # One program transposes a 128x128 block of bytes and copies its scale.
     block = tl.program_id(0)
     block_k = block % blocks_k
     block_n = block // blocks_k % blocks_n
@@ -46,7 +46,7 @@ def transpose_128x128_kernel(
         k_inside = k < cols - block_k * 128
         tile = tl.load(source, mask=n_inside[:, None] & k_inside[None, :], other=0)
         tl.store(target, tl.trans(tile), mask=k_inside[:, None] & n_inside[None, :])
-    # last: the tile's loads would wait for it
+    # last, since the loads of the tile would wait for an earlier store
     tl.store(out_scale_ptr + (matrix * blocks_k + block_k) * out_scale_ld + block_n, scale)
 
 

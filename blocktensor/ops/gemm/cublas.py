@@ -10,7 +10,7 @@ from ..scale_layouts import cublas_scale, in_vectors
 
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See :func:`blocktensor.ops.reference.gemm`; shapes and bias as the registry allows."""
+    """See :func:`blocktensor.ops.reference.gemm`; for problems that the registry accepts."""
     # the function that scaled_mm calls, without its checks of enums and lists
     return torch._scaled_mm_v2(
         in_vectors(a.data),

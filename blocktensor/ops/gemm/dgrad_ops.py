@@ -1,8 +1,8 @@
-"""The data gradient as one op that makes the weight's columnwise form itself, for compilers.
+"""dgrad as one op that includes the cast or transpose of the weight, for torch.compile.
 
-A cast or transpose of the weight depends on no gradient. As an op of its own, a compiler may run it
-in the forward and save the result: a byte a parameter, held until the backward has used it. Inside
-one op with the product there is nothing to save but what the model holds anyway.
+A cast or transpose of the weight does not depend on the gradient. A compiler may run it, as a
+separate op, in the forward and save the result, 1 byte a parameter, until the backward. One op with
+the product saves only tensors that the model holds anyway.
 """
 
 from __future__ import annotations

@@ -50,5 +50,5 @@ def test_loaded_in_place_between_steps(world: int, device: str) -> None:
 @on_ranks(2, gpus=())
 def test_fsdp1_is_refused_on_every_rank(world: int, device: str) -> None:
     model = build(Recipe())
-    with pytest.raises(NotImplementedError, match="^FullyShardedDataParallel"):
+    with pytest.raises(NotImplementedError, match=r"^FullyShardedDataParallel"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,14 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.distributed.test_checkpoint import (
-    _assert_same,
-    _converted,
-    _load,
-    _optimizer,
-    _sharded,
-    _snapshot,
-    _step,
+from tests.support.ranks import forking
+from tests.support.sharded_checkpoints import (
+    assert_same_tensors,
+    converted,
+    load,
+    sharded,
+    snapshot,
+    train,
 )
 
 STEPS = 50
@@ -40,18 +39,17 @@ def _train(rank: int, world: int, folder: str, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     mesh = DeviceMesh("cpu", list(range(world)))
     where = Path(folder)
-    model = _sharded(_converted(), mesh)
-    optimizer = _optimizer(model)
+    model, optimizer = sharded(converted(), mesh)
     losses = torch.zeros(STEPS)
     done = max((int(path.suffix[1:]) for path in where.glob("step.*")), default=0)
     dist.barrier()
     if done:
         state: dict[str, Any] = {"losses": losses}
         dcp.load(state, checkpoint_id=where / f"step.{done}")
-        _load(model, optimizer, str(where / f"step.{done}"), mesh)
+        load(model, optimizer, str(where / f"step.{done}"), mesh)
     Path(f"{store}.{rank}").touch()
     for step in range(done, STEPS):
-        losses[step] = _step(model, optimizer, step)
+        losses[step] = train(model, optimizer, step)
         unfinished = where / f"unfinished.{step + 1}"
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -62,7 +60,7 @@ def _train(rank: int, world: int, folder: str, store: str) -> None:
         if rank == 0:
             unfinished.rename(where / f"step.{step + 1}")
             shutil.rmtree(where / f"step.{step - 1}", ignore_errors=True)
-    found = {**_snapshot(model, optimizer), "losses": losses}
+    found = {**snapshot(model, optimizer), "losses": losses}
     dist.barrier()
     if rank == 0:
         torch.save(found, where / "end.unfinished")
@@ -73,8 +71,7 @@ def _train(rank: int, world: int, folder: str, store: str) -> None:
 
 def _launch(folder: Path, attempt: int, kill_after: float | None) -> None:
     """Two ranks; killed so long after the last of them began to train."""
-    context = multiprocessing.get_context("forkserver")  # a start costs no imports
-    context.set_forkserver_preload([__name__])
+    context = forking()
     store = folder / f"store.{attempt}"
     processes: list[Any] = [
         context.Process(target=_train, args=(rank, 2, str(folder), str(store))) for rank in range(2)
@@ -115,4 +112,4 @@ def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert kills > KILLS // 2, "killed too late to interrupt much"
     wanted, found = (torch.load(folder / "end", weights_only=True) for folder in (whole, killed))
     assert wanted["losses"].isfinite().all() and wanted["losses"][-1] < wanted["losses"][0]
-    _assert_same(found, wanted)
+    assert_same_tensors(found, wanted)

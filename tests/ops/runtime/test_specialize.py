@@ -12,9 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast import ops as cast_ops
-from blocktensor.ops.cast import part_ops
-from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2
+from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2, Quantized
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
@@ -22,6 +20,7 @@ from blocktensor.ops.runtime.specialize import (
     GEMM_VARIABLE,
     Specialized,
     forced_gemm,
+    key_of,
     must_dispatch,
     recorded,
 )
@@ -33,7 +32,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.decided: list[Any] = []
-        self.table = Specialized(self._decide, lambda x, factor: (x.shape, factor))
+        self.table = Specialized(self._decide)
 
     def _decide(self, x: Tensor, factor: int) -> Callable[..., Tensor]:
         if factor == 0:
@@ -48,6 +47,7 @@ def test_each_kind_is_decided_once() -> None:
         for size in (2, 3):
             for factor in (4, 5):
                 x = torch.rand(size)
+                assert torch.equal(op.table(x, factor), x * factor)
                 assert torch.equal(op.table.run(x, factor), x * factor)
                 assert torch.equal(op.table.find(x, factor)(x, factor), x * factor)
     assert op.decided == [((2,), 4), ((2,), 5), ((3,), 4), ((3,), 5)]
@@ -65,7 +65,7 @@ def test_a_failed_decision_is_not_remembered() -> None:
     op = Counted()
     for _ in range(2):
         with pytest.raises(ValueError, match="factor 0"):
-            op.table.run(torch.rand(2), 0)
+            op.table(torch.rand(2), 0)
     assert op.decided == []
     assert len(op.table) == 0
 
@@ -77,10 +77,10 @@ def test_an_exception_of_the_decision_itself_is_no_new_decision() -> None:
         decided.append(x)
         return lambda x: 1 / x
 
-    table = Specialized(decide, lambda x: x)
+    table = Specialized(decide)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            table.run(0)
+            table(0)
     assert decided == [0]
 
 
@@ -88,17 +88,17 @@ def test_the_oldest_kind_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specialize, "MAX_KEYS", 3)
     op = Counted()
     for size in (1, 2, 3, 4, 4, 3, 2, 1):
-        op.table.run(torch.rand(size), 2)
+        op.table(torch.rand(size), 2)
     assert [shape for (shape,), _ in op.decided] == [1, 2, 3, 4, 1]
     assert len(op.table) == 3
 
 
 def test_forgetting_decides_anew() -> None:
     op = Counted()
-    op.table.run(torch.rand(2), 3)
+    op.table(torch.rand(2), 3)
     op.table.forget()
     assert len(op.table) == 0
-    op.table.run(torch.rand(2), 3)
+    op.table(torch.rand(2), 3)
     assert len(op.decided) == 2
 
 
@@ -106,11 +106,11 @@ def test_the_forced_backend_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
     op, x = Counted(), torch.rand(2)
     for names in (["triton", "reference"], ["reference", "triton"]):
-        op.table.run(x, 3)
+        op.table(x, 3)
         for name in names:
             monkeypatch.setenv(GEMM_VARIABLE, name)
             assert forced_gemm() == name
-            op.table.run(x, 3)
+            op.table(x, 3)
         monkeypatch.delenv(GEMM_VARIABLE)
         assert forced_gemm() is None
     assert len(op.decided) == len(op.table) == 3
@@ -148,6 +148,8 @@ def test_what_must_go_through_the_dispatcher() -> None:
         assert must_dispatch(x)
         with watch_launches():  # launches are being recorded, under a dispatch mode
             assert not must_dispatch(x)
+    assert must_dispatch(x, x.to("meta"))
+    assert not must_dispatch(x, x)
     traced: list[bool] = []
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -159,11 +161,47 @@ def test_what_must_go_through_the_dispatcher() -> None:
     assert traced == [True]
 
 
-# The ops' own kinds
+def test_calls_that_must_are_dispatched() -> None:
+    """By the first argument, or by the data of the first, where it is ``Quantized``."""
+    dispatched: list[tuple[Any, ...]] = []
+    op, x = Counted(), torch.rand(2)
+    table = Specialized(op._decide, lambda *args: dispatched.append(args))
+    table(x, 3)
+    assert (dispatched, len(op.decided)) == ([], 1)
+    for call in ((x.to("meta"), 3), (Quantized(x.to("meta"), x, ROWS), 4)):
+        assert table(*call) is None
+        assert dispatched.pop() is not None
+    with Outer():
+        table(x, 3)
+        assert dispatched == [(x, 3)]
+        assert torch.equal(table.run(x, 3), x * 3)  # as within the registered op
+    assert len(op.decided) == 1
 
 
-def kinds(table: Specialized[Any], *calls: tuple[Any, ...]) -> int:
-    return len({table._key(*call) for call in calls})
+# Keys
+
+
+def test_keys_look_into_tuples_and_keep_other_arguments() -> None:
+    x, y = torch.rand(2, 3), torch.rand(3)
+    assert key_of(x, 3) == key_of(torch.rand(2, 3), 3)
+    assert key_of(x, 3) != key_of(x, 4)
+    assert key_of(x, 3) != key_of(x.t().contiguous().t(), 3)
+    assert key_of(x, (y, ROWS)) == key_of(x, (torch.rand(3), ROWS))
+    assert key_of(Quantized(x, y, ROWS)) == key_of((x, y, ROWS))
+    different = [
+        Quantized(x, y, ROWS),
+        Quantized(x, y, SQUARES),
+        Quantized(x, y.double(), ROWS),
+        Quantized(x, torch.rand(4)[1:], ROWS),
+        Quantized(x, torch.rand(6)[::2], ROWS),
+        (Quantized(x, y, ROWS), None),
+        Quantized(x.to("meta"), y, ROWS),
+    ]
+    assert len({key_of(each) for each in different}) == len(different)
+
+
+def kinds(*calls: tuple[Any, ...]) -> int:
+    return len({key_of(*call) for call in calls})
 
 
 X = torch.rand(8, 256, dtype=torch.bfloat16)
@@ -182,9 +220,8 @@ def test_what_tells_casts_apart() -> None:
         (X.half(), ROWS),
         (X.to("meta"), ROWS),
     )
-    for table in (cast_ops._rowwise, cast_ops._columnwise, cast_ops._both):
-        assert kinds(table, *different) == len(different)
-        assert kinds(table, (X, ROWS), (X.clone(), ROWS)) == 1
+    assert kinds(*different) == len(different)
+    assert kinds((X, ROWS), (X.clone(), ROWS)) == 1
 
 
 def test_what_tells_casts_of_parts_apart() -> None:
@@ -197,12 +234,12 @@ def test_what_tells_casts_of_parts_apart() -> None:
         (X[:4], SQUARES, 0, 0),
         (X[:, 1:], SQUARES, 0, 0),
     ]
-    assert kinds(part_ops._amax, *different) == len(different)
-    assert kinds(part_ops._amax, different[0], (X.clone(), SQUARES, 0, 0)) == 1
+    assert kinds(*different) == len(different)
+    assert kinds(different[0], (X.clone(), SQUARES, 0, 0)) == 1
     amax = torch.rand(1, 2)
     with_amax = [(x, amax, *rest) for x, *rest in different]
     with_amax.append((X, torch.rand(2, 1).t(), SQUARES, 0, 0))
-    assert kinds(part_ops._quantize, *with_amax) == len(with_amax)
+    assert kinds(*with_amax) == len(with_amax)
 
 
 def test_what_tells_transposes_and_dequantizes_apart() -> None:
@@ -218,10 +255,10 @@ def test_what_tells_transposes_and_dequantizes_apart() -> None:
         q._replace(data=q.data.view(512, 256)),
         operand(256, 512, 1, rng),
     ]
-    assert kinds(cast_ops._transpose, *((x,) for x in different)) == len(different)
-    assert kinds(cast_ops._transpose, (q,), (operand(256, 512, 128, rng),)) == 1
+    assert kinds(*((x,) for x in different)) == len(different)
+    assert kinds((q,), (operand(256, 512, 128, rng),)) == 1
     calls = [(x, dtype) for x in different for dtype in (torch.bfloat16, torch.float32)]
-    assert kinds(cast_ops._dequantize, *calls) == len(calls)
+    assert kinds(*calls) == len(calls)
 
 
 def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,16 +282,16 @@ def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         (operand(64, 256, 1, rng), b, None, bf16),
         (operand(128, 512, 1, rng), operand(128, 512, 128, rng), None, bf16),
     ]
-    assert kinds(gemm_ops._gemm, *calls) == len(calls)
+    assert kinds(*calls) == len(calls)
     for call in calls:
-        assert torch.equal(gemm_ops._gemm.run(*call), reference.gemm(*call))
+        assert torch.equal(gemm_ops.gemm(*call), reference.gemm(*call))
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
     gemm_ops._gemm.forget()
     for forced in (None, "reference"):
         if forced is not None:
             monkeypatch.setenv(GEMM_VARIABLE, forced)
-        gemm_ops._gemm.run(*calls[0])
+        gemm_ops.gemm(*calls[0])
     assert len(gemm_ops._gemm) == 2
     out = torch.zeros(128, 256)
     added = [(out[:, :128], a, b), (out.view(2, 128, 128)[0], a, b), (out[:, 1:129], a, b)]
-    assert kinds(gemm_ops._gemm_add_, *added) == 3
+    assert kinds(*added) == 3

@@ -1,14 +1,14 @@
-"""What Gluon 3.6 cannot say of our GEMMs, changed between Triton and ptxas.
+"""Changes to the compiled Hopper GEMM, between Triton and ptxas, that Gluon 3.6 cannot express.
 
-- **Products of 96 columns.** Gluon's tensors are powers of two wide, so these are written as
-  products of 128 columns whose last quarter nobody uses; here the quarter is dropped from the
-  instruction. Without this pass the kernel is right but takes 1.8 times as long.
-- **Another ptxas.** Triton 3.6 assembles for sm_90 with ptxas 12.8, which lets the warp yield at
-  every multiply-add; the 12.9 that lies beside it does not. Where promotion is one multiply-add an
-  element (128x128 blocks) 12.9 is 3-8% faster, where it is two operations (1x128) 12.8 is.
+- **Products of 96 columns.** Gluon's tensors are powers of two wide, so the kernel has products of
+  128 columns whose last quarter is unused; this pass drops the quarter from the instruction.
+  Without it the kernel is correct but takes 1.8 times as long.
+- **ptxas 12.9.** Triton 3.6 assembles for sm_90 with ptxas 12.8, which lets the warp yield at every
+  multiply-add; 12.9, in the same folder, does not. Where promotion is one multiply-add an element
+  (128x128 blocks) 12.9 is 3-8% faster; where it is two operations (1x128), 12.8 is faster.
 
-Kernels ask by a comment in their assembly, and no others are touched: what the compiler cache holds
-of them stays theirs. With a Triton that is not known, nothing is changed.
+A kernel requests a change by a comment in its assembly; other kernels and their entries in the
+compiler cache do not change. With an unknown Triton no kernel is changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 NARROW = "// blocktensor: products of 96 columns"
 NEWER_PTXAS = "// blocktensor: ptxas 12.9"
 KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this is a Triton whose compiler stages are known."""
+"""True for a Triton whose compiler stages are known."""
 
 _PRODUCT_128 = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3 \{([^}]*)\}"
@@ -33,10 +33,10 @@ Stage = Callable[[Any, Any], Any]
 
 
 def narrow_products(ptx: str) -> str:
-    """``ptx`` with its products of 128 columns made products of 96, if it asks for it.
+    """``ptx`` with its products of 128 columns narrowed to 96, if it has the marker ``NARROW``.
 
     Raises:
-        RuntimeError: it asks, but has no such products, or others too.
+        RuntimeError: it has the marker, but no such products, or others too.
     """
     if NARROW not in ptx:
         return ptx
@@ -57,7 +57,7 @@ def narrow_products(ptx: str) -> str:
 
 
 def with_newer_ptxas(assemble: Stage) -> Stage:
-    """``assemble``, but with ptxas 12.9 for kernels that ask for it, where there is one."""
+    """``assemble``, with ptxas 12.9 (if installed) for kernels that have the marker for it."""
 
     def run(ptx: Any, metadata: Any) -> Any:
         newer = Path(triton.knobs.nvidia.ptxas.path).with_name("ptxas-blackwell")
@@ -71,7 +71,7 @@ def with_newer_ptxas(assemble: Stage) -> Stage:
 
 
 def install() -> None:
-    """Add both to Triton's compiler, behind whatever hook is there; again does nothing."""
+    """Add both passes to Triton's compiler, after any hook already set; a repetition is a no-op."""
     before = triton.knobs.runtime.add_stages_inspection_hook
     if not KNOWN or getattr(before, "is_blocktensors", False):
         return

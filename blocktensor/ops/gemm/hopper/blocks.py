@@ -21,9 +21,8 @@ def block_of_squares(
     raw, acc, stages, stage, next_stage, next_phase, last, k, left, total, FIRST: gl.constexpr,
     WG: gl.constexpr, LAYOUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    # B in 128x128 blocks; FIRST of a tile: sums begin here. Whatever is not a product or a
-    # promotion happens while a product is under way: scales, the release of the stage before, the
-    # wait for the next.
+    # B in 128x128 blocks. FIRST: the first k block of a tile, where sums begin. While a product is
+    # under way, scales are read, the last stage is released and the next one awaited.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     COUNT: gl.constexpr = T.products
     PIECES: gl.constexpr = T.pieces
@@ -51,8 +50,8 @@ def _promote_piece(
     acc, cols, part, row, b_scale_s, next_stage, PRODUCT: gl.constexpr, PIECE: gl.constexpr,
     WG: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    # Then its column scales are replaced by the next block's if this was their last use: the
-    # registers are free just now.
+    # After the last use of a piece's column scales, those of the next k block are read into the
+    # registers that have just become free.
     TARGET: gl.constexpr = PRODUCT * T.pieces + PIECE
     SCALE: gl.constexpr = PRODUCT % T.cols * T.pieces + PIECE
     acc = put(acc, TARGET, promote(acc[TARGET], part, row, cols[SCALE]))
@@ -74,8 +73,8 @@ def block_of_rows(
     DEPTH: gl.constexpr = T.depth
     PIECES: gl.constexpr = T.pieces
     WAVES: gl.constexpr = T.rows
-    # ptxas moves promotions behind the wait for a later product unless something stands between:
-    # so the wait for the next stage and the release of the last one are where they are.
+    # The places of the wait for the next stage and of the release of the last one: ptxas moves
+    # promotions behind the wait for a later product unless something stands between.
     WAIT: gl.constexpr = COUNT - T.cols
     RELEASE: gl.constexpr = COUNT - 1 if COUNT > DEPTH else 0
     for i in gl.static_range(DEPTH):

@@ -1,4 +1,4 @@
-"""Device functions that bring accumulators to memory."""
+"""Device functions that store accumulators."""
 
 from dataclasses import dataclass
 
@@ -15,20 +15,20 @@ CHUNK = gl.constexpr(32)  # columns of an output buffer
 
 @dataclass(frozen=True)
 class Output:
-    """What a GEMM does with its sums: one frozen value, a kernel's constant.
+    """How a GEMM writes its sums: a frozen value, a constant of the kernel.
 
-    L2 adds them to what is there in one of two ways:
+    L2 adds sums to the output in one of two ways:
 
-    - ``"staged"``: through the output buffers, like a plain store. Where waves are few, all SMs add
-      at the same time, and the producer has had the lines prefetched.
-    - ``"direct"``: what the buffers hold without a wait leaves through them, the rest straight from
-      registers. Over many waves SMs drift apart: then this is faster than to stage and prefetch.
+    - ``"staged"``: through the output buffers, like a plain store. For few waves, where all SMs add
+      at the same time: the producer prefetches the lines.
+    - ``"direct"``: through the buffers while they are free, the rest from registers. For many
+      waves, where SMs drift apart and this is faster than staging and prefetching.
 
     Attributes:
-        tma: whether TMA can address its rows; else they are stored under a mask.
-        bias: whether there is one.
+        tma: True if TMA can address the output's rows; otherwise stores are masked.
+        bias: True if a bias is added.
         add: how sums are added to the output; None where they are stored.
-        split: whether it takes the sums of several parts of K, one below the other.
+        split: True if the output holds the sums of several parts of K, one below the other.
     """
 
     tma: bool
@@ -39,7 +39,7 @@ class Output:
 
 @builtin
 def _reduce_add(desc, coord, source, _semantic=None):
-    # cp.reduce.async.bulk.tensor: Triton 3.6 builds it, but Gluon has no name for it.
+    # cp.reduce.async.bulk.tensor, which Triton 3.6 can build but Gluon does not expose.
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle
@@ -73,8 +73,8 @@ def _send(
     chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    # Through the warpgroup's buffers, as many chunks at a time as they hold. Where they hold two
-    # waves, waves alternate; else a buffer is awaited that the same wave has filled before.
+    # Stores through the warpgroup's buffers, as many chunks at a time as they hold. Buffers for two
+    # waves are used in turn; otherwise a chunk waits for a buffer that the same wave has filled.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
     BUFFERS: gl.constexpr = T.out_buffers(out.dtype.primitive_bitwidth)
     ALTERNATE: gl.constexpr = BUFFERS >= 2 * COUNT and BUFFERS % COUNT == 0
@@ -103,8 +103,8 @@ def _send(
 
 @gluon.jit
 def _add_pairs(x, out_ptr, row, col, M, N, out_ld):
-    # x is added to [row, col] from registers, two neighbours at a time: TMA needs rows of 16 bytes,
-    # so that the edge never parts a pair.
+    # Adds x to [row, col] from registers, two neighbours at a time. Rows that TMA can address are
+    # multiples of 16 bytes, so that the edge does not split a pair.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
     inside = ((rows < M)[:, None] & (cols < N)[None, :]).to(gl.int32)
@@ -130,7 +130,7 @@ def _add_directly(
     chunks, out, out_ptr, out_s, row, col, M, N, out_ld, WAVE: gl.constexpr, WG: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    # Chunks are numbered through all waves: the first of them fill the buffers, once.
+    # Chunks are numbered across all waves: the first BUFFERS of them go through the buffers.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
     BUFFERS: gl.constexpr = T.out_buffers(out.dtype.primitive_bitwidth)
     FIRST: gl.constexpr = WAVE * COUNT
@@ -168,7 +168,7 @@ def store_wave(
     parts, target, row, col, M, N, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    # Row wave WAVE of warpgroup WG, tensors [64, 64 or 32] from left to right, to [row, col].
+    # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64 or 32] from left to right.
     out, out_ptr, out_ld, out_s, bias = target
     PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.bias:

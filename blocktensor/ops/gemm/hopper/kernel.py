@@ -1,4 +1,4 @@
-"""The Hopper GEMM: persistent, fed by TMA, a producer warp and consumers that keep their own pace.
+"""The Hopper GEMM: persistent programs of one TMA producer warp and unsynchronised consumers.
 
 ``out[M, N] (+)= A[M, K] B[N, K]^T (+ bias)`` of e4m3 data; A scaled in 1x128 blocks, B in 128x128
 (fprop, dgrad) or 1x128 (wgrad). A raw tensor core sum covers 128 of K and is then promoted to fp32.
@@ -20,7 +20,7 @@ NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
 
 @gluon.jit
 def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
-    # Consumer warpgroup WG: of all items of this program, what falls to it.
+    # Consumer warpgroup WG: its share of every item of this program.
     _, a_scale_s, _, b_scale_s, full, empty = stages
     M, N, tiles_m, tiles_n, blocks_k, parts = work
     WIDTH: gl.constexpr = T.raw_width
@@ -86,7 +86,7 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
             left -= 1
         if T.b_block == 1:
             mbarrier.arrive(empty.index(last), count=1)
-            # Not before: these numbers would take registers that the sums need.
+            # Computed here: earlier, these numbers would take registers that the sums need.
             tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, OUT.split, T.group)
         row0 = (part * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
@@ -115,8 +115,8 @@ def gemm_kernel(
     a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, M, N, tiles_m, tiles_n, blocks_k,
     parts, a_scale_ld, b_scale_ld, out_ld, OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    # `out` is a tensor map where OUT.tma, else a pointer. `bias` is read where OUT.bias. Where
-    # OUT.split, `out` holds the sums of the `parts` of K below each other, `blocks_k` blocks each.
+    # `out` is a tensor map if OUT.tma, else a pointer. `bias` is read if OUT.bias. If OUT.split,
+    # `out` holds the sums of each of the `parts` of K (`blocks_k` k blocks) one below the other.
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     B_STEPS: gl.constexpr = T.n // T.b_rows_apart
@@ -124,14 +124,14 @@ def gemm_kernel(
     b_s = gl.allocate_shared_memory(E4M3, [STAGES * B_STEPS, T.b_rows_apart, 128], b_map.layout)
     out_s = ()
     if OUT.tma:
-        # Buffers of one allocation would be taken for one: a barrier between any two stores.
+        # Within one allocation, the compiler would put a barrier between any two stores.
         for _ in gl.static_range(T.warpgroups * T.out_buffers(out.dtype.primitive_bitwidth)):
             buffer = gl.allocate_shared_memory(
                 out.dtype, [CHUNK, 64] if T.turned else [64, CHUNK], out.layout
             )
             out_s = out_s + (buffer,)
     else:
-        out_s = (a_s,)  # any
+        out_s = (a_s,)  # not used
     a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, T.a_scales], a_scale_map.layout)
     b_scale_s = gl.allocate_shared_memory(
         gl.float32, [STAGES * T.b_scale_copies, T.b_scales], b_scale_map.layout

@@ -13,15 +13,15 @@ from ...devices import sms
 from ...formats import BLOCK, Quantized, ceil_div, num_blocks
 from ...runtime.launch import Launch
 from ...scale_layouts import VECTOR_BYTES, in_vectors, tma_scale
-from ..split_k import plan_sum
 from . import assembly
 from .epilogue import CHUNK, Output
 from .kernel import gemm_kernel
+from .split_k import plan_sum
 from .tile import WARPGROUP_ROWS, Tile
 from .tiles import choose_tile, programs_for
 
-# In waves x k blocks: from here on SMs drift apart, and no prefetch is needed. Measured: +5% on
-# 8192 x 8192 x 8192, +3% on 4096 x 4096 over 8192, but -4% over 4096.
+# Waves x k blocks from which SMs drift apart, so that sums are added without prefetch. Measured:
+# +5% on 8192 x 8192 x 8192, +3% on 4096 x 4096 over 8192, but -4% over 4096.
 _LONG = 256
 
 _OUT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -41,14 +41,13 @@ def _data_map(data: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
-    # Scales as one vector: what a tile at the edge reads beyond its rows belongs to rows that
-    # nobody stores.
+    # Scales as one vector: a tile at the edge reads too many, for rows that are not stored.
     size = (major - 1) * ld + minor
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
 
 
 def fits_tma(out: Tensor) -> bool:
-    """Whether TMA can address the rows of ``out``: multiples of 16 bytes, at one."""
+    """True if TMA can address the rows of ``out``: address and pitch are multiples of 16 bytes."""
     pitch = out.stride(0) * out.element_size()
     return pitch % VECTOR_BYTES == 0 and out.data_ptr() % VECTOR_BYTES == 0
 
@@ -71,9 +70,9 @@ def plan_gemm(
 ) -> Launch:
     """The launch of ``out (+)= A B^T (+ bias)``.
 
-    Data as ``in_vectors`` makes it, scales as ``tma_scale`` does; ``out`` has contiguous rows,
-    which TMA can address if it accumulates. With ``parts`` of K, which divide its blocks, their
-    sums go to fp32 rows of ``out`` one below the other, each part padded to whole tiles.
+    Data is laid out by ``in_vectors``, scales by ``tma_scale``. ``out`` has contiguous rows, which
+    TMA must be able to address if ``accumulate``. With several ``parts`` of K, a divisor of its
+    number of blocks, their fp32 sums go to ``out`` one below the other, padded to whole tiles.
     """
     assert bias is None or not tile.turned
     rows, cols = out.shape
@@ -102,7 +101,7 @@ def plan_gemm(
     output = Output(tma, bias is not None, add, parts > 1)
     items = tiles_m * tiles_n * parts
     programs = programs_for(tile, items, blocks // parts, sms(out.device), accumulate)
-    assembly.install()  # before the kernel is compiled; another library may have replaced the hook
+    assembly.install()  # before each compilation: another library may have replaced the hook
     return Launch(
         gemm_kernel,
         (programs,),
@@ -119,7 +118,7 @@ def _for_tma(x: Quantized) -> Quantized:
 
 
 def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
-    """``out (+)= A B^T (+ bias)`` by the tile, and in the parts of K, predicted to be fastest."""
+    """``out (+)= A B^T (+ bias)`` with the tile and parts of K that are predicted fastest."""
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, parts, _ = choose_tile(

@@ -1,4 +1,4 @@
-"""Device functions that bring operands: the order of tiles, the ring of stages, the producer."""
+"""Device functions that load operands: the order of tiles, the ring of stages, the producer."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.jit
 def unknown(x):
-    # The same number, but not to the compiler: what is computed from it is computed here and now,
-    # and takes no register before.
+    # Hides x from the compiler: numbers derived from the result are computed after this point and
+    # take no registers before it.
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -26,7 +26,7 @@ def tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def work_of(index, tiles_m, tiles_n, SPLIT: gl.constexpr, GROUP: gl.constexpr):
-    # Tile and part of K of item `index`: with SPLIT, every tile is made in several parts.
+    # Tile and part of K of item `index`: with SPLIT, every tile is computed in several parts.
     if SPLIT:
         part = index // (tiles_m * tiles_n)
         tile_m, tile_n = tile_of(index - part * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
@@ -44,7 +44,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _prefetch_lines(out_ptr, row, col, M, N, out_ld, first, T: gl.constexpr):
-    # 32 lines of 128 bytes of the fp32 tile at [row, col] into L2, where sums will be added to them
+    # Prefetches 32 lines of 128 bytes of the fp32 tile at [row, col] into L2, which adds to them.
     LINES: gl.constexpr = T.n // 32  # of a row of the tile
     line = first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     rows = row + line // LINES
@@ -85,7 +85,7 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BYTES)
             for i in gl.static_range(SCALE_COPIES):
-                # A copy starts at a multiple of 16 bytes: of 128x128 scales, number k % 4 is meant.
+                # A copy starts at a multiple of 16 bytes: of 128x128 scales, number k % 4 is used.
                 at = (
                     b_scale_at + i * (T.n // SCALE_COPIES)
                     if T.b_block == 1
@@ -108,7 +108,7 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
                     target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
                 tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
             if OUT.add == "staged" and not T.turned:
-                # in the second half of the k blocks: not so early that L2 forgets
+                # in the second half of the k blocks, so that L2 does not evict the lines too early
                 half = blocks_k // 2
                 if k >= half:
                     done = unknown(k - half)

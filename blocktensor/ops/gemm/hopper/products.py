@@ -7,14 +7,14 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 @gluon.jit
 def put(values, AT: gl.constexpr, value):
-    # the tuple with another value at AT
+    # the tuple with `value` at AT
     return values[:AT] + (value,) + values[AT + 1 :]
 
 
 @gluon.jit
 def pin(x):
-    # No instruction, but a place in the order of things: LLVM would sink promotions below the next
-    # product, which then needs a raw accumulator of its own, and loads up to the loop's head.
+    # No instruction, but a fixed position: LLVM would sink promotions below the next product, which
+    # then needs a raw accumulator of its own, and move loads up to the loop's head.
     return gl.inline_asm_elementwise("// pin", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -27,7 +27,7 @@ def halves(x):
 
 @gluon.jit
 def pieces(x, T: gl.constexpr):
-    # A raw accumulator as tensors of at most 64 columns; of one for 96, the last 32 are dead.
+    # A raw accumulator as tensors of at most 64 columns; for width 96, the last 32 are dropped.
     if T.width == 64:
         parts = (x,)
     elif T.width == 128:
@@ -41,7 +41,7 @@ def pieces(x, T: gl.constexpr):
 
 @gluon.jit
 def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
-    # Product INDEX of this warpgroup's share of the stage, asynchronous.
+    # Starts product INDEX of this warpgroup's share of the stage, asynchronously.
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
     ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
@@ -63,7 +63,7 @@ def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.con
 def row_scales(
     scales, stage, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    # [64]: of the rows of row wave WAVE
+    # [64]: scales of row wave WAVE
     ROW: gl.constexpr = ((WG * T.rows if T.split == "m" else 0) + WAVE) * 64
     return scales.index(stage).slice(ROW, 64).load(gl.SliceLayout(1, LAYOUT))
 
@@ -72,7 +72,7 @@ def row_scales(
 def column_scales(
     scales, stage, PART: gl.constexpr, PIECE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, like,
 ):  # fmt: skip
-    # [columns of `like`]: of piece PIECE of column part PART
+    # [columns of `like`]: scales of piece PIECE of column part PART
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
     FIRST: gl.constexpr = (0 if T.width == 96 else COL) + PIECE * 64
     copy = stage * T.b_scale_copies + (WG if T.width == 96 else 0)
@@ -87,16 +87,16 @@ def along_rows(scale, like):
 
 @gluon.jit
 def promote_rows(acc, raw, row, FIRST: gl.constexpr):
-    # acc + raw * row, where the scale of B is already part of row; FIRST: acc is not there yet
+    # acc + raw * row, where row includes the scale of B. FIRST: raw * row, since sums begin here.
     row = along_rows(row, raw)
     return pin(raw * row) if FIRST else pin(acc + raw * row)
 
 
 @gluon.jit
 def promote(acc, raw, row, col):
-    # acc + raw * col * row. A thread holds 2 rows x 2 columns in four registers in a row; written
-    # in this order, two neighbours share an operand, which then costs no register read. Tensor
-    # cores and FMAs compete for register ports: it is these reads that limit the kernel.
+    # acc + raw * col * row. A thread holds 2 rows x 2 columns in four consecutive registers. In
+    # this order two consecutive instructions share an operand, which saves a register read. Tensor
+    # cores and FMAs compete for register ports: register reads limit the kernel.
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 t<4>;

@@ -1,4 +1,4 @@
-"""The shape of a GEMM tile and how a program works on it: one frozen value, a kernel's constant."""
+"""The tile of a GEMM and its division among a program's warpgroups: a constant of the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tile:
 
     Consumer warpgroups divide the tile along ``split``. Each covers its part with ``rows`` x
     ``cols`` products of 64 x ``width`` elements over 128 of K, promoted one by one into its
-    accumulators. ``depth`` raw accumulators let as many products be under way.
+    accumulators. ``depth`` raw accumulators allow as many products under way.
 
     Attributes:
         name: unique among tiles.
@@ -24,11 +24,11 @@ class Tile:
         width: columns of a product: 64, 96 or 128.
         warpgroups: consumer warpgroups.
         stages: k blocks that shared memory holds.
-        buffers: output buffers of a warpgroup, 4 KiB each: 64 x 32 numbers of 16 bits, or half.
+        buffers: output buffers of a warpgroup, 64 x 32 numbers of 16 bits; for fp32, half as many.
         group: m tiles that share a sweep over n, for reuse in L2.
-        registers: of a consumer thread.
-        programs: programs an SM holds.
-        turned: the product is made as its transpose, and turned on its way to memory.
+        registers: registers of a consumer thread.
+        programs: programs that an SM holds.
+        turned: the transposed product is computed, and transposed as it is stored.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Tile:
 
     @property
     def m(self) -> int:
-        """Rows of the tile, as it is made: turned ones are columns of the output."""
+        """Rows of the tile as computed, which are columns of the output if ``turned``."""
         return WARPGROUP_ROWS * self.rows * (self.warpgroups if self.split == "m" else 1)
 
     @property
     def n(self) -> int:
-        """Columns of the tile, as it is made."""
+        """Columns of the tile as computed."""
         return self.width * self.cols * (self.warpgroups if self.split == "n" else 1)
 
     @property
@@ -63,7 +63,7 @@ class Tile:
 
     @property
     def products(self) -> int:
-        """Tensor core products a warpgroup makes of one k block."""
+        """Tensor core products of a warpgroup for one k block."""
         return self.rows * self.cols
 
     @property
@@ -73,39 +73,39 @@ class Tile:
 
     @property
     def pieces(self) -> int:
-        """Tensors that an accumulator of 64 x ``width`` is kept in, each at most 64 columns."""
+        """Tensors of at most 64 columns that hold an accumulator of 64 x ``width``."""
         return -(-self.width // 64)
 
     @property
     def a_rows(self) -> int:
-        """Rows of A that one TMA copy brings."""
+        """Rows of A that one TMA copy loads."""
         return self.m if self.m & (self.m - 1) == 0 else WARPGROUP_ROWS
 
     @property
     def b_rows(self) -> int:
-        """Rows of B that one TMA copy brings."""
+        """Rows of B that one TMA copy loads."""
         return self.n if self.n & (self.n - 1) == 0 else WARPGROUP_ROWS
 
     @property
     def b_rows_apart(self) -> int:
-        """Rows of B between places in shared memory where an operand may begin."""
+        """Rows of B between two places in shared memory where an operand may begin."""
         return 32 if self.width == 96 else self.b_rows
 
     @property
     def a_scales(self) -> int:
-        """Row scales that one copy brings: a power of two, rows of the tile and perhaps more."""
+        """Row scales that one copy loads: a power of two, at least the rows of the tile."""
         return max(BLOCK, 1 << (self.m - 1).bit_length())
 
     @property
     def b_scales(self) -> int:
-        """Scales of B that one copy brings."""
+        """Scales of B that one copy loads."""
         if self.b_block == BLOCK:
             return 32  # 128 bytes, of which one number is used
         return BLOCK if self.width == 96 else self.n
 
     @property
     def b_scale_copies(self) -> int:
-        """Copies that bring the scales of B."""
+        """Copies that load the scales of B."""
         return 2 if self.width == 96 else 1
 
     def out_buffers(self, bits: int) -> int:

@@ -1,8 +1,8 @@
-"""The tiles there are, and which one a shape gets: the one predicted to be fastest.
+"""The tiles of GEMMs, and the choice of the one that is predicted to be fastest for a shape.
 
-The prediction is two lines per tile, fitted to measurements: programs work in waves, and a wave
-takes a time per k block and a time for the rest; a single wave, which leaves the GPU cool and its
-memory idle, takes less. ``python -m benchmarks tiles`` measures and writes ``tiles.json`` anew.
+The prediction for a tile is two fitted lines: the time of each of several waves over its k blocks,
+and that of a single wave, which leaves the GPU cool and its memory idle and takes less.
+``python -m benchmarks tiles`` measures again and writes ``tiles.json``.
 """
 
 from __future__ import annotations
@@ -36,42 +36,41 @@ TILES = {
 }  # fmt: skip
 
 CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
-"""What tiles.json calls cuBLAS's kernels, by the rows of B that share a scale."""
+"""Names of cuBLAS's kernels in tiles.json, by the rows of B that share a scale."""
 
 ADDED = " +="
-"""What tiles.json adds to the name of a tile whose sums are added to an fp32 output."""
+"""Suffix in tiles.json of a tile whose sums are added to an fp32 output."""
 
 CUBLAS_MARGIN = 0.97
 CUBLAS_SAVES_US = 2.0
-"""cuBLAS is preferred only where it is predicted to take less than this of our time, and to save
-microseconds that count: a call of it takes 25 to 40 us more on the host than one of ours."""
+"""cuBLAS is chosen only if it is predicted to take less than this share of our time, and to save
+this many microseconds: its call takes 25 to 40 us more on the host than ours."""
 
 
 MOST_PARTS = 16
 SUM_US = 1.4
-"""A launch that sums parts, microseconds."""
+"""Microseconds of the launch that sums parts."""
 
 PARTS_MARGIN = 0.9
-"""Parts are made only where they are predicted to take less than this of the time."""
+"""Parts are used only if they are predicted to take less than this share of the time."""
 
 SUMMED_PER_US = 1.2e6
-"""Numbers that it sums in a microsecond, out of L2."""
+"""Numbers from L2 that this launch sums in a microsecond."""
 
 PROGRAM_US = 250.0
-"""The least that programs work where an SM runs several of them one after the other.
+"""Least microseconds of a program where an SM runs several programs one after the other.
 
-One that works until the product is done waits, where another stream's kernels hold its SM, and then
-does all of its share alone: beside a collective on 24 SMs such products take 1.8 times as long, in
-programs of this length 1.3 times. A change of programs costs 5 us, hidden in products this long.
+A program that runs until the product is done waits while another stream's kernels hold its SM, and
+then does its whole share alone: beside a collective on 24 SMs such products take 1.8 times as long,
+with programs of this length 1.3 times. A change of programs takes 5 us, hidden in long products.
 """
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a kernel takes: microseconds per wave and k block, per wave, and per launch.
+    """Microseconds of a kernel: per wave and k block, per wave, and per launch.
 
-    Where all tiles are under way at once: microseconds per k block of the tiles of an SM, and per
-    launch (``lone_``).
+    ``lone_``: for a single wave, per k block of each tile of an SM, and per launch.
     """
 
     m: int
@@ -84,15 +83,15 @@ class Speed:
     lone_us: float
 
     def waves(self, m: int, n: int, sms: int, parts: int = 1) -> int:
-        """Times that every SM works, where an SM holds ``programs`` tiles of ``m`` x ``n``."""
+        """Waves of an ``[m, n]`` output, where an SM computes ``programs`` tiles at a time."""
         return ceil_div(self._tiles(m, n) * parts, sms * self.programs)
 
     def an_sm(self, m: int, n: int, sms: int, parts: int = 1) -> int:
-        """The most tiles that fall to one SM."""
+        """The most tiles that one SM computes."""
         return ceil_div(self._tiles(m, n) * parts, sms)
 
     def wave(self, blocks: int) -> float:
-        """Microseconds of a wave over ``blocks`` k blocks, among others."""
+        """Microseconds of one of several waves, over ``blocks`` k blocks."""
         return blocks * self.block_us + self.wave_us
 
     def _tiles(self, m: int, n: int) -> int:
@@ -121,7 +120,7 @@ def _speed(tile: Tile, accumulate: bool) -> Speed:
 
 
 def possible_parts(blocks: int) -> list[int]:
-    """Into how many equal parts ``blocks`` k blocks can be cut, a few blocks each."""
+    """The numbers of equal parts that ``blocks`` k blocks can be cut into, each of at least 4."""
     return [p for p in range(1, MOST_PARTS + 1) if blocks % p == 0 and (p == 1 or blocks // p >= 4)]
 
 
@@ -136,7 +135,7 @@ def choose_tile(
     accumulate: bool = False,
     turned: bool = True,
 ) -> tuple[Tile, int, float]:
-    """The tile for a shape, the parts of K to make it in, and the predicted time in microseconds.
+    """The tile for a shape, the number of parts of K, and the predicted time in microseconds.
 
     ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
     which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
@@ -158,7 +157,7 @@ def choose_tile(
 
 
 def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool = False) -> int:
-    """How many programs share ``items`` tiles over ``blocks`` k blocks each."""
+    """The number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
     at_once = sms * tile.programs
     if items <= at_once:
         return items
@@ -170,7 +169,7 @@ def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool
 
 
 def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, sms: int) -> bool:
-    """Whether cuBLAS is predicted to be faster than the best tile."""
+    """True if cuBLAS is predicted to be faster than the best tile."""
     ours = choose_tile(m, n, blocks, b_block, sms)[2]
     theirs = speeds()[CUBLAS[b_block]].microseconds(m, n, blocks, sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)

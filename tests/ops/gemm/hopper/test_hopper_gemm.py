@@ -20,7 +20,7 @@ from tests.support.numeric import operand, relative_error, worst_row
 pytest.importorskip("triton")
 
 from blocktensor.ops.gemm.hopper import launch as hopper
-from blocktensor.ops.gemm.split_k import plan_sum
+from blocktensor.ops.gemm.hopper.split_k import plan_sum
 
 pytestmark = [
     pytest.mark.gpu,

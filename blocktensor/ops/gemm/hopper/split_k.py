@@ -1,4 +1,4 @@
-"""The sum of the parts of a product along K, when several programs share a tile."""
+"""The sum of the parts of a product along K, for a tile that several programs share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import ceil_div
-from ..runtime.launch import Launch
+from ...formats import ceil_div
+from ...runtime.launch import Launch
 
 _COLUMNS = 512
 

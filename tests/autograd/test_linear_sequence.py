@@ -1,4 +1,4 @@
-"""The products of a linear: recorded as one sequence where ops only allocate and launch."""
+"""A direction of a linear as one sequence: recorded where its ops only allocate and launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from blocktensor.autograd import products
+from blocktensor.autograd.linear import _dgrad_and_wgrad, _fprop
 from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
 from blocktensor.ops.formats import ROWS, SQUARES
 from blocktensor.ops.gemm.ops import gemm
@@ -89,7 +89,7 @@ def test_what_cannot_be_replayed_runs_one_by_one() -> None:
 def test_forward_and_backward_are_their_ops(
     bias: bool, columnwise: bool, records: bool, device: torch.device
 ) -> None:
-    """On a GPU recorded at the first call; on a CPU found not to be replayable."""
+    """On a GPU recorded at the first call where that can be; on a CPU called every time."""
     x, grad = randn(M, K, device=device), randn(M, N, seed=1, device=device)
     w = quantize_rowwise(randn(N, K, seed=2, device=device), SQUARES)
     b = randn(N, seed=3, device=device) if bias else None
@@ -100,8 +100,8 @@ def test_forward_and_backward_are_their_ops(
         gemm(g_row, transpose(w), None, torch.bfloat16),
         gemm(g_col, x_col, None, torch.float32),
     )
-    forward: Any = recorded(products.fprop, records)
-    backward: Any = recorded(products.dgrad_and_wgrad, records)
+    forward: Any = recorded(_fprop, records)
+    backward: Any = recorded(_dgrad_and_wgrad, records)
     for _ in range(3):
         y, saved = forward(x, w, b, ROWS, torch.bfloat16, columnwise)
         assert torch.equal(y, wanted[0])

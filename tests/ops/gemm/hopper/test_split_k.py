@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from blocktensor.ops.gemm.split_k import plan_sum
+from blocktensor.ops.gemm.hopper.split_k import plan_sum
 from tests.support.sm90 import compile_for_sm90
 
 META = torch.device("meta")

@@ -1,0 +1,157 @@
+"""What writes and loads change in a shard is noticed by the next forward, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcs
+
+from blocktensor.distributed import FP8Shard, precompute_block_amax
+from blocktensor.distributed.fsdp.trainable import shard_of
+from tests.support.ranks import on_ranks
+from tests.support.sharded import mesh_of
+from tests.support.sharded_checkpoints import (
+    Averaged,
+    assert_forward_is_fresh,
+    assert_same_tensors,
+    converted,
+    load,
+    loss_of,
+    sharded,
+    snapshot,
+    train,
+    trained,
+    whole,
+)
+
+
+def table_of(model: nn.Sequential, layer: int) -> Any:
+    """The amax table that a weight is in."""
+    found = shard_of(model[layer].weight)
+    assert found is not None and found.identity.place is not None
+    return found.identity.place[0]
+
+
+@on_ranks(3, gpus=())
+def test_one_reduction_an_optimizer_step_of_all_weights_that_every_rank_has_rows_of(
+    world: int, device: str
+) -> None:
+    model, optimizer = trained(mesh_of(world, device))
+    assert table_of(model, 0) is table_of(model, 2) is not table_of(model, 4)
+    for precompute in (False, True):
+        before = table_of(model, 0).reductions
+        if precompute:
+            assert precompute_block_amax(model) == 3
+            assert table_of(model, 0).reductions == before + 1
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch == 2)
+            loss_of(model, microbatch).backward()
+        assert table_of(model, 0).reductions == before + 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "parameter": lambda p: p.mul_(8),
+    "data": lambda p: p.data.mul_(8),
+    "detach": lambda p: p.detach().mul_(8),
+    "to_local": lambda p: p.to_local().mul_(8),
+    "data.to_local": lambda p: p.data.to_local().mul_(8),
+    "detach.to_local": lambda p: p.detach().to_local().mul_(8),
+}
+
+
+@on_ranks(3, gpus=())
+def test_writes_through_aliases(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device))
+    for write in WRITES.values():
+        for layer in (0, 4):
+            with torch.no_grad():
+                write(model[layer].weight)
+            assert_forward_is_fresh(model)
+
+
+@on_ranks(3, gpus=())
+def test_loads_in_place_of_all_and_of_one_weight_at_a_time(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    model, _ = trained(mesh_of(world, device))
+    larger = {name: value * 64 for name, value in model.state_dict().items()}
+    dcp.save(larger, checkpoint_id=tmp_path)
+    for names in (["4.weight"], ["2.weight"], ["0.bias"], ["0.weight"], list(larger)):
+        assert_forward_is_fresh(model)
+        state = model.state_dict()
+        dcp.load({name: state[name] for name in names}, checkpoint_id=tmp_path)
+        for name in names:
+            assert torch.equal(whole(model.get_parameter(name)), whole(larger[name]))
+        assert_forward_is_fresh(model)
+        with torch.no_grad():
+            for name in names:
+                model.get_parameter(name).mul_(1 / 64)
+
+
+@on_ranks(3, gpus=())
+def test_saved_while_training_goes_on_is_what_was_there_at_the_call(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    mesh = mesh_of(world, device)
+    model, optimizer = trained(mesh)
+    at_call = snapshot(model, optimizer)
+    weights, state = dcs.get_state_dict(model, optimizer)
+    group = dist.new_group(backend="gloo")  # of the thread that saves
+    saving = dcp.async_save(
+        {"model": weights, "optimizer": state}, checkpoint_id=tmp_path, process_group=group
+    )
+    for step in range(3):
+        train(model, optimizer, step)
+    saving.result()
+    dist.barrier()
+
+    other, their_optimizer = sharded(converted(seed=3), mesh)
+    load(other, their_optimizer, str(tmp_path), mesh)
+    assert_same_tensors(snapshot(other, their_optimizer), at_call)
+    assert not torch.equal(whole(model[2].weight), at_call["2.weight"])
+
+
+@pytest.mark.parametrize(("assign", "after_forward"), [(True, True), (True, False), (False, True)])
+@on_ranks(3, gpus=())
+def test_plain_dtensors_become_weights_that_are_gathered_in_fp8(
+    world: int, device: str, assign: bool, after_forward: bool
+) -> None:
+    """Assigned or copied, before the first forward or after it."""
+    mesh = mesh_of(world, device)
+    model, _ = trained(mesh)
+    target, _ = sharded(converted(seed=4), mesh)
+    if after_forward:
+        loss_of(target, 0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert {type(value._local_tensor) for value in state.values()} == {Tensor}
+
+    target.load_state_dict(state, assign=assign)
+
+    assert_forward_is_fresh(target)
+    for layer in (0, 2, 4):
+        local = target[layer].weight._local_tensor
+        assert type(local) is FP8Shard
+        assert local.recipe == model[layer].weight._local_tensor.recipe
+        assert torch.equal(whole(target[layer].weight), whole(model[layer].weight))
+    train(target, Averaged(target.parameters(), lr=1e-2), 9)
+    assert_forward_is_fresh(target)
+
+
+@on_ranks(3, gpus=())
+def test_one_plain_dtensor_is_assigned(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    model, _ = trained(mesh)
+    target, _ = sharded(converted(seed=4), mesh)
+    one = {"2.weight": model.state_dict()["2.weight"].clone()}
+    loss_of(target, 0)
+    target.load_state_dict(one, assign=True, strict=False)
+    assert_forward_is_fresh(target)

@@ -1,0 +1,122 @@
+"""A small sharded model, its optimizer, and what torch.distributed.checkpoint writes of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import blocktensor
+
+# the mean over 3 ranks of what is the same on each is that, if rounded once
+IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+
+class Averaged(torch.optim.AdamW):
+    """AdamW that also keeps a copy of each parameter, as optimizers that average weights do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = p.detach().clone()
+                state["average"].lerp_(p.detach(), 0.5)
+
+
+def plain(seed: int = 0) -> nn.Sequential:
+    """Rows that no number of ranks divides; of the last weight only rank 0 has any."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(192, 130), nn.ReLU(), nn.Linear(130, 300, bias=False), nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(300, 1, bias=False)).bfloat16()
+
+
+def converted(seed: int = 0) -> nn.Sequential:
+    model = plain(seed)
+    blocktensor.convert(model, auto_filter_small_kn=False)
+    return model
+
+
+def sharded(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """The model, each linear sharded by itself, and an optimizer of it."""
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh, mp_policy=IN_FP32)
+    return model, Averaged(model.parameters(), lr=1e-2)
+
+
+def trained(mesh: DeviceMesh, steps: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A converted, sharded model after its first steps, and its optimizer."""
+    model, optimizer = sharded(converted(), mesh)
+    for step in range(steps):
+        train(model, optimizer, step)
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(20, 192, generator=torch.Generator().manual_seed(step)).bfloat16()
+    loss: Tensor = (model(x).float() - 1).square().mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Train one step, whose batch depends on its number; the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def whole(value: Tensor) -> Tensor:
+    """A copy of a tensor, or of all of a DTensor."""
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Whole weights and optimizer state; all ranks of the model must ask."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = whole(p)
+        for key, value in optimizer.state[p].items():
+            found[f"{name}:{key}"] = whole(value)
+    return found
+
+
+def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Plain tensors, bit for bit."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert type(found[name]) is Tensor, name
+        assert torch.equal(found[name], value), name
+
+
+def assert_forward_is_fresh(model: nn.Sequential) -> None:
+    """The output is that of an unsharded model with the weights as they are now."""
+    reference = converted()
+    reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    with torch.no_grad():
+        for step in (7, 8):
+            assert torch.equal(loss_of(model, step), loss_of(reference, step))
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, mesh: DeviceMesh) -> None:
+    weights, state = dcs.get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    dcp.save(both, checkpoint_id=folder, process_group=mesh.get_group())
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, mesh: DeviceMesh) -> None:
+    weights, state = dcs.get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    dcp.load(both, checkpoint_id=folder, process_group=mesh.get_group())
+    dcs.set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=both["optimizer"]
+    )
