@@ -3,8 +3,6 @@
 Public: the names in ``__all__``, and ``blocktensor.functional`` and ``blocktensor.distributed``.
 """
 
-import sys as _sys
-
 import torch as _torch
 
 from . import distributed as distributed
@@ -14,8 +12,6 @@ from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .distributed.fsdp import begin_shard as _begin_shard
-from .model import input_group as _input_group
-from .model import state_dict as _state_dict
 from .model.conversion_report import ConversionReport, SmallKN
 from .model.convert import convert, to_blockwise_fp8_weights
 from .model.explain import Explanation, explain
@@ -29,7 +25,6 @@ from .tensor import aten_products as _aten_products
 from .tensor import aten_slicing as _aten_slicing
 from .tensor import aten_views as _aten_views
 from .tensor import aten_weight as _aten_weight
-from .tensor import weight as _weight
 from .tensor.base import TORCH_FUNCTIONS as _TORCH_FUNCTIONS
 from .tensor.fp8_tensor import ATEN_OPS as _ATEN_OPS
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -54,20 +49,15 @@ for _ops in (
 ):
     _WEIGHT_OPS.update(_ops)
 
-# for torch.load(weights_only=True) of frozen weights and of whole models
+# For torch.load(weights_only=True) of frozen weights and of whole models.
 _torch.serialization.add_safe_globals(
     [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named]
 )
 
-# The names of these in files that were saved before the modules moved.
+# The name of frozen weights in files from before they moved.
+_OLD_NAME = "blocktensor.tensor.BlockwiseFP8Tensor"
+_torch.serialization.add_safe_globals([(BlockwiseFP8Tensor, _OLD_NAME)])
 _tensor.BlockwiseFP8Tensor = BlockwiseFP8Tensor  # type: ignore[attr-defined]
-for _old, _new in (("weight", _weight), ("state", _state_dict), ("groups", _input_group)):
-    _sys.modules[f"{__name__}.{_old}"] = _new
-_torch.serialization.add_safe_globals([
-    (BlockwiseFP8Tensor, "blocktensor.tensor.BlockwiseFP8Tensor"),
-    (BlockwiseFP8Weight, "blocktensor.weight.BlockwiseFP8Weight"),
-    (_FP8Cache, "blocktensor.weight.FP8Cache"),
-])  # fmt: skip
 
 __version__ = "0.1.0"
 

@@ -66,3 +66,11 @@ def test_the_texts() -> None:
 def test_bad_recipes_name_the_field(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Recipe\({name}='no'\): expected"):
         Recipe(**{name: "no"})
+
+
+@pytest.mark.parametrize("scale", ["fp32", "power_of_two"])
+def test_its_formats(scale: Any) -> None:
+    recipe = Recipe(scale=scale)
+    activations, weights = recipe.activation_format, recipe.weight_format
+    assert (activations.block_shape, weights.block_shape) == ((1, 128), (128, 128))
+    assert activations.scale_rounding == weights.scale_rounding == scale

@@ -99,8 +99,9 @@ class _Linear(torch.autograd.Function):
         if isinstance(w, BlockwiseFP8Weight):
             w_row, ctx.cache = w.rowwise(before_backward=needs_dx or needs_dw), w.cache
         elif isinstance(w, BlockwiseFP8Tensor):
-            w_row = w.rowwise()
-            if not plan.tracing:
+            # Dynamo may take a method of a tensor for an op, which returns tensors alone
+            w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
+            if needs_dx and not plan.tracing:
                 w_saved, ctx.names = saved_weight.inner_tensors(w)
         else:
             w_row = quantize_rowwise(w, plan.weight_format)

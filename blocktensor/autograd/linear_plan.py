@@ -96,23 +96,23 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    x_inner, w_inner = _inner(x), _inner(w)
     if (
         not isinstance(w, _FP8_TYPES)
-        or must_dispatch(_inner(x), _inner(w))
+        or must_dispatch(x_inner)
+        or must_dispatch(w_inner)
         or torch._C._are_functorch_transforms_active()
     ):
         return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
-    return _PLANS.find(
-        x,
-        w,
-        bias,
-        recipe,
+    surroundings = (
         x.format if isinstance(x, BlockwiseFP8Tensor) else None,
-        w.cache.format if isinstance(w, BlockwiseFP8Weight) else w.format,
         (x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
     )
+    # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
+    forms = (w.cache.format,) if isinstance(w, BlockwiseFP8Weight) else w.operand
+    return _PLANS.find(x, w, bias, recipe, *surroundings, *forms)
 
 
 def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:

@@ -88,7 +88,7 @@ def load_fp8(
     Args:
         model: any module. Tensors on meta are made on ``device``.
         path: the folder.
-        strict: whether missing and unexpected names are errors.
+        strict: raise for missing and unexpected names.
         device: for tensors that are on meta in the model; default: the CPU.
         recipe: of the FP8 weights: how gradients multiplied with them are cast.
 
@@ -219,7 +219,7 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Parameters and persistent buffers by the names that ``state_dict`` gives."""
+    """Parameters and persistent buffers by their names in ``state_dict``."""
     targets = {}
     names = model.state_dict(keep_vars=True)
     for prefix, module in model.named_modules(remove_duplicate=False):

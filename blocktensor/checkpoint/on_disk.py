@@ -63,12 +63,9 @@ def shard_name(number: int, count: int) -> str:
 def quantization_config(
     spelling: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
 ) -> dict[str, Any]:
-    """The description of the FP8 weights in ``config.json``, by which other libraries load them.
+    """The description of FP8 weights in ``config.json``, by which other libraries load them.
 
-    Args:
-        spelling: ``"deepseek"`` or ``"compressed-tensors"``.
-        unconverted: names of linear modules that are not in FP8.
-        formats: of all FP8 weights.
+    ``unconverted``: names of linear modules that are not in FP8. ``formats``: of all FP8 weights.
     """
     left = sorted(unconverted)
     block = list(SQUARES.block_shape)
@@ -138,11 +135,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def header_digest(file: Path) -> str:
-    """SHA-256 of a safetensors file's header: its length, and names, dtypes, shapes and places.
-
-    Raises:
-        CheckpointError: the file ends before its header does.
-    """
+    """SHA-256 of a file's header (length, names, dtypes, places); CheckpointError if truncated."""
     with file.open("rb") as opened:
         length = opened.read(8)
         size = int.from_bytes(length, "little")

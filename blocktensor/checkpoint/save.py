@@ -117,7 +117,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names that ``state_dict`` gives, each once."""
+    """Parameters and persistent buffers by their names in ``state_dict``, each once."""
     kept = dict(model.state_dict(keep_vars=True))
     seen: set[object] = set()
     unique: dict[str, Tensor] = {}

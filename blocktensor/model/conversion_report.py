@@ -29,7 +29,7 @@ class SmallKN:
 
 @dataclass(frozen=True)
 class Entry:
-    """One module's weight: whether it was converted, and why."""
+    """One module's weight: ``converted`` or not, with the reason."""
 
     name: str
     shape: tuple[int, ...]

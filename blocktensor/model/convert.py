@@ -21,7 +21,7 @@ from .state_dict import register_state_hooks
 from .swap_parameter import swap_in
 
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "output_projection", "logits")
-"""Last name of a linear that maps to the vocabulary, in the usual models."""
+"""Usual last names of a linear that maps to the vocabulary."""
 
 Filter = Callable[[nn.Module, str], bool]
 

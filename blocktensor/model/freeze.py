@@ -14,14 +14,14 @@ from .swap_parameter import swap_in
 
 
 def frozen_form(weight: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
-    """The FP8 form alone of a high-precision weight."""
+    """The FP8 form of a high-precision weight, without the master."""
     return BlockwiseFP8Tensor.cast(weight.detach(), recipe.weight_format, recipe)
 
 
 def freeze(model: nn.Module) -> list[str]:
     """Drop the high-precision masters of a model's FP8 linears: 1 byte a weight, no gradient.
 
-    Forward and data gradient keep their bits: they read the same cast.
+    Forward and dgrad keep their bits, since they read the same cast.
 
     Returns:
         The names of the modules whose weights were frozen.

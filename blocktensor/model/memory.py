@@ -97,8 +97,10 @@ def memory_report(model: nn.Module) -> MemoryReport:
     """The bytes that a model's parameters, their gradients and its buffers hold right now.
 
     Tensors on the same memory (tied weights) count once, for the first of them; a slice of a larger
-    storage counts as the bytes of the slice, a DTensor as its local part. ``model`` may be any
-    module, converted or not.
+    storage counts as the bytes of the slice, a DTensor as its local part.
+
+    Args:
+        model: any module, converted or not.
     """
     seen: set[object] = set()
     kinds = dict.fromkeys(("trainable", "frozen", "plain", "buffers"), Held())

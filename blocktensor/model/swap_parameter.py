@@ -13,7 +13,7 @@ _FP8_ATTRIBUTES = {
 
 
 def swap_in(parameter: Tensor, converted: Tensor) -> None:
-    """Give ``parameter`` the content of ``converted``: ties and optimizers hold the same object.
+    """Give ``parameter`` the content of ``converted``; ties and optimizers keep the same object.
 
     Raises:
         RuntimeError: an autograd graph or a wrapper such as DDP uses the parameter.

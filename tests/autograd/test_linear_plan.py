@@ -164,8 +164,7 @@ def test_what_tells_fp8_operands_apart() -> None:
     )  # fmt: skip
     both = frozen.relabel()
     both.columnwise_data, both.columnwise_scale, _ = frozen.columnwise()
-    row_only = BlockwiseFP8Tensor.quantize(X, columnwise=False)
-    calls = [(x, weight()), (row_only, weight()), (x.detach().requires_grad_(), weight())]
+    calls = [(x, weight()), (x.detach().requires_grad_(), weight())]
     calls += [(X, frozen), (X, moved), (X, both), (x, frozen), (X, weight())]
     calls += [
         (BlockwiseFP8Tensor.quantize(X, recipe=powers), weight(scale="power_of_two")),
@@ -175,6 +174,17 @@ def test_what_tells_fp8_operands_apart() -> None:
     assert len(set(map(id, plans))) == len(plans)
     assert [plan(*call) for call in calls] == plans
     assert plan(BlockwiseFP8Tensor.quantize(-X), weight()) is plans[0]
+
+
+def test_inputs_of_one_kind_may_hold_other_forms() -> None:
+    """Nothing is recorded of an input in FP8: each gives the forms that it holds."""
+    both, row_only = (BlockwiseFP8Tensor.quantize(X, columnwise=c) for c in (True, False))
+    module, frozen = linear(N, K), BlockwiseFP8Tensor.quantize(randn(N, K), (128, 128))
+    for _ in range(2):
+        assert torch.equal(functional.linear(both, frozen), functional.linear(row_only, frozen))
+        module(both)
+        with pytest.raises(ValueError, match="without its columnwise form"):
+            module(row_only)
 
 
 def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor
+from blocktensor import BlockwiseFP8Tensor, Recipe
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import linear, plain, randn, unaligned
+from tests.support.models import SQUARE, linear, plain, quantized, randn, unaligned
 
 __all__ = ["way_of_linears"]
 
@@ -58,6 +59,17 @@ def test_saves_no_x_without_wgrad_and_no_weight_without_dgrad() -> None:
     module.weight.requires_grad_(False)
     assert saved_by(lambda: module(randn(4, 384, grad=True))) == [module.weight]
     assert saved_by(lambda: module(randn(4, 384))) == []
+
+
+def test_no_form_is_made_that_no_backward_reads() -> None:
+    weight = quantized(N, K, block=SQUARE, recipe=Recipe(columnwise="keep"))
+    x = randn(5, K)
+    F.linear(x, weight)
+    with torch.no_grad():
+        F.linear(x.clone().requires_grad_(), weight)
+    assert weight.columnwise_data is None
+    F.linear(x.clone().requires_grad_(), weight)
+    assert weight.columnwise_data is not None
 
 
 def test_offloading_saved_tensors(device: torch.device) -> None:

@@ -162,6 +162,39 @@ def test_a_stack_is_cast_matrix_by_matrix(
         assert_same(stack.scale[i], want.scale)
 
 
+OTHERS = (
+    BlockFormat("1x32", (1, 32)),
+    BlockFormat("64x64", (64, 64), "power_of_two"),
+    BlockFormat("3x50", (3, 50)),
+)
+
+
+@formats(*OTHERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_other_sizes(kind: str, format: BlockFormat, rng: torch.Generator) -> None:
+    """Formats that no kernel is written for; registered or not."""
+    for rows, cols in ((130, 300), (1, 1), (64, 50), (0, 7), (7, 0)):
+        x = values(kind, rows, cols, torch.bfloat16, rng)
+        check(reference.quantize_rowwise, x, format)
+        check(columnwise, x, format)
+        if format.transposes:
+            got = reference.transpose(reference.quantize_rowwise(x, format))
+            assert_same(got.data, reference.quantize_rowwise(x.t(), format).data)
+
+
+def test_data_of_another_dtype() -> None:
+    e5m2 = BlockFormat("2x4", (2, 4), dtype=torch.float8_e5m2)
+    assert reference.largest(e5m2) == 57344
+    x = torch.tensor([[3.0, -1, 0, 0.5, 1e9], [2, 7, -4, 1, -1e-9]])
+    data, scale, _ = reference.quantize_rowwise(x, e5m2)
+    assert data.dtype == torch.float8_e5m2
+    assert_same(scale, torch.tensor([[7 / 57344, 1e9 / 57344]]))
+    value = reference.dequantize(Quantized(data, scale, e5m2), torch.float32)
+    assert torch.allclose(value, x, rtol=2**-3, atol=1e-2)
+    beyond = torch.tensor([6e4, -math.inf])
+    assert reference.to_data(beyond, e5m2).tolist() == [57344, -57344]
+
+
 # Scales
 
 

@@ -13,7 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocktensor.ops import library, reference
+from blocktensor.ops import reference
+from blocktensor.ops.cast import ops as cast_ops
+from blocktensor.ops.cast import part_ops
+from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
+from blocktensor.ops.formats import (
+    ROWS,
+    ROWS_POW2,
+    SQUARES,
+    SQUARES_POW2,
+    BlockFormat,
+    Quantized,
+    named,
+)
+from blocktensor.ops.gemm import dgrad_ops
+from blocktensor.ops.gemm import ops as gemm_ops
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
 from tests.support.numeric import E4M3, assert_same, operand, values
 
 OPS = torch.ops.blocktensor
@@ -21,18 +36,19 @@ SHAPES = ((130, 300), (128, 256), (1, 300), (1, 1), (0, 5), (5, 0))
 
 
 def cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
-    """The arguments of every op but the GEMMs, by the op's name."""
+    """The arguments of the functions of casts, by a label: the op's name, and what is special."""
     rng = torch.Generator().manual_seed(0)
     x = values("normal", shape[0], shape[1], torch.bfloat16, rng)
     stack = torch.stack([x, -x]).mT
-    row, square = reference.quantize_rowwise(x, False), reference.quantize_square(stack, False)
+    row, square = (reference.quantize_rowwise(x, f) for x, f in ((x, ROWS), (stack, SQUARES)))
     return {
-        "quantize_rowwise": (x.t(), False),
-        "quantize_columnwise": (x, True),
-        "quantize_both": (x, False),
-        "quantize_square": (stack, True),
-        "transpose_square": square,
-        "dequantize": (*row, torch.float16),
+        "quantize_rowwise": (x.t(), ROWS),
+        "quantize_rowwise of a stack": (stack, SQUARES_POW2),
+        "quantize_columnwise": (x, ROWS_POW2),
+        "quantize_both": (x, ROWS),
+        "transpose": (square,),
+        "dequantize": (row, torch.float16),
+        "dequantize of a stack": (square, torch.float32),
     }
 
 
@@ -41,23 +57,38 @@ def gemm_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     (m, k), n = shape, 129
     a, b = operand(m, k, 1, rng), operand(n, k, 128, rng)
     bias, out = torch.randn(n, generator=rng), torch.randn(m, n, generator=rng)
-    return {"gemm": (*a, *b, bias, torch.float32), "gemm_add_": (out, *a, *b)}
+    return {"gemm": (a, b, bias, torch.float32), "gemm_add_": (out, a, b)}
 
 
 def samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     return {**cast_samples(shape), **gemm_samples(shape)}
 
 
-NAMES = tuple(samples((1, 1)))
-every_op = pytest.mark.parametrize("name", NAMES)
+def op_args(*args: Any) -> tuple[Any, ...]:
+    """The arguments of a registered op: a format goes by its name, ``Quantized`` as three."""
+    flat: list[Any] = []
+    for x in args:
+        if isinstance(x, Quantized):
+            flat.extend(op_args(*x))
+        else:
+            flat.append(x.name if isinstance(x, BlockFormat) else x)
+    return tuple(flat)
+
+
+LABELS = tuple(samples((1, 1)))
+every_op = pytest.mark.parametrize("label", LABELS)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-def public(name: str) -> Callable[..., Any]:
-    """The function of `library` with the positional arguments of the op."""
-    if name != "gemm":
-        return getattr(library, name)
-    return lambda a, sa, b, sb, bias, dtype: library.gemm(a, sa, b, sb, bias=bias, out_dtype=dtype)
+def op_of(label: str) -> Any:
+    return getattr(OPS, label.split()[0]).default
+
+
+def public(label: str) -> Callable[..., Any]:
+    """The function of the package."""
+    name = label.split()[0]
+    function: Callable[..., Any] = getattr(gemm_ops if "gemm" in name else cast_ops, name)
+    return function
 
 
 def outputs(result: object) -> list[Tensor]:
@@ -65,18 +96,33 @@ def outputs(result: object) -> list[Tensor]:
 
 
 def test_every_registered_op_is_tested() -> None:
-    ops = [x for x in vars(library).values() if isinstance(x, torch.library.CustomOpDef)]
-    assert {op._opoverload for op in ops} == {getattr(OPS, name).default for name in NAMES}
+    """Here; those of parts in test_part_ops.py, those of the data gradient in test_dgrad_ops.py."""
+    modules = (cast_ops, gemm_ops, part_ops, dgrad_ops)
+    members = [x for module in modules for x in vars(module).values()]
+    ops = {x._opoverload for x in members if isinstance(x, torch.library.CustomOpDef)}
+    elsewhere = ("part_amax", "quantize_part", "dgrad_of_rowwise", "dgrad_of_master")
+    assert ops == {op_of(name) for name in (*LABELS, *elsewhere)}
+
+
+def test_a_format_goes_by_its_name() -> None:
+    x = torch.randn(3, 300)
+    for name in ("1x128", "128x128", "1x128_pow2", "128x128_pow2"):
+        data, scale = OPS.quantize_rowwise(x, name)
+        want = reference.quantize_rowwise(x, named(name))
+        assert_same(data, want.data)
+        assert_same(scale, want.scale)
+    with pytest.raises(ValueError, match="no format is named '128x1'"):
+        OPS.quantize_rowwise(x, "128x1")
 
 
 @every_op
 @every_shape
-def test_opcheck(name: str, shape: tuple[int, int]) -> None:
-    args, before = samples(shape)[name], samples(shape)[name]
+def test_opcheck(label: str, shape: tuple[int, int]) -> None:
+    args, before = (op_args(*samples(shape)[label]) for _ in range(2))
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if name.startswith("quantize"):  # this one multiplies the inputs: e4m3 cannot
+    if label.startswith("quantize"):  # this one multiplies the inputs: e4m3 cannot
         checks.append("test_schema")
-    passed = torch.library.opcheck(getattr(OPS, name).default, args, test_utils=checks)
+    passed = torch.library.opcheck(op_of(label), args, test_utils=checks)
     assert passed == dict.fromkeys(checks, "SUCCESS")
     for x, y in zip(outputs(args), outputs(before), strict=True):
         assert_same(x, y)  # opcheck works on copies
@@ -84,13 +130,24 @@ def test_opcheck(name: str, shape: tuple[int, int]) -> None:
 
 @every_op
 @every_shape
-def test_the_op_and_the_direct_call_give_the_same_bits(name: str, shape: tuple[int, int]) -> None:
-    direct, registered = samples(shape)[name], samples(shape)[name]
-    got = outputs(public(name)(*direct))
-    want = outputs(getattr(OPS, name)(*registered)) or [registered[0]]  # gemm_add_ returns nothing
+def test_the_op_and_the_direct_call_give_the_same_bits(label: str, shape: tuple[int, int]) -> None:
+    direct, registered = samples(shape)[label], op_args(*samples(shape)[label])
+    got = outputs(public(label)(*direct))
+    want = outputs(op_of(label)(*registered)) or [registered[0]]  # gemm_add_ returns nothing
     for x, y in zip(got, want, strict=True):
         assert_same(x, y)
         assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("label", [x for x in cast_samples((1, 1)) if "dequantize" not in x])
+@every_shape
+def test_the_format_of_a_result_is_that_of_its_argument(label: str, shape: tuple[int, int]) -> None:
+    args = samples(shape)[label]
+    format = args[-1] if label.startswith("quantize") else args[0].format
+    for moved in (args, tree_map_only(Tensor, lambda t: t.to("meta"), args)):
+        made = public(label)(*moved)
+        forms = (made,) if isinstance(made, Quantized) else made
+        assert [form.format for form in forms] == [format] * len(forms)
 
 
 def laid_out_alike(got: object, want: object) -> None:
@@ -100,22 +157,25 @@ def laid_out_alike(got: object, want: object) -> None:
 
 @every_op
 @every_shape
-def test_meta_and_fake_outputs_are_laid_out_as_real_ones(name: str, shape: tuple[int, int]) -> None:
-    args = samples(shape)[name]
-    real = public(name)(*args)
-    on_meta = public(name)(*tree_map_only(Tensor, lambda t: t.to("meta"), args))
+def test_meta_and_fake_outputs_are_laid_out_as_real_ones(
+    label: str, shape: tuple[int, int]
+) -> None:
+    args = samples(shape)[label]
+    real = public(label)(*args)
+    on_meta = public(label)(*tree_map_only(Tensor, lambda t: t.to("meta"), args))
     assert all(t.device.type == "meta" for t in outputs(on_meta))
     laid_out_alike(on_meta, real)
     with FakeTensorMode() as mode:
-        fake = public(name)(*tree_map_only(Tensor, mode.from_tensor, args))
+        fake = public(label)(*tree_map_only(Tensor, mode.from_tensor, args))
     laid_out_alike(fake, real)
 
 
 def test_dequantize_of_a_view_is_contiguous_as_its_fake_is() -> None:
-    data, scale, dtype = cast_samples((130, 300))["dequantize"]
-    view = data.t().contiguous().t()
-    assert library.dequantize(view.to("meta"), scale.to("meta"), dtype).is_contiguous()
-    assert library.dequantize(view, scale, dtype).is_contiguous()
+    x, dtype = cast_samples((130, 300))["dequantize"]
+    view = x._replace(data=x.data.t().contiguous().t())
+    on_meta = Quantized(view.data.to("meta"), view.scale.to("meta"), view.format)
+    assert dequantize(on_meta, dtype).is_contiguous()
+    assert dequantize(view, dtype).is_contiguous()
 
 
 class Recorder(TorchDispatchMode):
@@ -131,30 +191,30 @@ class Recorder(TorchDispatchMode):
 
 
 @every_op
-def test_a_dispatch_mode_sees_the_op_and_nothing_inside(name: str) -> None:
-    args = samples((130, 300))[name]
+def test_a_dispatch_mode_sees_the_op_and_nothing_inside(label: str) -> None:
+    args = samples((130, 300))[label]
     with Recorder() as recorder:
-        public(name)(*args)
-    assert recorder.seen == [getattr(OPS, name).default]
+        public(label)(*args)
+    assert recorder.seen == [op_of(label)]
 
 
 @every_op
-def test_a_compiled_graph_holds_the_op(name: str) -> None:
+def test_a_compiled_graph_holds_the_op(label: str) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    args, same = samples((130, 300))[name], samples((130, 300))[name]
+    args, same = samples((130, 300))[label], samples((130, 300))[label]
     torch._dynamo.reset()
-    compiled = torch.compile(public(name), backend=backend, fullgraph=True)
+    compiled = torch.compile(public(label), backend=backend, fullgraph=True)
     got = compiled(*args)
-    for x, y in zip(outputs(got), outputs(public(name)(*same)), strict=True):
+    for x, y in zip(outputs(got), outputs(public(label)(*same)), strict=True):
         assert_same(x, y)
     (graph,) = graphs
     called = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-    assert getattr(OPS, name).default in called
+    assert op_of(label) in called
 
 
 def test_one_graph_serves_all_sizes() -> None:
@@ -163,15 +223,14 @@ def test_one_graph_serves_all_sizes() -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     def product(x: Tensor, w: Tensor) -> Tensor:
-        a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
-        return library.gemm(*a, *b)
+        return gemm(quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES))
 
     w = torch.randn(129, 300)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (130, 7, 257):
             x = torch.randn(m, 300)
-            a, b = library.quantize_rowwise(x, False), library.quantize_square(w, False)
-            assert_same(product(x, w), library.gemm(*a, *b))
+            a, b = quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES)
+            assert_same(product(x, w), gemm(a, b))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(130, 129, 300), (0, 3, 5), (2, 3, 0)])
@@ -179,30 +238,30 @@ def test_flops_of_a_gemm_are_counted(m: int, n: int, k: int) -> None:
     rng = torch.Generator().manual_seed(0)
     a, b = operand(m, k, 1, rng), operand(n, k, 1, rng)
     with FlopCounterMode(display=False) as counter:
-        library.gemm(*a, *b)
-        library.gemm_add_(torch.zeros(m, n), *a, *b)
+        gemm(a, b)
+        gemm_add_(torch.zeros(m, n), a, b)
     assert counter.get_total_flops() == 2 * 2 * m * n * k
 
 
 def test_gemm_add_returns_its_output() -> None:
-    (out, *operands) = gemm_samples((130, 300))["gemm_add_"]
-    assert library.gemm_add_(out, *operands) is out
+    out, a, b = gemm_samples((130, 300))["gemm_add_"]
+    assert gemm_add_(out, a, b) is out
 
 
 def test_gemm_defaults_to_bf16_without_bias() -> None:
     rng = torch.Generator().manual_seed(0)
     a, b = operand(130, 300, 1, rng), operand(129, 300, 128, rng)
-    assert_same(library.gemm(*a, *b), reference.gemm(*a, *b, None, torch.bfloat16))
+    assert_same(gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0), (3, 5)])
 def test_an_empty_contraction_gives_the_bias(m: int, n: int) -> None:
-    a = torch.empty(m, 0, dtype=E4M3), torch.empty(m, 0)
-    b = torch.empty(n, 0, dtype=E4M3), torch.empty(-(-n // 128), 0)
+    a = Quantized(torch.empty(m, 0, dtype=E4M3), torch.empty(m, 0), ROWS)
+    b = Quantized(torch.empty(n, 0, dtype=E4M3), torch.empty(-(-n // 128), 0), SQUARES)
     bias = torch.arange(float(n))
-    assert torch.equal(library.gemm(*a, *b, bias=bias).float(), bias.expand(m, n))
+    assert torch.equal(gemm(a, b, bias=bias).float(), bias.expand(m, n))
     out = torch.ones(m, n)
-    assert torch.equal(library.gemm_add_(out, *a, *b), torch.ones(m, n))
+    assert torch.equal(gemm_add_(out, a, b), torch.ones(m, n))
 
 
 def test_autocast_leaves_the_products_alone() -> None:

@@ -1,14 +1,11 @@
-"""What torch ops do on the two FP8 types: exactly FP8, or a loud refusal; never in between."""
+"""Products of the FP8 types below autograd: in FP8, or refused."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.support.models import (
-    both_kinds,
-    composed,
-    randn,
-)
+from tests.support.models import POWER_OF_TWO, SQUARE, both_kinds, composed, quantized, randn
 
 
 def test_below_autograd_products_are_fp8_too() -> None:
@@ -23,3 +20,15 @@ def test_below_autograd_products_are_fp8_too() -> None:
             assert torch.equal(torch.ops.aten.mm(w, x.t()).t(), bare)
             scaled = torch.ops.aten.addmm(bias, x, w.t(), alpha=2, beta=3)
             torch.testing.assert_close(scaled, 2 * bare + 3 * bias, rtol=0.02, atol=0.05)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, w = quantized(5, 384), quantized(256, 384, block=SQUARE)
+    for a, b, message in (
+        (x, w, r"cannot multiply \[5, 384\] by \[256, 384\]: the inner sizes 384 and 256 differ"),
+        (x, quantized(2, 384, 256, block=SQUARE), "right operand has 3 dimensions"),
+        (x, quantized(256, 384, block=SQUARE, recipe=POWER_OF_TWO).t(), "mixed recipes"),
+        (quantized(5, 384, rowwise=False), w.t(), "without its rowwise form"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.aten.mm(a, b)

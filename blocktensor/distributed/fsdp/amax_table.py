@@ -24,13 +24,9 @@ from ...ops.scale_layouts import pad4
 
 @dataclass(frozen=True)
 class Part:
-    """The part that a rank holds of a weight.
+    """The part of a weight that a rank holds, from index ``start`` along ``dim``.
 
-    Attributes:
-        shape: of the whole weight, ``[..., N, K]``.
-        dim: along which it is sharded.
-        start: the first index along ``dim``.
-        format: of the weight's cast.
+    ``shape`` is that of the whole weight, ``[..., N, K]``, and ``format`` that of its cast.
     """
 
     shape: tuple[int, ...]
@@ -61,12 +57,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Member:
-    """One sharded weight.
+    """One sharded weight, with the part of it that this rank holds.
 
     Attributes:
-        name: in the model.
-        part: the part that this rank holds.
-        local: returns the plain high-precision rows as they are now; None once it is gone.
+        local: returns the present high-precision rows, a plain tensor; None once they are freed.
         version: returns a value that differs after the rows have changed.
         everywhere: True if every rank holds rows of it.
     """
@@ -132,7 +126,7 @@ class AmaxTable:
         return self._slot(self._scales, index)
 
     def ensure(self, index: int) -> None:
-        """Bring the entries of a member up to date with its values."""
+        """Refresh the table if a member may have changed."""
         if not self._observed or self._seen[index] != self.members[index].version():
             self.refresh()
 

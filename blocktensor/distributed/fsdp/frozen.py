@@ -23,7 +23,6 @@ class FrozenShard(GatheredInFP8):
     Attributes:
         data_rows: the rows, plain e4m3.
         scale: the scales of the whole weight.
-        recipe: the :class:`~blocktensor.Recipe` of the weight's cast.
     """
 
     data_rows: Tensor

@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 
 class Sharded(NamedTuple):
-    """A parameter that FSDP shards.
+    """A parameter ``name`` of the root module, which FSDP shards along ``dim`` over ``group``.
 
     Attributes:
-        name: in the root module.
         shape: of the whole parameter.
-        dim: along which it is sharded.
-        group: the ranks that hold it.
         rank, ranks: index of this process's shard along ``dim``, and the number of shards.
         device: where it is gathered.
         parameter: returns the present DTensor; None once the model is freed.
@@ -40,9 +37,8 @@ def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded],
     """The parameters under the FSDP2 root of the one whose local tensor is asked for.
 
     Returns:
-        The parameters in FSDP's order, and True if these are all: before the root's first forward
-        only those are known that are gathered together. None of them if FSDP2 does not (yet) know
-        the parameter.
+        The parameters in FSDP's order (none if FSDP2 does not know that one yet), and True if these
+        are all: before the root's first forward, only those gathered together are known.
     """
     for state in _states():
         if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):

@@ -16,7 +16,7 @@ from ..dtensor import local_of
 
 
 class GatheredInFP8(FP8Base):
-    """Base class of shards: a rank's rows, and the weight that views the gathered bytes.
+    """Base class of shards, which hold a rank's rows and make the weight of gathered bytes.
 
     Attributes:
         recipe: the :class:`~blocktensor.Recipe` of the weight's casts.

@@ -43,14 +43,13 @@ class FP8Shard(GatheredInFP8, MasterBase):
 
     Attributes:
         master: the rows, a plain high-precision tensor.
-        recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
     """
 
     identity: Identity
 
     @staticmethod
     def __new__(cls, master: Tensor, recipe: Recipe, identity: Identity | None = None) -> FP8Shard:
-        """Wrap ``master``; its storage is shared. Views share an ``identity``.
+        """Wrap ``master``, whose storage is shared; views share an ``identity``.
 
         Raises:
             TypeError, ValueError: another dtype or rank than a weight's.
@@ -105,10 +104,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
     def _cast_rows(
         self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """The e4m3 bytes of these rows, cast as those of the whole weight.
-
-        One tensor of 1 byte an element; scales are not gathered, see ``amax_table.py``.
-        """
+        """These rows as e4m3 bytes, cast by the scales of the whole weight (``amax_table.py``)."""
         place = self.identity.place
         if place is None:
             raise RuntimeError(
@@ -140,7 +136,7 @@ def is_converted(weight: Any) -> bool:
 
 
 def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
-    """A shard's table and its index there; made now if FSDP knows the weights to put together."""
+    """A shard's table and its index there; made now if FSDP knows the weights of one table."""
     place = shard.identity.place
     if place is None or place[0].alone:
         together, are_all = sharded_with(lambda x: _identity(x) is shard.identity)

@@ -1,7 +1,7 @@
 """The registry of cast backends: casts, transposes, dequantize and casts of parts.
 
-Gluon kernels take tensors in rows of whole 32-bit words on Hopper and later, Triton kernels every
-tensor on a GPU with FP8, the reference the rest.
+Gluon kernels take tensors in rows of whole 32-bit words, on Hopper and later; Triton kernels take
+all others on a GPU with FP8; the reference takes the rest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class CastKernels:
     """The functions of a backend, each with the signature of its namesake in ``reference.py``.
 
     Attributes:
-        launches: True if they only allocate and launch Triton kernels, so that calls of one kind
-            can be recorded and repeated.
+        launches: True if they only allocate and launch kernels, so that calls can be recorded.
     """
 
     quantize_rowwise: Callable[..., Quantized]
@@ -47,7 +46,6 @@ class CastProblem:
 
 
 def _kernels(casts: Any, transposes: Any, parts: Any, launches: bool) -> CastKernels:
-    """The functions of a backend, from the modules that define them."""
     return CastKernels(
         casts.quantize_rowwise,
         casts.quantize_columnwise,
@@ -102,8 +100,8 @@ def _triton_declines(problem: CastProblem) -> str | None:
 def _gluon_declines(problem: CastProblem) -> str | None:
     if reason := _triton_declines(problem):
         return reason
-    # Any number of rows could be cast, but a columnwise cast would store single bytes, and a warp's
-    # would lie in many lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
+    # With other row counts a columnwise cast would store single bytes, those of a warp to many
+    # lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
     x = problem.x
     per_word = 4 // x.element_size()
     in_words = (

@@ -33,7 +33,7 @@ PATCH_ROWS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def _staggered(count, dtype):
-    # [count, 128], 16 bytes of padding after each row: neighbours in a column lie in different banks
+    # [count, 128], padded by 16 bytes a row: neighbours in a column lie in different banks
     columns = [[0, 1 << i] for i in range(7)]
     rows = [[1 << i, 0] for i in range(count.bit_length() - 1)]
     return gl.PaddedSharedLayout([[128, 4 * per_word(dtype)]], columns + rows, [], [count, 128])
@@ -84,8 +84,8 @@ def cast_columnwise_kernel(
     col_scale_ld, blocks_k, ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr,
 ):  # fmt: skip
-    # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows or
-    # UNIT_K words, so that loads, stores and their masks are as wide as a unit.
+    # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
+    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD

@@ -1,6 +1,7 @@
 """Device functions that every cast shares: scale from amax, and the exact quotient x / scale.
 
-METHOD names how they are computed; each gives the reference's bytes for the inputs it is used for:
+METHOD is how they are computed. Each gives the reference's bytes for the dtypes it is used for;
+power-of-two scales need none, since their reciprocal is exact:
 
 - ``"corrected"``, bf16 and fp16: multiply-adds only. amax / 448 is exact for every bf16 and fp16
   amax; x / scale rounds to e4m3 as the IEEE quotient does (tests/ops/cast/test_numerics.py
@@ -8,8 +9,6 @@ METHOD names how they are computed; each gives the reference's bytes for the inp
 - ``"refined"``, fp32: one division a block; an element's product with the reciprocal is refined by
   the remainder. This rounds as a division does, except perhaps where the scale is within some ulps
   of a number of 4 bits; the bytes are equal there too (enumerated in the same file).
-
-Power-of-two scales need neither: their reciprocal is exact.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Casts, transposes and dequantize: the functions that the package calls, and their registered ops.
 
-A registered op costs tens of microseconds a call in eager mode, so each function runs its decision
+A registered op takes tens of microseconds a call in eager mode, so each function runs its decision
 (``ops/runtime/specialize.py``) directly unless it must go through the dispatcher. Both ways run the
 same code.
 """
@@ -43,26 +43,21 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    """The rowwise and the columnwise cast of ``x[M, K]`` from one read.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_columnwise`.
-    """
+    """The rowwise and columnwise casts of ``x[M, K]`` from one read; raises as either of them."""
     return _both(x, format)
 
 
 def quantize_forms(
     x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """The forms asked for of an activation or gradient ``x[..., K]``, from one read.
+    """Casts of an activation or gradient ``x[..., K]`` from one read; None if not asked for.
 
-    Leading dimensions are flattened.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_columnwise`; a scalar.
+    Leading dimensions are flattened. Raises as :func:`quantize_columnwise`, and for a scalar.
     """
     if x.ndim == 0:
-        raise ValueError(f"cannot quantize a scalar in {format.name} blocks: expected [..., K]")
+        raise ValueError(
+            f"cannot quantize a scalar in {format.name} blocks: expected shape [..., K]"
+        )
     if x.ndim != 2:
         x = x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
     if rowwise and columnwise:
@@ -71,11 +66,7 @@ def quantize_forms(
 
 
 def transpose(x: Quantized) -> Quantized:
-    """Exact transpose of a cast ``[..., N, K]`` in square blocks.
-
-    Raises:
-        ValueError: blocks that are not square.
-    """
+    """Exact transpose of a cast ``[..., N, K]``; ValueError unless its blocks are square."""
     return _transpose(x)
 
 
@@ -107,9 +98,6 @@ def _check_square(format: BlockFormat) -> None:
         raise ValueError(f"a cast in {format.name} blocks has no exact transpose: quantize x.t()")
 
 
-# Decisions, in eager mode
-
-
 def _decide_rowwise(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
     _check_castable(x, format)
     kernels = cast_kernels(x, format)
@@ -137,9 +125,6 @@ def _decide_transpose(x: Quantized) -> Callable[..., Quantized]:
 def _decide_dequantize(x: Quantized, dtype: torch.dtype) -> Callable[..., Tensor]:
     kernels = cast_kernels(x.data, x.format)
     return recorded(kernels.dequantize, kernels.launches)
-
-
-# Calls of the registered ops, whose arguments are tensors and a format's name
 
 
 def _dispatch_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
@@ -177,7 +162,7 @@ _transpose = Specialized(_decide_transpose, _dispatch_transpose)
 _dequantize = Specialized(_decide_dequantize, _dispatch_dequantize)
 
 
-# Registered ops
+# Registered ops take tensors and the name of a format
 
 
 def _empty(shape: Sequence[int], format: str, device: torch.device) -> Pair:

@@ -1,7 +1,7 @@
-"""Casts of a part of a matrix: of the rows that a rank holds of a sharded weight.
+"""Casts of a part of a matrix: one rank's share of a sharded weight.
 
-Blocks of the whole matrix may lie on several parts. So a cast takes two steps: the amax of each
-part's share of the blocks, then, after a maximum over all parts, the data.
+A block may lie in several parts, so a cast has two steps: the amax of each part's share of the
+blocks, then, after a maximum over all parts, the data.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
 
 
 def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.quantize_part`.
-
-    Raises:
-        TypeError, ValueError: as :func:`part_amax`.
-    """
+    """See :func:`blocktensor.ops.reference.quantize_part`; raises as :func:`part_amax`."""
     return _quantize(x, amax, format, row, col)
 
 

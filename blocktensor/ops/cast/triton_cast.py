@@ -104,7 +104,7 @@ def _warps_1x128(x: Tensor, columnwise: bool) -> int:
 
 
 def plan_1x128(x: Tensor, row: Quantized | None, col: Quantized | None) -> Launch:
-    """The launch that casts ``x[M, K]`` into the outputs given."""
+    """The launch that casts ``x[M, K]`` into the outputs that are not None."""
     m, k = x.shape
     tile_m = BLOCK if col else 32
     made = row or col

@@ -1,7 +1,4 @@
-"""The registry of GEMM backends, and the choice among them.
-
-A backend is chosen for each problem; ``BLOCKTENSOR_GEMM`` forces one by name.
-"""
+"""The registry of GEMM backends, and the choice of one for a problem, or by its name."""
 
 from __future__ import annotations
 
@@ -42,8 +39,7 @@ class GemmKernels:
     """The functions of a backend, each with the signature of its namesake in ``reference.py``.
 
     Attributes:
-        launches: True if they only allocate and launch Triton kernels, so that calls of one kind
-            can be recorded and repeated.
+        launches: True if they only allocate and launch kernels, so that calls can be recorded.
         reads_vectors: True if rows of data must be whole 16-byte vectors.
     """
 

@@ -1,8 +1,4 @@
-"""The product of two FP8 operands, with its registered ops.
-
-Checks and the choice of a backend are made once for each kind of call
-(``ops/runtime/specialize.py``).
-"""
+"""The product of two FP8 operands, checked and decided once for each kind of call, and its ops."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
-from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, Quantized, named
+from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, BlockFormat, Quantized, named
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import in_vectors
 from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
@@ -23,9 +19,7 @@ from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
 def gemm(
     a: Quantized, b: Quantized, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])``.
-
-    See :func:`blocktensor.ops.reference.gemm` for the arithmetic.
+    """``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])``; see :func:`blocktensor.ops.reference.gemm`.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.
@@ -73,9 +67,6 @@ def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
         )
 
 
-# Decisions, in eager mode
-
-
 def _decide_gemm(
     a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Callable[..., Tensor]:
@@ -83,11 +74,10 @@ def _decide_gemm(
     m, n = a.data.shape[0], b.data.shape[0]
     if 0 in (m, n):
         return lambda a, b, bias, out_dtype: a.data.new_empty((m, n), dtype=out_dtype)
-    dense_a, dense_b = _dense(a), _dense(b)
-    kernels = _kernels_for(dense_a, dense_b, bias, out_dtype)
+    kernels = _kernels_for(a, b, bias, out_dtype)
     run = recorded(kernels.gemm, kernels.launches)
-    same = _are_same(a, dense_a) and _are_same(b, dense_b)
-    if not kernels.reads_vectors or (same and (bias is None or bias.is_contiguous())):
+    ready = _is_dense(a) and _is_dense(b) and (bias is None or bias.is_contiguous())
+    if ready or not kernels.reads_vectors:
         return run
     return lambda a, b, bias, out_dtype: run(_dense(a), _dense(b), _contiguous(bias), out_dtype)
 
@@ -96,11 +86,10 @@ def _decide_sum(out: Tensor, a: Quantized, b: Quantized) -> Callable[..., None]:
     _check_sum(out, a, b)
     if 0 in (*out.shape, a.data.shape[1]):
         return lambda out, a, b: None
-    dense_a, dense_b = _dense(a), _dense(b)
-    kernels = _kernels_for(dense_a, dense_b, None, out.dtype, accumulate=True)
+    kernels = _kernels_for(a, b, None, out.dtype, accumulate=True)
     assert kernels.gemm_add_ is not None
     run = recorded(kernels.gemm_add_, kernels.launches)
-    if not kernels.reads_vectors or (_are_same(a, dense_a) and _are_same(b, dense_b)):
+    if (_is_dense(a) and _is_dense(b)) or not kernels.reads_vectors:
         return run
     return lambda out, a, b: run(out, _dense(a), _dense(b))
 
@@ -116,8 +105,8 @@ def _kernels_for(
         a.data.shape[0],
         b.data.shape[0],
         a.data.shape[1],
-        a.format,
-        b.format,
+        _kernel_format(a),
+        _kernel_format(b),
         out_dtype,
         a.data.device,
         None if bias is None else bias.dtype,
@@ -126,23 +115,25 @@ def _kernels_for(
     return gemm_kernels(choose_gemm(problem).backend)
 
 
+def _kernel_format(x: Quantized) -> BlockFormat:
+    """The format that kernels read ``x`` in: a single row has the scales of 1x128 blocks."""
+    if x.data.shape[0] == 1 and x.format in KERNEL_FORMATS:
+        return ACTIVATION_FORMATS[x.format.scale_rounding]
+    return x.format
+
+
 def _dense(x: Quantized) -> Quantized:
     """``x`` as kernels read it, in rows of whole vectors; copied where needed."""
-    format = x.format
-    if x.data.shape[0] == 1 and format in KERNEL_FORMATS:  # its scales are those of 1x128 blocks
-        format = ACTIVATION_FORMATS[format.scale_rounding]
-    return Quantized(in_vectors(x.data), x.scale, format)
+    return Quantized(in_vectors(x.data), x.scale, _kernel_format(x))
 
 
-def _are_same(a: Quantized, b: Quantized) -> bool:
-    return a.data is b.data and a.format is b.format
+def _is_dense(x: Quantized) -> bool:
+    dense = _dense(x)
+    return dense.data is x.data and dense.format is x.format
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
-
-
-# Calls of the registered ops, whose operands are tensors and a format's name
 
 
 def _names(a: Quantized, b: Quantized) -> tuple[Any, ...]:
@@ -165,15 +156,13 @@ _gemm = Specialized(_decide_gemm, _dispatch_gemm)
 _gemm_add_ = Specialized(_decide_sum, _dispatch_sum)
 
 
-# Registered ops
-
 _OPERANDS = "Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, str b_format"
 
 
 def operands_of(
     a: Tensor, a_scale: Tensor, a_format: str, b: Tensor, b_scale: Tensor, b_format: str
 ) -> tuple[Quantized, Quantized]:
-    """The operands of a registered op."""
+    """The operands of a registered op, which takes tensors and the names of formats."""
     return Quantized(a, a_scale, named(a_format)), Quantized(b, b_scale, named(b_format))
 
 

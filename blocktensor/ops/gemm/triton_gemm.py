@@ -74,7 +74,7 @@ def plan_gemm(
     """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
 
     Rows of data must be multiples of 16 bytes (``scale_layouts.in_vectors``): byte loads would take
-    more registers than there are.
+    more registers than are available.
     """
     (m, k), n = a.data.shape, b.data.shape[0]
     tile_m = 64 if m <= 64 else 128

@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class _Thread(threading.local):
-    """Of the calling thread; the class holds what a new thread begins with."""
+    """State of the calling thread; the class holds the initial values."""
 
     launches: list[tuple[Launch, Any]] | None = None
 
 
-_thread = _Thread()
+this_thread = _Thread()
 
 
 class Launch(NamedTuple):
     """One launch of a Triton or Gluon kernel.
 
-    Planning needs shapes, strides and dtypes only, so that a launch planned from meta tensors can
-    be compiled for a GPU that is not there. ``args`` are tensors, integers and Gluon's host-side
-    ``TensorDescriptor`` objects over tensors, at least one of the first or last kind.
+    Planning needs shapes, strides and dtypes only: a launch planned from meta tensors can be
+    compiled for an absent GPU. ``args`` are integers, tensors and Gluon's host-side
+    ``TensorDescriptor`` objects over tensors, at least one of the last two kinds.
     """
 
     kernel: Any
@@ -35,20 +35,20 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.
 
-        This is Triton's own launch, some 45 us of host time: it binds and specialises every
-        argument anew. ``replay.py`` repeats launches for less.
+        This is Triton's own launch, some 45 us of host time, since it binds and specialises every
+        argument again. ``replay.py`` repeats launches in less time.
         """
         if self.grid[0] == 0:
             return
         device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
-        with torch.cuda.device(device):  # Triton launches on the current one, whatever the tensors'
+        with torch.cuda.device(device):  # Triton launches on the current device
             compiled = self.kernel[self.grid](*self.args, **self.constants, **self.compiler_options)
-        if _thread.launches is not None:
-            _thread.launches.append((self, compiled))
+        if this_thread.launches is not None:
+            this_thread.launches.append((self, compiled))
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """``options``, and what Triton's versions default differently."""
+        """``options``, and an option whose default depends on the version of Triton."""
         return {"enable_fp_fusion": True, **self.options}
 
 
@@ -62,15 +62,10 @@ class watch_launches:
     """Within ``with``: the list of this thread's launches, each with its compiled kernel."""
 
     def __enter__(self) -> list[tuple[Launch, Any]]:
-        self._outer = _thread.launches
+        self._outer = this_thread.launches
         launches: list[tuple[Launch, Any]] = []
-        _thread.launches = launches
+        this_thread.launches = launches
         return launches
 
     def __exit__(self, *_: object) -> None:
-        _thread.launches = self._outer
-
-
-def is_watched() -> bool:
-    """True if this thread's launches are being recorded."""
-    return _thread.launches is not None
+        this_thread.launches = self._outer

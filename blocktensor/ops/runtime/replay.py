@@ -1,13 +1,12 @@
-"""Launches recorded once and repeated: the cost of a call in eager mode.
+"""Launches recorded once and repeated, which reduces the host time of calls in eager mode.
 
 A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
 launches. None of it depends on values or addresses, so the second call with arguments of the same
 kind (``specialize.py``) can repeat the first with new addresses: it allocates the same tensors and
-calls the compiled kernels directly. The device does the same work, bit for bit.
+calls the compiled kernels directly. Results are the same, bit for bit.
 
-Calls share no mutable state but the tensor maps, each of which depends on its address alone. So
-threads, streams and the capture of a CUDA graph need no care: addresses are read at every call, and
-the stream is the caller's.
+Every call reads addresses and the caller's stream. Calls share no mutable state except tensor maps,
+which depend only on an address: threads, streams and CUDA graph capture need no special handling.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
 from . import triton_abi
-from .launch import is_watched, watch_launches
+from .launch import this_thread, watch_launches
 
 MAX_MAPS = 1024
-"""Tensor maps kept for one argument of one launch, by address; then they are made anew."""
+"""Most tensor maps, by address, of one argument of one launch; then they are dropped."""
 
 
 class Replay:
     """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
 
     ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
-    with ``torch.empty`` and its kin; launches; returns tensors that it allocated, tuples of them,
-    or None. If it runs any other op (a copy, a fill), or if this Triton is not known, it is simply
-    called every time.
+    with ``torch.empty`` and similar functions; launches; returns tensors that it allocated, tuples
+    of them, or None. With any other op (a copy, a fill) or an unknown Triton, it is called itself.
 
     Attributes:
         is_recorded: True once calls are repeated.
@@ -49,14 +47,14 @@ class Replay:
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
-        if is_watched():  # within another function that is being recorded
+        if this_thread.launches is not None:  # within another function that is being recorded
             return self._function(*args)
         return self._repeat(*args)
 
     def _record(self, *args: Any) -> Any:
         addresses = [x.data_ptr() for x in _tensors(args).values()]
         if len(set(addresses)) < len(addresses) or triton_abi.hooked():
-            # Two arguments at one address cannot be told apart: another call may be recorded.
+            # Two arguments at one address cannot be distinguished: a later call may be recorded.
             return self._function(*args)
         with watch_launches() as launches, _Watch() as watch:
             result = self._function(*args)
@@ -109,7 +107,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The tensors in ``args`` by the names that a player gives them: a0, or a0_1 inside a tuple."""
+    """The tensors in ``args`` by their names in a player: a0, or a0_1 inside a tuple."""
     found = {}
     for i, arg in enumerate(args):
         if isinstance(arg, Tensor):
@@ -119,26 +117,24 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
     return found
 
 
-# The player of a recording is written as the code one would write by hand, since loops over the
-# recording take twice as long. The player of a cast, with its constants c0, c1, …:
+# A recording is repeated by generated code, its player, since loops over the recording take twice
+# as long. The player of part_amax, with constants c0, c1, …:
 #
-#     def play(a0, a1):
+#     def play(a0, a1, a2, a3):
 #         if hooked():
-#             return function(a0, a1)
+#             return c0(a0, a1, a2, a3)
 #         if current_device() != 0:
 #             with torch.cuda.device(0):
-#                 return play(a0, a1)
+#                 return play(a0, a1, a2, a3)
 #         empty = fresh_empty()
-#         m0 = empty(c0, c1, c2)
-#         m1 = empty(c3, c4, c5)
+#         m0 = empty(c1, c2, c3)
 #         stream = current_stream(0)
 #         p_a0 = a0.data_ptr()
 #         p_m0 = m0.data_ptr()
-#         p_m1 = m1.data_ptr()
-#         c6(4, 1, 1, stream, 94217, 0, 0, None, None, c7, None, None, None, p_a0, p_m0, p_m1, …)
-#         return c8(m0, m1, c9)
+#         c5(4, 1, 1, stream, 94217, 0, 0, None, None, c4, None, None, None, p_a0, p_m0, …)
+#         return m0
 #
-# Tensors that it allocates and does not return share one allocation.
+# Tensors that a player allocates and does not return share one allocation.
 
 _ALIGNMENT = 512
 
@@ -150,7 +146,7 @@ def _player(
     kernels: list[triton_abi.RawKernel],
     result: Any,
 ) -> Callable[..., Any]:
-    """A function that does for arguments like ``args`` what ``function`` did for them."""
+    """A function that repeats, for arguments like ``args``, what ``function`` did for them."""
     names = [f"a{i}" for i in range(len(args))]
     known = _tensors(args)
     device = next(iter(known.values())).get_device()
@@ -232,7 +228,7 @@ def _leaves(result: Any) -> list[Tensor]:
 
 
 def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
-    """Offsets in one allocation of those of ``made`` that are not returned; none for only one."""
+    """Offsets in one allocation of the tensors of ``made`` that are not returned, if several."""
     kept = {x.untyped_storage().data_ptr() for x in _leaves(result)}
     inner = [i for i, x in enumerate(made) if x.untyped_storage().data_ptr() not in kept]
     if len(inner) < 2:
@@ -250,7 +246,7 @@ def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> 
         return f"({parts})" if type(result) is tuple else f"{constant(type(result))}({parts})"
     if not isinstance(result, Tensor):
         return constant(result)
-    for i, base in enumerate(made):  # not `is`: a factory under a mode returns another object
+    for i, base in enumerate(made):  # not `is`: under a mode, a factory returns another object
         here = base.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
         if here and base.dtype == result.dtype:
             view = tuple(result.shape), result.stride(), result.storage_offset()
@@ -261,7 +257,6 @@ def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> 
 
 
 # Called by players: torch's own functions without their checks.
-
 hooked = triton_abi.hooked
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -282,7 +277,7 @@ _quick_empty: Callable[..., Tensor] = getattr(
 
 
 def fresh_empty() -> Callable[..., Tensor]:
-    """The function that allocates: deterministic mode fills memory, the quick one does not."""
+    """The function that allocates: in deterministic mode the one that fills memory."""
     return _empty if torch._C._get_deterministic_algorithms() else _quick_empty
 
 

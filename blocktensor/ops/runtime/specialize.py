@@ -1,4 +1,4 @@
-"""The one mechanism that decides once (docs/design/deciding_once.md).
+"""Functions that are decided once for each kind of call (docs/design/deciding_once.md).
 
 The checks of an op, its backend and its launches depend on shapes, strides, dtypes, alignment and
 device, never on values. A :class:`Specialized` function decides them at the first call of a kind
@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .launch import is_watched
+from ..formats import Quantized
+from .launch import this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
 """Environment variable that forces a GEMM backend by name; part of every key."""
 
 MAX_KEYS = 4096
-"""Decisions in one table; the oldest is then dropped and made anew when its kind returns."""
+"""Most decisions in one table; beyond it the oldest is dropped, and made again if needed."""
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that have memory: neither fake nor wrappers."""
 
 Result = TypeVar("Result")
 
-# os.environ's own dictionary, where it has one: reading through os.environ costs a microsecond.
+# The dictionary of os.environ, if it has one: a read through os.environ takes a microsecond.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _VARIABLE: Any = GEMM_VARIABLE
 if _environment is not os.environ:
@@ -42,29 +43,34 @@ def forced_gemm() -> str | None:
     return os.environ.get(GEMM_VARIABLE) or None
 
 
-def must_dispatch(*tensors: Tensor) -> bool:
-    """True if an op on these tensors must go through the dispatcher.
+def must_dispatch(x: Tensor) -> bool:
+    """True if an op on ``x`` must go through the dispatcher.
 
     That is while a compiler traces, under a dispatch mode (but for the one that records launches),
     and for tensors without memory.
     """
-    if is_compiling():
+    if is_compiling() or type(x) not in PLAIN or x.is_meta:
         return True
-    for x in tensors:
-        if type(x) not in PLAIN or x.is_meta:
-            return True
-    return _dispatch_modes() > 0 and not is_watched()
+    return _dispatch_modes() > 0 and this_thread.launches is None
 
 
-def key_of(*args: Any) -> Hashable:
-    """The layout of tensors, also inside tuples (``Quantized``), and all other arguments."""
-    parts: list[Any] = []
+def key_of(args: tuple[Any, ...]) -> Hashable:
+    """The layouts of all tensors and casts, and all other arguments.
+
+    Written for host time: every eager op builds one key.
+    """
+    key: list[Any] = []
     for x in args:
-        if isinstance(x, Tensor):
-            parts.append((x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device))
+        if isinstance(x, Quantized):
+            data, scale, format = x
+            key += (data.shape, data.stride(), data.dtype, data.data_ptr() & 15, data.device)
+            key += (scale.shape, scale.stride(), scale.dtype, scale.data_ptr() & 15, scale.device)
+            key.append(format)
+        elif isinstance(x, Tensor):
+            key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
         else:
-            parts.append(key_of(*x) if isinstance(x, tuple) else x)
-    return tuple(parts)
+            key.append(x)
+    return tuple(key)
 
 
 class Specialized(Generic[Result]):
@@ -89,11 +95,16 @@ class Specialized(Generic[Result]):
         self._decide, self._dispatch = decide, dispatch
         self._table: dict[Hashable, Result] = {}
 
-    def __call__(self, x: Any, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run the function."""
-        if self._dispatch is not None and must_dispatch(x[0] if isinstance(x, tuple) else x):
-            return self._dispatch(x, *args)
-        return self.run(x, *args)
+        first = args[0]
+        if must_dispatch(first.data if isinstance(first, Quantized) else first):
+            assert self._dispatch is not None
+            return self._dispatch(*args)
+        run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
+        if run is None:
+            return self.run(*args)
+        return run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher."""
@@ -102,7 +113,7 @@ class Specialized(Generic[Result]):
 
     def find(self, *args: Any) -> Result:
         """The decision for calls like this one."""
-        key = key_of(*args), _environment.get(_VARIABLE)
+        key = key_of(args), _environment.get(_VARIABLE)
         found = self._table.get(key)
         if found is None:
             found = self._decide(*args)
@@ -122,8 +133,7 @@ class Specialized(Generic[Result]):
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
     """``function``, for calls of one kind: its launches are recorded once, then repeated.
 
-    ``launches``: it allocates and launches Triton kernels, and does nothing else (``replay.py``).
-    Any other function is returned as it is.
+    Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
     """
     if not launches:
         return function

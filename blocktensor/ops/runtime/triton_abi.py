@@ -1,9 +1,9 @@
 """Triton's internal launch interface, as ``replay.py`` uses it, and checks that it is unchanged.
 
-Triton compiles a C function ``launch`` for every signature of a kernel. Called directly, with
-pointers as integers and tensor maps made before, it needs none of the Python around it. Its
-arguments are a head (:data:`HEAD_FORMAT`), then the kernel's: for each constant an object that is
-ignored, for each tensor descriptor a tensor map, its shape and its strides.
+Triton compiles a C function ``launch`` for every signature of a kernel. It can be called without
+the Python around it, with pointers as integers and tensor maps made before. Its arguments are a
+head (:data:`HEAD_FORMAT`), then the kernel's: for each constant an object that is ignored, for each
+tensor descriptor a tensor map, its shape and its strides.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Unsupported(Exception):
 class RawKernel(NamedTuple):
     """A compiled kernel's C function, and its arguments without stream, pointers and tensor maps.
 
-    ``pointers`` and ``maps`` are places in ``arguments``, each with the tensor that belongs there;
-    a place of a tensor map also has the function that makes a map for another address.
+    ``pointers`` and ``maps`` are places in ``arguments``, each with its tensor; a place of a tensor
+    map also has the function that makes a map for another address.
     """
 
     launch: Callable[..., None]
@@ -47,14 +47,14 @@ class RawKernel(NamedTuple):
 
 
 def hooked() -> bool:
-    """True if a launch hook is set, by a profiler usually."""
+    """True if a launch hook is set, usually by a profiler."""
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @functools.cache
 def supported() -> bool:
-    """True if this Triton launches kernels as this file expects; otherwise it warns once."""
+    """True if this Triton launches kernels as this file expects; warns once otherwise."""
     try:
         found = _driver()._BASE_ARGS_FORMAT
         hooked()
@@ -72,11 +72,7 @@ def supported() -> bool:
 
 
 def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
-    """How to repeat ``launch``, which ran ``compiled``.
-
-    Raises:
-        Unsupported: the kernel needs something at launch that is made anew each time.
-    """
+    """How to repeat ``launch``, which ran ``compiled``; Unsupported if it needs Triton's launch."""
     run = getattr(compiled, "run", None)
     if not isinstance(run, _driver().CudaLauncher):
         raise Unsupported(f"not a compiled CUDA kernel: {type(compiled)}")

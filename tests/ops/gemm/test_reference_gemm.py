@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import ROWS, SQUARES, BlockFormat, Quantized
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
 
 BLOCKS = ((1, 128), (1, 1), (128, 1), (128, 128))
@@ -70,6 +70,22 @@ def test_gemm_add_adds_the_finished_product(blocks: tuple[int, int], rng: torch.
     reference.gemm_add_(out[:, :129], a, b)
     assert_same(out[:, :129], before[:, :129] + reference.gemm(a, b, None, torch.float32))
     assert_same(out[:, 129:], before[:, 129:])
+
+
+@pytest.mark.parametrize(
+    ("a_block", "b_block"), [((1, 32), (1, 32)), ((1, 128), (64, 64)), ((2, 48), (32, 32))]
+)
+def test_blocks_of_other_sizes(
+    a_block: tuple[int, int], b_block: tuple[int, int], rng: torch.Generator
+) -> None:
+    """Sums are promoted wherever a scale of either side changes."""
+    a_format, b_format = BlockFormat("a", a_block), BlockFormat("b", b_block)
+    for m, n, k in ((130, 65, 300), (1, 1, 1), (5, 3, 96), (3, 5, 0)):
+        x, y = torch.randn(m, k, generator=rng), torch.randn(n, k, generator=rng)
+        a = reference.quantize_rowwise(x, a_format)
+        b = reference.quantize_rowwise(y, b_format)
+        bias = torch.randn(n, generator=rng)
+        assert worst_row(reference.gemm(a, b, bias, torch.float32), a, b, bias) < 1e-6
 
 
 def ones(rows: int, cols: int) -> Tensor:

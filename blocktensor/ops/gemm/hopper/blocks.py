@@ -73,8 +73,8 @@ def block_of_rows(
     DEPTH: gl.constexpr = T.depth
     PIECES: gl.constexpr = T.pieces
     WAVES: gl.constexpr = T.rows
-    # The places of the wait for the next stage and of the release of the last one: ptxas moves
-    # promotions behind the wait for a later product unless something stands between.
+    # ptxas moves promotions behind the wait for a later product, unless the wait for the next stage
+    # or the release of the last one stands between: hence their places.
     WAIT: gl.constexpr = COUNT - T.cols
     RELEASE: gl.constexpr = COUNT - 1 if COUNT > DEPTH else 0
     for i in gl.static_range(DEPTH):

@@ -1,4 +1,4 @@
-"""The Hopper GEMM: persistent programs of one TMA producer warp and unsynchronised consumers.
+"""The Hopper GEMM: persistent programs of one TMA producer warp and independent consumers.
 
 ``out[M, N] (+)= A[M, K] B[N, K]^T (+ bias)`` of e4m3 data; A scaled in 1x128 blocks, B in 128x128
 (fprop, dgrad) or 1x128 (wgrad). A raw tensor core sum covers 128 of K and is then promoted to fp32.
@@ -86,7 +86,7 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
             left -= 1
         if T.b_block == 1:
             mbarrier.arrive(empty.index(last), count=1)
-            # Computed here: earlier, these numbers would take registers that the sums need.
+            # Not computed earlier: these numbers would take registers that the sums need.
             tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, OUT.split, T.group)
         row0 = (part * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)

@@ -1,0 +1,141 @@
+"""What an op of a product asks its backend for, and what it hands over; with a backend of its own.
+
+Checks and messages: test_checks.py. Registered ops: test_registered_ops.py. Numbers: the tests of
+each backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.formats import (
+    ROWS,
+    ROWS_POW2,
+    SQUARES,
+    SQUARES_POW2,
+    BlockFormat,
+    Quantized,
+)
+from blocktensor.ops.gemm import ops
+from blocktensor.ops.gemm.choose_backend import GemmKernels, GemmProblem
+from tests.support.numeric import assert_same, operand
+from tests.support.reference_ops import decide_anew
+
+
+class Watched:
+    """A backend that computes as the reference does, and remembers what it was asked for."""
+
+    def __init__(self, reads_vectors: bool) -> None:
+        self.problems: list[GemmProblem] = []
+        self.given: list[tuple[Any, ...]] = []
+        self.kernels = GemmKernels(self.gemm, self.gemm_add_, reads_vectors=reads_vectors)
+
+    def choose(self, problem: GemmProblem) -> Any:
+        self.problems.append(problem)
+
+        class Choice:
+            backend = self
+
+        return Choice
+
+    def gemm(self, a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        self.given.append((a, b, bias))
+        return reference.gemm(a, b, bias, dtype)
+
+    def gemm_add_(self, out: Tensor, a: Quantized, b: Quantized) -> None:
+        self.given.append((a, b, None))
+        reference.gemm_add_(out, a, b)
+
+
+@pytest.fixture(params=[True, False], ids=["vectors", "any rows"])
+def watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The only backend."""
+    made = Watched(reads_vectors=request.param)
+    monkeypatch.setattr(ops, "choose_gemm", made.choose)
+    monkeypatch.setattr(ops, "gemm_kernels", lambda backend: backend.kernels)
+    decide_anew(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def is_in_vectors(x: Quantized) -> bool:
+    return x.data.is_contiguous() and x.data.shape[1] % 16 == 0 and x.data.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("k", [1, 16, 130, 256, 300])
+def test_a_backend_is_chosen_once_for_a_kind(
+    k: int, watched: Watched, rng: torch.Generator
+) -> None:
+    """By the sizes of the operands as they are given, not as they are padded."""
+    bias = torch.randn(2 * 129, generator=rng).bfloat16()[::2]
+    for _ in range(3):
+        a, b = operand(5, k, 1, rng), operand(129, k, 128, rng)
+        want = reference.gemm(a, b, bias, torch.float32)
+        assert_same(ops.gemm(a, b, bias, torch.float32), want)
+        out = torch.randn(5, 129, generator=rng)
+        want = out + reference.gemm(a, b, None, torch.float32)
+        assert_same(ops.gemm_add_(out, a, b), want)
+    sizes, device = (5, 129, k), torch.device("cpu")
+    assert watched.problems == [
+        GemmProblem(*sizes, ROWS, SQUARES, torch.float32, device, torch.bfloat16),
+        GemmProblem(*sizes, ROWS, SQUARES, torch.float32, device, None, accumulate=True),
+    ]
+    assert len(watched.given) == 6
+
+
+@pytest.mark.parametrize("k", [1, 16, 130, 256, 300])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_backend_is_given_rows_as_it_reads_them(
+    k: int, aligned: bool, watched: Watched, rng: torch.Generator
+) -> None:
+    a, b = operand(5, k, 1, rng), operand(129, k, 128, rng)
+    if not aligned:
+        flat = torch.zeros(5 * k + 1).to(a.data.dtype)[1:]
+        a = a._replace(data=flat.view(5, k).copy_(a.data))
+    strided = torch.randn(2 * 129, generator=rng)[::2]
+    for bias in (strided, strided.contiguous(), None):
+        ops.gemm(a, b, bias)
+        (x, y, z), reads = watched.given.pop(), watched.kernels.reads_vectors
+        copied = reads and not (aligned and k % 16 == 0)
+        assert (is_in_vectors(x), is_in_vectors(y)) == (True, True) or not reads
+        assert (x.data is a.data) == (not copied)
+        assert (x.scale is a.scale, y.scale is b.scale) == (True, True)
+        assert (x.format, y.format) == (ROWS, SQUARES)
+        assert z is bias or (reads and z is not None and z.is_contiguous())
+
+
+@pytest.mark.parametrize(
+    ("format", "of_a_row"), [(SQUARES, ROWS), (SQUARES_POW2, ROWS_POW2), (ROWS, ROWS)]
+)
+def test_a_single_row_of_squares_is_a_row_for_kernels(
+    format: BlockFormat, of_a_row: BlockFormat, watched: Watched, rng: torch.Generator
+) -> None:
+    """Its scales are those of 1x128 blocks, which more kernels take on the left."""
+    row, rows = (
+        reference.quantize_rowwise(torch.randn(m, 300, generator=rng), format) for m in (1, 2)
+    )
+    other = operand(3, 300, 1, rng)
+    for a, b in ((row, other), (other, row), (row, row), (rows, other)):
+        assert_same(ops.gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
+    chosen = [(problem.a_format, problem.b_format) for problem in watched.problems]
+    assert chosen == [(of_a_row, ROWS), (ROWS, of_a_row), (of_a_row, of_a_row), (format, ROWS)]
+    if watched.kernels.reads_vectors:
+        assert [(a.format, b.format) for a, b, _ in watched.given] == chosen
+
+
+def test_empty_products_ask_for_none(watched: Watched) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for m, n, k in ((0, 3, 5), (3, 0, 5), (0, 0, 0)):
+        a, b = operand(m, k, 1, rng), operand(n, k, 128, rng)
+        assert ops.gemm(a, b, None, torch.float16).shape == (m, n)
+        ops.gemm_add_(torch.zeros(m, n), a, b)
+    assert watched.problems == []
