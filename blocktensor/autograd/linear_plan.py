@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from ..ops.devices import lacks_triton
 from ..ops.formats import Quantized
-from ..ops.runtime.specialize import PLAIN, Specialized, must_dispatch, recorded
+from ..ops.runtime.specialize import PLAIN, Specialized, key_of, must_dispatch, recorded
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -86,8 +86,12 @@ class LinearPlan:
         """``function``, recorded for gradients and saved inputs like these."""
         if self._backwards is None:
             self._backwards = Specialized(lambda *_: recorded(function))
-        # hooks may have laid out anew what was saved of x
-        return self._backwards.find(grad, x)
+        x_data, x_scale, _ = x  # hooks may have laid them out anew
+        key = (
+            (grad.shape, grad.stride(), grad.dtype, grad.data_ptr() & 15),
+            (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
+        )
+        return self._backwards.find_by(key)
 
 
 def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
@@ -104,15 +108,18 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
         or torch._C._are_functorch_transforms_active()
     ):
         return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
-    surroundings = (
+    key = (  # every eager call builds it
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15),
         x.format if isinstance(x, BlockwiseFP8Tensor) else None,
-        (x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad),
+        (w.shape, w.dtype, w.device, w.requires_grad),
+        # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
+        w.cache.format if isinstance(w, BlockwiseFP8Weight) else key_of(w.operand),
+        None if bias is None else (key_of((bias,)), bias.requires_grad),
+        None if recipe is None else recipe.activation_format,
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
     )
-    # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
-    forms = (w.cache.format,) if isinstance(w, BlockwiseFP8Weight) else w.operand
-    return _PLANS.find(x, w, bias, recipe, *surroundings, *forms)
+    return _PLANS.find_by(key, x, w, bias, recipe)
 
 
 def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
@@ -137,9 +144,7 @@ def _is_small(x: Tensor, w: Tensor) -> bool:
     return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
 
 
-def _decide(
-    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, *surroundings: object
-) -> LinearPlan:
+def _decide(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
     return LinearPlan(x, w, bias, _recipe_of(x, w, recipe), records=True)
 
 

@@ -55,9 +55,10 @@ def columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Qu
 
 def rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
     """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one."""
-    if not isinstance(saved[0], BlockwiseFP8Weight) or saved[0].recipe.columnwise == "keep":
+    (w,) = saved
+    if not isinstance(w, BlockwiseFP8Weight) or w.transposed or w.recipe.columnwise == "keep":
         return None
-    operand = saved[0].operand
+    operand = w.cache.get(w)
     return operand.rowwise if operand.columnwise is None else None
 
 

@@ -70,11 +70,7 @@ class FP8Cache:
             user: the weight, or a view of it.
             before_backward: whether a forward is recorded whose backward will read the FP8 form.
         """
-        operand = self._get(user)
         self._pending += before_backward
-        return operand
-
-    def _get(self, user: MasterBase) -> Operand:
         master = self.master
         # A fake tensor has no memory, and its cast belongs to the graph that is traced.
         if not self.recipe.cache_weight or master.is_inference() or type(master) not in PLAIN:
@@ -83,7 +79,7 @@ class FP8Cache:
         key = version, master._version, master.data_ptr()
         if key != self._key:
             self._expected = self._backwards or self._expected
-            self._backwards = self._pending = 0
+            self._backwards, self._pending = 0, int(before_backward)
             self._key, self._held = key, None
         elif self._held is None and user.is_leaf and _GRAD.__get__(user) is not None:
             # Used after its expected last backward, and it holds a gradient: this is one more

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from blocktensor.ops.runtime import replay, triton_abi
 from blocktensor.ops.runtime.launch import Launch
-from blocktensor.ops.runtime.replay import Replay
-from blocktensor.ops.runtime.specialize import Specialized
+from blocktensor.ops.runtime.specialize import Specialized, recorded
 
 STREAM = 77
 
@@ -155,7 +154,7 @@ class Op:
     def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
         self.kernel, self.calls = kernel, 0
         self._function = function
-        self.table = Specialized(lambda *args: Replay(self._counted))
+        self.table = Specialized(lambda *args: recorded(self._counted))
         self.call = self.table.run
 
     def _counted(self, *args: Any) -> Any:

@@ -46,12 +46,9 @@ def forced_gemm() -> str | None:
 def must_dispatch(x: Tensor) -> bool:
     """True if an op on ``x`` must go through the dispatcher.
 
-    That is while a compiler traces, under a dispatch mode (but for the one that records launches),
-    and for tensors without memory.
+    That is while a compiler traces, under a dispatch mode, and for tensors without memory.
     """
-    if is_compiling() or type(x) not in PLAIN or x.is_meta:
-        return True
-    return _dispatch_modes() > 0 and this_thread.launches is None
+    return is_compiling() or type(x) not in PLAIN or x.is_meta or _dispatch_modes() > 0
 
 
 def key_of(args: tuple[Any, ...]) -> Hashable:
@@ -99,21 +96,25 @@ class Specialized(Generic[Result]):
         """Run the function."""
         first = args[0]
         if must_dispatch(first.data if isinstance(first, Quantized) else first):
-            assert self._dispatch is not None
+            if self._dispatch is None or this_thread.launches is not None:
+                return self.run(*args)
             return self._dispatch(*args)
         run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
-        if run is None:
-            return self.run(*args)
-        return run(*args)
+        return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
-        """Run the function outside the dispatcher."""
-        decided: Any = self.find(*args)
+        """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
+        is_part = this_thread.launches is not None
+        decided: Any = self._decide(*args) if is_part else self.find(*args)
         return decided(*args)
 
     def find(self, *args: Any) -> Result:
         """The decision for calls like this one."""
-        key = key_of(args), _environment.get(_VARIABLE)
+        return self.find_by(key_of(args), *args)
+
+    def find_by(self, key: Hashable, *args: Any) -> Result:
+        """:meth:`find`, with a key that says as much of ``args`` as the decision depends on."""
+        key = key, _environment.get(_VARIABLE)
         found = self._table.get(key)
         if found is None:
             found = self._decide(*args)
@@ -135,7 +136,7 @@ def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..
 
     Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
     """
-    if not launches:
+    if not launches or this_thread.launches is not None:  # or a part of what is being recorded
         return function
     from .replay import Replay  # needs Triton
 
