@@ -23,7 +23,7 @@ from ...ops.scale_layouts import pad4
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSlice:
     """The part of a weight that a rank holds, from index ``start`` along ``dim``.
 
     ``shape`` is that of the whole weight, ``[..., N, K]``, and ``format`` that of its cast.
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardedWeight:
     """One sharded weight, with the part of it that this rank holds.
 
     Attributes:
@@ -66,15 +66,15 @@ class Member:
     """
 
     name: str
-    part: Part
+    slice: ShardSlice
     local: Callable[[], Tensor | None]
     version: Callable[[], object]
     everywhere: bool
 
     def __str__(self) -> str:
         return (
-            f"{self.name} {list(self.part.shape)} sharded on dim {self.part.dim}, "
-            f"scale={self.part.format.scale_rounding!r}"
+            f"{self.name} {list(self.slice.shape)} sharded on dim {self.slice.dim}, "
+            f"scale={self.slice.format.scale_rounding!r}"
         )
 
 
@@ -89,45 +89,45 @@ class AmaxTable:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        weights: Sequence[ShardedWeight],
         group: dist.ProcessGroup,
         device: torch.device,
         alone: bool = False,
     ) -> None:
-        """Lay out a table for ``members``, given in one order on all ranks.
+        """Lay out a table for ``weights``, given in one order on all ranks.
 
         ``alone``: True if further weights of the same root may be found later.
         """
-        self.members, self.alone = tuple(members), alone
+        self.weights, self.alone = tuple(weights), alone
         self.reductions = 0
         self._group = group
-        self._observed = all(member.everywhere for member in self.members)
-        self._seen: list[object] = [None] * len(members)
-        # members of one format lie side by side, so that their scales are computed at once
-        order = sorted(range(len(members)), key=lambda i: members[i].part.format.name)
-        sizes = [_slot_size(member.part) for member in self.members]
+        self._observed = all(weight.everywhere for weight in self.weights)
+        self._seen: list[object] = [None] * len(weights)
+        # weights of one format lie side by side, so that their scales are computed at once
+        order = sorted(range(len(weights)), key=lambda i: weights[i].slice.format.name)
+        sizes = [_slot_size(weight.slice) for weight in self.weights]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self._scales = torch.ones_like(self._flat)
-        self._starts = [0] * len(members)
+        self._starts = [0] * len(weights)
         for before, after in itertools.pairwise(order):
             self._starts[after] = self._starts[before] + sizes[before]
         self._formats: dict[BlockFormat, slice] = {}
         for index in order:
-            format, stop = members[index].part.format, self._starts[index] + sizes[index]
+            format, stop = weights[index].slice.format, self._starts[index] + sizes[index]
             first = self._formats.get(format, slice(self._starts[index], None)).start
             self._formats[format] = slice(first, stop)
 
     def amax(self, index: int) -> Tensor:
-        """The amax of each block of a member: ``[..., N/128, K/128]``."""
+        """The amax of each block of a weight: ``[..., N/128, K/128]``."""
         return self._slot(self._flat, index)
 
     def scale(self, index: int) -> Tensor:
-        """The scale of each block of a member, laid out as by a cast."""
+        """The scale of each block of a weight, laid out as by a cast."""
         return self._slot(self._scales, index)
 
     def ensure(self, index: int) -> None:
-        """Refresh the table if a member may have changed."""
-        if not self._observed or self._seen[index] != self.members[index].version():
+        """Refresh the table if a weight may have changed."""
+        if not self._observed or self._seen[index] != self.weights[index].version():
             self.refresh()
 
     def refresh_if_changed(self) -> None:
@@ -143,12 +143,12 @@ class AmaxTable:
         scales = self._scales.data if self._seen == versions else self._scales
         self._seen = versions
         self._flat.zero_()
-        for index, member in enumerate(self.members):
-            local = member.local()
+        for index, weight in enumerate(self.weights):
+            local = weight.local()
             if local is not None and local.numel():
-                target = member.part.blocks(self.amax(index), local)
+                target = weight.slice.blocks(self.amax(index), local)
                 targets.append(target)
-                part = member.part
+                part = weight.slice
                 sources.append(part_amax(local, part.format, *part.offsets).to(target.device))
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -159,16 +159,16 @@ class AmaxTable:
             scales[where].copy_(scale_from_amax(self._flat[where], format))
 
     def _versions(self) -> list[object]:
-        return [member.version() for member in self.members]
+        return [weight.version() for weight in self.weights]
 
     def _slot(self, flat: Tensor, index: int) -> Tensor:
-        part = self.members[index].part
+        part = self.weights[index].slice
         *rows, cols = part.format.scale_shape(part.shape)
         start = self._starts[index]
         padded = flat[start : start + _slot_size(part)].view((*rows, pad4(cols)))
         return padded[..., :cols]
 
 
-def _slot_size(part: Part) -> int:
+def _slot_size(part: ShardSlice) -> int:
     *rows, cols = part.format.scale_shape(part.shape)
     return math.prod(rows) * pad4(cols)

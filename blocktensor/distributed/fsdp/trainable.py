@@ -16,7 +16,7 @@ from ...recipe import Recipe
 from ...tensor.base import FP8Base, MasterBase, on_master
 from ..compare_ranks import agree
 from ..dtensor import local_of
-from .amax_table import AmaxTable, Member, Part
+from .amax_table import AmaxTable, ShardedWeight, ShardSlice
 from .fsdp_internals import Sharded, sharded_with
 from .gathered import GatheredInFP8, padded
 
@@ -113,14 +113,14 @@ class FP8Shard(GatheredInFP8, MasterBase):
             )
         table, index = place
         table.ensure(index)
-        member = table.members[index]
+        weight = table.weights[index]
         format = self.recipe.weight_format
         if self.numel():
-            amax = member.part.blocks(table.amax(index), self.master)
-            data = quantize_part(self.master, amax, format, *member.part.offsets)
+            amax = weight.slice.blocks(table.amax(index), self.master)
+            data = quantize_part(self.master, amax, format, *weight.slice.offsets)
         else:
             data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
-        sent = padded(data, member.part.dim, outer_size, mesh)
+        sent = padded(data, weight.slice.dim, outer_size, mesh)
         return (sent,), (outer_size, table.scale(index), self.recipe)
 
 
@@ -145,8 +145,8 @@ def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
             for sharded in together:
                 if shard_of(sharded.parameter()) is not None:
                     groups.setdefault(sharded.group.group_name, []).append(sharded)
-            for members in groups.values():
-                _build(members, alone=not are_all)
+            for weights in groups.values():
+                _build(weights, alone=not are_all)
             place = shard.identity.place
     return place
 
@@ -160,7 +160,7 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
 
     One table has all weights of which every rank holds rows; any other weight has its own.
     """
-    everywhere: list[tuple[Member, Identity]] = []
+    everywhere: list[tuple[ShardedWeight, Identity]] = []
     tables = [everywhere]
     lines = []
     for sharded in together:
@@ -168,9 +168,9 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
         assert shard is not None
         size, world = sharded.shape[sharded.dim], sharded.ranks
         each = ceil_div(size, world)
-        member = Member(
+        weight = ShardedWeight(
             sharded.name,
-            Part(
+            ShardSlice(
                 sharded.shape,
                 sharded.dim,
                 min(sharded.rank * each, size),
@@ -180,15 +180,15 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
             _version_of(sharded.parameter),
             everywhere=each * (world - 1) < size,
         )
-        lines.append(str(member))
-        if member.everywhere:
-            everywhere.append((member, shard.identity))
+        lines.append(str(weight))
+        if weight.everywhere:
+            everywhere.append((weight, shard.identity))
         else:
-            tables.append([(member, shard.identity)])
+            tables.append([(weight, shard.identity)])
     group, device = together[0].group, together[0].device
     agree("sharded FP8 weights", lines, group)
     for entries in filter(None, tables):
-        table = AmaxTable([member for member, _ in entries], group, device, alone)
+        table = AmaxTable([weight for weight, _ in entries], group, device, alone)
         for index, (_, identity) in enumerate(entries):
             identity.place = table, index
 

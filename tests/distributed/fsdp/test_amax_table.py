@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktensor.distributed import precompute_block_amax
-from blocktensor.distributed.fsdp.amax_table import Part
+from blocktensor.distributed.fsdp.amax_table import ShardSlice
 from blocktensor.ops import reference
 from blocktensor.ops.formats import SQUARES, ceil_div
 from tests.support.numeric import assert_same
@@ -41,11 +41,11 @@ def test_the_parts_of_all_ranks_make_the_table_of_the_whole(
     each = ceil_div(x.shape[dim], ranks)
     for rank in range(ranks):
         start = min(rank * each, x.shape[dim])
-        part = Part(tuple(x.shape), dim, start, SQUARES)
+        shard = ShardSlice(tuple(x.shape), dim, start, SQUARES)
         local = x.narrow(dim, start, min(each, x.shape[dim] - start))
         if local.numel():
-            place = part.blocks(table, local)
-            amax = reference.part_amax(local, SQUARES, *part.offsets)
+            place = shard.blocks(table, local)
+            amax = reference.part_amax(local, SQUARES, *shard.offsets)
             place.copy_(torch.maximum(place, amax))
     assert_same(table, whole)
 

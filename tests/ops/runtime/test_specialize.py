@@ -146,10 +146,6 @@ def test_what_must_go_through_the_dispatcher() -> None:
         assert must_dispatch(mode.from_tensor(x))
     with Outer():
         assert must_dispatch(x)
-        with watch_launches():  # launches are being recorded, under a dispatch mode
-            assert not must_dispatch(x)
-    assert must_dispatch(x, x.to("meta"))
-    assert not must_dispatch(x, x)
     traced: list[bool] = []
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -178,30 +174,62 @@ def test_calls_that_must_are_dispatched() -> None:
     assert len(op.decided) == 1
 
 
+def test_without_a_dispatch_a_function_runs_in_any_case() -> None:
+    op, x = Counted(), torch.rand(2)
+    with Outer():
+        assert torch.equal(op.table(x, 3), x * 3)
+    assert op.table(x.to("meta"), 3).is_meta
+    assert len(op.decided) == 2
+
+
+def test_a_part_of_a_recording_is_not_dispatched_and_not_remembered() -> None:
+    """Its launches belong to what is being recorded, under a dispatch mode."""
+
+    def unwanted(*args: Any) -> Tensor:
+        raise AssertionError("dispatched")
+
+    op, x = Counted(), torch.rand(2)
+    table = Specialized(op._decide, unwanted)
+    with Outer(), watch_launches():
+        for _ in range(2):
+            assert torch.equal(table(x, 3), x * 3)
+            assert torch.equal(table.run(x, 3), x * 3)
+    assert (len(op.decided), len(table)) == (4, 0)
+
+
+def test_a_caller_may_have_a_shorter_key() -> None:
+    op = Counted()
+    first = op.table.find_by("some kind", torch.rand(2), 3)
+    assert op.table.find_by("some kind", torch.rand(4), 5) is first
+    assert op.table.find_by("another", torch.rand(4), 5) is not first
+    assert op.decided == [((2,), 3), ((4,), 5)]
+
+
 # Keys
 
 
-def test_keys_look_into_tuples_and_keep_other_arguments() -> None:
+def test_keys_look_into_casts_and_keep_other_arguments() -> None:
     x, y = torch.rand(2, 3), torch.rand(3)
-    assert key_of(x, 3) == key_of(torch.rand(2, 3), 3)
-    assert key_of(x, 3) != key_of(x, 4)
-    assert key_of(x, 3) != key_of(x.t().contiguous().t(), 3)
-    assert key_of(x, (y, ROWS)) == key_of(x, (torch.rand(3), ROWS))
-    assert key_of(Quantized(x, y, ROWS)) == key_of((x, y, ROWS))
+    assert kinds((x, 3), (torch.rand(2, 3), 3)) == 1
+    assert kinds((x, 3), (x, 4), (x.t().contiguous().t(), 3), (x,), (x, None)) == 5
+    q = Quantized(x, y, ROWS)
+    assert kinds((q, 3), (Quantized(x.clone(), y.clone(), ROWS), 3)) == 1
     different = [
-        Quantized(x, y, ROWS),
-        Quantized(x, y, SQUARES),
-        Quantized(x, y.double(), ROWS),
-        Quantized(x, torch.rand(4)[1:], ROWS),
-        Quantized(x, torch.rand(6)[::2], ROWS),
-        (Quantized(x, y, ROWS), None),
-        Quantized(x.to("meta"), y, ROWS),
+        (q,),
+        (q, None),
+        (q._replace(format=SQUARES),),
+        (q._replace(scale=y.double()),),
+        (q._replace(scale=torch.rand(4)[1:]),),
+        (q._replace(scale=torch.rand(6)[::2]),),
+        (q._replace(scale=y.to("meta")),),
+        (q._replace(data=x.to("meta")),),
+        (q._replace(data=x.half()),),
     ]
-    assert len({key_of(each) for each in different}) == len(different)
+    assert kinds(*different) == len(different)
 
 
 def kinds(*calls: tuple[Any, ...]) -> int:
-    return len({key_of(*call) for call in calls})
+    return len({key_of(call) for call in calls})
 
 
 X = torch.rand(8, 256, dtype=torch.bfloat16)
