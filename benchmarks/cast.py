@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.cast import ops as casts
-from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 
 from . import peers
 from .shapes import CASTS
@@ -35,14 +35,14 @@ class Op(NamedTuple):
 
 def ops(x: Tensor) -> list[Op]:
     """Every op of ``blocktensor.ops.cast.ops``, to or from ``x``'s dtype."""
-    square, row = casts.quantize_rowwise(x, SQUARES), casts.quantize_rowwise(x, ROWS)
+    square, row = casts.quantize_rowwise(x, BLOCKS_128X128), casts.quantize_rowwise(x, BLOCKS_1X128)
     dtype, size = x.dtype, x.element_size()
     name = str(dtype).removeprefix("torch.")
     cases = [
-        Op("rowwise", name, lambda: casts.quantize_rowwise(x, ROWS), size + 1),
-        Op("columnwise", name, lambda: casts.quantize_columnwise(x, ROWS), size + 1),
-        Op("rowwise+columnwise", name, lambda: casts.quantize_both(x, ROWS), size + 2),
-        Op("128x128", name, lambda: casts.quantize_rowwise(x, SQUARES), size + 1),
+        Op("rowwise", name, lambda: casts.quantize_rowwise(x, BLOCKS_1X128), size + 1),
+        Op("columnwise", name, lambda: casts.quantize_columnwise(x, BLOCKS_1X128), size + 1),
+        Op("rowwise+columnwise", name, lambda: casts.quantize_both(x, BLOCKS_1X128), size + 2),
+        Op("128x128", name, lambda: casts.quantize_rowwise(x, BLOCKS_128X128), size + 1),
         Op("dequantize 1x128", name, lambda: casts.dequantize(row, dtype), size + 1),
         Op("dequantize 128x128", name, lambda: casts.dequantize(square, dtype), size + 1),
     ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.cast.ops import quantize_columnwise, quantize_rowwise
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
@@ -55,8 +55,10 @@ class Case:
         """What the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
         sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, self.m)
-        b_format = SQUARES if self.kind == "fprop" else ROWS
-        return GemmProblem(*sizes, ROWS, b_format, self.out_dtype, device, accumulate=accumulate)
+        b_format = BLOCKS_128X128 if self.kind == "fprop" else BLOCKS_1X128
+        return GemmProblem(
+            *sizes, BLOCKS_1X128, b_format, self.out_dtype, device, accumulate=accumulate
+        )
 
 
 class Inputs(NamedTuple):
@@ -77,11 +79,11 @@ def make_inputs(case: Case) -> Inputs:
     x = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)
     if case.kind == "fprop":
         w = torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
-        a, b = quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES)
+        a, b = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
         left, right = x, w.t()
     else:
         g = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
-        a, b = quantize_columnwise(g, ROWS), quantize_columnwise(x, ROWS)
+        a, b = quantize_columnwise(g, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
         left, right = g.t(), x
     out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=case.out_dtype, device="cuda")
     return Inputs(left, right, a, b, out)

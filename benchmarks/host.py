@@ -14,7 +14,7 @@ from torch import nn
 
 import blocktensor as bt
 from blocktensor.ops.cast import ops as casts
-from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.gemm.choose_backend import usable_gemm_backends
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
@@ -46,11 +46,11 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
     """What is timed: the op, the backend or dtype it runs in, and a call of it."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    a, b = casts.quantize_rowwise(x, ROWS), casts.quantize_rowwise(w, SQUARES)
-    yield "cast rowwise", "fp8", lambda: casts.quantize_rowwise(x, ROWS)
-    yield "cast columnwise", "fp8", lambda: casts.quantize_columnwise(x, ROWS)
-    yield "cast rowwise+columnwise", "fp8", lambda: casts.quantize_both(x, ROWS)
-    yield "cast 128x128", "fp8", lambda: casts.quantize_rowwise(w, SQUARES)
+    a, b = casts.quantize_rowwise(x, BLOCKS_1X128), casts.quantize_rowwise(w, BLOCKS_128X128)
+    yield "cast rowwise", "fp8", lambda: casts.quantize_rowwise(x, BLOCKS_1X128)
+    yield "cast columnwise", "fp8", lambda: casts.quantize_columnwise(x, BLOCKS_1X128)
+    yield "cast rowwise+columnwise", "fp8", lambda: casts.quantize_both(x, BLOCKS_1X128)
+    yield "cast 128x128", "fp8", lambda: casts.quantize_rowwise(w, BLOCKS_128X128)
     yield "transpose 128x128", "fp8", lambda: casts.transpose(b)
     for name in usable_gemm_backends(x.device):
         if name != "reference":

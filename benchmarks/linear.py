@@ -18,7 +18,7 @@ from blocktensor.ops.cast.ops import (
     quantize_rowwise,
     transpose,
 )
-from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.gemm.ops import gemm
 
 from . import peers
@@ -61,16 +61,16 @@ def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
 
 def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
     """The casts and GEMMs of one step, each as a call."""
-    x_row, x_columns = quantize_rowwise(x, ROWS), quantize_columnwise(x, ROWS)
-    g_row, g_columns = quantize_rowwise(grad, ROWS), quantize_columnwise(grad, ROWS)
-    square = quantize_rowwise(w, SQUARES)
+    x_row, x_columns = quantize_rowwise(x, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
+    g_row, g_columns = quantize_rowwise(grad, BLOCKS_1X128), quantize_columnwise(grad, BLOCKS_1X128)
+    square = quantize_rowwise(w, BLOCKS_128X128)
     transposed = transpose(square)
     dtype = x.dtype
     return {
-        "cast_x": lambda: quantize_both(x, ROWS),
-        "cast_w": lambda: quantize_rowwise(w, SQUARES),
+        "cast_x": lambda: quantize_both(x, BLOCKS_1X128),
+        "cast_w": lambda: quantize_rowwise(w, BLOCKS_128X128),
         "transpose_w": lambda: transpose(square),
-        "cast_g": lambda: quantize_both(grad, ROWS),
+        "cast_g": lambda: quantize_both(grad, BLOCKS_1X128),
         "fprop": lambda: gemm(x_row, square, None, dtype),
         "dgrad": lambda: gemm(g_row, transposed, None, dtype),
         "wgrad": lambda: gemm(g_columns, x_columns, None, dtype),

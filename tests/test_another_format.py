@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.ops import formats
 from blocktensor.ops.cast.ops import dequantize, quantize_both, quantize_rowwise, transpose
-from blocktensor.ops.formats import SQUARES, BlockFormat, Quantized
+from blocktensor.ops.formats import BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS
 from blocktensor.ops.gemm.ops import gemm
 
@@ -22,7 +22,7 @@ TOY_SQUARES = BlockFormat("toy 64x64", (64, 64))
 class ToyRecipe(Recipe):
     """Activations in 1x64 blocks, weights in the blocks of the class attribute."""
 
-    weights = SQUARES
+    weights = BLOCKS_128X128
 
     @property
     def activation_format(self) -> BlockFormat:
@@ -91,7 +91,7 @@ def test_both_forms_and_the_transpose() -> None:
     assert torch.equal(values(square), by_hand(x, TOY_SQUARES).t())
 
 
-@pytest.mark.parametrize("b_format", [TOY_ROWS, TOY_SQUARES, SQUARES], ids=lambda f: f.name)
+@pytest.mark.parametrize("b_format", [TOY_ROWS, TOY_SQUARES, BLOCKS_128X128], ids=lambda f: f.name)
 def test_gemm(b_format: BlockFormat) -> None:
     """Also beside a format with other blocks along K: each 64 of K is then promoted by itself."""
     a, b = quantize_rowwise(randn(20, 200), TOY_ROWS), quantize_rowwise(randn(70, 200), b_format)
@@ -103,7 +103,9 @@ def test_gemm(b_format: BlockFormat) -> None:
 def test_kernels_decline_it(backend: object) -> None:
     from blocktensor.ops.gemm.choose_backend import GemmProblem
 
-    problem = GemmProblem(8, 8, 8, TOY_ROWS, SQUARES, torch.bfloat16, torch.device("cuda", 0))
+    problem = GemmProblem(
+        8, 8, 8, TOY_ROWS, BLOCKS_128X128, torch.bfloat16, torch.device("cuda", 0)
+    )
     assert backend.declines(problem) == "no kernels for format toy 1x64"  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.formats import SQUARES
+from ..ops.formats import BLOCKS_128X128
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -207,7 +207,11 @@ def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
                 f"of {expected}"
             )
         scale = entries[found[0]]
-        shape = SQUARES.scale_shape(entry.shape) if len(entry.shape) in SQUARES.ranks else None
+        shape = (
+            BLOCKS_128X128.scale_shape(entry.shape)
+            if len(entry.shape) in BLOCKS_128X128.ranks
+            else None
+        )
         if scale.dtype not in _SCALES or scale.shape != shape:
             raise CheckpointError(
                 f"{scale.file}: tensor {found[0]!r} is {scale.dtype} {list(scale.shape)}: expected "

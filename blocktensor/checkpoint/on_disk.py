@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..distributed.dtensor import is_dtensor
-from ..ops.formats import SQUARES, BlockFormat
+from ..ops.formats import BLOCKS_128X128, BlockFormat
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,7 +68,7 @@ def quantization_config(
     ``unconverted``: names of linear modules that are not in FP8. ``formats``: of all FP8 weights.
     """
     left = sorted(unconverted)
-    block = list(SQUARES.block_shape)
+    block = list(BLOCKS_128X128.block_shape)
     if spelling == "deepseek":
         config: dict[str, Any] = {
             "quant_method": "fp8",
@@ -98,7 +98,7 @@ def quantization_config(
                 "input_activations": {
                     **numbers,
                     "strategy": "group",
-                    "group_size": SQUARES.cols,
+                    "group_size": BLOCKS_128X128.cols,
                     "dynamic": True,
                 },
             }
@@ -113,7 +113,7 @@ def check_blocks(config: Mapping[str, Any], file: Path) -> None:
     for group in (found.get("config_groups") or {}).values():
         sizes.append((group.get("weights") or {}).get("block_structure"))
     for size in sizes:
-        expected = list(SQUARES.block_shape)
+        expected = list(BLOCKS_128X128.block_shape)
         if size is not None and list(size) != expected:
             raise NotImplementedError(
                 f"{file}: weights are scaled in blocks of {size}, expected {expected}: "

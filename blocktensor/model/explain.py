@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..ops.formats import ROWS, SQUARES, BlockFormat
+from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -85,7 +85,9 @@ def explain(
         if len(shape) != 3:
             raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        products += _products(label, shape, kinds, (ROWS, SQUARES), None, dtype, dtype, where)
+        products += _products(
+            label, shape, kinds, (BLOCKS_1X128, BLOCKS_128X128), None, dtype, dtype, where
+        )
     return Explanation(tuple(products))
 
 

@@ -125,21 +125,27 @@ def named(name: str) -> BlockFormat:
     return found
 
 
-ROWS = register(BlockFormat("1x128", (1, BLOCK)))
+BLOCKS_1X128 = register(BlockFormat("1x128", (1, BLOCK)))
 """Activations and gradients."""
 
-SQUARES = register(BlockFormat("128x128", (BLOCK, BLOCK)))
+BLOCKS_128X128 = register(BlockFormat("128x128", (BLOCK, BLOCK)))
 """Weights."""
 
-ROWS_POW2 = register(BlockFormat("1x128_pow2", (1, BLOCK), "power_of_two"))
-SQUARES_POW2 = register(BlockFormat("128x128_pow2", (BLOCK, BLOCK), "power_of_two"))
+BLOCKS_1X128_POW2 = register(BlockFormat("1x128_pow2", (1, BLOCK), "power_of_two"))
+BLOCKS_128X128_POW2 = register(BlockFormat("128x128_pow2", (BLOCK, BLOCK), "power_of_two"))
 
-ACTIVATION_FORMATS: dict[ScaleRounding, BlockFormat] = {"fp32": ROWS, "power_of_two": ROWS_POW2}
-WEIGHT_FORMATS: dict[ScaleRounding, BlockFormat] = {"fp32": SQUARES, "power_of_two": SQUARES_POW2}
+ACTIVATION_FORMATS: dict[ScaleRounding, BlockFormat] = {
+    "fp32": BLOCKS_1X128,
+    "power_of_two": BLOCKS_1X128_POW2,
+}
+WEIGHT_FORMATS: dict[ScaleRounding, BlockFormat] = {
+    "fp32": BLOCKS_128X128,
+    "power_of_two": BLOCKS_128X128_POW2,
+}
 """The formats of each scale rounding."""
 
-KERNEL_FORMATS = (ROWS, SQUARES, ROWS_POW2, SQUARES_POW2)
-"""What kernels are written for; other formats run in the reference."""
+KERNEL_FORMATS = (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
+"""Formats that kernels are written for; others run in the reference."""
 
 
 def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) -> BlockFormat:
@@ -148,10 +154,11 @@ def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) 
     Raises:
         ValueError: there is none.
     """
+    wanted = tuple(block_shape), scale_rounding, torch.float8_e4m3fn
     for found in _FORMATS.values():
-        if found.block_shape == tuple(block_shape) and found.scale_rounding == scale_rounding:
+        if (found.block_shape, found.scale_rounding, found.dtype) == wanted:
             return found
     raise ValueError(
-        f"block_shape {tuple(block_shape)}: expected {ROWS.block_shape} (activations, gradients) "
-        f"or {SQUARES.block_shape} (weights)"
+        f"block_shape {tuple(block_shape)}: expected {BLOCKS_1X128.block_shape} (activations, "
+        f"gradients) or {BLOCKS_128X128.block_shape} (weights)"
     )

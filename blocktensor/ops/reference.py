@@ -144,7 +144,7 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
     return acc if bias is None else acc.add_(bias.float())
 
 
-def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     """The amax of the blocks that ``x[..., R, C]``, a part of a larger matrix, lies in.
 
     Its first element is ``row`` rows and ``col`` columns into its first block. fp32, a row for each
@@ -153,12 +153,12 @@ def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     return _amax(_in_blocks(x, format, row, col))
 
 
-def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     """Cast a part of a matrix as the whole matrix would be, given the ``amax`` of whole blocks.
 
     Args:
-        x, row, col: as in :func:`part_amax`.
-        amax: of the blocks that ``x`` lies in, over all parts; the shape that part_amax gives.
+        x, row, col: as in :func:`shard_amax`.
+        amax: of the blocks that ``x`` lies in, over all parts; the shape that shard_amax gives.
         format: of the cast.
 
     Returns:

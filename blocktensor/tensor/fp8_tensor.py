@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.cast import ops as cast
-from ..ops.formats import ROWS, BlockFormat, Quantized, with_block_shape
+from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base
@@ -130,7 +130,7 @@ class BlockwiseFP8Tensor(FP8Base):
     def quantize(
         cls,
         x: Tensor,
-        block_shape: tuple[int, int] = ROWS.block_shape,
+        block_shape: tuple[int, int] = BLOCKS_1X128.block_shape,
         recipe: Recipe = DEFAULT_RECIPE,
         *,
         rowwise: bool = True,

@@ -14,7 +14,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
 from blocktensor.ops.cast.ops import quantize_both
-from blocktensor.ops.formats import ROWS, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from tests.support.linear_ways import WAYS, run_linears
 from tests.support.models import assert_matches, composed, linear, plain, randn, unaligned
 
@@ -95,7 +95,7 @@ def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_tells_gradients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     run_linears("sequence", monkeypatch)
-    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, ROWS)
+    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, BLOCKS_1X128)
     grads = [grad, unaligned(grad), grad.t().contiguous().t(), grad[:1].expand(6, N), grad.float()]
     backwards = [backward_of(known, g, x_col) for g in grads]
     assert [backward_of(known, g, x_col) for g in grads] == backwards
@@ -108,11 +108,11 @@ def test_what_tells_gradients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     run_linears("sequence", monkeypatch)
-    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, ROWS)
+    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, BLOCKS_1X128)
     data, scale, _ = x_col
     moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
     pairs = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
-    saved = [Quantized(*pair, ROWS) for pair in pairs]
+    saved = [Quantized(*pair, BLOCKS_1X128) for pair in pairs]
     kinds = [backward_of(known, grad, x) for x in saved]
     assert len(set(map(id, kinds))) == len(kinds)
     assert [backward_of(known, grad, x) for x in saved] == kinds

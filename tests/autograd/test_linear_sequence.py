@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from blocktensor.autograd.linear import _dgrad_and_wgrad, _fprop
 from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
-from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.replay import Replay
 from blocktensor.ops.runtime.specialize import Specialized, recorded
@@ -93,10 +93,10 @@ def test_forward_and_backward_are_their_ops(
 ) -> None:
     """On a GPU recorded at the first call where that can be; on a CPU called every time."""
     x, grad = randn(M, K, device=device), randn(M, N, seed=1, device=device)
-    w = quantize_rowwise(randn(N, K, seed=2, device=device), SQUARES)
+    w = quantize_rowwise(randn(N, K, seed=2, device=device), BLOCKS_128X128)
     b = randn(N, seed=3, device=device) if bias else None
-    x_row, x_col = quantize_both(x, ROWS)
-    g_row, g_col = quantize_both(grad, ROWS)
+    x_row, x_col = quantize_both(x, BLOCKS_1X128)
+    g_row, g_col = quantize_both(grad, BLOCKS_1X128)
     wanted = (
         gemm(x_row, w, b, torch.bfloat16),
         gemm(g_row, transpose(w), None, torch.bfloat16),
@@ -105,12 +105,12 @@ def test_forward_and_backward_are_their_ops(
     forward: Any = recorded(_fprop, records)
     backward: Any = recorded(_dgrad_and_wgrad, records)
     for _ in range(3):
-        y, saved = forward(x, w, b, ROWS, torch.bfloat16, columnwise)
+        y, saved = forward(x, w, b, BLOCKS_1X128, torch.bfloat16, columnwise)
         assert torch.equal(y, wanted[0])
         if not columnwise:
             assert saved is None
             continue
-        assert saved.format is ROWS
+        assert saved.format is BLOCKS_1X128
         assert_same_bytes(saved.data, x_col.data)
         assert_same_bytes(saved.scale, x_col.scale)
         grads = backward(grad, saved, w, torch.bfloat16, torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.cast.ops import quantize_both
-from blocktensor.ops.formats import ROWS
+from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.gemm.ops import gemm_add_
 from tests.support.models import linear, randn
 from tests.support.numeric import relative_error
@@ -19,9 +19,9 @@ N, K, M = 200, 300, 40
 
 def summed(x: Tensor, grads: list[Tensor], start: Tensor) -> Tensor:
     total = start.clone()
-    _, x_col = quantize_both(x, ROWS)
+    _, x_col = quantize_both(x, BLOCKS_1X128)
     for grad in grads:
-        _, g_col = quantize_both(grad, ROWS)
+        _, g_col = quantize_both(grad, BLOCKS_1X128)
         gemm_add_(total, g_col, x_col)
     return total
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks import drafts, gemm, peers, timing
 from blocktensor.ops import devices
 from blocktensor.ops.cast.ops import quantize_rowwise
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
@@ -143,9 +143,9 @@ def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torchao_gets_b_and_its_scales_transposed(fake_peer: Any) -> None:
     x, w = torch.randn(256, 384), torch.randn(512, 384)
-    a, square = quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES)
+    a, square = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
     peers.torchao_gemm(a, square, torch.bfloat16)()
-    peers.torchao_gemm(a, quantize_rowwise(w, ROWS), torch.float32)()
+    peers.torchao_gemm(a, quantize_rowwise(w, BLOCKS_1X128), torch.float32)()
     names = ["triton_fp8_gemm_1x128_128x128", "triton_fp8_gemm_1x128_128x1"]
     assert [name for name, _, _ in fake_peer.calls] == names
     for (_, operands, options), b_scale in zip(fake_peer.calls, [(3, 4), (3, 512)], strict=True):
@@ -159,7 +159,7 @@ def test_torchao_gets_b_and_its_scales_transposed(fake_peer: Any) -> None:
 
 
 def test_deepgemm_adds_to_its_output(fake_peer: Any) -> None:
-    form = quantize_rowwise(torch.randn(128, 256), ROWS)
+    form = quantize_rowwise(torch.randn(128, 256), BLOCKS_1X128)
     out = torch.zeros(128, 128)
     peers.deepgemm_add(form, form, out)()
     peers.deepgemm_fprop(form, form, out)()
@@ -194,7 +194,7 @@ def test_a_draft_leaves_the_compiler_as_it_was(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "gluon_wgrad_draft", raising=False)
     before = triton.knobs.nvidia.ptxas, triton.knobs.runtime.add_stages_inspection_hook
-    form = Quantized(torch.zeros(1), torch.zeros(1), ROWS)
+    form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
     call = drafts.prepare("wgrad_add", "dbl96a", form, form, torch.zeros(1))
     assert call() == ("dbl96a", True, True)
     after = triton.knobs.nvidia.ptxas, triton.knobs.runtime.add_stages_inspection_hook
@@ -245,7 +245,7 @@ def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
     kernels = choose_backend.GemmKernels(fake, fake)
     monkeypatch.setattr(choose_backend, "gemm_kernels", lambda backend: kernels)
     maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
-    form = Quantized(torch.zeros(1), torch.zeros(1), ROWS)
+    form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
     maker(gemm.Inputs(form.data, form.data, form, form, form.data))()
     assert asked == [torch.float32]
 
@@ -272,5 +272,5 @@ def test_flops_and_problems() -> None:
 def test_a_weight_gradient_contracts_tokens() -> None:
     fprop = gemm.Case("fprop", 4096, 2048, 7168).problem(False)
     wgrad = gemm.Case("wgrad", 4096, 2048, 7168).problem(False)
-    assert (fprop.m, fprop.n, fprop.k, fprop.b_format) == (4096, 2048, 7168, SQUARES)
-    assert (wgrad.m, wgrad.n, wgrad.k, wgrad.b_format) == (2048, 7168, 4096, ROWS)
+    assert (fprop.m, fprop.n, fprop.k, fprop.b_format) == (4096, 2048, 7168, BLOCKS_128X128)
+    assert (wgrad.m, wgrad.n, wgrad.k, wgrad.b_format) == (2048, 7168, 4096, BLOCKS_1X128)

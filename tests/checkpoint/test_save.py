@@ -24,7 +24,7 @@ import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
 from blocktensor.checkpoint import save as module
 from blocktensor.ops import reference
-from blocktensor.ops.formats import SQUARES
+from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_models import Model, bits, filled
 
 
@@ -48,7 +48,7 @@ def test_weights_are_their_casts(tmp_path: Path, spelling: str, frozen: bool) ->
     suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
     for name in ("up", "down"):
         weight = getattr(filled(convert=False), name).weight
-        data, scale, _ = reference.quantize_rowwise(weight, SQUARES)
+        data, scale, _ = reference.quantize_rowwise(weight, BLOCKS_128X128)
         assert torch.equal(bits(tensors[f"{name}.weight"]), bits(data))
         assert torch.equal(tensors[f"{name}.weight{suffix}"], scale)
     for name in ("norm.weight", "norm.bias", "up.bias", "embed.weight", "steps"):
@@ -115,7 +115,9 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=1)
     assert (folder / "tokenizer.json").read_text() == "{}"
-    wanted = reference.quantize_rowwise(filled(seed=2, convert=False).up.weight, SQUARES).data
+    wanted = reference.quantize_rowwise(
+        filled(seed=2, convert=False).up.weight, BLOCKS_128X128
+    ).data
     assert torch.equal(bits(read(folder)["up.weight"]), bits(wanted))
     assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
 
@@ -192,7 +194,7 @@ def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
 
 
 def load_up(seed: int) -> Tensor:
-    return reference.quantize_rowwise(filled(seed, convert=False).up.weight, SQUARES).data
+    return reference.quantize_rowwise(filled(seed, convert=False).up.weight, BLOCKS_128X128).data
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

@@ -10,14 +10,21 @@ import torch
 
 from blocktensor.ops import checks
 from blocktensor.ops.cast import ops as cast_ops
-from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2, BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+    Quantized,
+)
 from blocktensor.ops.gemm import ops as gemm_ops
 from tests.support.numeric import E4M3
 
-A = Quantized(torch.zeros(3, 130).to(E4M3), torch.ones(3, 2), ROWS)
-B = Quantized(torch.zeros(5, 130).to(E4M3), torch.ones(5, 2), ROWS)
-SQUARE = Quantized(A.data, torch.ones(1, 2), SQUARES)
-STACK = Quantized(torch.zeros(2, 3, 130).to(E4M3), torch.ones(2, 1, 2), SQUARES)
+A = Quantized(torch.zeros(3, 130).to(E4M3), torch.ones(3, 2), BLOCKS_1X128)
+B = Quantized(torch.zeros(5, 130).to(E4M3), torch.ones(5, 2), BLOCKS_1X128)
+SQUARE = Quantized(A.data, torch.ones(1, 2), BLOCKS_128X128)
+STACK = Quantized(torch.zeros(2, 3, 130).to(E4M3), torch.ones(2, 1, 2), BLOCKS_128X128)
 
 
 def changed(x: Quantized, data: Any = None, scale: Any = None) -> Quantized:
@@ -71,12 +78,12 @@ REFUSED_GEMMS = [
         "the scale of operand b has shape [2, 5] for data [5, 130]: expected [5, 2] (1x128 blocks)",
     ),
     (
-        gemm(A, B._replace(format=SQUARES)),
+        gemm(A, B._replace(format=BLOCKS_128X128)),
         "the scale of operand b has shape [5, 2] for data [5, 130]: expected [1, 2] (128x128 "
         "blocks)",
     ),
     (
-        gemm(SQUARE._replace(format=ROWS_POW2), B),
+        gemm(SQUARE._replace(format=BLOCKS_1X128_POW2), B),
         "the scale of operand a has shape [1, 2] for data [3, 130]: expected [3, 2] (1x128_pow2 "
         "blocks)",
     ),
@@ -168,10 +175,10 @@ CASTS = [
     *(
         (cast, format)
         for cast in ("quantize_rowwise", "quantize_columnwise", "quantize_both")
-        for format in (ROWS, ROWS_POW2)
+        for format in (BLOCKS_1X128, BLOCKS_1X128_POW2)
     ),
-    ("quantize_rowwise", SQUARES),
-    ("quantize_rowwise", SQUARES_POW2),
+    ("quantize_rowwise", BLOCKS_128X128),
+    ("quantize_rowwise", BLOCKS_128X128_POW2),
 ]
 every_cast = pytest.mark.parametrize(("cast", "format"), CASTS, ids=name)
 
@@ -205,7 +212,7 @@ def test_refused_ranks(cast: str, format: BlockFormat, shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize("cast", ["quantize_columnwise", "quantize_both"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("format", [SQUARES, SQUARES_POW2], ids=name)
+@pytest.mark.parametrize("format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=name)
 def test_square_blocks_need_no_columnwise_cast(cast: str, format: BlockFormat, device: str) -> None:
     with pytest.raises(ValueError, match="columnwise") as error:
         getattr(cast_ops, cast)(torch.zeros(3, 5, device=device), format)
@@ -216,7 +223,7 @@ def test_square_blocks_need_no_columnwise_cast(cast: str, format: BlockFormat, d
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("format", [ROWS, ROWS_POW2], ids=name)
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_1X128_POW2], ids=name)
 def test_other_blocks_have_no_transpose(format: BlockFormat, device: str) -> None:
     x = Quantized(A.data.to(device), A.scale.to(device), format)
     with pytest.raises(ValueError, match="transpose") as error:
@@ -231,7 +238,13 @@ def test_other_blocks_have_no_transpose(format: BlockFormat, device: str) -> Non
 
 @pytest.mark.parametrize(
     "x",
-    [A, A._replace(format=ROWS_POW2), SQUARE, STACK, STACK._replace(format=SQUARES_POW2)],
+    [
+        A,
+        A._replace(format=BLOCKS_1X128_POW2),
+        SQUARE,
+        STACK,
+        STACK._replace(format=BLOCKS_128X128_POW2),
+    ],
 )
 def test_casts_that_fit(x: Quantized) -> None:
     checks.quantized(x)
@@ -251,19 +264,19 @@ def test_casts_that_fit(x: Quantized) -> None:
             "scales have dtype torch.float16: expected torch.float32",
         ),
         (
-            STACK._replace(format=ROWS),
+            STACK._replace(format=BLOCKS_1X128),
             ValueError,
             "FP8 data has 3 dimensions, shape [2, 3, 130]: expected 2; 1x128 data is [M, K], "
             "128x128 data [N, K] or [E, N, K]",
         ),
         (
-            Quantized(STACK.data[0, 0], A.scale, SQUARES),
+            Quantized(STACK.data[0, 0], A.scale, BLOCKS_128X128),
             ValueError,
             "FP8 data has 1 dimensions, shape [130]: expected 2 or 3; 1x128 data is [M, K], "
             "128x128 data [N, K] or [E, N, K]",
         ),
         (
-            A._replace(format=SQUARES),
+            A._replace(format=BLOCKS_128X128),
             ValueError,
             "scales have shape [3, 2] for data [3, 130] in blocks of (128, 128): expected [1, 2]",
         ),

@@ -12,11 +12,11 @@ import torch
 from blocktensor.ops import formats
 from blocktensor.ops.formats import (
     ACTIVATION_FORMATS,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     KERNEL_FORMATS,
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
     WEIGHT_FORMATS,
     BlockFormat,
     Quantized,
@@ -78,10 +78,10 @@ def test_an_unknown_name_is_refused(other: BlockFormat) -> None:
 @pytest.mark.parametrize(
     ("format", "rows", "power_of_two", "transposes", "ranks"),
     [
-        (ROWS, 1, False, False, (2,)),
-        (ROWS_POW2, 1, True, False, (2,)),
-        (SQUARES, 128, False, True, (2, 3)),
-        (SQUARES_POW2, 128, True, True, (2, 3)),
+        (BLOCKS_1X128, 1, False, False, (2,)),
+        (BLOCKS_1X128_POW2, 1, True, False, (2,)),
+        (BLOCKS_128X128, 128, False, True, (2, 3)),
+        (BLOCKS_128X128_POW2, 128, True, True, (2, 3)),
     ],
     ids=NAMES[:1] + NAMES[2:3] + NAMES[1:2] + NAMES[3:],
 )
@@ -118,9 +118,9 @@ def test_the_formats_of_a_recipe() -> None:
 def test_the_shape_of_scales(
     shape: tuple[int, int], rowwise: tuple[int, int], square: tuple[int, int]
 ) -> None:
-    for format in (ROWS, ROWS_POW2):
+    for format in (BLOCKS_1X128, BLOCKS_1X128_POW2):
         assert format.scale_shape(shape) == rowwise
-    for format in (SQUARES, SQUARES_POW2):
+    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
         assert format.scale_shape(shape) == square
         assert format.scale_shape((7, *shape)) == (7, *square)
         assert format.scale_shape(torch.Size(shape)) == square
@@ -169,16 +169,29 @@ def test_a_copy_is_the_same_object(format: BlockFormat) -> None:
 
 
 def test_formats_compare_by_identity() -> None:
-    twin = BlockFormat(ROWS.name, ROWS.block_shape)  # not registered: nobody should have one
-    assert twin != ROWS
-    assert len({ROWS, SQUARES, ROWS_POW2, SQUARES_POW2, copy.deepcopy(ROWS)}) == 4
+    twin = BlockFormat(
+        BLOCKS_1X128.name, BLOCKS_1X128.block_shape
+    )  # not registered: nobody should have one
+    assert twin != BLOCKS_1X128
+    assert (
+        len(
+            {
+                BLOCKS_1X128,
+                BLOCKS_128X128,
+                BLOCKS_1X128_POW2,
+                BLOCKS_128X128_POW2,
+                copy.deepcopy(BLOCKS_1X128),
+            }
+        )
+        == 4
+    )
 
 
 def test_a_copy_of_quantized_data_keeps_its_format() -> None:
-    x = Quantized(torch.zeros(2, 3), torch.ones(2, 1), ROWS)
+    x = Quantized(torch.zeros(2, 3), torch.ones(2, 1), BLOCKS_1X128)
     for again in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
         assert type(again) is Quantized
-        assert again.format is ROWS
+        assert again.format is BLOCKS_1X128
         assert torch.equal(again.data, x.data)
         assert again.data is not x.data
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import ROWS, SQUARES
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.scale_layouts import empty_scale
 from tests.support.numeric import E4M3
 
@@ -32,8 +32,8 @@ def test_fresh_memory_is_nan(way: str, dtype: torch.dtype, device: torch.device)
 
 
 def test_padding_of_scales_is_nan(device: torch.device) -> None:
-    rowwise = empty_scale((5, 300), ROWS, device)
-    square = empty_scale((2, 300, 300), SQUARES, device)
+    rowwise = empty_scale((5, 300), BLOCKS_1X128, device)
+    square = empty_scale((2, 300, 300), BLOCKS_128X128, device)
     for scale, floats in ((rowwise, 3 * 8), (square, 2 * 3 * 4)):
         whole = torch.empty(0, device=device).set_(scale.untyped_storage())
         assert whole.numel() == floats

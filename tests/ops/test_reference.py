@@ -15,10 +15,10 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     Quantized,
 )
@@ -36,7 +36,7 @@ from tests.support.numeric import (
 )
 
 SIZES = (0, 1, 127, 128, 129, 130, 300, 576)
-FORMATS = (ROWS, ROWS_POW2, SQUARES, SQUARES_POW2)
+FORMATS = (BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, BLOCKS_128X128_POW2)
 
 Cast = Callable[[Tensor, BlockFormat], Quantized]
 
@@ -83,7 +83,7 @@ def test_oracle_rounds_as_torch_does_on_finite_values() -> None:
 def test_oracle_knows_every_byte() -> None:
     data = torch.arange(256, dtype=torch.uint8).view(E4M3)
     np.testing.assert_array_equal(e4m3_values(data), data.double().numpy())
-    assert MAGNITUDES[-1] == reference.largest(ROWS) == 448
+    assert MAGNITUDES[-1] == reference.largest(BLOCKS_1X128) == 448
 
 
 # Casts
@@ -148,7 +148,7 @@ def test_both_is_rowwise_and_columnwise(format: BlockFormat, rng: torch.Generato
         assert_same(got.scale, want.scale)
 
 
-@formats(SQUARES, SQUARES_POW2)
+@formats(BLOCKS_128X128, BLOCKS_128X128_POW2)
 @pytest.mark.parametrize("shape", [(3, 130, 300), (2, 128, 256), (1, 1, 129), (0, 5, 7), (2, 0, 9)])
 def test_a_stack_is_cast_matrix_by_matrix(
     shape: tuple[int, int, int], format: BlockFormat, rng: torch.Generator
@@ -200,7 +200,7 @@ def test_data_of_another_dtype() -> None:
 
 def test_a_zero_block_has_scale_one_and_keeps_its_signs() -> None:
     x = torch.tensor([0.0, -0.0, -0.0]).repeat(1, 100)  # [1, 300]
-    data, scale, _ = reference.quantize_rowwise(x, ROWS)
+    data, scale, _ = reference.quantize_rowwise(x, BLOCKS_1X128)
     assert scale.tolist() == [[1.0, 1.0, 1.0]]
     assert data.view(torch.uint8).tolist() == [[0x00, 0x80, 0x80] * 100]
 
@@ -222,7 +222,7 @@ def test_a_zero_block_has_scale_one_and_keeps_its_signs() -> None:
     ],
 )
 def test_scale_of_an_amax(amax: float, fp32: float, power_of_two: float) -> None:
-    for wanted, format in ((fp32, ROWS), (power_of_two, ROWS_POW2)):
+    for wanted, format in ((fp32, BLOCKS_1X128), (power_of_two, BLOCKS_1X128_POW2)):
         got = reference.scale_from_amax(torch.tensor([amax]), format)
         assert_same(got, torch.tensor([wanted]))
 
@@ -231,7 +231,7 @@ def test_power_of_two_scales_are_the_least_that_avoid_saturation(rng: torch.Gene
     amax = torch.randint(0x04800000, 0x7F800000, (100_000,), generator=rng).to(torch.int32)
     amax = amax.view(torch.float32)
     exact = amax.double() / 448
-    scale = reference.scale_from_amax(amax, SQUARES_POW2).double()
+    scale = reference.scale_from_amax(amax, BLOCKS_128X128_POW2).double()
     assert (torch.frexp(scale).mantissa == 0.5).all()
     # amax / 448 is first rounded to fp32, which may take it down to a power of two.
     assert (scale >= exact * (1 - 2.0**-24)).all()
@@ -243,19 +243,19 @@ def test_power_of_two_scales_are_the_least_that_avoid_saturation(rng: torch.Gene
 
 def test_ties_go_to_the_even_byte_and_beyond_448_saturates() -> None:
     x = one_block(17, 19, 21, 23, -17, 448, 432, 416, 2.0**-10, 3 * 2.0**-10, -(2.0**-10), 2.0**-9)
-    data, scale, _ = reference.quantize_rowwise(x, ROWS)
+    data, scale, _ = reference.quantize_rowwise(x, BLOCKS_1X128)
     assert scale.item() == 1
     want = [16, 20, 20, 24, -16, 448, 448, 416, 0, 2.0**-8, -0.0, 2.0**-9]
     assert_same(data.float(), one_block(*want))
     beyond = torch.tensor([449.0, 464.0, 1e30, -1e30, math.inf, -math.inf])
-    assert reference.to_data(beyond, ROWS).tolist() == [448, 448, 448, -448, 448, -448]
+    assert reference.to_data(beyond, BLOCKS_1X128).tolist() == [448, 448, 448, -448, 448, -448]
 
 
 def test_a_quotient_rounded_up_past_448_saturates(rng: torch.Generator) -> None:
     amax = 1 + torch.rand(20_000, 1, generator=rng)
-    quotient = amax / reference.scale_from_amax(amax, ROWS)
+    quotient = amax / reference.scale_from_amax(amax, BLOCKS_1X128)
     assert (quotient > 448).any()  # else this tests nothing
-    data, _, _ = reference.quantize_rowwise(amax, ROWS)
+    data, _, _ = reference.quantize_rowwise(amax, BLOCKS_1X128)
     assert (data.float() == 448).all()
 
 
@@ -264,10 +264,10 @@ def test_a_quotient_rounded_up_past_448_saturates(rng: torch.Generator) -> None:
 def test_every_nan_becomes_one_nan(sign: int, payload: int) -> None:
     nan = torch.tensor([[payload]], dtype=torch.int32).view(torch.float32)
     x = torch.cat([torch.copysign(nan, torch.tensor(float(sign))), one_block(1, -2)], 1)
-    data, scale, _ = reference.quantize_rowwise(x, ROWS)
+    data, scale, _ = reference.quantize_rowwise(x, BLOCKS_1X128)
     assert data.view(torch.uint8).tolist() == [[0x7F] * 3]
     assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
-    scale = reference.scale_from_amax(x[:, :1], ROWS_POW2)
+    scale = reference.scale_from_amax(x[:, :1], BLOCKS_1X128_POW2)
     assert scale.view(torch.int32).tolist() == [[0x7FC00000]]
 
 
@@ -286,7 +286,7 @@ def test_a_bad_number_spoils_its_block_and_no_other(bad: float, format: BlockFor
 # Transpose and dequantize
 
 
-@formats(SQUARES, SQUARES_POW2)
+@formats(BLOCKS_128X128, BLOCKS_128X128_POW2)
 @pytest.mark.parametrize("shape", [(130, 300), (1, 129), (0, 5), (3, 130, 300), (2, 128, 1)])
 def test_transpose_of_a_square_cast_is_the_cast_of_the_transpose(
     shape: tuple[int, ...], format: BlockFormat, rng: torch.Generator
@@ -307,7 +307,7 @@ def test_dequantize_multiplies_in_fp32_and_rounds_once(
     rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
     x = values("normal", rows, cols, torch.float32, rng)
-    for format in (ROWS, SQUARES):
+    for format in (BLOCKS_1X128, BLOCKS_128X128):
         q = reference.quantize_rowwise(x, format)
         got = reference.dequantize(q, dtype)
         want = torch.empty(rows, cols, dtype=dtype)

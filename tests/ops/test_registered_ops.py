@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast import ops as cast_ops
-from blocktensor.ops.cast import part_ops
+from blocktensor.ops.cast import shard_ops
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     Quantized,
     named,
@@ -40,12 +40,14 @@ def cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     rng = torch.Generator().manual_seed(0)
     x = values("normal", shape[0], shape[1], torch.bfloat16, rng)
     stack = torch.stack([x, -x]).mT
-    row, square = (reference.quantize_rowwise(x, f) for x, f in ((x, ROWS), (stack, SQUARES)))
+    row, square = (
+        reference.quantize_rowwise(x, f) for x, f in ((x, BLOCKS_1X128), (stack, BLOCKS_128X128))
+    )
     return {
-        "quantize_rowwise": (x.t(), ROWS),
-        "quantize_rowwise of a stack": (stack, SQUARES_POW2),
-        "quantize_columnwise": (x, ROWS_POW2),
-        "quantize_both": (x, ROWS),
+        "quantize_rowwise": (x.t(), BLOCKS_1X128),
+        "quantize_rowwise of a stack": (stack, BLOCKS_128X128_POW2),
+        "quantize_columnwise": (x, BLOCKS_1X128_POW2),
+        "quantize_both": (x, BLOCKS_1X128),
         "transpose": (square,),
         "dequantize": (row, torch.float16),
         "dequantize of a stack": (square, torch.float32),
@@ -97,10 +99,10 @@ def outputs(result: object) -> list[Tensor]:
 
 def test_every_registered_op_is_tested() -> None:
     """Here; those of parts in test_part_ops.py, those of the data gradient in test_dgrad_ops.py."""
-    modules = (cast_ops, gemm_ops, part_ops, dgrad_ops)
+    modules = (cast_ops, gemm_ops, shard_ops, dgrad_ops)
     members = [x for module in modules for x in vars(module).values()]
     ops = {x._opoverload for x in members if isinstance(x, torch.library.CustomOpDef)}
-    elsewhere = ("part_amax", "quantize_part", "dgrad_of_rowwise", "dgrad_of_master")
+    elsewhere = ("shard_amax", "quantize_shard", "dgrad_of_rowwise", "dgrad_of_master")
     assert ops == {op_of(name) for name in (*LABELS, *elsewhere)}
 
 
@@ -223,13 +225,13 @@ def test_one_graph_serves_all_sizes() -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     def product(x: Tensor, w: Tensor) -> Tensor:
-        return gemm(quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES))
+        return gemm(quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128))
 
     w = torch.randn(129, 300)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (130, 7, 257):
             x = torch.randn(m, 300)
-            a, b = quantize_rowwise(x, ROWS), quantize_rowwise(w, SQUARES)
+            a, b = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
             assert_same(product(x, w), gemm(a, b))
 
 
@@ -256,8 +258,8 @@ def test_gemm_defaults_to_bf16_without_bias() -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0), (3, 5)])
 def test_an_empty_contraction_gives_the_bias(m: int, n: int) -> None:
-    a = Quantized(torch.empty(m, 0, dtype=E4M3), torch.empty(m, 0), ROWS)
-    b = Quantized(torch.empty(n, 0, dtype=E4M3), torch.empty(-(-n // 128), 0), SQUARES)
+    a = Quantized(torch.empty(m, 0, dtype=E4M3), torch.empty(m, 0), BLOCKS_1X128)
+    b = Quantized(torch.empty(n, 0, dtype=E4M3), torch.empty(-(-n // 128), 0), BLOCKS_128X128)
     bias = torch.arange(float(n))
     assert torch.equal(gemm(a, b, bias=bias).float(), bias.expand(m, n))
     out = torch.ones(m, n)

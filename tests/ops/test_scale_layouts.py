@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     Quantized,
     num_blocks,
@@ -58,7 +58,7 @@ def test_sizes(size: int, blocks: int, padded: int) -> None:
 def test_rowwise_scales_are_column_major(
     rows: int, cols: int, shape: tuple[int, int], stride: tuple[int, int]
 ) -> None:
-    scale = empty_scale((rows, cols), ROWS, CPU)
+    scale = empty_scale((rows, cols), BLOCKS_1X128, CPU)
     assert (scale.shape, scale.dtype) == (shape, torch.float32)
     if 0 not in shape:
         assert scale.stride() == stride
@@ -77,18 +77,26 @@ def test_rowwise_scales_are_column_major(
 def test_square_scales_are_row_major(
     shape: tuple[int, ...], scale_shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> None:
-    scale = empty_scale(shape, SQUARES, CPU)
+    scale = empty_scale(shape, BLOCKS_128X128, CPU)
     assert (scale.shape, scale.stride(), scale.dtype) == (scale_shape, stride, torch.float32)
 
 
 def test_the_rounding_of_scales_changes_no_layout() -> None:
-    for fp32, power_of_two in ((ROWS, ROWS_POW2), (SQUARES, SQUARES_POW2)):
+    for fp32, power_of_two in (
+        (BLOCKS_1X128, BLOCKS_1X128_POW2),
+        (BLOCKS_128X128, BLOCKS_128X128_POW2),
+    ):
         a, b = (empty_scale((129, 300), format, CPU) for format in (fp32, power_of_two))
         assert (a.shape, a.stride()) == (b.shape, b.stride())
 
 
 @pytest.mark.parametrize(
-    ("shape", "format"), [((129, 300), ROWS), ((129, 300), SQUARES), ((2, 129, 300), SQUARES_POW2)]
+    ("shape", "format"),
+    [
+        ((129, 300), BLOCKS_1X128),
+        ((129, 300), BLOCKS_128X128),
+        ((2, 129, 300), BLOCKS_128X128_POW2),
+    ],
 )
 def test_data_comes_with_its_scales(shape: tuple[int, ...], format: BlockFormat) -> None:
     made = empty_quantized(shape, format, CPU)
@@ -100,17 +108,17 @@ def test_data_comes_with_its_scales(shape: tuple[int, ...], format: BlockFormat)
 
 def test_scales_are_laid_out_once() -> None:
     data, scale, _ = operand(5, 300, 1, torch.Generator().manual_seed(0))
-    same = laid_out(data, scale, ROWS)
+    same = laid_out(data, scale, BLOCKS_1X128)
     assert same.data is data
     assert same.scale is scale
-    copy = laid_out(data, scale.contiguous(), ROWS)
-    assert copy.format is ROWS
-    assert copy.scale.stride() == empty_scale((5, 300), ROWS, CPU).stride()
+    copy = laid_out(data, scale.contiguous(), BLOCKS_1X128)
+    assert copy.format is BLOCKS_1X128
+    assert copy.scale.stride() == empty_scale((5, 300), BLOCKS_1X128, CPU).stride()
     assert_same(copy.scale, scale)
     stack = torch.zeros(2, 129, 300).to(E4M3)
     scale = torch.rand(2, 2, 3)
-    copy = laid_out(stack, scale, SQUARES)
-    assert copy.scale.stride() == empty_scale(stack.shape, SQUARES, CPU).stride()
+    copy = laid_out(stack, scale, BLOCKS_128X128)
+    assert copy.scale.stride() == empty_scale(stack.shape, BLOCKS_128X128, CPU).stride()
     assert_same(copy.scale, scale)
 
 
@@ -125,8 +133,8 @@ def quantized(scale: Tensor, rows: int, cols: int, format: BlockFormat) -> Quant
 @pytest.mark.parametrize("rows", [1, 3, 4, 128, 129, 132])
 @pytest.mark.parametrize("cols", [1, 128, 129, 1000])
 def test_rowwise_scales_for_cublas(rows: int, cols: int) -> None:
-    scale = filled(empty_scale((rows, cols), ROWS, CPU))
-    given = cublas_scale(quantized(scale, rows, cols, ROWS))
+    scale = filled(empty_scale((rows, cols), BLOCKS_1X128, CPU))
+    given = cublas_scale(quantized(scale, rows, cols, BLOCKS_1X128))
     assert given.stride() == (1, rows)
     assert torch.equal(given, scale)
     assert (given.data_ptr() == scale.data_ptr()) == (rows % 4 == 0)
@@ -135,8 +143,8 @@ def test_rowwise_scales_for_cublas(rows: int, cols: int) -> None:
 @pytest.mark.parametrize("rows", [1, 128, 129, 513])
 @pytest.mark.parametrize("cols", [1, 128, 512, 513, 1000])
 def test_square_scales_for_cublas(rows: int, cols: int) -> None:
-    scale = filled(empty_scale((rows, cols), SQUARES, CPU))
-    given = cublas_scale(quantized(scale, rows, cols, SQUARES))
+    scale = filled(empty_scale((rows, cols), BLOCKS_128X128, CPU))
+    given = cublas_scale(quantized(scale, rows, cols, BLOCKS_128X128))
     n_rows, n_cols = scale.shape
     assert given.shape == (pad4(n_cols), n_rows)
     assert given.stride() == (1, pad4(n_cols))
@@ -158,7 +166,7 @@ def test_square_scales_for_cublas(rows: int, cols: int) -> None:
 @pytest.mark.parametrize("layout", ["ours", "dense", "transposed"])
 def test_slices_of_square_scales_for_cublas(part: list[slice], layout: str) -> None:
     """Whatever view comes in: right values, readable to the end, no view past the storage."""
-    scale = filled(empty_scale((512, 768), SQUARES, CPU))  # [4, 6], padded to 8
+    scale = filled(empty_scale((512, 768), BLOCKS_128X128, CPU))  # [4, 6], padded to 8
     if layout == "dense":
         scale = scale.contiguous()
     if layout == "transposed":
@@ -166,7 +174,7 @@ def test_slices_of_square_scales_for_cublas(part: list[slice], layout: str) -> N
     scale = scale[tuple(part)]
     scale = scale if scale.ndim == 2 else scale[None]
     n_rows, n_cols = scale.shape
-    given = cublas_scale(quantized(scale, 128 * n_rows, 128 * n_cols, SQUARES))
+    given = cublas_scale(quantized(scale, 128 * n_rows, 128 * n_cols, BLOCKS_128X128))
     assert given.stride() == (1, pad4(n_cols))
     assert torch.equal(given[:n_cols].t(), scale)
     if given.untyped_storage().data_ptr() != scale.untyped_storage().data_ptr():
@@ -179,7 +187,7 @@ def test_slices_of_square_scales_for_cublas(part: list[slice], layout: str) -> N
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 300), (128, 128), (129, 1000), (513, 513)])
-@pytest.mark.parametrize("format", [ROWS, SQUARES], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda format: format.name)
 def test_our_own_scales_are_read_by_tma_where_they_lie(
     shape: tuple[int, int], format: BlockFormat
 ) -> None:
@@ -187,7 +195,7 @@ def test_our_own_scales_are_read_by_tma_where_they_lie(
     assert tma_scale(quantized(scale, *shape, format)) is scale
 
 
-@pytest.mark.parametrize("format", [ROWS, SQUARES], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda format: format.name)
 @pytest.mark.parametrize("layout", ["dense", "transposed", "unaligned", "repeated", "sliced"])
 def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> None:
     shape = (513, 646)  # scales [513, 6] or [5, 6]
@@ -202,7 +210,9 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
         scale = scale[:1, :1].expand(ours.shape)
     if layout == "sliced":  # lines as far apart as ours, the first of them unaligned
         wide = empty_scale((513 + 128, 646 + 128), format, CPU)
-        scale = wide[1:514, :6].copy_(scale) if format is ROWS else wide[:5, 1:].copy_(scale)
+        scale = (
+            wide[1:514, :6].copy_(scale) if format is BLOCKS_1X128 else wide[:5, 1:].copy_(scale)
+        )
     given = tma_scale(quantized(scale, *shape, format))
     assert given.stride() == ours.stride()
     assert given.data_ptr() % 16 == 0
@@ -210,10 +220,10 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
 
 
 def test_aligned_slices_are_read_by_tma_where_they_lie() -> None:
-    rowwise = filled(empty_scale((520, 768), ROWS, CPU))[4:260, 1:3]
-    assert tma_scale(quantized(rowwise, 256, 256, ROWS)) is rowwise
-    square = filled(empty_scale((512, 1024), SQUARES, CPU))[1:3, 4:7]
-    assert tma_scale(quantized(square, 256, 384, SQUARES)) is square
+    rowwise = filled(empty_scale((520, 768), BLOCKS_1X128, CPU))[4:260, 1:3]
+    assert tma_scale(quantized(rowwise, 256, 256, BLOCKS_1X128)) is rowwise
+    square = filled(empty_scale((512, 1024), BLOCKS_128X128, CPU))[1:3, 4:7]
+    assert tma_scale(quantized(square, 256, 384, BLOCKS_128X128)) is square
 
 
 # Data

@@ -123,8 +123,9 @@ def linears() -> Iterator[Case]:
                 for way, options in ways:
                     for bias in (False, True):
                         recipe = Recipe(scale=scale, **options)
-                        yield f"linear {(m, n, k)} {dtype} {scale} {way} {bias}", _steps(
-                            (m, n, k), dtype, recipe, bias
+                        yield (
+                            f"linear {(m, n, k)} {dtype} {scale} {way} {bias}",
+                            _steps((m, n, k), dtype, recipe, bias),
                         )
                 yield f"frozen {(m, n, k)} {dtype} {scale}", _frozen((m, n, k), dtype, scale)
 
@@ -199,7 +200,9 @@ def _rank(rank: int, world: int, folder: str) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     found: dict[str, list[Tensor | None]] = {}
     for scale in ("fp32", "power_of_two"):
         for n, k in ((256, 128), (200, 300), (130, 64), (576, 1000)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,11 +33,13 @@ class CallPath(NamedTuple):
     @property
     def switches(self) -> int:
         files = [file for file, _ in self.calls]
-        return sum(a != b for a, b in zip(files, files[1:], strict=False))
+        return sum(a != b for a, b in pairwise(files))
 
     def __str__(self) -> str:
         lines = [f"{file:32} {function}" for file, function in self.calls]
-        total = f"{len(self.files)} files, {len(self.calls)} calls, {self.switches} switches of file"
+        total = (
+            f"{len(self.files)} files, {len(self.calls)} calls, {self.switches} switches of file"
+        )
         return "\n".join([*lines, total])
 
 

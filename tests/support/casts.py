@@ -9,10 +9,10 @@ from torch import Tensor
 
 from blocktensor.ops.cast.choose_backend import CAST_BACKENDS, CastKernels, CastProblem
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     Quantized,
 )
@@ -38,15 +38,15 @@ class Way:
         return f"{self.function} {self.fp32.name}"
 
 
-SQUARE = Way("quantize_rowwise", SQUARES, SQUARES_POW2)
+SQUARE = Way("quantize_rowwise", BLOCKS_128X128, BLOCKS_128X128_POW2)
 GLUON_WAYS = (
-    Way("quantize_columnwise", ROWS, ROWS_POW2),
-    Way("quantize_both", ROWS, ROWS_POW2),
+    Way("quantize_columnwise", BLOCKS_1X128, BLOCKS_1X128_POW2),
+    Way("quantize_both", BLOCKS_1X128, BLOCKS_1X128_POW2),
     SQUARE,
 )
 """The ways that have a Gluon kernel."""
 
-WAYS = (Way("quantize_rowwise", ROWS, ROWS_POW2), *GLUON_WAYS)
+WAYS = (Way("quantize_rowwise", BLOCKS_1X128, BLOCKS_1X128_POW2), *GLUON_WAYS)
 
 
 def kernels(name: str) -> CastKernels:

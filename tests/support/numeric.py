@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = torch.float8_e4m3fn
-FORMATS = {1: ROWS, 128: SQUARES}
+FORMATS = {1: BLOCKS_1X128, 128: BLOCKS_128X128}
 """By the rows of a block."""
 
 # Byte b < 0x7F: exponent b >> 3 (bias 7, 0 means subnormal), significand b & 7.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.cast.part_ops import part_amax
+from ...ops.cast.shard_ops import shard_amax
 from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
@@ -149,7 +149,7 @@ class AmaxTable:
                 target = weight.slice.blocks(self.amax(index), local)
                 targets.append(target)
                 part = weight.slice
-                sources.append(part_amax(local, part.format, *part.offsets).to(target.device))
+                sources.append(shard_amax(local, part.format, *part.offsets).to(target.device))
         if targets:
             torch._foreach_copy_(targets, sources)
         # as integers, magnitudes keep their order, with NaN above Inf

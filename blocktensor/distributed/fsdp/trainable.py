@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops import checks
-from ...ops.cast.part_ops import quantize_part
+from ...ops.cast.shard_ops import quantize_shard
 from ...ops.formats import ceil_div
 from ...recipe import Recipe
 from ...tensor.base import FP8Base, MasterBase, on_master
@@ -117,7 +117,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
         format = self.recipe.weight_format
         if self.numel():
             amax = weight.slice.blocks(table.amax(index), self.master)
-            data = quantize_part(self.master, amax, format, *weight.slice.offsets)
+            data = quantize_shard(self.master, amax, format, *weight.slice.offsets)
         else:
             data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
         sent = padded(data, weight.slice.dim, outer_size, mesh)

@@ -32,8 +32,8 @@ class CastKernels:
     quantize_both: Callable[..., tuple[Quantized, Quantized]]
     transpose: Callable[..., Quantized]
     dequantize: Callable[..., Tensor]
-    part_amax: Callable[..., Tensor]
-    quantize_part: Callable[..., Tensor]
+    shard_amax: Callable[..., Tensor]
+    quantize_shard: Callable[..., Tensor]
     launches: bool
 
 
@@ -52,8 +52,8 @@ def _kernels(casts: Any, transposes: Any, parts: Any, launches: bool) -> CastKer
         casts.quantize_both,
         transposes.transpose,
         transposes.dequantize,
-        parts.part_amax,
-        parts.quantize_part,
+        parts.shard_amax,
+        parts.quantize_shard,
         launches,
     )
 
@@ -65,18 +65,18 @@ def _load_reference() -> CastKernels:
 
 
 def _load_triton() -> CastKernels:
-    from . import triton_cast, triton_part, triton_transpose
+    from . import triton_128x128, triton_cast, triton_transpose
 
-    return _kernels(triton_cast, triton_transpose, triton_part, launches=True)
+    return _kernels(triton_cast, triton_transpose, triton_128x128, launches=True)
 
 
 def _load_gluon() -> CastKernels:
-    from . import gluon_columnwise, gluon_square, gluon_transpose
+    from . import gluon_128x128, gluon_columnwise, gluon_transpose
 
     # Rowwise casts in 1x128 blocks, dequantize and casts of parts gain nothing in Gluon.
     return replace(
         _load_triton(),
-        quantize_rowwise=gluon_square.quantize_rowwise,
+        quantize_rowwise=gluon_128x128.quantize_rowwise,
         quantize_columnwise=gluon_columnwise.quantize_columnwise,
         quantize_both=gluon_columnwise.quantize_both,
         transpose=gluon_transpose.transpose,

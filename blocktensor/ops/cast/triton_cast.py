@@ -17,7 +17,7 @@ from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
-from .triton_part import plan_128x128
+from .triton_128x128 import plan_128x128
 
 
 @triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])

@@ -116,7 +116,7 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 # A recording is repeated by generated code, its player, since loops over the recording take twice
-# as long. The player of part_amax, with constants c0, c1, …:
+# as long. The player of shard_amax, with constants c0, c1, …:
 #
 #     def play(a0, a1, a2, a3):
 #         if hooked():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from blocktensor.distributed import precompute_block_amax
 from blocktensor.distributed.fsdp.amax_table import ShardSlice
 from blocktensor.ops import reference
-from blocktensor.ops.formats import SQUARES, ceil_div
+from blocktensor.ops.formats import BLOCKS_128X128, ceil_div
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -36,16 +36,16 @@ def test_the_parts_of_all_ranks_make_the_table_of_the_whole(
     x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
     if not stacked:
         x, dim = x[0], max(dim - 1, 0)
-    whole = reference.part_amax(x, SQUARES, 0, 0)
+    whole = reference.shard_amax(x, BLOCKS_128X128, 0, 0)
     table = torch.zeros_like(whole)
     each = ceil_div(x.shape[dim], ranks)
     for rank in range(ranks):
         start = min(rank * each, x.shape[dim])
-        shard = ShardSlice(tuple(x.shape), dim, start, SQUARES)
+        shard = ShardSlice(tuple(x.shape), dim, start, BLOCKS_128X128)
         local = x.narrow(dim, start, min(each, x.shape[dim] - start))
         if local.numel():
             place = shard.blocks(table, local)
-            amax = reference.part_amax(local, SQUARES, *shard.offsets)
+            amax = reference.shard_amax(local, BLOCKS_128X128, *shard.offsets)
             place.copy_(torch.maximum(place, amax))
     assert_same(table, whole)
 

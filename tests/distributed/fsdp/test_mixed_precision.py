@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import SQUARES
+from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_same_cast, batch, loss_of, mesh_of, shard, twins
 
@@ -24,7 +24,7 @@ def test_masters_in_fp32_are_cast_as_under_autocast(world: int, device: str) -> 
         weight = model.get_submodule(name).weight
         assert weight.dtype == torch.bfloat16
         master = single.get_submodule(name).weight.master
-        assert_same_cast(weight.rowwise(), reference.quantize_rowwise(master, SQUARES))
+        assert_same_cast(weight.rowwise(), reference.quantize_rowwise(master, BLOCKS_128X128))
 
     model.up.reshard()
     model.reshard()

@@ -14,7 +14,13 @@ from blocktensor.ops.cast.choose_backend import (
     cast_backend,
     cast_kernels,
 )
-from blocktensor.ops.formats import KERNEL_FORMATS, ROWS, SQUARES, SQUARES_POW2, BlockFormat
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    KERNEL_FORMATS,
+    BlockFormat,
+)
 from blocktensor.ops.registry import first_choice
 from tests.support.casts import kernels
 from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
@@ -45,8 +51,8 @@ def test_gluon_has_kernels_of_its_own_where_they_are_faster() -> None:
 
 def test_the_functions_of_a_backend_are_loaded_once() -> None:
     x = torch.rand(4, 5)
-    assert cast_kernels(x, ROWS) is cast_kernels(x.half(), SQUARES)
-    assert cast_kernels(x, ROWS).quantize_both is reference.quantize_both
+    assert cast_kernels(x, BLOCKS_1X128) is cast_kernels(x.half(), BLOCKS_128X128)
+    assert cast_kernels(x, BLOCKS_1X128).quantize_both is reference.quantize_both
 
 
 class Fake:
@@ -101,14 +107,14 @@ def test_who_transposes(
 ) -> None:
     pretend((9, 0))
     x = Fake(torch.float8_e4m3fn, shape, stride)
-    for format in (SQUARES, SQUARES_POW2):
+    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
         assert cast_backend(x, format).name == name
 
 
 def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
     pretend((8, 9))
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), SQUARES).name == "triton"
+        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), BLOCKS_128X128).name == "triton"
 
 
 @pytest.mark.parametrize(("capability", "triton"), [((8, 0), "3.6.0"), ((9, 0), None)])
@@ -117,7 +123,7 @@ def test_casts_fall_back_to_the_reference(
 ) -> None:
     pretend(capability, triton=triton)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), SQUARES).name == "reference"
+        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), BLOCKS_128X128).name == "reference"
 
 
 # The reasons
@@ -149,7 +155,7 @@ def test_why(
     pretend: Pretend, capability: tuple[int, int], shape: tuple[int, int], reason: str
 ) -> None:
     pretend(capability)
-    problem = CastProblem(Fake(torch.bfloat16, shape, (shape[1], 1)), ROWS)
+    problem = CastProblem(Fake(torch.bfloat16, shape, (shape[1], 1)), BLOCKS_1X128)
     assert first_choice(CAST_BACKENDS, problem, CUDA).reason == reason
 
 
@@ -163,6 +169,6 @@ def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> 
 
 def test_a_cpu_runs_the_reference() -> None:
     x = torch.rand(256, 272)
-    assert cast_backend(x, ROWS).name == "reference"
-    choice = first_choice(CAST_BACKENDS, CastProblem(x, ROWS), CPU)
+    assert cast_backend(x, BLOCKS_1X128).name == "reference"
+    choice = first_choice(CAST_BACKENDS, CastProblem(x, BLOCKS_1X128), CPU)
     assert choice.others == "gluon, triton: needs a CUDA device, got 'cpu'"

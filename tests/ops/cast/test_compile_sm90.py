@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_128X128, Quantized
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.casts import GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, FORMATS
@@ -142,7 +142,7 @@ def form(shape: tuple[int, ...], rows: int) -> Quantized:
 def test_transpose(shape: tuple[int, ...], compile_launches: Compile) -> None:
     x = form(shape, 128)
     assert compile_launches(lambda: TRITON.transpose(x)) == 1
-    if gluon_takes(x.data, SQUARES):
+    if gluon_takes(x.data, BLOCKS_128X128):
         assert compile_launches(lambda: GLUON.transpose(x)) == 1
     flipped = x._replace(data=x.data.transpose(-1, -2).contiguous().transpose(-1, -2))
     assert compile_launches(lambda: TRITON.transpose(flipped)) == 1

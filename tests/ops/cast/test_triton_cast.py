@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast.choose_backend import cast_kernels
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from tests.support.casts import GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, KINDS, VIEWS, assert_same, to_device, values, view_of
 
@@ -240,21 +240,21 @@ def test_more_than_2_to_the_31_elements(backend: str) -> None:
     m, k = 2**20 + 144, 2112
     x = torch.randn((m, k), dtype=BF16, device=CUDA)
     assert x.numel() > 2**31
-    row, col = kernels(backend).quantize_both(x, ROWS)
+    row, col = kernels(backend).quantize_both(x, BLOCKS_1X128)
     for rows, blocks in ((slice(128), slice(1)), (slice(2**20, m), slice(2**13, None))):
         got = (
-            Quantized(row.data[rows], row.scale[rows], ROWS),
-            Quantized(col.data[:, rows], col.scale[:, blocks], ROWS),
+            Quantized(row.data[rows], row.scale[rows], BLOCKS_1X128),
+            Quantized(col.data[:, rows], col.scale[:, blocks], BLOCKS_1X128),
         )
-        assert_all_same(got, reference.quantize_both(x[rows].cpu(), ROWS))
+        assert_all_same(got, reference.quantize_both(x[rows].cpu(), BLOCKS_1X128))
 
 
 @on_a_gpu
 @pytest.mark.parametrize("backend", ["triton", "gluon"])
 def test_a_square_cast_of_more_than_2_to_the_31_elements(backend: str) -> None:
     x = torch.randn((2**20 + 130, 2112), dtype=BF16, device=CUDA)
-    got = kernels(backend).quantize_rowwise(x, SQUARES)
-    want = reference.quantize_rowwise(x[-130:].cpu(), SQUARES)
+    got = kernels(backend).quantize_rowwise(x, BLOCKS_128X128)
+    want = reference.quantize_rowwise(x[-130:].cpu(), BLOCKS_128X128)
     assert_same(got.data[-130:].cpu(), want.data)
     assert_same(got.scale[-2:].cpu(), want.scale)
 

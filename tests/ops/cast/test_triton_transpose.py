@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_128X128, Quantized
 from blocktensor.ops.scale_layouts import empty_scale
 from tests.support.casts import gluon_takes, kernels
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, lay_out, to_device
@@ -45,7 +45,7 @@ def any_scale(shape: tuple[int, ...], block: int, rng: torch.Generator) -> Tenso
     scale = torch.where(bad, torch.tensor([math.nan, math.inf]).take(scale.long() % 2), scale)
     if len(shape) == 2:
         return lay_out(scale, block)
-    return empty_scale((shape[0], shape[1] * 128, shape[2] * 128), SQUARES, CPU).copy_(scale)
+    return empty_scale((shape[0], shape[1] * 128, shape[2] * 128), BLOCKS_128X128, CPU).copy_(scale)
 
 
 def on_gpu(x: Quantized) -> Quantized:
@@ -53,16 +53,16 @@ def on_gpu(x: Quantized) -> Quantized:
 
 
 def check_transpose(data: Tensor, scale: Tensor) -> None:
-    x = Quantized(data, scale, SQUARES)
+    x = Quantized(data, scale, BLOCKS_128X128)
     given, want = on_gpu(x), reference.transpose(x)
-    for backend in ["triton", *["gluon"] * gluon_takes(given.data, SQUARES)]:
+    for backend in ["triton", *["gluon"] * gluon_takes(given.data, BLOCKS_128X128)]:
         got = kernels(backend).transpose(given)
         assert got.data.is_contiguous()
-        assert got.format is SQUARES
+        assert got.format is BLOCKS_128X128
         assert_same(got.data.cpu(), want.data)
         assert_same(got.scale.cpu(), want.scale)
         if scale.numel():
-            assert got.scale.stride() == empty_scale(got.data.shape, SQUARES, CPU).stride()
+            assert got.scale.stride() == empty_scale(got.data.shape, BLOCKS_128X128, CPU).stride()
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["matrix", "stack"])
@@ -75,7 +75,7 @@ def test_transpose(lead: tuple[int, ...], rng: torch.Generator) -> None:
 
 def test_transpose_of_slices_on_block_boundaries(rng: torch.Generator) -> None:
     data, scale = any_bytes((3, 640, 500), rng), any_scale((3, 5, 4), 128, rng)
-    assert gluon_takes(data, SQUARES)
+    assert gluon_takes(data, BLOCKS_128X128)
     check_transpose(data[1:], scale[1:])
     check_transpose(data[1], scale[1])
     check_transpose(data[:, 128:500], scale[:, 1:4])

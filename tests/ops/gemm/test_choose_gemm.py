@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2, BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+    Quantized,
+)
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import (
     GEMM_BACKENDS,
@@ -30,7 +37,7 @@ __all__ = ["pretend"]
 
 pytestmark = pytest.mark.usefixtures("pretend")
 
-PROBLEM = GemmProblem(4096, 7168, 2048, ROWS, SQUARES, torch.bfloat16, CUDA)
+PROBLEM = GemmProblem(4096, 7168, 2048, BLOCKS_1X128, BLOCKS_128X128, torch.bfloat16, CUDA)
 
 
 def words(choice: GemmChoice) -> tuple[str, str]:
@@ -140,7 +147,7 @@ def test_cublas_needs_no_triton(pretend: Pretend) -> None:
             "takes a bias in bf16 for a bf16 output only, got torch.bfloat16 for torch.float32",
         ),
         ({"out_dtype": torch.float16}, "output torch.float16 not supported"),
-        ({"a_format": SQUARES}, "no 128x128 blocks on the left"),
+        ({"a_format": BLOCKS_128X128}, "no 128x128 blocks on the left"),
         ({"k": 0}, "nothing to contract"),
         ({"k": 2056}, "K and N must be multiples of 16, got K=2056, N=7168"),
         ({"n": 130}, "K and N must be multiples of 16, got K=2048, N=130"),
@@ -162,7 +169,7 @@ def test_what_cublas_declines_goes_to_triton(
     [
         {"bias": torch.bfloat16},
         {"out_dtype": torch.float32},
-        {"b_format": ROWS},
+        {"b_format": BLOCKS_1X128},
         {"m": 4, "n": 16, "k": 16},
     ],
 )
@@ -178,9 +185,9 @@ def test_what_cublas_takes(pretend: Pretend, change: dict[str, object]) -> None:
 def test_the_rounding_of_scales_makes_no_difference(pretend: Pretend, triton: str) -> None:
     pretend((9, 0), triton=triton)
     for a, b, change in (
-        (ROWS_POW2, SQUARES_POW2, {}),
-        (ROWS_POW2, ROWS_POW2, {"b_format": ROWS}),
-        (SQUARES_POW2, SQUARES, {"a_format": SQUARES}),
+        (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2, {}),
+        (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2, {"b_format": BLOCKS_1X128}),
+        (BLOCKS_128X128_POW2, BLOCKS_128X128, {"a_format": BLOCKS_128X128}),
     ):
         fp32 = choose_gemm(replace(PROBLEM, **change))
         power_of_two = choose_gemm(replace(PROBLEM, a_format=a, b_format=b))
@@ -204,7 +211,7 @@ def test_a_format_without_kernels_runs_in_the_reference(pretend: Pretend, side: 
     "change",
     [
         {"bias": torch.float32, "out_dtype": torch.float16},
-        {"m": 7168, "n": 2048, "k": 4096, "b_format": ROWS, "accumulate": True},
+        {"m": 7168, "n": 2048, "k": 4096, "b_format": BLOCKS_1X128, "accumulate": True},
         {"m": 64, "n": 2048, "k": 7168},
         {"m": 4097, "n": 129, "k": 2055},
     ],
@@ -225,10 +232,10 @@ def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, object])
 @pytest.mark.parametrize(
     ("change", "name", "reason"),
     [
-        ({"a_format": SQUARES}, "triton", "no 128x128 blocks on the left"),
+        ({"a_format": BLOCKS_128X128}, "triton", "no 128x128 blocks on the left"),
         ({"k": 0}, "triton", "nothing to contract"),
         (
-            {"b_format": ROWS, "bias": torch.float32},
+            {"b_format": BLOCKS_1X128, "bias": torch.float32},
             "triton",
             "no bias where both sides have 1x128 blocks",
         ),
@@ -331,8 +338,8 @@ def test_the_variable_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_empty_product_asks_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GEMM_VARIABLE, "cublas")  # would be refused
-    empty = Quantized(torch.empty(0, 5, dtype=E4M3), torch.empty(0, 1), ROWS)
-    other = Quantized(torch.empty(3, 5, dtype=E4M3), torch.empty(3, 1), ROWS)
+    empty = Quantized(torch.empty(0, 5, dtype=E4M3), torch.empty(0, 1), BLOCKS_1X128)
+    other = Quantized(torch.empty(3, 5, dtype=E4M3), torch.empty(3, 1), BLOCKS_1X128)
     assert gemm(empty, other).shape == (0, 3)
     assert gemm(other, empty).shape == (3, 0)
     gemm_add_(torch.empty(0, 3), empty, other)

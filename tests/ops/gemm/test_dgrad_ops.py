@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import ROWS, SQUARES, SQUARES_POW2, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BLOCKS_128X128_POW2, Quantized
 from blocktensor.ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
 from tests.support.numeric import assert_same, operand, values
 
@@ -30,17 +30,17 @@ def operands(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Quantized
 def samples(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """The arguments of the registered ops, by name."""
     g, w = operands(shape, dtype)
-    w_fp8 = reference.quantize_rowwise(w, SQUARES_POW2)
-    given = g.data, g.scale, ROWS.name
+    w_fp8 = reference.quantize_rowwise(w, BLOCKS_128X128_POW2)
+    given = g.data, g.scale, BLOCKS_1X128.name
     return {
-        "dgrad_of_rowwise": (*given, w_fp8.data, w_fp8.scale, SQUARES_POW2.name, dtype),
-        "dgrad_of_master": (*given, w, SQUARES_POW2.name, dtype),
+        "dgrad_of_rowwise": (*given, w_fp8.data, w_fp8.scale, BLOCKS_128X128_POW2.name, dtype),
+        "dgrad_of_master": (*given, w, BLOCKS_128X128_POW2.name, dtype),
     }
 
 
 def wanted(shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
     g, w = operands(shape, dtype)
-    columnwise = reference.transpose(reference.quantize_rowwise(w, SQUARES_POW2))
+    columnwise = reference.transpose(reference.quantize_rowwise(w, BLOCKS_128X128_POW2))
     return reference.gemm(g, columnwise, None, dtype)
 
 
@@ -50,30 +50,30 @@ def test_it_is_the_product_with_the_columnwise_form(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     (g, w), want = operands(shape, dtype), wanted(shape, dtype)
-    w_fp8 = reference.quantize_rowwise(w, SQUARES_POW2)
+    w_fp8 = reference.quantize_rowwise(w, BLOCKS_128X128_POW2)
     assert_same(dgrad_of_rowwise(g, w_fp8, dtype), want)
-    assert_same(dgrad_of_master(g, w, SQUARES_POW2, dtype), want)
-    assert_same(dgrad_of_master(g, w.t().contiguous().t(), SQUARES_POW2, dtype), want)
+    assert_same(dgrad_of_master(g, w, BLOCKS_128X128_POW2, dtype), want)
+    assert_same(dgrad_of_master(g, w.t().contiguous().t(), BLOCKS_128X128_POW2, dtype), want)
     for name, args in samples(shape, dtype).items():
         assert_same(getattr(OPS, name)(*args), want)
 
 
 def test_the_rounding_of_scales_is_that_of_the_weights_format() -> None:
     g, w = operands((5, 300, 130), torch.float32)
-    for format in (SQUARES, SQUARES_POW2):
+    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
         w_fp8 = reference.quantize_rowwise(w, format)
         want = reference.gemm(g, reference.transpose(w_fp8), None, torch.float32)
         assert_same(dgrad_of_rowwise(g, w_fp8, torch.float32), want)
         assert_same(dgrad_of_master(g, w, format, torch.float32), want)
-    assert not torch.equal(want, dgrad_of_master(g, w, SQUARES, torch.float32))
+    assert not torch.equal(want, dgrad_of_master(g, w, BLOCKS_128X128, torch.float32))
 
 
 def test_a_weight_in_blocks_that_cannot_be_transposed_is_refused() -> None:
     g, w = operands((5, 300, 130), torch.float32)
     with pytest.raises(ValueError, match="a cast in 1x128 blocks has no exact transpose"):
-        dgrad_of_master(g, w, ROWS, torch.float32)
+        dgrad_of_master(g, w, BLOCKS_1X128, torch.float32)
     with pytest.raises(ValueError, match="a cast in 1x128 blocks has no exact transpose"):
-        dgrad_of_rowwise(g, reference.quantize_rowwise(w, ROWS), torch.float32)
+        dgrad_of_rowwise(g, reference.quantize_rowwise(w, BLOCKS_1X128), torch.float32)
 
 
 @every_shape

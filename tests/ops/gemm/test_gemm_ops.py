@@ -14,10 +14,10 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     Quantized,
 )
@@ -86,8 +86,10 @@ def test_a_backend_is_chosen_once_for_a_kind(
         assert_same(ops.gemm_add_(out, a, b), want)
     sizes, device = (5, 129, k), torch.device("cpu")
     assert watched.problems == [
-        GemmProblem(*sizes, ROWS, SQUARES, torch.float32, device, torch.bfloat16),
-        GemmProblem(*sizes, ROWS, SQUARES, torch.float32, device, None, accumulate=True),
+        GemmProblem(*sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, torch.bfloat16),
+        GemmProblem(
+            *sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, None, accumulate=True
+        ),
     ]
     assert len(watched.given) == 6
 
@@ -109,12 +111,17 @@ def test_a_backend_is_given_rows_as_it_reads_them(
         assert (is_in_vectors(x), is_in_vectors(y)) == (True, True) or not reads
         assert (x.data is a.data) == (not copied)
         assert (x.scale is a.scale, y.scale is b.scale) == (True, True)
-        assert (x.format, y.format) == (ROWS, SQUARES)
+        assert (x.format, y.format) == (BLOCKS_1X128, BLOCKS_128X128)
         assert z is bias or (reads and z is not None and z.is_contiguous())
 
 
 @pytest.mark.parametrize(
-    ("format", "of_a_row"), [(SQUARES, ROWS), (SQUARES_POW2, ROWS_POW2), (ROWS, ROWS)]
+    ("format", "of_a_row"),
+    [
+        (BLOCKS_128X128, BLOCKS_1X128),
+        (BLOCKS_128X128_POW2, BLOCKS_1X128_POW2),
+        (BLOCKS_1X128, BLOCKS_1X128),
+    ],
 )
 def test_a_single_row_of_squares_is_a_row_for_kernels(
     format: BlockFormat, of_a_row: BlockFormat, watched: Watched, rng: torch.Generator
@@ -127,7 +134,12 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
     for a, b in ((row, other), (other, row), (row, row), (rows, other)):
         assert_same(ops.gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
     chosen = [(problem.a_format, problem.b_format) for problem in watched.problems]
-    assert chosen == [(of_a_row, ROWS), (ROWS, of_a_row), (of_a_row, of_a_row), (format, ROWS)]
+    assert chosen == [
+        (of_a_row, BLOCKS_1X128),
+        (BLOCKS_1X128, of_a_row),
+        (of_a_row, of_a_row),
+        (format, BLOCKS_1X128),
+    ]
     if watched.kernels.reads_vectors:
         assert [(a.format, b.format) for a, b, _ in watched.given] == chosen
 

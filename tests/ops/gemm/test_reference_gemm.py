@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import ROWS, SQUARES, BlockFormat, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
 
 BLOCKS = ((1, 128), (1, 1), (128, 1), (128, 128))
@@ -95,7 +95,10 @@ def ones(rows: int, cols: int) -> Tensor:
 def test_every_128_of_k_has_its_own_scale() -> None:
     a_scale = torch.tensor([[1.0, 2.0**-7, 2.0**-14]])
     b_scale = torch.tensor([[1.0, 1.0, 2.0], [4.0, 4.0, 4.0]])
-    a, b = Quantized(ones(1, 257), a_scale, ROWS), Quantized(ones(2, 257), b_scale, ROWS)
+    a, b = (
+        Quantized(ones(1, 257), a_scale, BLOCKS_1X128),
+        Quantized(ones(2, 257), b_scale, BLOCKS_1X128),
+    )
     out = reference.gemm(a, b, None, torch.float32)
     assert out.tolist() == [[128 + 1 + 2.0**-13, 512 + 4 + 2.0**-12]]
 
@@ -103,14 +106,17 @@ def test_every_128_of_k_has_its_own_scale() -> None:
 def test_partial_products_are_scaled_before_they_are_summed() -> None:
     data = torch.tensor([[256.0] * 128 + [1.0] * 128]).to(E4M3)
     scale = torch.tensor([[2.0**-70, 2.0**70]])
-    a, b = Quantized(data, scale, ROWS), Quantized(data, scale.flip(1), ROWS)
+    a, b = Quantized(data, scale, BLOCKS_1X128), Quantized(data, scale.flip(1), BLOCKS_1X128)
     out = reference.gemm(a, b, None, torch.float32)
     assert out.item() == 2.0**23 + 2.0**7
 
 
 def test_a_square_scale_belongs_to_its_128_rows() -> None:
     scale = torch.tensor([[1.0], [2.0], [4.0]])
-    a, b = Quantized(ones(257, 4), scale, SQUARES), Quantized(ones(129, 4), scale[:2], SQUARES)
+    a, b = (
+        Quantized(ones(257, 4), scale, BLOCKS_128X128),
+        Quantized(ones(129, 4), scale[:2], BLOCKS_128X128),
+    )
     out = reference.gemm(a, b, None, torch.float32)
     factor = np.repeat([1, 2, 4], [128, 128, 1])
     assert out.tolist() == (4 * np.outer(factor, factor[:129])).tolist()

@@ -7,7 +7,7 @@ import torch
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm.choose_backend import usable_gemm_backends
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
 from tests.support import gemms
@@ -150,9 +150,9 @@ def test_cast_and_product_on_the_gpu(rng: torch.Generator) -> None:
     x = torch.randn((300, 576), generator=rng, device=CUDA).to(BF16)
     w = torch.randn((1100, 576), generator=rng, device=CUDA).to(BF16)
     g = torch.randn((300, 1100), generator=rng, device=CUDA).to(BF16)
-    x_row, x_col = quantize_both(x, ROWS)
-    g_row, g_col = quantize_both(g, ROWS)
-    w_fp8 = quantize_rowwise(w, SQUARES)
+    x_row, x_col = quantize_both(x, BLOCKS_1X128)
+    g_row, g_col = quantize_both(g, BLOCKS_1X128)
+    w_fp8 = quantize_rowwise(w, BLOCKS_128X128)
     for a, b, exact in (
         (x_row, w_fp8, x.double() @ w.double().T),
         (g_row, transpose(w_fp8), g.double() @ w.double()),

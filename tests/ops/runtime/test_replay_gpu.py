@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from blocktensor.ops import reference
 from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
-from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
 from blocktensor.ops.runtime import replay, triton_abi
 from blocktensor.ops.runtime.launch import Launch
@@ -41,11 +41,11 @@ def draw(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.bfloa
 
 def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
     """The results of five launches."""
-    square = module.quantize_rowwise(x, SQUARES)
+    square = module.quantize_rowwise(x, BLOCKS_128X128)
     return [
-        module.quantize_rowwise(x, ROWS),
-        module.quantize_columnwise(x, ROWS_POW2),
-        *module.quantize_both(x, ROWS),
+        module.quantize_rowwise(x, BLOCKS_1X128),
+        module.quantize_columnwise(x, BLOCKS_1X128_POW2),
+        *module.quantize_both(x, BLOCKS_1X128),
         square,
         module.transpose(square),
     ]
@@ -172,9 +172,9 @@ def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
 
 
 def test_deterministic_mode_fills_what_a_replay_leaves(plays: list[int]) -> None:
-    a = quantize_rowwise(draw((130, 512)), ROWS)
+    a = quantize_rowwise(draw((130, 512)), BLOCKS_1X128)
     for _ in range(3):
-        data, scale, _ = quantize_rowwise(draw((130, 512)), ROWS)
+        data, scale, _ = quantize_rowwise(draw((130, 512)), BLOCKS_1X128)
         padding = scale.as_strided((2, 4), (1, 132), 130)  # the leading dimension's last rows
         assert padding.isnan().all() == torch.are_deterministic_algorithms_enabled()
         assert_same(data, a.data)
@@ -186,8 +186,8 @@ def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None
     bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
     for seed in range(3):
         for k in (512, 130):  # rows of 130 bytes are padded by a copy first
-            a = quantize_rowwise(draw((256, k), seed), ROWS)
-            b = quantize_rowwise(draw((128, k), seed + 9), SQUARES)
+            a = quantize_rowwise(draw((256, k), seed), BLOCKS_1X128)
+            b = quantize_rowwise(draw((128, k), seed + 9), BLOCKS_128X128)
             for added in (None, bias, bias.repeat_interleave(2)[::2]):
                 out = gemm(a, b, bias=added, out_dtype=torch.float32)
                 product = reference.gemm(a, b, None, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from blocktensor.ops.formats import ROWS, SQUARES, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from tests.support.fake_driver import Kernel, axpy, draw, fake_driver, launch, op
 
 __all__ = ["fake_driver"]
@@ -25,7 +25,7 @@ def half(kernel: Kernel, x: Quantized, factor: int) -> Quantized:
     """Another form of ``x``, from its data and its scale."""
     made = torch.empty_like(x.data)
     launch(kernel, x.data, x.scale, made, factor)
-    return Quantized(made, torch.empty(2, 3), SQUARES)
+    return Quantized(made, torch.empty(2, 3), BLOCKS_128X128)
 
 
 def test_tuples_are_taken_and_returned() -> None:
@@ -38,11 +38,11 @@ def test_tuples_are_taken_and_returned() -> None:
 
     a = op(both)
     for _ in range(4):
-        x, y = Quantized(draw(8), draw(8), ROWS), draw(8)
+        x, y = Quantized(draw(8), draw(8), BLOCKS_1X128), draw(8)
         first, (out, (second,)), nothing, factor = a.call(x, y, 3)
         for form, times in ((first, 3), (second, 5)):
             assert type(form) is Quantized
-            assert form.format is SQUARES
+            assert form.format is BLOCKS_128X128
             assert torch.equal(form.data, times * x.data + x.scale)
             assert form.scale.shape == (2, 3)
         assert torch.equal(out, 3 * y + x.scale)
@@ -54,9 +54,9 @@ def test_a_tuple_of_another_format_or_layout_is_another_kind() -> None:
     a = op(half)
     for _ in range(2):
         for x in (
-            Quantized(draw(8), draw(8), ROWS),
-            Quantized(draw(8), draw(8), SQUARES),
-            Quantized(draw(8), draw(9)[1:], ROWS),
+            Quantized(draw(8), draw(8), BLOCKS_1X128),
+            Quantized(draw(8), draw(8), BLOCKS_128X128),
+            Quantized(draw(8), draw(9)[1:], BLOCKS_1X128),
         ):
             assert torch.equal(a.call(x, 2).data, 2 * x.data + x.scale)
     assert (a.calls, len(a.kernel.direct)) == (3, 3)
@@ -74,9 +74,9 @@ def test_tensors_of_a_tuple_at_one_address_are_not_recorded() -> None:
     a = op(half)
     x, y = draw(2, 8)
     for _ in range(2):
-        assert torch.equal(a.call(Quantized(x, x, ROWS), 2).data, 3 * x)
+        assert torch.equal(a.call(Quantized(x, x, BLOCKS_1X128), 2).data, 3 * x)
     for _ in range(2):
-        assert torch.equal(a.call(Quantized(x, y, ROWS), 2).data, 2 * x + y)
+        assert torch.equal(a.call(Quantized(x, y, BLOCKS_1X128), 2).data, 2 * x + y)
     assert (a.calls, len(a.kernel.direct)) == (3, 1)
 
 

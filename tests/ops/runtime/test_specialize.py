@@ -12,7 +12,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import ROWS, ROWS_POW2, SQUARES, SQUARES_POW2, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    Quantized,
+)
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
@@ -164,7 +170,7 @@ def test_calls_that_must_are_dispatched() -> None:
     table = Specialized(op._decide, lambda *args: dispatched.append(args))
     table(x, 3)
     assert (dispatched, len(op.decided)) == ([], 1)
-    for call in ((x.to("meta"), 3), (Quantized(x.to("meta"), x, ROWS), 4)):
+    for call in ((x.to("meta"), 3), (Quantized(x.to("meta"), x, BLOCKS_1X128), 4)):
         assert table(*call) is None
         assert dispatched.pop() is not None
     with Outer():
@@ -212,12 +218,12 @@ def test_keys_look_into_casts_and_keep_other_arguments() -> None:
     x, y = torch.rand(2, 3), torch.rand(3)
     assert kinds((x, 3), (torch.rand(2, 3), 3)) == 1
     assert kinds((x, 3), (x, 4), (x.t().contiguous().t(), 3), (x,), (x, None)) == 5
-    q = Quantized(x, y, ROWS)
-    assert kinds((q, 3), (Quantized(x.clone(), y.clone(), ROWS), 3)) == 1
+    q = Quantized(x, y, BLOCKS_1X128)
+    assert kinds((q, 3), (Quantized(x.clone(), y.clone(), BLOCKS_1X128), 3)) == 1
     different = [
         (q,),
         (q, None),
-        (q._replace(format=SQUARES),),
+        (q._replace(format=BLOCKS_128X128),),
         (q._replace(scale=y.double()),),
         (q._replace(scale=torch.rand(4)[1:]),),
         (q._replace(scale=torch.rand(6)[::2]),),
@@ -238,35 +244,35 @@ X = torch.rand(8, 256, dtype=torch.bfloat16)
 def test_what_tells_casts_apart() -> None:
     odd = torch.rand(8 * 256 + 1, dtype=torch.bfloat16)[1:].view(8, 256)
     different = (
-        (X, ROWS),
-        (X, ROWS_POW2),
-        (X, SQUARES),
-        (X, SQUARES_POW2),
-        (odd, ROWS),
-        (X.view(4, 512), ROWS),
-        (X.t().contiguous().t(), ROWS),
-        (X.half(), ROWS),
-        (X.to("meta"), ROWS),
+        (X, BLOCKS_1X128),
+        (X, BLOCKS_1X128_POW2),
+        (X, BLOCKS_128X128),
+        (X, BLOCKS_128X128_POW2),
+        (odd, BLOCKS_1X128),
+        (X.view(4, 512), BLOCKS_1X128),
+        (X.t().contiguous().t(), BLOCKS_1X128),
+        (X.half(), BLOCKS_1X128),
+        (X.to("meta"), BLOCKS_1X128),
     )
     assert kinds(*different) == len(different)
-    assert kinds((X, ROWS), (X.clone(), ROWS)) == 1
+    assert kinds((X, BLOCKS_1X128), (X.clone(), BLOCKS_1X128)) == 1
 
 
 def test_what_tells_casts_of_parts_apart() -> None:
     different = [
-        (X, SQUARES, 0, 0),
-        (X, SQUARES_POW2, 0, 0),
-        (X, SQUARES, 1, 0),
-        (X, SQUARES, 0, 1),
-        (X.half(), SQUARES, 0, 0),
-        (X[:4], SQUARES, 0, 0),
-        (X[:, 1:], SQUARES, 0, 0),
+        (X, BLOCKS_128X128, 0, 0),
+        (X, BLOCKS_128X128_POW2, 0, 0),
+        (X, BLOCKS_128X128, 1, 0),
+        (X, BLOCKS_128X128, 0, 1),
+        (X.half(), BLOCKS_128X128, 0, 0),
+        (X[:4], BLOCKS_128X128, 0, 0),
+        (X[:, 1:], BLOCKS_128X128, 0, 0),
     ]
     assert kinds(*different) == len(different)
-    assert kinds(different[0], (X.clone(), SQUARES, 0, 0)) == 1
+    assert kinds(different[0], (X.clone(), BLOCKS_128X128, 0, 0)) == 1
     amax = torch.rand(1, 2)
     with_amax = [(x, amax, *rest) for x, *rest in different]
-    with_amax.append((X, torch.rand(2, 1).t(), SQUARES, 0, 0))
+    with_amax.append((X, torch.rand(2, 1).t(), BLOCKS_128X128, 0, 0))
     assert kinds(*with_amax) == len(with_amax)
 
 
@@ -276,7 +282,7 @@ def test_what_tells_transposes_and_dequantizes_apart() -> None:
     odd = torch.empty(2 * 4 + 1)[1:].view(2, 4).copy_(q.scale)
     different = [
         q,
-        q._replace(format=SQUARES_POW2),
+        q._replace(format=BLOCKS_128X128_POW2),
         q._replace(scale=q.scale.t().contiguous().t()),
         q._replace(scale=odd),
         q._replace(data=q.data.t().contiguous().t()),
@@ -306,7 +312,7 @@ def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         (a, a, None, bf16),
         (a._replace(scale=wide), b, None, bf16),
         (a._replace(scale=odd), b, None, bf16),
-        (a._replace(format=ROWS_POW2), b, None, bf16),
+        (a._replace(format=BLOCKS_1X128_POW2), b, None, bf16),
         (operand(64, 256, 1, rng), b, None, bf16),
         (operand(128, 512, 1, rng), operand(128, 512, 128, rng), None, bf16),
     ]

@@ -22,7 +22,7 @@ NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
 def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
     # Consumer warpgroup WG: its share of every item of this program.
     _, a_scale_s, _, b_scale_s, full, empty = stages
-    M, N, tiles_m, tiles_n, blocks_k, parts = work
+    M, N, tiles_m, tiles_n, blocks_k, splits = work
     WIDTH: gl.constexpr = T.raw_width
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32]
@@ -49,7 +49,7 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
         for i in gl.static_range(COLS):
             for j in gl.static_range(PIECES):
                 cols = cols + (column_scales(b_scale_s, 0, i, j, WG, T, zeros[j]),)
-    items = tiles_m * tiles_n * parts
+    items = tiles_m * tiles_n * splits
     programs = gl.num_programs(0)
     total = (items - gl.program_id(0) + programs - 1) // programs * blocks_k
     left = total
@@ -57,8 +57,8 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
     for item in range(gl.program_id(0), items, programs):
         acc = zeros
         if T.b_block == 128:
-            tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
-            first = part * blocks_k
+            tile_m, tile_n, split = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
+            first = split * blocks_k
             next_stage, next_phase = advance(stage, phase, T.stages)
             raw, acc = block_of_squares(
                 raw, acc, stages, stage, next_stage, next_phase, last, first, left, total, True,
@@ -87,8 +87,8 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
         if T.b_block == 1:
             mbarrier.arrive(empty.index(last), count=1)
             # Not computed earlier: these numbers would take registers that the sums need.
-            tile_m, tile_n, part = work_of(unknown(item), tiles_m, tiles_n, OUT.split, T.group)
-        row0 = (part * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
+            tile_m, tile_n, split = work_of(unknown(item), tiles_m, tiles_n, OUT.split, T.group)
+        row0 = (split * tiles_m + tile_m) * T.m + (WG * WAVES * 64 if T.split == "m" else 0)
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
         for wave in gl.static_range(WAVES):
             store_wave(
@@ -108,15 +108,15 @@ def _mark(TEXT: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "tiles_m", "tiles_n", "blocks_k", "parts", "a_scale_ld", "b_scale_ld",
+        "M", "N", "tiles_m", "tiles_n", "blocks_k", "splits", "a_scale_ld", "b_scale_ld",
     ]
 )  # fmt: skip
 def gemm_kernel(
     a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, M, N, tiles_m, tiles_n, blocks_k,
-    parts, a_scale_ld, b_scale_ld, out_ld, OUT: gl.constexpr, T: gl.constexpr,
+    splits, a_scale_ld, b_scale_ld, out_ld, OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     # `out` is a tensor map if OUT.tma, else a pointer. `bias` is read if OUT.bias. If OUT.split,
-    # `out` holds the sums of each of the `parts` of K (`blocks_k` k blocks) one below the other.
+    # `out` holds the sums of each of the `splits` of K (`blocks_k` k blocks) one below the other.
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     B_STEPS: gl.constexpr = T.n // T.b_rows_apart
@@ -146,7 +146,7 @@ def gemm_kernel(
     if T.b_block == 128:
         _mark(NEWER_PTXAS)
     stages = (a_s, a_scale_s, b_s, b_scale_s, full, empty)
-    work = (M, N, tiles_m, tiles_n, blocks_k, parts)
+    work = (M, N, tiles_m, tiles_n, blocks_k, splits)
     target = (out, out_ptr, out_ld, out_s, bias)
     maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     if T.warpgroups == 1:

@@ -66,12 +66,12 @@ def plan_gemm(
     out: Tensor,
     accumulate: bool,
     tile: Tile,
-    parts: int = 1,
+    splits: int = 1,
 ) -> Launch:
     """The launch of ``out (+)= A B^T (+ bias)``.
 
     Data is laid out by ``in_vectors``, scales by ``tma_scale``. ``out`` has contiguous rows, which
-    TMA must be able to address if ``accumulate``. With several ``parts`` of K, a divisor of its
+    TMA must be able to address if ``accumulate``. With several ``splits`` of K, a divisor of its
     number of blocks, their fp32 sums go to ``out`` one below the other, padded to whole tiles.
     """
     assert bias is None or not tile.turned
@@ -98,16 +98,16 @@ def plan_gemm(
         target = TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
-    output = Output(tma, bias is not None, add, parts > 1)
-    items = tiles_m * tiles_n * parts
-    programs = programs_for(tile, items, blocks // parts, sms(out.device), accumulate)
+    output = Output(tma, bias is not None, add, splits > 1)
+    items = tiles_m * tiles_n * splits
+    programs = programs_for(tile, items, blocks // splits, sms(out.device), accumulate)
     assembly.install()  # before each compilation: another library may have replaced the hook
     return Launch(
         gemm_kernel,
         (programs,),
         (_data_map(a.data, tile.a_rows), a_scale_map, _data_map(b.data, tile.b_rows), b_scale_map,
-         target, out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // parts,
-         parts, a_scale_ld, b_scale_ld, out.stride(0)),
+         target, out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // splits,
+         splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         {"num_warps": 4} if tile.programs == 1 else {"num_warps": 4, "maxnreg": 128},
     )  # fmt: skip
@@ -118,20 +118,20 @@ def _for_tma(x: Quantized) -> Quantized:
 
 
 def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
-    """``out (+)= A B^T (+ bias)`` with the tile and parts of K that are predicted fastest."""
+    """``out (+)= A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
-    tile, parts, _ = choose_tile(
+    tile, splits, _ = choose_tile(
         m, n, num_blocks(k), b.format.rows, sms(out.device), plain, accumulate, turned=bias is None
     )
     a, b = _for_tma(a), _for_tma(b)
-    if parts == 1:
+    if splits == 1:
         plan_gemm(a, b, bias, out, accumulate, tile)()
         return
     rows = ceil_div(m, tile.m) * tile.m
-    sums = torch.empty((parts * rows, n), dtype=torch.float32, device=out.device)
-    plan_gemm(a, b, None, sums, False, tile, parts)()
-    plan_sum(sums.view(parts, rows, n), bias, out, accumulate)()
+    sums = torch.empty((splits * rows, n), dtype=torch.float32, device=out.device)
+    plan_gemm(a, b, None, sums, False, tile, splits)()
+    plan_sum(sums.view(splits, rows, n), bias, out, accumulate)()
 
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -26,14 +26,14 @@ def tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def work_of(index, tiles_m, tiles_n, SPLIT: gl.constexpr, GROUP: gl.constexpr):
-    # Tile and part of K of item `index`: with SPLIT, every tile is computed in several parts.
+    # Tile and split of K of item `index`: with SPLIT, every tile is computed in several splits.
     if SPLIT:
-        part = index // (tiles_m * tiles_n)
-        tile_m, tile_n = tile_of(index - part * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+        split = index // (tiles_m * tiles_n)
+        tile_m, tile_n = tile_of(index - split * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
     else:
-        part = 0
+        split = 0
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP)
-    return tile_m, tile_n, part
+    return tile_m, tile_n, split
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def _prefetch_lines(out_ptr, row, col, M, N, out_ld, first, T: gl.constexpr):
 def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
-    M, N, tiles_m, tiles_n, blocks_k, parts = work
+    M, N, tiles_m, tiles_n, blocks_k, splits = work
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
@@ -73,9 +73,9 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
-    for item in range(gl.program_id(0), tiles_m * tiles_n * parts, gl.num_programs(0)):
-        tile_m, tile_n, part = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
-        first = part * blocks_k
+    for item in range(gl.program_id(0), tiles_m * tiles_n * splits, gl.num_programs(0)):
+        tile_m, tile_n, split = work_of(item, tiles_m, tiles_n, OUT.split, T.group)
+        first = split * blocks_k
         row = tile_m * T.m
         col = tile_n * T.n
         a_scale_at = row + first * a_scale_ld

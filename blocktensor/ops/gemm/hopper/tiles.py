@@ -47,11 +47,11 @@ CUBLAS_SAVES_US = 2.0
 this many microseconds: its call takes 25 to 40 us more on the host than ours."""
 
 
-MOST_PARTS = 16
+MOST_SPLITS = 16
 SUM_US = 1.4
-"""Microseconds of the launch that sums parts."""
+"""Microseconds of the launch that sums splits."""
 
-PARTS_MARGIN = 0.9
+SPLITS_MARGIN = 0.9
 """Parts are used only if they are predicted to take less than this share of the time."""
 
 SUMMED_PER_US = 1.2e6
@@ -82,13 +82,13 @@ class Speed:
     lone_block_us: float
     lone_us: float
 
-    def waves(self, m: int, n: int, sms: int, parts: int = 1) -> int:
+    def waves(self, m: int, n: int, sms: int, splits: int = 1) -> int:
         """Waves of an ``[m, n]`` output, where an SM computes ``programs`` tiles at a time."""
-        return ceil_div(self._tiles(m, n) * parts, sms * self.programs)
+        return ceil_div(self._tiles(m, n) * splits, sms * self.programs)
 
-    def an_sm(self, m: int, n: int, sms: int, parts: int = 1) -> int:
+    def an_sm(self, m: int, n: int, sms: int, splits: int = 1) -> int:
         """The most tiles that one SM computes."""
-        return ceil_div(self._tiles(m, n) * parts, sms)
+        return ceil_div(self._tiles(m, n) * splits, sms)
 
     def wave(self, blocks: int) -> float:
         """Microseconds of one of several waves, over ``blocks`` k blocks."""
@@ -97,12 +97,12 @@ class Speed:
     def _tiles(self, m: int, n: int) -> int:
         return ceil_div(m, self.m) * ceil_div(n, self.n)
 
-    def microseconds(self, m: int, n: int, blocks: int, sms: int, parts: int = 1) -> float:
-        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks, in ``parts`` of them."""
-        blocks //= parts
-        waves = self.waves(m, n, sms, parts)
+    def microseconds(self, m: int, n: int, blocks: int, sms: int, splits: int = 1) -> float:
+        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks, cut in ``splits``."""
+        blocks //= splits
+        waves = self.waves(m, n, sms, splits)
         if waves == 1:
-            return self.an_sm(m, n, sms, parts) * blocks * self.lone_block_us + self.lone_us
+            return self.an_sm(m, n, sms, splits) * blocks * self.lone_block_us + self.lone_us
         return waves * self.wave(blocks) + self.launch_us
 
 
@@ -119,9 +119,11 @@ def _speed(tile: Tile, accumulate: bool) -> Speed:
     return speeds().get(tile.name + ADDED, speed) if accumulate else speed
 
 
-def possible_parts(blocks: int) -> list[int]:
-    """The numbers of equal parts that ``blocks`` k blocks can be cut into, each of at least 4."""
-    return [p for p in range(1, MOST_PARTS + 1) if blocks % p == 0 and (p == 1 or blocks // p >= 4)]
+def possible_splits(blocks: int) -> list[int]:
+    """The numbers of equal splits that ``blocks`` k blocks can be cut into, each of at least 4."""
+    return [
+        p for p in range(1, MOST_SPLITS + 1) if blocks % p == 0 and (p == 1 or blocks // p >= 4)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,7 +137,7 @@ def choose_tile(
     accumulate: bool = False,
     turned: bool = True,
 ) -> tuple[Tile, int, float]:
-    """The tile for a shape, the number of parts of K, and the predicted time in microseconds.
+    """The tile for a shape, the number of splits of K, and the predicted time in microseconds.
 
     ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
     which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
@@ -147,13 +149,13 @@ def choose_tile(
         if tile.turned and not turned:
             continue
         speed = _speed(tile, accumulate)
-        for parts in [1] if tile.turned else possible_parts(blocks):
-            us = speed.microseconds(m, n, blocks, sms, parts)
-            if parts > 1:
-                us = (us + SUM_US + parts * m * n / SUMMED_PER_US) / PARTS_MARGIN
-            predicted[tile, parts] = us
-    (tile, parts), us = min(predicted.items(), key=lambda item: item[1])
-    return tile, parts, us
+        for splits in [1] if tile.turned else possible_splits(blocks):
+            us = speed.microseconds(m, n, blocks, sms, splits)
+            if splits > 1:
+                us = (us + SUM_US + splits * m * n / SUMMED_PER_US) / SPLITS_MARGIN
+            predicted[tile, splits] = us
+    (tile, splits), us = min(predicted.items(), key=lambda item: item[1])
+    return tile, splits, us
 
 
 def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool = False) -> int:

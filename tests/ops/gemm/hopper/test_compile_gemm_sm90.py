@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import ROWS
+from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.numeric import FORMATS
 
@@ -38,7 +38,7 @@ def compiled(
     parts: int = 1,
 ) -> Resources:
     k = 7168
-    a = empty_quantized((m, k), ROWS, META)
+    a = empty_quantized((m, k), BLOCKS_1X128, META)
     b = empty_quantized((n, k), FORMATS[tile.b_block], META)
     out = torch.empty((m * parts, n), dtype=dtype, device=META)
     added: Tensor | None = torch.empty(n, dtype=BF16, device=META) if bias else None

@@ -73,20 +73,20 @@ def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: torch.Genera
 
 
 @pytest.mark.parametrize("name", [n for n, t in TILES.items() if not t.turned])
-@pytest.mark.parametrize("parts", [2, 7, 14])
-def test_parts_of_k(name: str, parts: int, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("splits", [2, 7, 14])
+def test_parts_of_k(name: str, splits: int, rng: torch.Generator) -> None:
     tile = TILES[name]
     for m, n in ((130, 264), (1, 8), (64, 2048)):
         a, b = gemms.operands(Shape(m, n, 14 * 128), (1, tile.b_block), rng)
         rows = -(-m // tile.m) * tile.m
-        sums = torch.full((parts * rows, n), float("nan"), device=CUDA)
-        hopper.plan_gemm(a, b, None, sums, False, tile, parts)()
+        sums = torch.full((splits * rows, n), float("nan"), device=CUDA)
+        hopper.plan_gemm(a, b, None, sums, False, tile, splits)()
         bias = torch.randn(n, generator=rng, device=CUDA)
         out = torch.full((m, n), float("nan"), device=CUDA)
-        plan_sum(sums.view(parts, rows, n), bias, out, False)()
+        plan_sum(sums.view(splits, rows, n), bias, out, False)()
         assert relative_error(out, reference.gemm(a, b, bias, FP32)) <= gemms.TOLERANCE[FP32]
         before = out.clone()
-        plan_sum(sums.view(parts, rows, n), None, out, True)()
+        plan_sum(sums.view(splits, rows, n), None, out, True)()
         want = before + reference.gemm(a, b, None, FP32)
         assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
 

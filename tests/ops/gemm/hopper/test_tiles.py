@@ -15,7 +15,7 @@ from blocktensor.ops.gemm.hopper.tiles import (
     Speed,
     choose_tile,
     cublas_is_faster,
-    possible_parts,
+    possible_splits,
     programs_for,
     speeds,
 )
@@ -59,8 +59,8 @@ def test_a_wave_more_takes_its_time() -> None:
     assert speed.waves(128 * 12 + 1, 128 * 11, H200) == 2
     assert speed.microseconds(128, 128, 8, H200) == 0.4 * 8 + 4
     assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * (0.5 * 8 + 2) + 3
-    assert speed.microseconds(128 * 66, 128, 8, H200, parts=2) == 0.4 * 4 + 4
-    assert speed.microseconds(128 * 67, 128, 8, H200, parts=2) == 2 * (0.5 * 4 + 2) + 3
+    assert speed.microseconds(128 * 66, 128, 8, H200, splits=2) == 0.4 * 4 + 4
+    assert speed.microseconds(128 * 67, 128, 8, H200, splits=2) == 2 * (0.5 * 4 + 2) + 3
 
 
 def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
@@ -82,8 +82,8 @@ def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
     ],
 )
 def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
-    tile, parts, predicted = choose_tile(*shape, b_block, H200)
-    assert (tile.name, parts) == (expected, 1)
+    tile, splits, predicted = choose_tile(*shape, b_block, H200)
+    assert (tile.name, splits) == (expected, 1)
     others = [speeds()[n] for n, t in TILES.items() if t.b_block == b_block]
     assert predicted == min(s.microseconds(*shape, H200) for s in others)
 
@@ -109,10 +109,10 @@ def test_a_microsecond_is_not_worth_the_host_time_of_cublas(
 
 
 def test_parts_are_equal_and_of_a_few_blocks() -> None:
-    assert possible_parts(56) == [1, 2, 4, 7, 8, 14]
-    assert possible_parts(16) == [1, 2, 4]
-    assert possible_parts(86) == [1, 2]
-    assert possible_parts(3) == [1]
+    assert possible_splits(56) == [1, 2, 4, 7, 8, 14]
+    assert possible_splits(16) == [1, 2, 4]
+    assert possible_splits(86) == [1, 2]
+    assert possible_splits(3) == [1]
 
 
 def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_tiles_are_made_in_parts() -> None:
-    tile, parts, predicted = choose_tile(64, 2048, 56, 128, H200)
-    assert (tile.name, parts) == ("square 64x128", 8)
+    tile, splits, predicted = choose_tile(64, 2048, 56, 128, H200)
+    assert (tile.name, splits) == ("square 64x128", 8)
     whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
     assert predicted < whole
 

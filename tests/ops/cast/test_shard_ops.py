@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast import part_ops
+from blocktensor.ops.cast import shard_ops
 from blocktensor.ops.formats import (
-    ROWS,
-    ROWS_POW2,
-    SQUARES,
-    SQUARES_POW2,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
     BlockFormat,
     ceil_div,
 )
@@ -25,7 +25,7 @@ from tests.support.numeric import KINDS, assert_same, values
 BF16, FP32 = torch.bfloat16, torch.float32
 OPS = torch.ops.blocktensor
 every_format = pytest.mark.parametrize(
-    "format", [SQUARES, SQUARES_POW2], ids=lambda format: format.name
+    "format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=lambda format: format.name
 )
 
 
@@ -47,19 +47,19 @@ def parts_of(
 
 
 def cast_in_parts(
-    x: Tensor, rows: list[int], cols: list[int], format: BlockFormat, ops: Any = part_ops
+    x: Tensor, rows: list[int], cols: list[int], format: BlockFormat, ops: Any = shard_ops
 ) -> None:
     """Cut, cast, compare."""
     data, scale, _ = reference.quantize_rowwise(x, format)
     pieces = [p for p in parts_of(x, format, rows, cols) if p[0].numel()]
     amax = torch.zeros(scale.shape, dtype=FP32, device=x.device)
     for piece, row, col, blocks in pieces:
-        bits = ops.part_amax(piece, format, row, col).view(torch.int32)
+        bits = ops.shard_amax(piece, format, row, col).view(torch.int32)
         amax[blocks] = torch.maximum(amax[blocks].view(torch.int32), bits).view(FP32)
     assert_same(reference.scale_from_amax(amax, format), scale)
     whole = [p for p in parts_of(data, format, rows, cols) if p[0].numel()]
     for (piece, row, col, blocks), (wanted, *_) in zip(pieces, whole, strict=True):
-        assert_same(ops.quantize_part(piece, amax[blocks], format, row, col), wanted)
+        assert_same(ops.quantize_shard(piece, amax[blocks], format, row, col), wanted)
 
 
 CUTS = ([64], [100, 100], [128], [1, 127, 129, 256], [200, 299])
@@ -84,7 +84,12 @@ def test_parts_make_the_whole(
 
 @pytest.mark.parametrize(
     "format",
-    [ROWS, ROWS_POW2, BlockFormat("32x64", (32, 64)), BlockFormat("1x32", (1, 32), "power_of_two")],
+    [
+        BLOCKS_1X128,
+        BLOCKS_1X128_POW2,
+        BlockFormat("32x64", (32, 64)),
+        BlockFormat("1x32", (1, 32), "power_of_two"),
+    ],
     ids=lambda format: format.name,
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +106,7 @@ def test_the_reference_takes_parts_in_any_blocks(kind: str, format: BlockFormat)
     rows=st.integers(1, 400),
     cols=st.integers(1, 300),
     draw=st.data(),
-    format=st.sampled_from([SQUARES, SQUARES_POW2]),
+    format=st.sampled_from([BLOCKS_128X128, BLOCKS_128X128_POW2]),
 )
 def test_any_cut(rows: int, cols: int, draw: st.DataObject, format: BlockFormat) -> None:
     row_cuts = sorted(draw.draw(st.lists(st.integers(0, rows), max_size=4)))
@@ -113,10 +118,10 @@ def test_any_cut(rows: int, cols: int, draw: st.DataObject, format: BlockFormat)
 @pytest.mark.parametrize("shape", [(130, 300), (1, 1), (2, 5, 140)], ids=str)
 def test_opcheck(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    amax, name = reference.part_amax(x, SQUARES, 100, 3), SQUARES_POW2.name
+    amax, name = reference.shard_amax(x, BLOCKS_128X128, 100, 3), BLOCKS_128X128_POW2.name
     for op, args in (
-        ("part_amax", (x, name, 100, 3)),
-        ("quantize_part", (x, amax, name, 100, 3)),
+        ("shard_amax", (x, name, 100, 3)),
+        ("quantize_shard", (x, amax, name, 100, 3)),
     ):
         passed = torch.library.opcheck(getattr(OPS, op).default, args)
         assert set(passed.values()) == {"SUCCESS"}
@@ -124,7 +129,7 @@ def test_opcheck(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3, dtype=torch.int32)])
 def test_bad_input(bad: Tensor) -> None:
-    with pytest.raises((TypeError, ValueError), match="the part to quantize"):
-        part_ops.part_amax(bad, SQUARES, 0, 0)
-    with pytest.raises((TypeError, ValueError), match="the part to quantize"):
-        part_ops.quantize_part(bad, torch.ones(1, 1), SQUARES, 0, 0)
+    with pytest.raises((TypeError, ValueError), match="the tensor to quantize"):
+        shard_ops.shard_amax(bad, BLOCKS_128X128, 0, 0)
+    with pytest.raises((TypeError, ValueError), match="the tensor to quantize"):
+        shard_ops.quantize_shard(bad, torch.ones(1, 1), BLOCKS_128X128, 0, 0)

@@ -23,7 +23,7 @@ def block_kernel(
     EVEN_COLS: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
 ):  # fmt: skip
     # One program handles one block of one matrix of the stack. MODE "amax": it writes the amax of
-    # the block's elements in x. "part": it casts them by the amax of the whole block. "whole": it
+    # the block's elements in x. "shard": it casts them by the amax of the whole block. "whole": it
     # casts the block by its own amax and writes the scale. EVEN_ROWS (EVEN_COLS): x begins and ends
     # at block boundaries, so that no mask depends on run-time values and loads stay wide.
     # out_ld = cols, a separate argument so that its divisibility by 16 is specialised.
@@ -58,7 +58,7 @@ def block_kernel(
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
     place = block_ptr + matrix * block_stride_e + block_n.to(tl.int64) * block_ld + block_k
-    if MODE == "part":
+    if MODE == "shard":
         amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
         amax = tl.max(tl.max(magnitude_bits(x), 1), 0)
@@ -115,25 +115,25 @@ def plan_128x128(x: Tensor, out: Quantized) -> Launch:
     return _plan("whole", x, out.scale, out.data, out.format.power_of_two)
 
 
-def plan_part(
+def plan_shard(
     x: Tensor, amax: Tensor, data: Tensor | None, format: BlockFormat, row: int, col: int
 ) -> Launch:
     """The launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
     if data is None:
         return _plan("amax", x, amax, None, False, row, col)
-    return _plan("part", x, amax, data, format.power_of_two, row, col)
+    return _plan("shard", x, amax, data, format.power_of_two, row, col)
 
 
-def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.part_amax`."""
+def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    """See :func:`blocktensor.ops.reference.shard_amax`."""
     blocks = num_blocks(row + x.shape[-2]), num_blocks(col + x.shape[-1])
     amax = torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device)
-    plan_part(x, amax, None, format, row, col)()
+    plan_shard(x, amax, None, format, row, col)()
     return amax
 
 
-def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.quantize_part`."""
+def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    """See :func:`blocktensor.ops.reference.quantize_shard`."""
     data = torch.empty(x.shape, dtype=format.dtype, device=x.device)
-    plan_part(x, amax, data, format, row, col)()
+    plan_shard(x, amax, data, format, row, col)()
     return data

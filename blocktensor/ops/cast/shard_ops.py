@@ -1,7 +1,7 @@
-"""Casts of a part of a matrix: one rank's share of a sharded weight.
+"""Casts of a shard: the part of a weight that one rank holds.
 
-A block may lie in several parts, so a cast has two steps: the amax of each part's share of the
-blocks, then, after a maximum over all parts, the data.
+A block may lie in several shards, so a cast has two steps: the amax of each shard's share of the
+blocks, then, after a maximum over all shards, the data.
 """
 
 from __future__ import annotations
@@ -17,46 +17,50 @@ from ..runtime.specialize import Specialized, recorded
 from .choose_backend import cast_kernels
 
 
-def part_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.part_amax`.
+def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    """See :func:`blocktensor.ops.reference.shard_amax`.
 
     Raises:
-        TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix or stack.
+        TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix or stack; blocks
+            that are not square.
     """
     return _amax(x, format, row, col)
 
 
-def quantize_part(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.quantize_part`; raises as :func:`part_amax`."""
+def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+    """See :func:`blocktensor.ops.reference.quantize_shard`; raises as :func:`shard_amax`."""
     return _quantize(x, amax, format, row, col)
 
 
-def _check(x: Tensor) -> None:
-    checks.high_precision(x, "the part to quantize")
-    checks.rank(x, (2, 3), "the part to quantize", "parts are of weights [N, K] or [E, N, K]")
+def _check(x: Tensor, format: BlockFormat) -> None:
+    if not format.transposes:
+        raise ValueError(f"shards are cast in square blocks, got format {format.name}")
+    checks.high_precision(x, "the tensor to quantize")
+    remedy = f"{format.name} blocks need [N, K] or [E, N, K]"
+    checks.rank(x, format.ranks, "the tensor to quantize", remedy)
 
 
 def _decide_amax(x: Tensor, format: BlockFormat, *place: int) -> Callable[..., Tensor]:
-    _check(x)
+    _check(x, format)
     kernels = cast_kernels(x, format)
-    return recorded(kernels.part_amax, kernels.launches)
+    return recorded(kernels.shard_amax, kernels.launches)
 
 
 def _decide_quantize(
     x: Tensor, amax: Tensor, format: BlockFormat, *place: int
 ) -> Callable[..., Tensor]:
-    _check(x)
+    _check(x, format)
     kernels = cast_kernels(x, format)
-    return recorded(kernels.quantize_part, kernels.launches)
+    return recorded(kernels.quantize_shard, kernels.launches)
 
 
 def _dispatch_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    _check(x)
+    _check(x, format)
     return _amax_op(x, format.name, row, col)
 
 
 def _dispatch_quantize(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    _check(x)
+    _check(x, format)
     return _quantize_op(x, amax, format.name, row, col)
 
 
@@ -64,12 +68,12 @@ _amax = Specialized(_decide_amax, _dispatch_amax)
 _quantize = Specialized(_decide_quantize, _dispatch_quantize)
 
 
-@torch.library.custom_op("blocktensor::part_amax", mutates_args=())
+@torch.library.custom_op("blocktensor::shard_amax", mutates_args=())
 def _amax_op(x: Tensor, format: str, row: int, col: int) -> Tensor:
     return _amax.run(x, named(format), row, col)
 
 
-@torch.library.custom_op("blocktensor::quantize_part", mutates_args=())
+@torch.library.custom_op("blocktensor::quantize_shard", mutates_args=())
 def _quantize_op(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
     return _quantize.run(x, amax, named(format), row, col)
 
