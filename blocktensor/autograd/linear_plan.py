@@ -104,7 +104,8 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     if (
         not isinstance(w, _FP8_TYPES)
         or must_dispatch(x_inner)
-        or must_dispatch(w_inner)
+        or type(w_inner) not in PLAIN
+        or w_inner.is_meta
         or torch._C._are_functorch_transforms_active()
     ):
         return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))

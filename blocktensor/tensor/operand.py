@@ -29,9 +29,7 @@ class Operand(NamedTuple):
         Raises:
             ValueError: it is not held, and blocks of one row would need a second rounding.
         """
-        if self.rowwise is not None:
-            return self.rowwise
-        return _derive(self.columnwise, "rowwise")
+        return self.rowwise or _derive(self.columnwise, "rowwise")
 
     def need_columnwise(self) -> Quantized:
         """The columnwise form, derived by a byte transpose if it is not held.
@@ -39,9 +37,7 @@ class Operand(NamedTuple):
         Raises:
             ValueError: as :meth:`need_rowwise`.
         """
-        if self.columnwise is not None:
-            return self.columnwise
-        return _derive(self.rowwise, "columnwise")
+        return self.columnwise or _derive(self.rowwise, "columnwise")
 
     def nbytes(self) -> int:
         """Bytes of the forms held."""

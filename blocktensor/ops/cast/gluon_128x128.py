@@ -10,15 +10,7 @@ from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 from . import triton_cast
-from .gluon_words import (
-    bytes_by_row,
-    fp32_bits,
-    larger_half,
-    largest,
-    magnitudes,
-    per_word,
-    times,
-)  # fmt: skip
+from .gluon_words import bytes_by_row, fp32_bits, larger_half, largest, magnitudes, per_word, times
 from .numerics import divisor, method_for, scale_from_bits
 
 

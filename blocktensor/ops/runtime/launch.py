@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,3 +70,16 @@ class watch_launches:
 
     def __exit__(self, *_: object) -> None:
         this_thread.launches = self._outer
+
+
+class Recording:
+    """A function whose launches are recorded at its first call (``replay.py``).
+
+    Attributes:
+        player: the function to call from then on; None until then.
+    """
+
+    __slots__ = ("player",)
+
+    def __init__(self) -> None:
+        self.player: Callable[..., Any] | None = None

@@ -20,34 +20,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
 from . import triton_abi
-from .launch import watch_launches
+from .launch import Recording, watch_launches
 
 MAX_MAPS = 1024
 """Most tensor maps, by address, of one argument of one launch; then they are dropped."""
 
 
-class Replay:
+class Replay(Recording):
     """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
 
     ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
     with ``torch.empty`` and similar functions; launches; returns tensors that it allocated, tuples
     of them, or None. With any other op (a copy, a fill) or an unknown Triton, it is called itself.
-
-    Attributes:
-        is_recorded: True once calls are repeated.
-        is_refused: True once it is known that they cannot be.
     """
 
-    __slots__ = ("_function", "_repeat", "is_recorded", "is_refused")
+    __slots__ = ("_function",)
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
         self._function = function
-        self.is_recorded, self.is_refused = False, not triton_abi.supported()
-        self._repeat: Callable[..., Any] = function if self.is_refused else self._record
+        if not triton_abi.supported():
+            self.player = function
+
+    @property
+    def is_recorded(self) -> bool:
+        """True once calls are repeated."""
+        return self.player not in (None, self._function)
+
+    @property
+    def is_refused(self) -> bool:
+        """True once it is known that they cannot be."""
+        return self.player is self._function
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
-        return self._repeat(*args)
+        return (self.player or self._record)(*args)
 
     def _record(self, *args: Any) -> Any:
         addresses = [x.data_ptr() for x in _tensors(args).values()]
@@ -60,10 +67,9 @@ class Replay:
             if watch.others:
                 raise _NotRepeatable
             kernels = [triton_abi.raw_kernel(*launch) for launch in launches]
-            self._repeat = _player(self._function, args, watch.allocated, kernels, result)
-            self.is_recorded = True
+            self.player = _player(self._function, args, watch.allocated, kernels, result)
         except (_NotRepeatable, triton_abi.Unsupported):
-            self._repeat, self.is_refused = self._function, True
+            self.player = self._function
         return result
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..formats import Quantized
-from .launch import this_thread
+from .launch import Recording, this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
 """Environment variable that forces a GEMM backend by name; part of every key."""
@@ -58,12 +58,13 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
     """
     key: list[Any] = []
     for x in args:
-        if isinstance(x, Quantized):
+        kind = type(x)
+        if kind is Quantized:
             data, scale, format = x
             key += (data.shape, data.stride(), data.dtype, data.data_ptr() & 15, data.device)
             key += (scale.shape, scale.stride(), scale.dtype, scale.data_ptr() & 15, scale.device)
             key.append(format)
-        elif isinstance(x, Tensor):
+        elif kind in PLAIN or isinstance(x, Tensor):
             key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
         else:
             key.append(x)
@@ -95,7 +96,7 @@ class Specialized(Generic[Result]):
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
         first = args[0]
-        if must_dispatch(first.data if isinstance(first, Quantized) else first):
+        if must_dispatch(first.data if type(first) is Quantized else first):
             if self._dispatch is None or this_thread.launches is not None:
                 return self.run(*args)
             return self._dispatch(*args)
@@ -104,9 +105,15 @@ class Specialized(Generic[Result]):
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
-        is_part = this_thread.launches is not None
-        decided: Any = self._decide(*args) if is_part else self.find(*args)
-        return decided(*args)
+        run: Any
+        if this_thread.launches is not None:
+            run = self._decide(*args)
+            return run(*args)
+        run = self.find(*args)
+        result = run(*args)
+        if isinstance(run, Recording) and run.player is not None:
+            self._table[key_of(args), _environment.get(_VARIABLE)] = cast(Result, run.player)
+        return result
 
     def find(self, *args: Any) -> Result:
         """The decision for calls like this one."""

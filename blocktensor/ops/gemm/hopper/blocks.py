@@ -4,16 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .products import (
-    column_scales,
-    pieces,
-    pin,
-    promote,
-    promote_rows,
-    put,
-    row_scales,
-    start,
-)  # fmt: skip
+from .products import column_scales, pieces, pin, promote, promote_rows, put, row_scales, start
 
 
 @gluon.jit
