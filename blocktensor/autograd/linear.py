@@ -144,13 +144,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     g = None if ctx.early is None else ctx.early.take()
     if g is None and grad is not None:
         if plan.records_backward and needs_dx and needs_dw and main_grad is None:
-            w_row = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight)
-            if w_row is not None:
-                ctx.cache.after_backward()
-                grad = grad.reshape(-1, grad.shape[-1])
-                run = plan.record_backward(_dgrad_and_wgrad, grad, x_col)
-                dx, dw = run(grad, x_col, w_row, plan.x_dtype, plan.w_dtype)
-                return dx.view(plan.x_shape), dw, dbias, None, None
+            both = _recorded_gradients(ctx, grad, x_col, weight)
+            if both is not None:
+                return *both, dbias, None, None
         g = quantize_forms(grad, plan.format, needs_dx, needs_dw)
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
@@ -179,6 +175,22 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         else:
             gemm_add_(main_grad, g_col, x_col)
     return dx, dw, dbias, None, None
+
+
+def _recorded_gradients(
+    ctx: Any, grad: Tensor, x: Quantized, weight: Sequence[Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Both gradients, dx and dw, by one recorded sequence of launches; None where single ops must run."""
+    plan: LinearPlan = ctx.plan
+    w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight)
+    if w is None:
+        return None
+    ctx.cache.after_backward()
+    is_matrix = grad.ndim == 2
+    grad = grad if is_matrix else grad.reshape(-1, grad.shape[-1])
+    run = plan.record_backward(_dgrad_and_wgrad, grad, x)
+    dx, dw = run(grad, x, w, plan.x_dtype, plan.w_dtype)
+    return dx if is_matrix else dx.view(plan.x_shape), dw
 
 
 # _Linear.apply without its preparations for functorch, which would refuse it anyway

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..distributed.dtensor import is_dtensor
+from ..distributed.dtensor import local_of
 from ..ops.formats import BLOCKS_128X128, BlockFormat
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ def require_safetensors() -> None:
 
 def refuse_sharded(name: str, x: Tensor) -> None:
     """Raise NotImplementedError if ``x`` is a DTensor, of a model that lies on several ranks."""
-    if is_dtensor(x):
+    if local_of(x) is not None:
         raise NotImplementedError(
             f"{name} is a DTensor, its model sharded: FP8 checkpoints are of whole models. Use "
             f"torch.distributed.checkpoint for sharded ones, or gather the state first "

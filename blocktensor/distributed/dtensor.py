@@ -7,11 +7,6 @@ from typing import Any
 from torch import Tensor
 
 
-def is_dtensor(x: object) -> bool:
-    """True for a DTensor, without an import of torch.distributed.tensor."""
-    return hasattr(x, "_local_tensor")
-
-
 def local_of(x: Any) -> Tensor | None:
     """The local part of a DTensor itself, not an alias; None for other tensors."""
     local: Tensor | None = getattr(x, "_local_tensor", None)
