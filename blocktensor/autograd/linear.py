@@ -180,7 +180,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
 def _recorded_gradients(
     ctx: Any, grad: Tensor, x: Quantized, weight: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Both gradients, dx and dw, by one recorded sequence of launches; None where single ops must run."""
+    """Both gradients by one recorded sequence of launches; None where single ops must run."""
     plan: LinearPlan = ctx.plan
     w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight)
     if w is None:
