@@ -11,6 +11,8 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # More arguments for pytest or for the demo: make test ARGS="-m gpu"
 ARGS   ?=
+# Processes that run tests (pytest-xdist); empty: none beside make's own.
+WORKERS ?= 2
 
 TYPED := $(wildcard blocktensor examples benchmarks)
 
@@ -30,7 +32,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
 
 demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py $(ARGS)
