@@ -55,7 +55,7 @@ def columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Qu
 
 def rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
     """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one."""
-    (w,) = saved
+    w = saved[0]
     if not isinstance(w, BlockwiseFP8Weight) or w.transposed or w.recipe.columnwise == "keep":
         return None
     operand = w.cache.get(w)

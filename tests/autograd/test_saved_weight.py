@@ -110,3 +110,17 @@ def test_a_frozen_weight_may_come_back_laid_out_anew(device: torch.device) -> No
         grads += torch.autograd.grad(y, leaf, torch.ones_like(y))
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K)])
+def test_an_fp8_weight_that_requires_a_gradient(
+    shape: tuple[int, ...], columnwise: Any, device: torch.device
+) -> None:
+    """As FSDP2 gathers one: a BlockwiseFP8Tensor, of which inner tensors are saved."""
+    module = linear(N, K, recipe=Recipe(columnwise=columnwise), device=device)
+    gathered = nn.Linear(K, N, bias=False, device=device, dtype=module.weight.dtype)
+    gathered.weight = nn.Parameter(module.weight.quantized())
+    x, grad = randn(*shape, device=device), randn(*shape[:-1], N, seed=1, device=device)
+    for _ in range(3):
+        assert_all_equal(grads_of(gathered, x, grad), grads_of(module, x, grad))
