@@ -137,7 +137,7 @@ def cast_columnwise_kernel(
         )  # fmt: skip
         pre = gl.maximum(pre, also_pre)
     MAYBE_TINY: gl.constexpr = DTYPE != gl.float16 and not POWER_OF_TWO
-    if MAYBE_TINY:  # rare: all elements are multiplied by pre before a cast, and back after it
+    if MAYBE_TINY:  # rare: elements are multiplied by pre before a cast, and back between two casts
         tiny = _any_above_one(pre)
 
     if ROWWISE:
