@@ -19,9 +19,9 @@ def linear(
     The weight is cast at every call; a converted model (:func:`blocktensor.convert`) casts it once
     per optimizer step and computes the same bits.
 
-    With ``torch.compile`` and activation checkpointing together, torch 2.11 saves what this makes
-    within a checkpointed region, as of any ``autograd.Function`` (pytorch#177396; 2.13 does not):
-    convert the model there.
+    With ``torch.compile`` and activation checkpointing together, torch 2.11 saves intermediates of
+    this function within a checkpointed region, as of any ``autograd.Function`` (pytorch#177396;
+    2.13 does not): convert the model there.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.

@@ -12,7 +12,7 @@ ColumnwisePolicy = Literal["on_demand", "keep"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors are cast to FP8 and how long their FP8 forms live.
+    """How tensors are cast to FP8 and how long their FP8 forms are kept.
 
     Args:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of

@@ -23,7 +23,7 @@ the memory of a small gradient counts less."""
 
 
 class EarlyCast:
-    """The pre-hook of one node; :meth:`take` gives the node's backward what the hook cast."""
+    """The pre-hook of one node; its backward reads the cast by :meth:`take`."""
 
     __slots__ = ("_format", "_forms", "_needs")
 
@@ -34,7 +34,7 @@ class EarlyCast:
         self._forms: dict[int, Forms] = {}
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-        """Take the gradient away from autograd; None leaves it."""
+        """Cast the gradient and return None in its place; a result of None leaves it."""
         (grad,) = grads
         if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
             self._forms.pop(get_ident(), None)  # of a backward that failed

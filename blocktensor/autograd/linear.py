@@ -152,7 +152,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     if needs_dx and g is not None and not plan.tracing:
         w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format)
     if ctx.cache is not None:
-        ctx.cache.after_backward()  # its bytes die here, before the GEMM allocates its output
+        ctx.cache.after_backward()  # releases the rowwise form before the GEMM allocates its output
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
 

@@ -2,7 +2,7 @@
 
 Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
 checkpointing) see plain e4m3 and fp32 tensors. The exception is a trainable weight: its FP8 form
-belongs to its cache, and backward asks for it again.
+is held by its cache, from which backward reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Qu
     """The columnwise form of a saved weight, which dgrad reads."""
     if not names and isinstance(saved[0], (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
         return saved[0].columnwise()
-    # hooks that offload what is saved bring a weight back plain
+    # saved-tensor hooks that offload return a plain weight
     return _operand(saved, names, format).need_columnwise()
 
 

@@ -54,7 +54,7 @@ def _cast_dtypes(x: Quantized, data: str, scale_has: str) -> None:
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
-    """Both tensors live on one device, else ValueError."""
+    """Both tensors are on one device, else ValueError."""
     if a.device != b.device:
         raise ValueError(
             f"{what_a} is on {a.device} and {what_b} on {b.device}: move them to one device"

@@ -1,7 +1,7 @@
 """Block formats: which elements of a matrix share a scale, and how that scale is rounded.
 
-Everything else in the package asks a :class:`BlockFormat`. A new format is one more call of
-:func:`register`; the reference ops then run with it, and kernels once they are written for it.
+All other code reads block sizes and rounding from a :class:`BlockFormat`. A new format is one more
+call of :func:`register`; the reference ops then run with it, and kernels once they are written.
 """
 
 from __future__ import annotations

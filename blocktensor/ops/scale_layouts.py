@@ -1,4 +1,4 @@
-"""Memory layouts of scales: the one place that knows their strides and padding.
+"""Memory layouts of scales: strides and padding are decided here alone.
 
 Two layouts exist, chosen so that TMA and cuBLAS can read scales where they lie:
 

@@ -67,7 +67,7 @@ def _empty_like(
 
 
 def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
-    """Plain zeros: what a gradient begins as."""
+    """Plain zeros, the initial value of a gradient."""
     empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     zeros: Tensor = func(empty, **kwargs)
     return zeros

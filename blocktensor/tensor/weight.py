@@ -83,8 +83,8 @@ class BlockwiseFP8Weight(MasterBase):
         Gradients that come through a view of the weight (``x @ w``) arrive in ``.grad``.
 
         Raises:
-            TypeError, ValueError: set to what is not fp32 of the weight's shape and device, with
-                rows contiguous.
+            TypeError, ValueError: set to a tensor that is not fp32, of another shape or device, or
+                whose rows are not contiguous.
         """
         return self.cache.main_grad
 
@@ -110,17 +110,17 @@ class BlockwiseFP8Weight(MasterBase):
 
         ``before_backward``: a forward reads it that is recorded for a backward.
         """
-        operand = self.cache.get(self, before_backward)
         if self.transposed:
-            return self.cache.columnwise(self)
-        assert operand.rowwise is not None
-        return operand.rowwise
+            return self.cache.columnwise(self, before_backward)
+        form = self.cache.get(self, before_backward).rowwise
+        assert form is not None  # it is cast so
+        return form
 
     def columnwise(self) -> Quantized:
         """The columnwise FP8 form of the weight as it is now."""
-        return (
-            self.cache.get(self).need_rowwise() if self.transposed else self.cache.columnwise(self)
-        )
+        if self.transposed:
+            return self.cache.get(self).need_rowwise()
+        return self.cache.columnwise(self)
 
     def quantized(self) -> BlockwiseFP8Tensor:
         """The FP8 forms of the weight as it is now, as a tensor."""

@@ -90,9 +90,9 @@ class FP8Cache:
             held = self._held = self._cast()
         return held
 
-    def columnwise(self, user: MasterBase) -> Quantized:
+    def columnwise(self, user: MasterBase, before_backward: bool = False) -> Quantized:
         """The columnwise form of :meth:`get`, kept if the recipe says so."""
-        operand = self.get(user)
+        operand = self.get(user, before_backward)
         if operand.columnwise is not None:
             return operand.columnwise
         assert operand.rowwise is not None

@@ -198,3 +198,12 @@ def test_a_layer_whose_input_needs_no_grad_keeps_nothing_either() -> None:
         optimizer.step()
     assert module.weight.cache.casts == 3
     assert module.weight.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_transposed_view_is_cast_once_a_use(cached: bool) -> None:
+    weight = linear(N, K, dtype=torch.float32, recipe=Recipe(cache_weight=cached)).weight
+    y = randn(5, N, dtype=torch.float32) @ weight
+    assert weight.cache.casts == 1
+    y.sum().backward()  # wgrad alone, which does not read the weight
+    assert weight.cache.casts == 1
