@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_forms
 from ..ops.formats import BlockFormat, Quantized
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 Forms = tuple[Quantized | None, Quantized | None]
 """The rowwise and the columnwise form."""
@@ -36,7 +37,9 @@ class EarlyCast:
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         """Cast the gradient and return None in its place; a result of None leaves it."""
         (grad,) = grads
-        if grad is None or torch.is_grad_enabled():  # create_graph=True needs the original
+        is_fp8 = isinstance(grad, BlockwiseFP8Tensor)
+        # create_graph=True needs the original
+        if grad is None or is_fp8 or torch.is_grad_enabled():
             self._forms.pop(get_ident(), None)  # of a backward that failed
             return None
         self._forms[get_ident()] = quantize_forms(grad, self._format, *self._needs)

@@ -66,11 +66,18 @@ def _fprop(
     columnwise: bool,
 ) -> tuple[Tensor, Quantized | None]:
     """``y = x wᵀ (+ bias)`` and, if asked for, the columnwise form of x; of rowwise w."""
-    if isinstance(x, BlockwiseFP8Tensor):
-        x_row, x_col = x.rowwise(), x.columnwise() if columnwise else None
-    else:
-        x_row, x_col = quantize_forms(x, format, True, columnwise)  # type: ignore[assignment]
+    x_row, x_col = _forms(x, format, True, columnwise)
+    assert x_row is not None
     return gemm(x_row, w, bias, out_dtype), x_col
+
+
+def _forms(
+    x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """The forms of an activation or gradient, cast now unless it is FP8 already."""
+    if isinstance(x, BlockwiseFP8Tensor):
+        return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
+    return quantize_forms(x, format, rowwise, columnwise)
 
 
 def _dgrad_and_wgrad(
@@ -147,7 +154,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
                 return *both, dbias, None, None
-        g = quantize_forms(grad, plan.format, needs_dx, needs_dw)
+        g = _forms(grad, plan.format, needs_dx, needs_dw)
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
         w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format)

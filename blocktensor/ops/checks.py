@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, dtype, float16, float32
 from torch import bfloat16 as bf16
 
-from .formats import Quantized
+from .formats import BlockFormat, Quantized
 
 HIGH_PRECISION = (bf16, float16, float32)
 
@@ -26,6 +26,16 @@ def rank(x: Tensor, ranks: tuple[int, ...], what: str, remedy: str) -> None:
         raise ValueError(
             f"{what} has {x.ndim} dimensions, shape {list(x.shape)}: expected {expected}; {remedy}"
         )
+
+
+def castable(x: Tensor, format: BlockFormat) -> None:
+    """``x`` has a dtype and a rank that can be cast in ``format``, else TypeError or ValueError."""
+    high_precision(x, "the tensor to quantize")
+    if format.rows == 1:
+        remedy = "flatten leading dimensions with .flatten(0, -2)"
+    else:
+        remedy = f"{format.name} blocks need [N, K] or [E, N, K]"
+    rank(x, format.ranks, "the tensor to quantize", remedy)
 
 
 def gemm_operand(x: Quantized, what: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import Recipe, functional
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
 from tests.support.models import (
+    FP32_SCALES,
     RECIPES,
     assert_matches,
     composed,
@@ -69,6 +70,16 @@ def test_an_expanded_gradient(device: torch.device) -> None:
     got = grads_of(module, x, ones[:1, :1].expand(6, 256))
     assert_all_equal(got, grads_of(module, x, ones))
     assert_matches(got[1], composed(x, plain(module.weight), ones)[1])
+
+
+@pytest.mark.parametrize("shape", [(6, 256), (129, 256), (2, 3, 256)])
+def test_a_gradient_that_is_fp8_already(shape: tuple[int, ...], device: torch.device) -> None:
+    module = linear(256, 384, device=device)
+    x, grad = randn(*shape[:-1], 384, device=device), randn(*shape, device=device)
+    got = grads_of(module, x, functional.quantize(grad, FP32_SCALES))
+    assert_all_equal(got, grads_of(module, x, grad))
+    rows = x.flatten(0, -2), plain(module.weight), grad.flatten(0, -2)
+    assert_matches(got[1].flatten(0, -2), composed(*rows)[1])
 
 
 @pytest.mark.parametrize("spoiled", ["x", "grad"])

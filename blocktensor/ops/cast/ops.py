@@ -75,22 +75,13 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     return _dequantize(x, dtype)
 
 
-def _check_castable(x: Tensor, format: BlockFormat) -> None:
-    checks.high_precision(x, "the tensor to quantize")
-    if format.rows == 1:
-        remedy = "flatten leading dimensions with .flatten(0, -2)"
-    else:
-        remedy = f"{format.name} blocks need [N, K] or [E, N, K]"
-    checks.rank(x, format.ranks, "the tensor to quantize", remedy)
-
-
 def _check_both_ways(x: Tensor, format: BlockFormat) -> None:
     if format.transposes:
         raise ValueError(
             f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
             f"transpose(quantize_rowwise(x, format))"
         )
-    _check_castable(x, format)
+    checks.castable(x, format)
 
 
 def _check_square(format: BlockFormat) -> None:
@@ -99,7 +90,7 @@ def _check_square(format: BlockFormat) -> None:
 
 
 def _decide_rowwise(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
-    _check_castable(x, format)
+    checks.castable(x, format)
     kernels = cast_kernels(x, format)
     return recorded(kernels.quantize_rowwise, kernels.launches)
 
@@ -128,7 +119,7 @@ def _decide_dequantize(x: Quantized, dtype: torch.dtype) -> Callable[..., Tensor
 
 
 def _dispatch_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
-    _check_castable(x, format)
+    checks.castable(x, format)
     data, scale = _rowwise_op(x, format.name)
     return Quantized(data, scale, format)
 

@@ -35,9 +35,7 @@ def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: 
 def _check(x: Tensor, format: BlockFormat) -> None:
     if not format.transposes:
         raise ValueError(f"shards are cast in square blocks, got format {format.name}")
-    checks.high_precision(x, "the tensor to quantize")
-    remedy = f"{format.name} blocks need [N, K] or [E, N, K]"
-    checks.rank(x, format.ranks, "the tensor to quantize", remedy)
+    checks.castable(x, format)
 
 
 def _decide_amax(x: Tensor, format: BlockFormat, *place: int) -> Callable[..., Tensor]:
