@@ -25,7 +25,7 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     made = copy.deepcopy(model)
     if name == "bf16":
         return made
-    bt.convert(made, bt.Recipe(cache_weight="cache_weight=False" not in name))
+    bt.convert(made, bt.Recipe(cache_weight=False if "cache_weight=False" in name else "backward"))
     if "shared" in name:
         bt.share_inputs(made)
     return made

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
 ColumnwisePolicy = Literal["on_demand", "keep"]
+CachePolicy = Literal["backward", "step", False]
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,16 @@ class Recipe:
         columnwise: whether a 128x128 tensor keeps its columnwise form, which a data gradient needs:
             ``"on_demand"`` transposes the bytes each time and releases them (1 byte a parameter),
             ``"keep"`` keeps them with the tensor (2 bytes). The bits are the same.
-        cache_weight: keep the FP8 form of a trainable weight for all uses of one weight version
-            (one cast per optimizer step). ``False`` casts at every use and keeps nothing.
+        cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
+            weight as it is then, but for ``"step"``.
+
+            - ``"backward"``: from a forward to the last backward that waits for it.
+            - ``"step"``: for all microbatches and evaluations up to the next change that PyTorch
+              counts, or the next step of any ``torch.optim.Optimizer``. Writes that it does not
+              count (through ``.data`` of a view of the weight, by a collective on a view, a raw
+              pointer, or a replayed CUDA graph) are missed until then, or until
+              ``weight.invalidate()``.
+            - ``False``: not at all; backward casts again.
 
     Raises:
         ValueError: for a value outside the choices above.
@@ -29,16 +38,25 @@ class Recipe:
 
     scale: ScaleRounding = "fp32"
     columnwise: ColumnwisePolicy = "on_demand"
-    cache_weight: bool = True
+    cache_weight: CachePolicy = "backward"
 
     def __post_init__(self) -> None:
-        for name, choices in (("scale", ScaleRounding), ("columnwise", ColumnwisePolicy)):
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                allowed = ", ".join(repr(c) for c in get_args(choices))
-                raise ValueError(f"Recipe({name}={value!r}): expected one of {allowed}")
-        if not isinstance(self.cache_weight, bool):
-            raise ValueError(f"Recipe(cache_weight={self.cache_weight!r}): expected True or False")
+        fields = {
+            "scale": ScaleRounding,
+            "columnwise": ColumnwisePolicy,
+            "cache_weight": CachePolicy,
+        }
+        for name, choices in fields.items():
+            value, allowed = getattr(self, name), get_args(choices)
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise ValueError(
+                    f"Recipe({name}={value!r}): expected one of {', '.join(map(repr, allowed))}"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.get("cache_weight") is True:  # a file from before there were three choices
+            state = {**state, "cache_weight": "backward"}
+        self.__dict__.update(state)
 
     # Properties, not cached ones, whose lock compilers cannot trace.
 

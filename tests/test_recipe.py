@@ -15,22 +15,23 @@ from tests.support.models import complaint
 
 def test_the_defaults() -> None:
     assert_expected_inline(
-        repr(Recipe()), """Recipe(scale='fp32', columnwise='on_demand', cache_weight=True)"""
+        repr(Recipe()), """Recipe(scale='fp32', columnwise='on_demand', cache_weight='backward')"""
     )
 
 
 @pytest.mark.parametrize(("scale", "power_of_two"), [("fp32", False), ("power_of_two", True)])
 @pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
-@pytest.mark.parametrize("cache_weight", [False, True])
+@pytest.mark.parametrize("cache_weight", [False, "backward", "step"])
 def test_every_choice_is_a_value(
-    scale: Any, power_of_two: bool, columnwise: Any, cache_weight: bool
+    scale: Any, power_of_two: bool, columnwise: Any, cache_weight: Any
 ) -> None:
     recipe = Recipe(scale, columnwise, cache_weight)
     twin = Recipe(scale=scale, columnwise=columnwise, cache_weight=cache_weight)
     assert recipe.power_of_two is power_of_two
     assert recipe == twin == pickle.loads(pickle.dumps(recipe))
     assert hash(recipe) == hash(twin)
-    assert recipe != Recipe(scale, columnwise, not cache_weight)
+    other = "step" if cache_weight == "backward" else "backward"
+    assert recipe != Recipe(scale, columnwise, other)
 
 
 def test_a_recipe_is_frozen() -> None:
@@ -43,7 +44,7 @@ def test_a_recipe_is_frozen() -> None:
     [
         *(("scale", v) for v in ("ue8m0", "FP32", "", None, True)),
         *(("columnwise", v) for v in ("always", None, False)),
-        *(("cache_weight", v) for v in ("no", None, 1, 0)),
+        *(("cache_weight", v) for v in ("no", None, 1, 0, True)),
     ],
 )
 def test_other_values_are_refused(name: str, value: Any) -> None:
@@ -58,7 +59,7 @@ def test_the_texts() -> None:
     )
     assert_expected_inline(
         complaint(ValueError, lambda: Recipe(cache_weight=1)),
-        """Recipe(cache_weight=1): expected True or False""",
+        """Recipe(cache_weight=1): expected one of 'backward', 'step', False""",
     )
 
 
@@ -74,3 +75,9 @@ def test_its_formats(scale: Any) -> None:
     activations, weights = recipe.activation_format, recipe.weight_format
     assert (activations.block_shape, weights.block_shape) == ((1, 128), (128, 128))
     assert activations.scale_rounding == weights.scale_rounding == scale
+
+
+def test_a_file_from_before_there_were_three_policies() -> None:
+    old = Recipe()
+    vars(old)["cache_weight"] = True
+    assert pickle.loads(pickle.dumps(old)) == Recipe()

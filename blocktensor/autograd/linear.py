@@ -100,11 +100,16 @@ class _Linear(torch.autograd.Function):
         early: EarlyCast | None,
     ) -> Tensor:
         needs_dx, needs_dw = plan.needs
-        ctx.plan, ctx.early, ctx.cache = plan, early, None
+        ctx.plan, ctx.early = plan, early
+        ctx.cache = ctx.cast = None
         w_saved: Sequence[Tensor] = (w,)
         ctx.names = ()
         if isinstance(w, BlockwiseFP8Weight):
-            w_row, ctx.cache = w.rowwise(before_backward=needs_dx or needs_dw), w.cache
+            ctx.cache = w.cache
+            if needs_dx and not plan.tracing:
+                w_row, ctx.cast = w.rowwise_for_backward()
+            else:
+                w_row = w.rowwise(before_backward=needs_dw)
         elif isinstance(w, BlockwiseFP8Tensor):
             # Dynamo may take a method of a tensor for an op, which returns tensors alone
             w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
@@ -157,9 +162,10 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         g = _forms(grad, plan.format, needs_dx, needs_dw)
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
-        w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format)
+        w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format, ctx.cast)
+    ctx.cast = None  # frees the rowwise form before the GEMM allocates its output
     if ctx.cache is not None:
-        ctx.cache.after_backward()  # releases the rowwise form before the GEMM allocates its output
+        ctx.cache.after_backward()
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
 
@@ -189,9 +195,10 @@ def _recorded_gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """Both gradients by one recorded sequence of launches; None where single ops must run."""
     plan: LinearPlan = ctx.plan
-    w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight)
+    w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight, ctx.cast)
     if w is None:
         return None
+    ctx.cast = None
     ctx.cache.after_backward()
     is_matrix = grad.ndim == 2
     grad = grad if is_matrix else grad.reshape(-1, grad.shape[-1])

@@ -1,8 +1,8 @@
 """The weight of a linear between forward and backward.
 
 Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
-checkpointing) see plain e4m3 and fp32 tensors. The exception is a trainable weight: its FP8 form
-is held by its cache, from which backward reads it.
+checkpointing) see plain e4m3 and fp32 tensors. The exception is a trainable weight: it is
+saved itself, and the graph holds the FP8 form of its forward (``ForwardCast``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..ops.gemm.ops import gemm
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, operand_of
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight_cache import ForwardCast
 
 Names = tuple[str, ...]
 """Names of the inner tensors that were saved; none if the weight itself was."""
@@ -45,20 +46,32 @@ def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Oper
     return Operand(quantize_rowwise(w, format), None)
 
 
-def columnwise(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Quantized:
-    """The columnwise form of a saved weight, which dgrad reads."""
-    if not names and isinstance(saved[0], (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+def columnwise(
+    saved: Sequence[Tensor], names: Names, format: BlockFormat, cast: ForwardCast | None
+) -> Quantized:
+    """The columnwise form of a saved weight, which dgrad reads; ``cast``: of its forward.
+
+    Raises:
+        RuntimeError: a trainable weight was written to since its forward.
+    """
+    if not names and isinstance(saved[0], BlockwiseFP8Weight):
+        return saved[0].columnwise(cast)
+    if not names and isinstance(saved[0], BlockwiseFP8Tensor):
         return saved[0].columnwise()
     # saved-tensor hooks that offload return a plain weight
     return _operand(saved, names, format).need_columnwise()
 
 
-def rowwise_alone(saved: Sequence[Tensor]) -> Quantized | None:
-    """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one."""
+def rowwise_alone(saved: Sequence[Tensor], cast: ForwardCast | None) -> Quantized | None:
+    """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one.
+
+    Raises:
+        RuntimeError: as :func:`columnwise`.
+    """
     w = saved[0]
     if not isinstance(w, BlockwiseFP8Weight) or w.transposed or w.recipe.columnwise == "keep":
         return None
-    operand = w.cache.get(w)
+    operand = w.cache.get_in_backward(w, cast)
     return operand.rowwise if operand.columnwise is None else None
 
 

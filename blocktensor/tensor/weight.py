@@ -2,7 +2,7 @@
 
 It wraps a high-precision ``master``. Optimizers, clipping, initialisation, ``state_dict`` and every
 other op act on the master; ``F.linear``, ``mm``, ``matmul`` and ``addmm`` act on its FP8 form,
-which is cast once per version of the master and shared by every view of the weight.
+which every forward casts and every view of the weight shares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import MasterBase, on_master
 from .fp8_tensor import BlockwiseFP8Tensor
 from .operand import Operand
-from .weight_cache import FP8Cache
+from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 """Ops that do more than act on the master, from ``aten_*.py``."""
@@ -70,8 +70,8 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def counted(self) -> Tensor:
-        """The cache's master, which below autograd does not share its counter with a transpose."""
-        return self.cache.master
+        """The cache's tensor: below autograd, views of the master have counters of their own."""
+        return self.cache.counted
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -110,17 +110,29 @@ class BlockwiseFP8Weight(MasterBase):
 
         ``before_backward``: a forward reads it that is recorded for a backward.
         """
-        if self.transposed:
-            return self.cache.columnwise(self, before_backward)
-        form = self.cache.get(self, before_backward).rowwise
+        operand = self.cache.get(self, before_backward)
+        form = self.cache.columnwise(operand) if self.transposed else operand.rowwise
         assert form is not None  # it is cast so
         return form
 
-    def columnwise(self) -> Quantized:
-        """The columnwise FP8 form of the weight as it is now."""
-        if self.transposed:
-            return self.cache.get(self).need_rowwise()
-        return self.cache.columnwise(self)
+    def rowwise_for_backward(self) -> tuple[Quantized, ForwardCast]:
+        """The rowwise FP8 form of the weight as it is now, for a forward whose dgrad reads it too.
+
+        Also returns what its graph holds until then, for :meth:`columnwise`.
+        """
+        operand, cast = self.cache.get_for_backward(self)
+        form = self.cache.columnwise(operand, cast) if self.transposed else operand.rowwise
+        assert form is not None  # it is cast so
+        return form, cast
+
+    def columnwise(self, cast: ForwardCast | None = None) -> Quantized:
+        """The columnwise FP8 form of the weight as it is now, or of its forward's cast.
+
+        Raises:
+            RuntimeError: the weight was written to since its forward.
+        """
+        operand = self.cache.get_in_backward(self, cast)
+        return operand.need_rowwise() if self.transposed else self.cache.columnwise(operand, cast)
 
     def quantized(self) -> BlockwiseFP8Tensor:
         """The FP8 forms of the weight as it is now, as a tensor."""
@@ -142,8 +154,8 @@ class BlockwiseFP8Weight(MasterBase):
     def invalidate(self) -> None:
         """Cast again at the next use.
 
-        Needed only after writing to the master's memory behind PyTorch's back (a raw pointer, a
-        replayed CUDA graph); in-place ops are noticed.
+        Needed only with ``Recipe(cache_weight="step")``, after a write to the master's memory that
+        PyTorch does not count (:class:`~blocktensor.Recipe` lists them).
         """
         self.cache.invalidate()
 

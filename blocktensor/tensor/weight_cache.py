@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,109 +13,157 @@ from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .base import MasterBase
 from .operand import Operand
+from .step_reuse import StepReuse
 
-_GRAD: Any = Tensor.grad  # the descriptor: half of the time of FP8Base.grad
+
+class WaitingForm:
+    """The FP8 form of a weight's latest forward, for all backwards that wait.
+
+    Autograd graphs hold it: a graph that is freed, by its backward or unused, frees it too.
+
+    Attributes:
+        operand: in the orientation of the master; None until it is cast.
+    """
+
+    __slots__ = ("__weakref__", "operand")
+
+    def __init__(self) -> None:
+        self.operand: Operand | None = None
+
+
+class ForwardCast(NamedTuple):
+    """What one graph holds of its forward's cast.
+
+    Attributes:
+        cache: that made it.
+        version: of the master then.
+        waiting: the form; None where backward casts again, or finds the form of ``StepReuse``.
+    """
+
+    cache: FP8Cache
+    version: int
+    waiting: WaitingForm | None
 
 
 class FP8Cache:
-    """The FP8 form of one master, kept for as long as it is needed and no longer.
+    """The casts of one master, and the FP8 form that waits for a backward.
 
-    Valid for one version of the master. Released by the version's last backward: there will be as
-    many as the previous version saw; in the first version, the last is the one after which no
-    forward waits for its backward. So one backward a step leaves no FP8 bytes between steps, and N
-    microbatches share one cast, but for the first step, which learns their number. A wrong guess
-    costs a cast, never a bit.
+    PyTorch does not count every write to a master: not those through ``.data`` of a view, and not
+    those of a collective on one. So every forward casts, unless the recipe asks for reuse
+    (``step_reuse.py``). Forwards that wait for their backwards share one form, of the latest: a
+    counted write between the two raises in backward, as in plain PyTorch, and after an uncounted
+    one plain PyTorch would use the new values as well.
 
     Attributes:
         master: the high-precision weight.
+        counted: the tensor whose version counter counts writes to the master: the master itself, or
+            that of the weight of which this is a part.
         recipe, format: of its casts.
         casts: how many were made so far.
         main_grad: the buffer that weight gradients are added to, if any.
     """
 
-    __slots__ = (
-        "_backwards",
-        "_expected",
-        "_held",
-        "_key",
-        "_pending",
-        "casts",
-        "format",
-        "main_grad",
-        "master",
-        "recipe",
-    )
+    __slots__ = ("_reuse", "_waiting", "casts", "counted", "format", "main_grad", "master",
+                 "recipe")  # fmt: skip
 
-    def __init__(self, master: Tensor, recipe: Recipe) -> None:
+    def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
+        self.counted = master if counted is None else counted
         self.recipe, self.format = recipe, recipe.weight_format
         self.casts = 0
         self.main_grad: Tensor | None = None
-        self._held: Operand | None = None
-        self._key: tuple[int, ...] | None = None
-        self._pending = 0  # forwards of this version that wait for their backward
-        self._backwards = 0  # backwards of this version
-        self._expected: float | None = None  # how many there will be; None: not known yet
+        self._waiting: weakref.ref[WaitingForm] | None = None
+        self._reuse = StepReuse() if recipe.cache_weight == "step" else None
 
-    def __getstate__(self) -> tuple[Tensor, Recipe]:  # copies and checkpoints cast for themselves
-        return self.master, self.recipe
+    def __getstate__(self) -> tuple[Any, ...]:  # copies and checkpoints cast for themselves
+        return self.master, self.recipe, None, self.main_grad
 
-    def __setstate__(self, state: tuple[Tensor, Recipe]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state[:3])  # type: ignore[misc]
+        self.main_grad = state[3] if len(state) > 3 else None
 
     def get(self, user: MasterBase, before_backward: bool = False) -> Operand:
         """The FP8 form of the master as it is now.
 
         Args:
             user: the weight, or a view of it.
-            before_backward: whether a forward is recorded whose backward will read the FP8 form.
+            before_backward: whether a forward asks that is recorded for a backward.
         """
-        self._pending += before_backward
-        master = self.master
+        reuse, master = self._reuse, self.master
         # A fake tensor has no memory, and its cast belongs to the graph that is traced.
-        if not self.recipe.cache_weight or master.is_inference() or type(master) not in PLAIN:
+        if reuse is None or master.is_inference() or type(master) not in PLAIN:
             return self._cast()
-        version = 0 if user.is_inference() else user._version
-        key = version, master._version, master.data_ptr()
-        if key != self._key:
-            self._expected = self._backwards or self._expected
-            self._backwards, self._pending = 0, int(before_backward)
-            self._key, self._held = key, None
-        elif self._held is None and user.is_leaf and _GRAD.__get__(user) is not None:
-            # Used after its expected last backward, and it holds a gradient: this is one more
-            # microbatch, and more may follow.
-            self._expected = math.inf
-        held = self._held  # read once: a backward pass in another thread may release it
+        held = reuse.find(user, master, before_backward)
         if held is None:
-            held = self._held = self._cast()
+            held = self._cast()
+            reuse.keep(held)
         return held
 
-    def columnwise(self, user: MasterBase, before_backward: bool = False) -> Quantized:
-        """The columnwise form of :meth:`get`, kept if the recipe says so."""
-        operand = self.get(user, before_backward)
+    def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
+        """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds."""
+        version = 0 if self.counted.is_inference() else self.counted._version
+        waiting = None
+        if self.recipe.cache_weight == "backward":
+            waiting = None if self._waiting is None else self._waiting()
+            if waiting is None:
+                waiting = WaitingForm()
+                self._waiting = weakref.ref(waiting)
+        operand = self.get(user, before_backward=True)
+        if waiting is not None:
+            waiting.operand = operand
+        return operand, ForwardCast(self, version, waiting)
+
+    def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
+        """The FP8 form that dgrad reads: of its forward where it waits, or cast again.
+
+        Raises:
+            RuntimeError: the master was written to since the forward. Autograd compares the counter
+                of the weight; this compares the master's, which counts writes to a tensor of
+                ``state_dict()``, for example.
+        """
+        # weight.data = … makes another cache: plain PyTorch too would use the new values
+        if cast is None or cast.cache is not self:
+            return self.get(user)
+        now = 0 if self.counted.is_inference() else self.counted._version
+        if now != cast.version:
+            raise RuntimeError(
+                f"the FP8 weight {list(self.master.shape)} was modified by an in-place operation "
+                f"between a forward and its backward, whose data gradient needs it: it is at "
+                f"version {now}; expected version {cast.version}. Run backward before the weight "
+                f"changes, or forward again after"
+            )
+        waiting = cast.waiting and cast.waiting.operand
+        return waiting or self.get(user)
+
+    def columnwise(self, operand: Operand, cast: ForwardCast | None = None) -> Quantized:
+        """The columnwise form of a cast, kept with the rowwise one if the recipe says so."""
         if operand.columnwise is not None:
             return operand.columnwise
         assert operand.rowwise is not None
         form = transpose(operand.rowwise)
-        if self.recipe.columnwise == "keep" and self._held is operand:
-            self._held = Operand(operand.rowwise, form)
+        if self.recipe.columnwise == "keep":
+            both = Operand(operand.rowwise, form)
+            if cast is not None and cast.waiting is not None:
+                cast.waiting.operand = both
+            elif self._reuse is not None:
+                self._reuse.extend(operand, both)
         return form
 
     def after_backward(self) -> None:
-        """A backward has read the FP8 form; release it if that was the last one expected."""
-        self._pending -= 1
-        self._backwards += 1
-        expected = self._expected
-        if self._pending <= 0 if expected is None else self._backwards >= expected:
-            self._held = None
+        """A backward has read the FP8 form."""
+        if self._reuse is not None:
+            self._reuse.after_backward()
 
     def invalidate(self) -> None:
-        """Forget the FP8 form: the next use casts again."""
-        self._key = self._held = None
+        """Cast again at the next use."""
+        if self._reuse is not None:
+            self._reuse.forget()
 
     def held(self) -> Operand:
         """The forms held right now; casts nothing."""
-        return self._held or Operand(None, None)
+        waiting = None if self._waiting is None else self._waiting()
+        held = self._reuse.held if self._reuse is not None else waiting and waiting.operand
+        return held or Operand(None, None)
 
     def nbytes(self) -> int:
         """Bytes of the FP8 form held right now."""

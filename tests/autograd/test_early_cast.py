@@ -97,6 +97,6 @@ def test_rowwise_bytes_are_gone_when_the_backwards_products_run(
     replace_op(monkeypatch, "gemm", watched)
     module = linear(128, 192, dtype=torch.float32)
     loss = module(randn(9, 192, dtype=torch.float32, grad=True)).sum()
-    rowwise.append(weakref.ref(module.weight.rowwise().data))
+    rowwise.append(weakref.ref(module.weight.cache.held().rowwise.data))
     loss.backward()
     assert gone == 2 * [way_of_linears != "sequence"]

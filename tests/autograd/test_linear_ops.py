@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from blocktensor import Recipe
 from tests.support.models import Trace, linear, randn
 
 
@@ -62,7 +63,9 @@ blocktensor.gemm 1x128 1x128""",
 
 
 def test_trace_of_a_second_microbatch_casts_no_weight() -> None:
-    module, x = linear(256, 384), randn(5, 384, grad=True)
+    """If the recipe says so."""
+    step = Recipe(cache_weight="step")
+    module, x = linear(256, 384, recipe=step), randn(5, 384, grad=True)
     module(x)
     assert_expected_inline(
         traced(lambda: module(x)),
@@ -72,20 +75,9 @@ blocktensor.gemm 1x128 128x128""",
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "frozen"),
-    [
-        (torch.enable_grad, True),
-        (torch.no_grad, True),
-        (torch.inference_mode, True),
-        (torch.no_grad, False),
-        (torch.inference_mode, False),
-    ],
-)
-def test_trace_without_gradients_casts_x_rowwise_only(
-    mode: Callable[[], Any], frozen: bool
-) -> None:
-    module, x = linear(256, 384, frozen=frozen), randn(5, 384)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_trace_without_gradients_casts_x_rowwise_only(mode: Callable[[], Any]) -> None:
+    module, x = linear(256, 384, frozen=True), randn(5, 384)
     module(x)
     with mode():
         assert_expected_inline(

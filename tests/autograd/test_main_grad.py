@@ -67,7 +67,9 @@ def test_it_can_be_taken_away_and_follows_the_parameter() -> None:
     module(x).sum().backward()
     assert module.weight.grad is None
     assert buffer.abs().sum() > 0
-    assert copy.deepcopy(module).weight.main_grad is None
+    twin = copy.deepcopy(module)
+    assert torch.equal(twin.weight.main_grad, buffer)
+    assert twin.weight.main_grad is not buffer
     module.weight.main_grad = None
     module(x).sum().backward()
     assert module.weight.grad is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -72,8 +74,8 @@ def test_the_default_thresholds_keep_large_layers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("cache", [False, True])
-def test_bytes_are_those_of_the_tensors(cache: bool, frozen: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cache", [False, "backward", "step"])
+def test_bytes_are_those_of_the_tensors(cache: Any, frozen: bool, dtype: torch.dtype) -> None:
     module = nn.Linear(300, 200, dtype=dtype).requires_grad_(not frozen)
     before = module.weight.nbytes
     recipe = blocktensor.Recipe(cache_weight=cache)

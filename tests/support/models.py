@@ -73,10 +73,15 @@ def linear(
 
 
 def pair(
-    n: int, k: int, *, dtype: torch.dtype = torch.float32, bias: bool = False
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    recipe: Recipe = FP32_SCALES,
 ) -> tuple[nn.Linear, nn.Linear]:
     """A plain linear and its converted twin."""
-    converted = linear(n, k, dtype=dtype, bias=bias)
+    converted = linear(n, k, dtype=dtype, bias=bias, recipe=recipe)
     ordinary = nn.Linear(k, n, bias=bias, dtype=dtype)
     with torch.no_grad():
         ordinary.weight.copy_(plain(converted.weight))
