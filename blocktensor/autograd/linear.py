@@ -28,7 +28,7 @@ from . import saved_weight
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
 from .linear_plan import LinearPlan, plan_linear
-from .main_grad import where_to_add
+from .main_grad import check_main_grad, where_to_add
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -106,6 +106,8 @@ class _Linear(torch.autograd.Function):
         ctx.names = ()
         if isinstance(w, BlockwiseFP8Weight):
             ctx.cache = w.cache
+            if w.cache.main_grad is not None and needs_dw:
+                check_main_grad(plan.tracing)
             if needs_dx and not plan.tracing:
                 w_row, ctx.cast = w.rowwise_for_backward()
             else:

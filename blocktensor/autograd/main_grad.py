@@ -8,6 +8,27 @@ import torch
 from torch import Tensor
 
 
+def check_main_grad(tracing: bool) -> None:
+    """Raise where a weight's ``main_grad`` would be ignored or stay unreduced.
+
+    Raises:
+        NotImplementedError: a compiler traces, or DDP, which reduces ``.grad`` alone, runs forward.
+    """
+    if tracing:
+        raise NotImplementedError(
+            "weight.main_grad under torch.compile: a compiled backward returns gradients and adds "
+            "to no buffer. Set weight.main_grad = None and read weight.grad, or run this module in "
+            "eager mode"
+        )
+    ddp: Any = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and ddp.require_backward_grad_sync:
+        raise NotImplementedError(
+            "weight.main_grad under DistributedDataParallel: DDP reduces .grad, so that each rank "
+            "would keep a main_grad of its own. Set weight.main_grad = None; or run forward and "
+            "backward under model.no_sync() and all-reduce the buffers before the optimizer's step"
+        )
+
+
 def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
     """The buffer that this backward adds to, and whether the weight's gradient is needed.
 

@@ -17,6 +17,12 @@ _GRAD: Any = Tensor.grad  # the descriptor: half of the time of FP8Base.grad
 _optimizer_steps = 0
 
 
+def optimizer_steps() -> int:
+    """How many steps all ``torch.optim.Optimizer`` have made since this was first called."""
+    _count_optimizer_steps()
+    return _optimizer_steps
+
+
 @functools.cache
 def _count_optimizer_steps() -> None:
     def count(*_: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops import checks
@@ -160,15 +161,18 @@ class BlockwiseFP8Weight(MasterBase):
         self.cache.invalidate()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["master"], (self.cache.recipe, self.transposed)
+        has_main_grad = self.cache.main_grad is not None
+        return ["master"], (self.cache.recipe, self.transposed, has_main_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Weight:
-        recipe, transposed = context
+        recipe, transposed, has_main_grad = context
         master = inner["master"]
         cache = FP8Cache(master.transpose(-1, -2) if transposed else master, recipe)
+        if has_main_grad:  # compilers must learn of it, and do not get the buffer
+            cache.main_grad = torch.empty(size, device="meta")
         return BlockwiseFP8Weight(master, cache=cache, transposed=transposed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

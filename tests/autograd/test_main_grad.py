@@ -6,13 +6,16 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.gemm.ops import gemm_add_
 from tests.support.models import linear, randn
 from tests.support.numeric import relative_error
+from tests.support.ranks import on_ranks
 
 N, K, M = 200, 300, 40
 
@@ -115,3 +118,53 @@ def test_other_buffers_are_refused(buffer: Tensor, error: type[Exception], messa
     with pytest.raises(error, match=message):
         module.weight.main_grad = buffer
     assert module.weight.main_grad is None
+
+
+# torch's own, as Dynamo looks for a place to break the graph
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_modules_refuse_it(fullgraph: bool, when: str) -> None:
+    module, x = linear(N, K), randn(5, K, grad=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+    if when == "after":
+        compiled(x).sum().backward()
+        assert module.weight.grad is not None
+        module.weight.grad = None
+    module.weight.main_grad = torch.zeros(N, K)
+    with pytest.raises(Exception, match=r"weight\.main_grad under torch\.compile: .* = None"):
+        compiled(x).sum().backward()
+    assert not module.weight.main_grad.any()
+    module(x).sum().backward()  # in eager mode
+    assert module.weight.main_grad.any()
+    module.weight.main_grad = None
+    compiled(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_refuses_it_unless_it_does_not_synchronise() -> None:
+    module, x = linear(N, K), randn(5, K)
+    ddp = nn.parallel.DistributedDataParallel(module)
+    module.weight.main_grad = torch.zeros(N, K)
+    with pytest.raises(NotImplementedError, match=r"main_grad under DistributedDataParallel: DDP"):
+        ddp(x)
+    with torch.no_grad():
+        ddp(x)
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    assert module.weight.main_grad.any()
+    module(x)  # not through DDP: the caller reduces
+
+
+@on_ranks(2, gpus=())
+def test_fsdp_refuses_it_before_and_after_sharding(world: int, device: str) -> None:
+    module = nn.Sequential(linear(N, K))
+    module[0].weight.main_grad = torch.zeros(N, K)
+    with pytest.raises(NotImplementedError, match=r"weight\.main_grad with FSDP2.* set it to None"):
+        fully_shard(module, mesh=init_device_mesh(device, (world,)))
+    module = fully_shard(nn.Sequential(linear(N, K)), mesh=init_device_mesh(device, (world,)))
+    module(randn(5, K)).sum().backward()
+    module[0].weight.main_grad = torch.zeros(N, K)
+    with pytest.raises(NotImplementedError, match=r"weight\.main_grad with FSDP2.* set it to None"):
+        module(randn(5, K))

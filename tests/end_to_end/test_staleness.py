@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -255,13 +255,6 @@ def test_a_change_of_a_copy_leaves_the_original_alone_and_the_reverse() -> None:
         module.weight.zero_()
     assert torch.equal(twin(X), changed)
     assert torch.equal(module(X), torch.zeros_like(before))
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

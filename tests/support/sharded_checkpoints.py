@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import blocktensor
+from blocktensor.recipe import DEFAULT_RECIPE, Recipe
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
 IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -38,9 +39,9 @@ def plain(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(300, 1, bias=False)).bfloat16()
 
 
-def converted(seed: int = 0) -> nn.Sequential:
+def converted(seed: int = 0, recipe: Recipe = DEFAULT_RECIPE) -> nn.Sequential:
     model = plain(seed)
-    blocktensor.convert(model, auto_filter_small_kn=False)
+    blocktensor.convert(model, recipe, auto_filter_small_kn=False)
     return model
 
 
@@ -51,9 +52,11 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Sequential, torc
     return model, Averaged(model.parameters(), lr=1e-2)
 
 
-def trained(mesh: DeviceMesh, steps: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def trained(
+    mesh: DeviceMesh, steps: int = 2, recipe: Recipe = DEFAULT_RECIPE
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """A converted, sharded model after its first steps, and its optimizer."""
-    model, optimizer = sharded(converted(), mesh)
+    model, optimizer = sharded(converted(recipe=recipe), mesh)
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer

@@ -1,4 +1,4 @@
-"""The block amaxes of all sharded weights of a model, on every rank, by one all-reduce a step.
+"""The block amaxes of all sharded weights of a model, on every rank, by one all-reduce a forward.
 
 A 128x128 block may lie on several ranks. Each rank writes the amax of its share of every block into
 a flat table; the maximum over the ranks is the amax of the whole weights. Every rank's cast and the
@@ -20,6 +20,7 @@ from ...ops.cast.shard_ops import shard_amax
 from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
+from ...tensor.step_reuse import optimizer_steps
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,17 @@ class ShardedWeight:
 
     Attributes:
         local: returns the present high-precision rows, a plain tensor; None once they are freed.
-        version: returns a value that differs after the rows have changed.
-        everywhere: True if every rank holds rows of it.
+        version: returns a value that differs after a change of the rows that PyTorch counts.
+        forwards: returns how many forwards have begun, alike on all ranks.
+        in_backward: returns True while the weight is gathered for a backward.
     """
 
     name: str
     slice: ShardSlice
     local: Callable[[], Tensor | None]
     version: Callable[[], object]
-    everywhere: bool
+    forwards: Callable[[], int]
+    in_backward: Callable[[], bool]
 
     def __str__(self) -> str:
         return (
@@ -81,10 +84,12 @@ class ShardedWeight:
 class AmaxTable:
     """The amaxes and scales of sharded weights, the same on all ranks of a group.
 
-    A request for a weight that has changed refreshes the whole table. Each rank detects changes by
-    itself: weights must be changed on all ranks alike, as optimizers and loads do. A rank without
-    rows of a weight misses changes to single rows, as by ``torch.distributed.checkpoint``, that
-    other ranks detect: the table of such a weight is refreshed at every request.
+    The table is refreshed in every forward, because PyTorch does not count every write. All ranks
+    decide alike when to, from what they run and not from what they hold.
+
+    With ``reuses`` it is refreshed by a forward only after changes that PyTorch counts and after
+    optimizers' steps. Each rank detects changes by itself then: weights must be changed on all
+    ranks alike, as optimizers and loads do.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class AmaxTable:
         weights: Sequence[ShardedWeight],
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        reuses: bool = False,
         alone: bool = False,
     ) -> None:
         """Lay out a table for ``weights``, given in one order on all ranks.
@@ -100,8 +107,10 @@ class AmaxTable:
         """
         self.weights, self.alone = tuple(weights), alone
         self.reductions = 0
-        self._group = group
-        self._observed = all(weight.everywhere for weight in self.weights)
+        self._group, self._reuses = group, reuses
+        self._forward = -1  # the forward of the last refresh
+        self._fresh: set[int] = set()  # weights that were not gathered since
+        self._is_precomputed = False  # for the next forward
         self._seen: list[object] = [None] * len(weights)
         # weights of one format lie side by side, so that their scales are computed at once
         order = sorted(range(len(weights)), key=lambda i: weights[i].slice.format.name)
@@ -125,24 +134,41 @@ class AmaxTable:
         """The scale of each block of a weight, laid out as by a cast."""
         return self._slot(self._scales, index)
 
-    def ensure(self, index: int) -> None:
-        """Refresh the table if a weight may have changed."""
-        if not self._observed or self._seen[index] != self.weights[index].version():
-            self.refresh()
+    def prepare_gather(self, index: int) -> None:
+        """Make the amaxes of a weight those of its rows as they are in this forward.
 
-    def refresh_if_changed(self) -> None:
-        """Refresh the table if a weight has changed and all ranks can detect it."""
-        if self._observed and self._seen != self._versions():
+        Raises:
+            RuntimeError: it is gathered for a backward, and was written to since its forward.
+        """
+        weight = self.weights[index]
+        if weight.in_backward():
+            if self._seen[index] != self._version(index):
+                raise RuntimeError(
+                    f"the FP8 weight {weight.name} was changed on this rank between a forward and "
+                    f"its backward, which gathers it again: run backward before the weight "
+                    f"changes, or forward again after"
+                )
+            return
+        forward = weight.forwards()
+        is_new = forward != self._forward or index not in self._fresh
+        can_reuse = self._reuses or self._is_precomputed
+        if is_new and not (can_reuse and self._seen == self._versions()):
             self.refresh()
+        if is_new:
+            self._forward, self._fresh = forward, set(range(len(self.weights)))
+            self._is_precomputed = False
+        self._fresh.discard(index)
+
+    def precompute(self) -> None:
+        """Refresh the table for the next forward."""
+        self.refresh()
+        self._is_precomputed = True
 
     def refresh(self) -> None:
         """Recompute the table with one all-reduce of 4 bytes a block."""
-        targets, sources = [], []
-        versions = self._versions()
-        # writes to .data are not counted: without a change, scales saved by a graph stay valid
-        scales = self._scales.data if self._seen == versions else self._scales
-        self._seen = versions
+        self._seen = self._versions()
         self._flat.zero_()
+        targets, sources = [], []
         for index, weight in enumerate(self.weights):
             local = weight.local()
             if local is not None and local.numel():
@@ -156,10 +182,13 @@ class AmaxTable:
         dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self._group)
         self.reductions += 1
         for format, where in self._formats.items():
-            scales[where].copy_(scale_from_amax(self._flat[where], format))
+            self._scales[where].copy_(scale_from_amax(self._flat[where], format))
 
     def _versions(self) -> list[object]:
-        return [weight.version() for weight in self.weights]
+        return [self._version(index) for index in range(len(self.weights))]
+
+    def _version(self, index: int) -> object:
+        return self.weights[index].version(), optimizer_steps() if self._reuses else None
 
     def _slot(self, flat: Tensor, index: int) -> Tensor:
         part = self.weights[index].slice

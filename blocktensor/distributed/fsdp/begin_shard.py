@@ -12,7 +12,7 @@ from ...ops.formats import Quantized
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor, refuse
 from ...tensor.weight import BlockwiseFP8Weight
 from .frozen import FrozenShard
-from .trainable import FP8Shard
+from .trainable import FP8Shard, check_no_main_grad
 
 aten = torch.ops.aten
 
@@ -53,6 +53,7 @@ def _trainable_zeros(
 ) -> Tensor:
     """Zeros: a shard where FSDP asks for one, plain for another rank, dtype or device."""
     zeros: Tensor = func(w.master, size, **kwargs)
+    check_no_main_grad(w.main_grad)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros
 

@@ -21,6 +21,9 @@ class Sharded(NamedTuple):
         rank, ranks: index of this process's shard along ``dim``, and the number of shards.
         device: where it is gathered.
         parameter: returns the present DTensor; None once the model is freed.
+        forwards: returns how many forwards FSDP has begun, of the root or of a part that was called
+            by itself. It counts alike on all ranks.
+        in_backward: returns True while FSDP gathers for a backward.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Sharded(NamedTuple):
     ranks: int
     device: torch.device
     parameter: Callable[[], Tensor | None]
+    forwards: Callable[[], int]
+    in_backward: Callable[[], bool]
 
 
 def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
@@ -43,12 +48,18 @@ def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded],
     for state in _states():
         if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):
             states = state._state_ctx.all_states
-            found = [_sharded(param) for s in states or [state] for param in _params(s)]
+            forwards = _counter_of_forwards(state._state_ctx)
+            found = [
+                _sharded(param, group, forwards)
+                for s in states or [state]
+                for group in _groups(s)
+                for param in group.fsdp_params
+            ]
             return found, bool(states)
     return [], False
 
 
-def _sharded(param: Any) -> Sharded:
+def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:
     info, after = param.mesh_info, param.post_forward_mesh_info
     if after is not None and after is not info:
         raise NotImplementedError(
@@ -66,7 +77,48 @@ def _sharded(param: Any) -> Sharded:
         info.shard_mesh_size if is_sharded else 1,
         param.device,
         _parameter_of(weakref.ref(param)),
+        forwards,
+        _is_in_backward(weakref.ref(group)),
     )
+
+
+def _counter_of_forwards(context: Any) -> Callable[[], int]:
+    """FSDP sets ``iter_forward_root`` as a forward begins and resets it as it ends."""
+    if not hasattr(context, "forwards"):
+        context.__class__ = _counting(type(context))
+    reference = weakref.ref(context)
+
+    def forwards() -> int:
+        found = reference()
+        return 0 if found is None else found.forwards
+
+    return forwards
+
+
+def _counting(base: Any) -> Any:
+    """The class of contexts that count forwards. A hook on modules would break compiled graphs."""
+
+    class CountingContext(base):
+        forwards = 0
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "iter_forward_root" and value is not None:
+                self.__dict__["forwards"] = self.forwards + 1
+            super().__setattr__(name, value)
+
+    return CountingContext
+
+
+def _is_in_backward(reference: Callable[[], Any]) -> Callable[[], bool]:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    backward = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
+
+    def in_backward() -> bool:
+        group = reference()
+        return group is not None and group._training_state in backward
+
+    return in_backward
 
 
 def _parameter_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:
@@ -87,9 +139,13 @@ def _states() -> Iterator[Any]:
             yield state
 
 
-def _params(state: Any) -> Iterator[Any]:
+def _groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13: one group per state
         groups = [state._fsdp_param_group]
-    for group in groups:
-        yield from () if group is None else group.fsdp_params
+    return [group for group in groups if group is not None]
+
+
+def _params(state: Any) -> Iterator[Any]:
+    for group in _groups(state):
+        yield from group.fsdp_params

@@ -61,10 +61,16 @@ class GatheredInFP8(FP8Base):
                 recipe=Recipe(scale=recipe.scale),
             )
             return made, ()
-        weight: Any = local_of(out)
-        weight = out if weight is None else weight
+        weight = gathered_of(out)
         weight.rowwise_data, weight.rowwise_scale = data, scale
         return None
+
+
+def gathered_of(out: Tensor) -> BlockwiseFP8Tensor:
+    """The weight of an earlier gather, which FSDP may have wrapped in a DTensor."""
+    local: Any = local_of(out)
+    weight: Any = out if local is None else local
+    return weight
 
 
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ...ops import checks
 from ...ops.cast.shard_ops import quantize_shard
 from ...ops.formats import ceil_div
+from ...ops.scale_layouts import empty_scale
 from ...recipe import Recipe
 from ...tensor.base import FP8Base, MasterBase, on_master
 from ..compare_ranks import agree
 from ..dtensor import local_of
 from .amax_table import AmaxTable, ShardedWeight, ShardSlice
 from .fsdp_internals import Sharded, sharded_with
-from .gathered import GatheredInFP8, padded
+from .gathered import GatheredInFP8, gathered_of, padded
 
 aten = torch.ops.aten
 
@@ -112,7 +113,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
                 f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
             )
         table, index = place
-        table.ensure(index)
+        table.prepare_gather(index)
         weight = table.weights[index]
         format = self.recipe.weight_format
         if self.numel():
@@ -122,6 +123,27 @@ class FP8Shard(GatheredInFP8, MasterBase):
             data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
         sent = padded(data, weight.slice.dim, outer_size, mesh)
         return (sent,), (outer_size, table.scale(index), self.recipe)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """As of the base class; the weight has scales of its own, which change with its bytes.
+
+        Graphs save both. FSDP gathers the bytes again into the same memory, uncounted; so are the
+        scales written.
+        """
+        shape, scale, recipe = metadata
+        own = None if out is None else gathered_of(out).rowwise_scale
+        if own is None:
+            own = empty_scale(shape, recipe.weight_format, scale.device)
+        own.data.copy_(scale)
+        metadata = shape, own, recipe
+        return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
 
 
 def shard_of(x: Any) -> FP8Shard | None:
@@ -158,10 +180,10 @@ def _identity(x: Any) -> Identity | None:
 def _build(together: Sequence[Sharded], alone: bool) -> None:
     """Make the tables of weights that share a group, after a comparison with the other ranks.
 
-    One table has all weights of which every rank holds rows; any other weight has its own.
+    Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
+    rank holds rows: the others would miss changes that other ranks count.
     """
-    everywhere: list[tuple[ShardedWeight, Identity]] = []
-    tables = [everywhere]
+    by_reuse: dict[bool, list[tuple[ShardedWeight, Identity]]] = {}
     lines = []
     for sharded in together:
         shard = shard_of(sharded.parameter())
@@ -178,27 +200,43 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
             ),
             _master_of(sharded.parameter),
             _version_of(sharded.parameter),
-            everywhere=each * (world - 1) < size,
+            sharded.forwards,
+            sharded.in_backward,
         )
-        lines.append(str(weight))
-        if weight.everywhere:
-            everywhere.append((weight, shard.identity))
-        else:
-            tables.append([(weight, shard.identity)])
+        reuses = shard.recipe.cache_weight == "step" and each * (world - 1) < size
+        lines.append(f"{weight}, reuses={reuses}")
+        by_reuse.setdefault(reuses, []).append((weight, shard.identity))
     group, device = together[0].group, together[0].device
     agree("sharded FP8 weights", lines, group)
-    for entries in filter(None, tables):
-        table = AmaxTable([weight for weight, _ in entries], group, device, alone)
+    for reuses, entries in by_reuse.items():
+        weights = [weight for weight, _ in entries]
+        table = AmaxTable(weights, group, device, reuses=reuses, alone=alone)
         for index, (_, identity) in enumerate(entries):
             identity.place = table, index
 
 
 def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
     def master() -> Tensor | None:
-        shard = shard_of(parameter())
+        whole = parameter()
+        check_no_main_grad(getattr(whole, "main_grad", None))
+        shard = shard_of(whole)
         return None if shard is None else shard.master
 
     return master
+
+
+def check_no_main_grad(main_grad: Any) -> None:
+    """Raise for a sharded weight with a ``main_grad``, which no backward would add to.
+
+    Raises:
+        NotImplementedError: it has one.
+    """
+    if main_grad is not None:
+        raise NotImplementedError(
+            "weight.main_grad with FSDP2, which reduces and shards gradients itself: set it to "
+            "None. MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces in fp32, and "
+            "model.set_requires_gradient_sync(False) sums microbatches before"
+        )
 
 
 def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
@@ -216,10 +254,12 @@ def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
 
 
 def precompute_block_amax(model: nn.Module) -> int:
-    """Reduce the block amaxes of a sharded model's FP8 weights now, not at the next forward.
+    """Reduce the block amaxes of a sharded model's FP8 weights now, for the next forward.
 
-    A forward does this by itself, once a step. After a call right behind ``optimizer.step()``, the
-    all-reduce may overlap with work before the next forward. All ranks must call it.
+    A forward does this by itself. After a call right behind ``optimizer.step()``, the all-reduce
+    may overlap with work before the forward. All ranks must call it. A weight may change between
+    this call and the forward only in ways that PyTorch counts, on all ranks alike
+    (:class:`~blocktensor.Recipe` lists the others).
 
     Returns:
         The number of weights whose amaxes are kept: 0 before the first forward.
@@ -227,7 +267,7 @@ def precompute_block_amax(model: nn.Module) -> int:
     shards = (shard for p in model.parameters() if (shard := shard_of(p)) is not None)
     places = [place for shard in shards if (place := shard.identity.place) is not None]
     for table in dict.fromkeys(table for table, _ in places):
-        table.refresh_if_changed()
+        table.precompute()
     return len(places)
 
 

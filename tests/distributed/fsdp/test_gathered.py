@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert
 from blocktensor.ops import reference
-from blocktensor.ops.formats import ceil_div
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     RECIPES,
@@ -68,9 +67,7 @@ def assert_gathered_as_one_process_casts(
         wanted = reference.quantize_rowwise(master, recipe.weight_format)
         assert_same_cast(weight.rowwise(), wanted)
     model.reshard()
-    # rows that some rank has none of are reduced by themselves
-    alone = dim == 0 and ceil_div(rows, world) * (world - 1) >= rows
-    assert reductions(model) == (2 if alone and not tied else 1)
+    assert reductions(model) == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scale)
@@ -187,12 +184,16 @@ def test_half_the_bytes_and_one_small_reduction_a_step(world: int, device: str) 
         assert found.gathered_bytes + found.reduced_bytes <= 0.505 * was.gathered_bytes
 
 
+@pytest.mark.parametrize(("policy", "wanted"), [("backward", 3), (False, 3), ("step", 1)])
 @on_ranks(2, gpus=())
-def test_more_layers_and_microbatches_reduce_no_more_often(world: int, device: str) -> None:
+def test_one_reduction_a_forward_or_a_step(
+    world: int, device: str, policy: Any, wanted: int
+) -> None:
+    """However many layers there are."""
     model = deep(6)
-    convert(model, auto_filter_small_kn=False)
+    convert(model, Recipe(cache_weight=policy), auto_filter_small_kn=False)
     steps = three_steps(model, world, device, micro=3)
-    assert [step.reductions for step in steps] == [1, 1, 1]
+    assert [step.reductions for step in steps] == [wanted] * 3
 
 
 @on_ranks(4, gpus=())

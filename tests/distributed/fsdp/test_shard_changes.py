@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
 
+from blocktensor import Recipe
 from blocktensor.distributed import FP8Shard, precompute_block_amax
 from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
@@ -43,19 +44,33 @@ def table_of(model: nn.Sequential, layer: int) -> Any:
 def test_one_reduction_an_optimizer_step_of_all_weights_that_every_rank_has_rows_of(
     world: int, device: str
 ) -> None:
-    model, optimizer = trained(mesh_of(world, device))
-    assert table_of(model, 0) is table_of(model, 2) is not table_of(model, 4)
-    for precompute in (False, True):
-        before = table_of(model, 0).reductions
-        if precompute:
-            assert precompute_block_amax(model) == 3
-            assert table_of(model, 0).reductions == before + 1
+    """If the recipe asks for reuse."""
+    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    reused, alone = table_of(model, 0), table_of(model, 4)
+    assert reused is table_of(model, 2) is not alone
+    for _ in range(2):
+        before = reused.reductions, alone.reductions
         for microbatch in range(3):
             model.set_requires_gradient_sync(microbatch == 2)
             loss_of(model, microbatch).backward()
-        assert table_of(model, 0).reductions == before + 1
+        assert (reused.reductions, alone.reductions) == (before[0] + 1, before[1] + 3)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(3, gpus=())
+def test_amaxes_that_were_precomputed_serve_one_forward(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device))
+    table = table_of(model, 0)
+    before = table.reductions
+    assert precompute_block_amax(model) == 3
+    for forwards in (1, 2, 3):
+        loss_of(model, 0).backward()
+        assert table.reductions == before + forwards
+    precompute_block_amax(model)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert_forward_is_fresh(model)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -66,12 +81,20 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "data.to_local": lambda p: p.data.to_local().mul_(8),
     "detach.to_local": lambda p: p.detach().to_local().mul_(8),
 }
+UNCOUNTED: dict[str, Callable[[Tensor], Any]] = {
+    "to_local.data": lambda p: p.to_local().data.mul_(8),
+    "to_local.view.data": lambda p: p.to_local().view(-1).data.mul_(8),
+    "detach.to_local.data": lambda p: p.detach().to_local().data.mul_(8),
+    "numpy": lambda p: p._local_tensor.master.view(torch.int16).numpy().__iadd__(3 << 7),
+}
 
 
+@pytest.mark.parametrize("policy", ["backward", "step"])
 @on_ranks(3, gpus=())
-def test_writes_through_aliases(world: int, device: str) -> None:
-    model, _ = trained(mesh_of(world, device))
-    for write in WRITES.values():
+def test_writes_through_aliases(world: int, device: str, policy: Any) -> None:
+    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
+    writes = WRITES if policy == "step" else WRITES | UNCOUNTED
+    for write in writes.values():
         for layer in (0, 4):
             with torch.no_grad():
                 write(model[layer].weight)
@@ -155,3 +178,25 @@ def test_one_plain_dtensor_is_assigned(world: int, device: str) -> None:
     loss_of(target, 0)
     target.load_state_dict(one, assign=True, strict=False)
     assert_forward_is_fresh(target)
+
+
+@on_ranks(3, gpus=())
+def test_a_write_on_one_rank_alone_is_noticed(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device))
+    for rank in range(world):
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                model[0].weight.to_local().mul_(8)
+                model[2].weight.to_local().data.mul_(8)
+        assert_forward_is_fresh(model)
+
+
+@on_ranks(2, gpus=())
+def test_a_change_between_forward_and_backward(world: int, device: str) -> None:
+    """Of a weight that backward gathers again: raises. Of another: does not."""
+    model, _ = trained(mesh_of(world, device))
+    loss = loss_of(model, 0)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"2\.weight was changed on this rank between a forward"):
+        loss.backward()

@@ -119,7 +119,15 @@ def test_microbatches(world: int, device: str) -> None:
     model, single = twins(device)
     shard(model, mesh_of(world, device))
     assert_trains_as(single, model, device, microbatches=3, exact_gradients=False)
-    assert reductions(model) == 3  # once a step, whatever the number of forwards
+    assert reductions(model) == 9
+
+
+@on_ranks(2)
+def test_microbatches_that_reuse_the_amaxes(world: int, device: str) -> None:
+    model, single = twins(device, Recipe(cache_weight="step"))
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, microbatches=3, exact_gradients=False)
+    assert reductions(model) == 3
 
 
 @on_ranks(2)
@@ -143,7 +151,7 @@ def test_evaluation_between_steps(world: int, device: str) -> None:
     model, single = twins(device)
     shard(model, mesh_of(world, device))
     assert_trains_as(single, model, device, run=run)
-    assert reductions(model) == 3
+    assert reductions(model) == 6
 
 
 @on_ranks(2)
@@ -199,3 +207,48 @@ def test_blocks_that_are_compiled_after_they_are_sharded(world: int, device: str
     for module in (model.up, model.down):
         module.compile(fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     assert_trains_as(single, model, device)
+
+
+class Adversaries(nn.Module):
+    """Two linears under one root, of which a forward runs one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker = nn.Linear(K, K, bias=False)
+        self.critic = nn.Linear(K, 130, bias=False)
+
+    def forward(self, x: Tensor, which: str = "both") -> Tensor:
+        if which != "critic":
+            x = self.maker(x)
+        made: Tensor = x if which == "maker" else self.critic(x)
+        return made
+
+
+@on_ranks(2)
+def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> None:
+    """One part steps while the graph of the other waits for its backward."""
+    model = Adversaries().to(device, torch.bfloat16)
+    convert(model, auto_filter_small_kn=False)
+    single = copy.deepcopy(model)
+    for part in (model.maker, model.critic, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    results = []
+    for m in (single, model):
+        results.append([])
+        steps = [torch.optim.SGD(part.parameters(), lr=8.0) for part in (m.maker, m.critic)]
+        m(batch(0, device))  # of the root, as FSDP2 asks
+        for step in range(3):
+            waiting = m(batch(step, device), "critic").float().square().mean()
+            made = m(batch(step, device), "maker").float().square().mean()
+            made.backward()
+            steps[0].step()
+            again = m(batch(step, device), "maker")
+            waiting.backward()
+            steps[1].step()
+            alone = m.maker(batch(step, device))  # without the root
+            results[-1] += [waiting.detach(), made.detach(), again.detach(), alone.detach()]
+            for optimizer in steps:
+                optimizer.zero_grad()
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
