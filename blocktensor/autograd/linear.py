@@ -46,6 +46,8 @@ def linear(
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
+        if type(x) is BlockwiseFP8Weight:
+            x = x.high_precision()
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)

@@ -100,17 +100,21 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    if torch._C._are_functorch_transforms_active() and not is_compiling():
+        raise NotImplementedError(
+            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
+            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
+        )
     x_inner, w_inner = _inner(x), _inner(w)
     if (
         not isinstance(w, _FP8_TYPES)
         or must_dispatch(x_inner)
         or type(w_inner) not in PLAIN
         or w_inner.is_meta
-        or torch._C._are_functorch_transforms_active()
     ):
         return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
     key = (  # every eager call builds it
-        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15),
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
         x.format if isinstance(x, BlockwiseFP8Tensor) else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
         # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says

@@ -7,7 +7,6 @@ operand is a relabelling. Products without an FP8 path are refused. All other fu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributed.fsdp.begin_shard import chunks
+from ..ops import checks
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .linear import linear
+from .torch_callers import BY_CALLER
 
 
 def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(input, BlockwiseFP8Weight):
-        input = input.master
     return linear(input, weight, bias)
 
 
@@ -36,8 +35,8 @@ def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None)
         return linear(other.t(), input).t()
     raise NotImplementedError(
         f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or use "
-        f".master of a BlockwiseFP8Weight, to compute in high precision"
+        f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or "
+        f".high_precision() of a BlockwiseFP8Weight, to compute in high precision"
     )
 
 
@@ -66,13 +65,18 @@ def _get_data(tensor: Tensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
-    same = (tensor.shape, tensor.dtype, tensor.device) == (new.shape, new.dtype, new.device)
-    if not (isinstance(tensor, BlockwiseFP8Weight) and same):
+    shape, dtype = tuple(tensor.shape), new.dtype
+    if not isinstance(tensor, BlockwiseFP8Weight) or shape != tuple(new.shape):
         raise NotImplementedError(
-            f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {new.dtype} "
+            f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "
             f"on {new.device}: use .copy_(), or torch.utils.swap_tensors to change the type"
         )
-    tensor.replace_master(new.master if isinstance(new, BlockwiseFP8Weight) else new.detach())
+    checks.high_precision(new, "the new .data of an FP8 weight")
+    master = new.master if isinstance(new, BlockwiseFP8Weight) else new.detach()
+    if (tensor.dtype, tensor.device) == (dtype, new.device):
+        tensor.replace_master(master)
+    else:
+        swap_in(tensor, BlockwiseFP8Weight(master, tensor.recipe))
 
 
 def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
@@ -83,45 +87,26 @@ def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
     return tensor
 
 
-def _no_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    # the wrapper's pointer is null: a read through it would crash
-    raise NotImplementedError(
-        f"a {type(tensor).__name__} has no memory of its own to hand out: use .master of a "
-        f"BlockwiseFP8Weight, .rowwise_data and .rowwise_scale of a BlockwiseFP8Tensor"
-    )
+def _of_values(name: str) -> Callable[..., Any]:
+    """``Tensor.name``, of the master of a weight; torch itself would read a wrapper's memory."""
 
-
-def _called_by(module: str) -> bool:
-    """Whether the overridden torch function was called in ``module``."""
-    # three frames up: the override, __torch_function__, the caller of the function
-    return sys._getframe(3).f_globals.get("__name__") == module
-
-
-def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
-    if isinstance(input, BlockwiseFP8Tensor) and _called_by(sharding):
-        return chunks(input, *args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.chunk(input, *args, **kwargs)
-
-
-def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if _called_by("torch.distributed.fsdp._flat_param"):
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, BlockwiseFP8Weight):
+            return getattr(tensor.high_precision(), name)(*args, **kwargs)
         raise NotImplementedError(
-            f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
-            f"{type(input).__name__} would silently compute in high precision: shard the converted "
-            f"model with torch.distributed.fsdp.fully_shard (FSDP2)"
+            f"a {type(tensor).__name__} has no {name}(), since it holds no high-precision values: "
+            f"call .dequantize() first, or take .rowwise_data and .rowwise_scale"
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.flatten(input, *args, **kwargs)
+
+    return run
 
 
 def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with .master "
-            f"of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
+            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with "
+            f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
         )
 
     return refuse
@@ -150,10 +135,11 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
-    Tensor.__dlpack__: _no_memory,
-    Tensor.__dlpack_device__: _no_memory,
-    torch.chunk: _chunk,
-    torch.flatten: _flatten,
+    **{
+        getattr(Tensor, name): _of_values(name)
+        for name in ("__dlpack__", "__dlpack_device__", "numpy", "__array__", "tolist")
+    },
+    **BY_CALLER,
     **{
         getattr(namespace, name): _no_fp8_path(name)
         for namespace, names in _PRODUCTS_WITHOUT_FP8.items()

@@ -14,11 +14,11 @@ from ..distributed.fsdp.trainable import FP8Shard, is_converted, shard_of
 from ..ops.checks import HIGH_PRECISION
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .conversion_report import ConversionReport, Entry, SmallKN
 from .freeze import frozen_form
 from .state_dict import register_state_hooks
-from .swap_parameter import swap_in
 
 HEAD_NAMES = ("lm_head", "output", "head", "embed_out", "output_projection", "logits")
 """Usual last names of a linear that maps to the vocabulary."""

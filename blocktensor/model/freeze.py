@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .state_dict import register_state_hooks
-from .swap_parameter import swap_in
 
 
 def frozen_form(weight: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:

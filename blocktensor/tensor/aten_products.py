@@ -59,20 +59,35 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _refuse_untracked(func: Any, *operands: Tensor) -> None:
-    """A weight that reaches an aten product under autograd would get a high-precision gradient."""
-    if torch.is_grad_enabled() and any(
-        isinstance(x, BlockwiseFP8Weight) and x.requires_grad for x in operands
-    ):
+    """A weight that reaches an aten product under autograd would get a high-precision gradient.
+
+    So would one inside a DTensor or under functorch, which does not require a gradient here.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, BlockwiseFP8Weight) for x in operands):
         raise NotImplementedError(
             f"{func} reached a BlockwiseFP8Weight below F.linear, torch.mm, torch.matmul and "
-            f"torch.addmm, where its gradient would silently be computed in high precision: call "
-            f"one of those, or leave this module unconverted (skip=[...])"
+            f"torch.addmm, where its gradient would silently be computed in high precision (as "
+            f"under DTensor, torch.func and nested tensors): call one of those on plain "
+            f"activations, or leave this module unconverted (skip=[...])"
         )
 
 
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     _refuse_untracked(func, a, b)
     return _product(a, b)
+
+
+def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    if b.ndim != 2 or a.ndim < 2:
+        _unsupported_product(func)
+    return _mm(func, a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
+
+
+def _linear(func: Any, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    _refuse_untracked(func, x, w)
+    if isinstance(bias, FP8Base):
+        refuse(func)
+    return _product(x.reshape(-1, x.shape[-1]), w.t(), bias).view(*x.shape[:-1], w.shape[0])
 
 
 def _addmm(
@@ -90,28 +105,37 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
         f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm, or pass "
-        f"weight.master to compute in high precision on purpose"
+        f"weight.high_precision() to compute in high precision on purpose"
     )
 
 
-PRODUCTS: dict[Any, Callable[..., Any]] = {aten.mm.default: _mm, aten.addmm.default: _addmm}
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    # composite ops arrive here whole under inference_mode and from nested tensors
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+}
 """Products of both types."""
 
-UNSUPPORTED_PRODUCTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.addbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.addmm_.default,
-        aten.addr.default,
-        aten.dot.default,
-        aten.vdot.default,
-        aten._grouped_mm.default,
-        aten._trilinear.default,
-        aten.convolution.default,
-    ),
-    _unsupported_product,
-)
+
+def _overloads(names: str) -> list[Any]:
+    """Every overload of these ops, as far as this version of torch has them."""
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+UNSUPPORTED_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    op: _unsupported_product
+    for op in _overloads(
+        "mm addmm addmm_ linear matmul bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr "
+        "addr_ dot vdot inner ger outer kron einsum tensordot chain_matmul linalg_multi_dot "
+        "linalg_matmul linalg_vecdot matrix_power linalg_matrix_power bilinear _trilinear _int_mm "
+        "_scaled_mm _grouped_mm _scaled_grouped_mm _addmm_activation mm_backward linear_backward "
+        "matmul_backward convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
+        "conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
+        "rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention cdist"
+    )
+    if op not in PRODUCTS
+}
 """Products of a BlockwiseFP8Weight that have no FP8 path: refused."""

@@ -1,8 +1,11 @@
-"""Views and copies of a BlockwiseFP8Weight that stay weights; other ops act on the master."""
+"""Views, copies and concatenations of BlockwiseFP8Weights that are weights too.
+
+Other ops act on the master.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +17,9 @@ from .weight import BlockwiseFP8Weight
 from .weight_cache import FP8Cache
 
 aten = torch.ops.aten
+
+_RANKS = (2, 3)
+"""Ranks of weights: matrices and stacks of them."""
 
 
 @view_of_its_kind
@@ -29,7 +35,7 @@ def _t(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
 @view_of_its_kind
 def _transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor:
     if {dim0 % w.ndim, dim1 % w.ndim} != {w.ndim - 2, w.ndim - 1}:
-        return on_master(func, (w, dim0, dim1), {})
+        return _as_weight(func(w.master, dim0, dim1), w)
     master = w.master.transpose(-1, -2)
     return BlockwiseFP8Weight(master, cache=w.cache, transposed=not w.transposed)
 
@@ -38,8 +44,35 @@ def _transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor
 def _permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     last_two_swapped = [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]
     if [d % w.ndim for d in dims] != last_two_swapped:
-        return on_master(func, (w, dims), {})
+        return _as_weight(func(w.master, dims), w)
     return _transpose(func, w, -1, -2)
+
+
+@view_of_its_kind
+def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
+    """Views of a weight: matrices and stacks are weights, with blocks that begin where they do."""
+    views = func(w.master, *args, **kwargs)
+    return torch.utils._pytree.tree_map(lambda view: _as_weight(view, w), views)
+
+
+def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
+    if view.ndim not in _RANKS or view.dtype != w.dtype:
+        return view
+    master = w.master
+    layout = view.shape, view.stride(), view.storage_offset()
+    if layout == (master.shape, master.stride(), master.storage_offset()):
+        return BlockwiseFP8Weight(master, cache=w.cache, transposed=w.transposed)
+    return BlockwiseFP8Weight(view, cache=FP8Cache(view, w.recipe, counted=w.counted))
+
+
+def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    out = on_master(func, (tensors, dim), {})
+    weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]
+    if len(weights) < len(tensors) or out.ndim not in _RANKS:
+        return out
+    if out.dtype not in checks.HIGH_PRECISION or len({w.recipe for w in weights}) > 1:
+        return out
+    return BlockwiseFP8Weight(out, weights[0].recipe)
 
 
 def _copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
@@ -56,6 +89,18 @@ WEIGHT_VIEWS: dict[Any, Callable[..., Any]] = {
     aten.t.default: _t,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,  # w.T
+    **dict.fromkeys(
+        (
+            *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+            *(aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.as_strided.default),
+            *(aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default),
+            *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+            *(aten.unfold.default,),
+        ),
+        _part,
+    ),
+    aten.cat.default: _joined,
+    aten.stack.default: _joined,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.empty_like.default: _copy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,12 @@ def _version() -> str:
         return "not installed"
 
 
+def without_memory(wrapper: Any) -> Any:
+    """Make functions in C that read memory raise for a wrapper, whose pointer is null."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
+
+
 class FP8Base(Tensor):
     """Base class of the FP8 types: overrides above autograd, and no constructor of Tensor."""
 
@@ -34,13 +41,32 @@ class FP8Base(Tensor):
     @classmethod
     def wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
         """A tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=dtype,
-            device=inner.device,
+        return without_memory(
+            torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=dtype,
+                device=inner.device,
+            )
+        )
+
+    def data_ptr(self) -> int:
+        """The address of the master of a trainable weight.
+
+        Raises:
+            NotImplementedError: the tensor is frozen, and has several addresses.
+        """
+        # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
+        if sys._getframe(1).f_globals.get("__name__") == "torch._tensor":
+            return 0
+        return self._address()
+
+    def _address(self) -> int:
+        raise NotImplementedError(
+            f"a {type(self).__name__} has no memory of its own: take .rowwise_data and "
+            f".rowwise_scale, or call .dequantize()"
         )
 
     # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
@@ -82,6 +108,9 @@ class MasterBase(FP8Base):
     """Base class of tensors that wrap a high-precision master, on which most ops act."""
 
     master: Tensor
+
+    def _address(self) -> int:
+        return self.master.data_ptr()
 
     @property
     def counted(self) -> Tensor:

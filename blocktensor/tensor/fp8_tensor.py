@@ -19,7 +19,7 @@ from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base
+from .base import FP8Base, without_memory
 from .operand import Operand
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
@@ -81,12 +81,14 @@ class BlockwiseFP8Tensor(FP8Base):
                 "BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither; "
                 "BlockwiseFP8Tensor.quantize(x) makes them"
             )
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            strides=strides,  # None: contiguous
-            dtype=dtype,
-            device=present.data.device,
+        self = without_memory(
+            torch.Tensor._make_wrapper_subclass(
+                cls,
+                shape,
+                strides=strides,  # None: contiguous
+                dtype=dtype,
+                device=present.data.device,
+            )
         )
         self.rowwise_data, self.rowwise_scale = (None, None) if rowwise is None else rowwise[:2]
         self.columnwise_data, self.columnwise_scale = columnwise[:2] if columnwise else (None, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
@@ -135,6 +136,14 @@ class BlockwiseFP8Weight(MasterBase):
         operand = self.cache.get_in_backward(self, cast)
         return operand.need_rowwise() if self.transposed else self.cache.columnwise(operand, cast)
 
+    def high_precision(self) -> Tensor:
+        """The values as a plain tensor, for products in high precision on purpose.
+
+        It shares the master's memory. The gradient passes through to the weight, which that of
+        ``.master`` would not.
+        """
+        return _HighPrecision.apply(self)
+
     def quantized(self) -> BlockwiseFP8Tensor:
         """The FP8 forms of the weight as it is now, as a tensor."""
         return BlockwiseFP8Tensor(
@@ -187,4 +196,34 @@ class BlockwiseFP8Weight(MasterBase):
         special = WEIGHT_OPS.get(func)
         if special is not None:
             return special(func, *args, **(kwargs or {}))
-        return on_master(func, args, kwargs or {})
+        out = on_master(func, args, kwargs or {})
+        return computed_weights(out, args) if torch.is_grad_enabled() else out
+
+
+class _HighPrecision(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, weight: BlockwiseFP8Weight) -> Tensor:
+        return weight.master.view_as(weight.master)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def computed_weights(out: Any, args: Sequence[Any]) -> Any:
+    """Give what autograd computes from a weight, of the weight's shape, a weight's type.
+
+    So a product with ``w + b @ a``, ``w * mask`` or a normalised weight runs in FP8 too.
+    """
+    tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]
+    if not weights or not any(x.requires_grad for x in tensors):
+        return out
+    shapes, recipe = {x.shape for x in weights}, weights[0].recipe
+
+    def typed(x: Any) -> Any:
+        if type(x) is not Tensor or x.shape not in shapes or x.dtype not in checks.HIGH_PRECISION:
+            return x
+        return BlockwiseFP8Weight(x, recipe)
+
+    return torch.utils._pytree.tree_map(typed, out)

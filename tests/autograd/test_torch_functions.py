@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +161,7 @@ def test_what_a_refused_product_says() -> None:
     for product in ("mv", "aten.mm", "@ vector", "grouped_mm"):
         text = complaint(NotImplementedError, lambda product=product: PRODUCTS[product](w))
         assert "FP8" in text
-        assert any(remedy in text for remedy in ("F.linear", ".master", "grouped"))
+        assert any(remedy in text for remedy in ("F.linear", ".high_precision()", "grouped"))
 
 
 @pytest.mark.parametrize("kind", ["weight", "tensor"])
@@ -179,9 +180,45 @@ def test_out_is_refused(product: Callable[..., Any], kind: str) -> None:
     assert not out.any()
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "from_dlpack": lambda t: torch.from_dlpack(t),
+    "numpy": lambda t: torch.from_numpy(t.numpy()),
+    "__array__": lambda t: torch.from_numpy(np.asarray(t)),
+    "tolist": lambda t: torch.tensor(t.tolist()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_values_are_read_from_the_master(read: str) -> None:
+    weight = linear(128, 256, dtype=torch.float32).weight
+    for tensor in (weight.detach(), weight.data, weight.detach().t()):
+        values = READS[read](tensor)
+        assert type(values) is Tensor
+        assert torch.equal(values, plain(tensor))
+    if read != "tolist":
+        with pytest.raises((RuntimeError, BufferError), match=r"requires? grad"):
+            READS[read](weight)
+    frozen = linear(128, 256, frozen=True).weight
+    with pytest.raises(NotImplementedError, match=r"holds no high-precision .*dequantize"):
+        READS[read](frozen)
+
+
 @pytest.mark.parametrize("kind", ["trainable", "frozen"])
-def test_there_is_no_memory_to_hand_out(kind: str) -> None:
-    weight = linear(128, 256, frozen=kind == "frozen").weight
-    for tensor in (weight, weight.detach()):
-        with pytest.raises(NotImplementedError, match="no memory of its own to hand out: use"):
-            torch.from_dlpack(tensor)
+def test_what_reads_memory_in_c_raises(kind: str) -> None:
+    """The pointer of a wrapper is null: a read would end the process."""
+    tensor = linear(128, 256, frozen=kind == "frozen").weight.detach()
+    for reader in (torch.utils.dlpack.to_dlpack, lambda t: t.apply_(float), torch.nn.Parameter):
+        for made in (tensor, tensor.t(), tensor[:128]):
+            if reader is torch.nn.Parameter:
+                assert isinstance(reader(made), torch.nn.Parameter)
+            else:
+                with pytest.raises(RuntimeError, match="data pointer"):
+                    reader(made)
+
+
+def test_the_address_of_a_weight_is_that_of_its_master() -> None:
+    weight = linear(128, 256).weight
+    assert weight.data_ptr() == weight.master.data_ptr() != 0
+    assert weight[3:].data_ptr() == weight.master[3:].data_ptr()
+    with pytest.raises(NotImplementedError, match=r"no memory of its own: take \.rowwise_data"):
+        linear(128, 256, frozen=True).weight.data_ptr()

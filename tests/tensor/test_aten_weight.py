@@ -1,4 +1,4 @@
-"""Views and copies of a BlockwiseFP8Weight: a weight, or a plain tensor of its master's values."""
+"""Views and copies of a BlockwiseFP8Weight, and what is computed from one: weights or plain."""
 
 from __future__ import annotations
 
@@ -9,35 +9,142 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Weight
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
 from tests.support.models import POWER_OF_TWO, linear, plain, randn
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda w: w[:128],
+    "rows off the grid": lambda w: w[5:77],
+    "every third row": lambda w: w[::3],
+    "none": lambda w: w[4:4],
+    "columns": lambda w: w.chunk(2, 1)[1],
+    "split": lambda w: w.split([100, 156])[1],
+    "unsqueezed": lambda w: w[None],
+    "expanded": lambda w: w.expand(2, 256, 256),
+    "heads": lambda w: w.view(2, 128, 256),
+    "swapped heads": lambda w: w.view(2, 128, 256).transpose(0, 1),
+    "of the transpose": lambda w: w.t()[3:100],
+    "unfolded": lambda w: w.unfold(0, 16, 16),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda w: w[3],
+    "flat": lambda w: w.view(-1),
+    "diagonal": lambda w: w.diagonal(),
+    "four dimensions": lambda w: w.view(2, 2, 64, 256),
+    "of a flat view": lambda w: w.view(-1).view(256, 256),
+}
+
+
+@pytest.mark.parametrize("name", [*PARTS, *OTHERS])
+def test_views_of_a_weight_are_views_of_its_master(name: str) -> None:
+    """Weights if they are matrices or stacks of them, with blocks that begin where they do."""
+    w, view = linear(256, 256).weight, (PARTS | OTHERS)[name]
+    got, wanted = view(w), view(w.master)
+    assert type(got) is (BlockwiseFP8Weight if name in PARTS else Tensor)
+    assert got.requires_grad
+    assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+    if name in PARTS:
+        assert got.recipe == w.recipe
+        assert got.main_grad is None
+        cast = BlockwiseFP8Tensor.quantize(wanted, (128, 128)).dequantize()
+        assert torch.equal(got.quantized().dequantize(), cast)
+    assert got.data_ptr() == wanted.data_ptr()
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    leaf = plain(w).requires_grad_()
+    view(leaf).sum().backward()
+    assert torch.equal(w.grad, leaf.grad)
 
 
 @pytest.mark.parametrize(
     "view",
     [
-        lambda w: w[:128],
-        lambda w: w[3],
-        lambda w: w[None],
-        lambda w: w.view(-1),
-        lambda w: w.expand(2, 256, 256),
-        lambda w: w.chunk(2, 1)[1],
-        lambda w: w.diagonal(),
-        lambda w: w.view(2, 128, 256).transpose(0, 1),
+        lambda w: w[:],
+        lambda w: w.view(256, 256),
+        lambda w: w.reshape(-1, 256),
+        lambda w: w.view_as(w),
+        lambda w: w.expand(256, 256),
+        lambda w: w.narrow(0, 0, 256),
+        lambda w: w.as_strided((256, 256), (256, 1)),
+        lambda w: w.chunk(1)[0],
+        lambda w: w[None].squeeze(0)[:],
     ],
 )
-def test_other_views_of_a_weight_are_plain_views_of_its_master(
-    view: Callable[[Tensor], Tensor],
-) -> None:
+def test_a_view_of_all_of_a_weight_is_the_weight(view: Callable[[Tensor], Tensor]) -> None:
     w = linear(256, 256).weight
     got = view(w)
-    assert type(got) is Tensor
-    assert got.requires_grad
-    assert got.data_ptr() == view(w.master).data_ptr()
-    assert torch.equal(got, view(w.master))
-    got.sum().backward()
+    assert type(got) is BlockwiseFP8Weight
+    assert got.master.data_ptr() == w.master.data_ptr()
+    assert torch.equal(F.linear(randn(3, 256), got), F.linear(randn(3, 256), w))
+    with torch.no_grad():
+        got.mul_(2)
+    assert torch.equal(w.master, got.master)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows off the grid", "columns", "of the transpose"])
+def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
+    w = linear(256, 256, dtype=torch.float32).weight
+    part = PARTS[name](w)
+    x, alone = randn(5, part.shape[1], dtype=torch.float32, grad=True), plain(PARTS[name](w.master))
+    alone.requires_grad_()
+    other = x.detach().clone().requires_grad_()
+    y, wanted = F.linear(x, part), functional.linear(other, alone)
+    assert torch.equal(y, wanted)
+    y.square().sum().backward(), wanted.square().sum().backward()
+    assert torch.equal(x.grad, other.grad)
     leaf = plain(w).requires_grad_()
-    view(leaf).sum().backward()
+    PARTS[name](leaf).backward(alone.grad)
+    assert torch.equal(w.grad, leaf.grad)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda w: w + 1,
+        lambda w: 1 - w,
+        lambda w: w * (w > 0),
+        lambda w: torch.where(w > 0, w, 0.0),
+        lambda w: w.tril(),
+        lambda w: F.normalize(w),
+        lambda w: w[torch.arange(255, -1, -1)],
+        lambda w: torch.sort(w, 1).values,
+        lambda w: torch.cat([w[:100], w[100:]]),
+        lambda w: torch.stack([w, w])[1],
+    ],
+)
+def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., Tensor]) -> None:
+    w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
+    leaf = plain(w).requires_grad_()
+    ours, theirs = compute(w), compute(leaf)
+    assert type(ours) is BlockwiseFP8Weight
+    assert ours.recipe == w.recipe
+    y, wanted = F.linear(x, ours), functional.linear(x, theirs)
+    assert torch.equal(y, wanted)
+    y.square().sum().backward(), wanted.square().sum().backward()
+    torch.testing.assert_close(w.grad, leaf.grad)
+
+
+def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
+    w = linear(256, 256, dtype=torch.float32).weight
+    assert type(w.sum(0)) is type(w.square().mean()) is type(w > 0) is Tensor
+    assert type(torch.zeros_like(w.detach())) is type(w.detach() * 2) is Tensor
+    with torch.no_grad():
+        assert type(w * 2) is type(w.detach().add(1)) is Tensor
+    assert type(torch.cat([w, torch.ones(1, 256)])) is Tensor
+    optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.1)
+    w.square().sum().backward()
+    optimizer.step()
+    assert type(w.grad) is type(optimizer.state[w]["momentum_buffer"]) is Tensor
+
+
+def test_high_precision_passes_the_gradient_on() -> None:
+    w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
+    values = w.high_precision()
+    assert type(values) is Tensor
+    assert values.data_ptr() == w.master.data_ptr()
+    F.linear(x, values).sum().backward()
+    leaf = plain(w).requires_grad_()
+    F.linear(x, leaf).sum().backward()
     assert torch.equal(w.grad, leaf.grad)
 
 

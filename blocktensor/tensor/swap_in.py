@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .weight import BlockwiseFP8Weight
+
 _FP8_ATTRIBUTES = {
     *("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "format"),
-    *("recipe", "master", "cache", "transposed"),
+    *("recipe", "master", "cache", "transposed", "_is_param"),
 }
 """Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
 
@@ -15,13 +17,15 @@ _FP8_ATTRIBUTES = {
 def swap_in(parameter: Tensor, converted: Tensor) -> None:
     """Give ``parameter`` the content of ``converted``; ties and optimizers keep the same object.
 
+    Hooks, attributes that other code has set, and ``main_grad`` stay.
+
     Raises:
         RuntimeError: an autograd graph or a wrapper such as DDP uses the parameter.
     """
     new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
     del converted
+    carry_over(parameter, new)
     new.grad = parameter.grad
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     try:
         torch.utils.swap_tensors(parameter, new)
     except RuntimeError as error:
@@ -30,8 +34,16 @@ def swap_in(parameter: Tensor, converted: Tensor) -> None:
             f"convert the model before wrapping it in DDP or FSDP, and not between a forward and "
             f"its backward"
         ) from error
-    for name, value in new.__dict__.items():  # attributes that other code has set on the parameter
+
+
+def carry_over(old: Tensor, new: Tensor) -> None:
+    """Give ``new``, which is to be swapped in for ``old``, its hooks, attributes and main_grad."""
+    for name, value in old.__dict__.items():
         if name not in _FP8_ATTRIBUTES:
-            parameter.__dict__.setdefault(name, value)
-    if any(hooks):
-        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+            new.__dict__.setdefault(name, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks):
+            setattr(new, hooks, getattr(old, hooks))
+    if isinstance(old, BlockwiseFP8Weight) and isinstance(new, BlockwiseFP8Weight):
+        main_grad = old.cache.main_grad
+        new.cache.main_grad = None if main_grad is None else main_grad.to(new.device)

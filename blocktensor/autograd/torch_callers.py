@@ -1,0 +1,92 @@
+"""Torch functions whose answer depends on the part of torch that calls them.
+
+``state_dict``, ``nn.Parameter``, FSDP and ``distribute_tensor`` call ``detach``, ``chunk`` and the
+like, and offer no other place to tell them what an FP8 weight is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.fsdp.begin_shard import chunks
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.swap_in import carry_over
+from ..tensor.weight import BlockwiseFP8Weight
+
+
+def _caller() -> FrameType:
+    """The frame that called the torch function."""
+    # three frames up: the override, __torch_function__, the caller of the function
+    return sys._getframe(3)
+
+
+def _name(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    caller = _caller()
+    name = _name(caller)
+    if name == "torch.nn.modules.module" and isinstance(tensor, BlockwiseFP8Weight):
+        return tensor.master.detach()  # for a state_dict, which holds plain tensors
+    _refuse_distribute_tensor(name, tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        made = tensor.detach()
+    if name == "torch.nn.parameter" and caller.f_back is not None:
+        # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
+        old = caller.f_back.f_locals.get("param")
+        if caller.f_back.f_code.co_name == "_apply" and isinstance(old, BlockwiseFP8Weight):
+            carry_over(old, made)
+    return made
+
+
+def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    name = _name(_caller())
+    _refuse_distribute_tensor(name, input)
+    sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
+    if isinstance(input, BlockwiseFP8Tensor) and name == sharding:
+        return chunks(input, *args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.chunk(input, *args, **kwargs)
+
+
+def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    _refuse_distribute_tensor(_name(_caller()), tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.contiguous(*args, **kwargs)
+
+
+def _refuse_distribute_tensor(name: str, tensor: Tensor) -> None:
+    if name in ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types"):
+        raise NotImplementedError(
+            f"distribute_tensor of an FP8 weight {list(tensor.shape)}: tensor parallel with FP8 "
+            f"weights is not supported yet. Leave the linears of parallelize_module unconverted "
+            f"(convert(..., skip=[...])), or shard the converted model with fully_shard (FSDP2)"
+        )
+
+
+def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if _name(_caller()) == "torch.distributed.fsdp._flat_param":
+        raise NotImplementedError(
+            f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
+            f"{type(input).__name__} would silently compute in high precision: shard the converted "
+            f"model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.flatten(input, *args, **kwargs)
+
+
+BY_CALLER: dict[Any, Callable[..., Any]] = {
+    Tensor.detach: _detach,
+    torch.chunk: _chunk,
+    torch.flatten: _flatten,
+    Tensor.contiguous: _contiguous,
+}
+"""Overrides of all FP8 types."""
