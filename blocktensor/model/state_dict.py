@@ -16,34 +16,41 @@ def register_state_hooks(module: nn.Module) -> None:
 
     Without ``assign`` a loaded tensor is copied into the master, which needs no hook.
     """
-    if _plain_weight not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_plain_weight)
-        module.register_load_state_dict_pre_hook(_wrap_assigned_weight)
+    if _plain_shards not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_plain_shards)
+        module.register_load_state_dict_pre_hook(_wrap_assigned_weights)
 
 
-def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    value = state.get(f"{prefix}weight")
-    if value is module.weight:  # keep_vars=True
-        return
-    if isinstance(value, BlockwiseFP8Weight):
-        state[f"{prefix}weight"] = value.master
-    elif (shard := shard_of(value)) is not None:
-        state[f"{prefix}weight"] = with_local(value, shard.master)
+def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Unwrap shards; a whole weight is plain already (``autograd/torch_callers.py``)."""
+    for name, parameter in module._parameters.items():
+        value = state.get(f"{prefix}{name}")
+        shard = shard_of(value)
+        if shard is not None and value is not parameter:  # it is with keep_vars=True
+            state[f"{prefix}{name}"] = with_local(value, shard.master)
 
 
-def _wrap_assigned_weight(
+def _wrap_assigned_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    weight: Any = module.weight
-    value = state.get(f"{prefix}weight")
-    if not metadata.get("assign_to_params_buffers") or value is None:
+    if not metadata.get("assign_to_params_buffers"):
         return
-    wrapped: Any = None
+    for name, weight in module._parameters.items():
+        value = state.get(f"{prefix}{name}")
+        wrapped = None if value is None else _wrapped(weight, value)
+        if weight is not None and wrapped is not None:
+            state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+
+
+def _wrapped(weight: Any, value: Any) -> Any:
+    """A plain tensor as the FP8 type that it takes the place of; None for other types."""
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
-    elif (shard := shard_of(weight)) is not None and shard_of(value) is None:
+        if weight.main_grad is not None and weight.shape == wrapped.shape:
+            wrapped.main_grad = weight.main_grad.to(wrapped.device)
+        return wrapped
+    if (shard := shard_of(weight)) is not None and shard_of(value) is None:
         local = local_of(value)
         assert local is not None
-        wrapped = with_local(value, FP8Shard(local.detach(), shard.recipe))
-    if wrapped is not None:
-        state[f"{prefix}weight"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        return with_local(value, FP8Shard(local.detach(), shard.recipe))
+    return None

@@ -80,9 +80,10 @@ class BlockwiseFP8Weight(MasterBase):
         """An fp32 ``[N, K]`` buffer that backward adds weight gradients to, not to ``.grad``.
 
         The weight gradient's GEMM adds to it as it writes, so that any number of microbatches are
-        summed in fp32 without another pass. ``.grad`` then stays None, and hooks that wait for it
-        (DDP's, ``register_post_accumulate_grad_hook``) do not run. Zeroing it is up to its owner.
-        Gradients that come through a view of the weight (``x @ w``) arrive in ``.grad``.
+        summed in fp32 without another pass. ``.grad`` then stays None: hooks of the weight run, with
+        None for a gradient, and optimizers and ``clip_grad_norm_`` see no gradient. Zeroing it is
+        up to its owner. Gradients that come through a view of the weight (``x @ w``) arrive in
+        ``.grad``. A forward under ``torch.compile`` or DDP raises, and so does FSDP2.
 
         Raises:
             TypeError, ValueError: set to a tensor that is not fp32, of another shape or device, or

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from blocktensor import BlockwiseFP8Weight, convert, functional, to_blockwise_fp8_weights
 from tests.support.models import DIM, POWER_OF_TWO, TOKENS, Model, linear, plain, randn
@@ -117,3 +118,45 @@ def test_saving_as_safetensors(tmp_path: Path) -> None:
     loaded = safetensors.load_file(tmp_path / "model.safetensors")
     for name, p in model.named_parameters():
         assert torch.equal(loaded[name], plain(p))
+
+
+class Aliases(nn.Module):
+    """One weight under the names of an embedding, a linear and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(N, K)
+        self.head = nn.Linear(K, N, bias=False)
+        self.head.weight = self.embedding.weight
+        self.alias = self.head.weight
+        self.register_buffer("table", torch.ones(3))
+
+
+def test_whichever_module_holds_a_weight_its_state_is_plain() -> None:
+    """Also in modules that were made from converted ones later."""
+    model = Aliases().apply(to_blockwise_fp8_weights)
+    assert isinstance(model.alias, BlockwiseFP8Weight)
+    assert isinstance(model.embedding.weight, BlockwiseFP8Weight)
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    later = nn.Module()
+    later.register_parameter("taken", model.alias)
+    later.register_buffer("kept", model.alias.detach())
+    parametrized = parametrizations.weight_norm(linear(N, K))
+    for module in (model, later, parametrized, nn.ParameterList([model.alias])):
+        state = module.state_dict()
+        assert {type(value) for value in state.values()} == {Tensor}
+        for name, value in module.state_dict(keep_vars=True).items():
+            assert state[name].data_ptr() == value.data_ptr()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert b"BlockwiseFP8" not in file.getvalue()
+
+
+def test_assigned_weights_keep_their_main_grad() -> None:
+    module = linear(N, K)
+    module.weight.main_grad = torch.zeros(N, K)
+    module.load_state_dict({"weight": randn(N, K)}, assign=True)
+    assert module.weight.main_grad is not None
+    module(randn(3, K)).sum().backward()
+    assert module.weight.grad is None
+    assert module.weight.main_grad.any()

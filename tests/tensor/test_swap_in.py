@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from blocktensor import convert, freeze, to_blockwise_fp8_weights, unfreeze
-from tests.support.models import DIM, TOKENS, Model, complaint, plain, randn
+from blocktensor import (
+    BlockwiseFP8Weight,
+    convert,
+    freeze,
+    functional,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
+from tests.support.models import DIM, TOKENS, Model, complaint, linear, plain, randn
 
 
 def test_apply_preserves_all_that_hangs_on_the_model() -> None:
@@ -85,3 +97,64 @@ def test_attributes_that_others_hung_on_a_weight_stay() -> None:
     unfreeze(made)
     assert made[0].weight.tag == "mine"
     assert not hasattr(made[0].weight, "rowwise_data")
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "bfloat16 and back": lambda m: m.bfloat16().float(),
+    "_apply": lambda m: m._apply(lambda t: t.clone()),
+    "data": lambda m: setattr(m.weight, "data", m.weight.data.to(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_what_hangs_on_a_weight_stays_as_in_plain_pytorch(move: str) -> None:
+    module = linear(DIM, DIM, dtype=torch.float32)
+    seen: list[str] = []
+    weight, buffer = module.weight, torch.zeros(DIM, DIM)
+    weight.register_hook(lambda g: seen.append("no grad" if g is None else "grad"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    weight.tag = "mine"
+    weight.main_grad = buffer
+    MOVES[move](module)
+    assert module.weight is weight
+    assert isinstance(weight, BlockwiseFP8Weight)
+    assert weight.tag == "mine"
+    assert weight.main_grad is buffer
+    x = randn(3, DIM, dtype=weight.dtype)
+    module(x).sum().backward()
+    assert buffer.any()
+    assert weight.grad is None
+    assert seen == ["no grad", "accumulated"]
+    weight.main_grad = None
+    module(x).sum().backward()
+    assert weight.grad is not None
+    assert seen[2:] == ["grad", "accumulated"]
+
+
+def test_pickles_keep_attributes_and_main_grad() -> None:
+    module = linear(DIM, DIM)
+    module.weight.tag, module.weight.main_grad = "mine", torch.ones(DIM, DIM)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
+        assert twin.weight.tag == "mine"
+        assert torch.equal(twin.weight.main_grad, torch.ones(DIM, DIM))
+        twin(randn(3, DIM)).sum().backward()
+        assert not torch.equal(twin.weight.main_grad, torch.ones(DIM, DIM))
+    assert torch.equal(module.weight.main_grad, torch.ones(DIM, DIM))
+
+
+def test_new_data_of_another_dtype_as_accelerate_sets_it() -> None:
+    module = linear(DIM, DIM)
+    optimizer = torch.optim.AdamW(module.parameters())
+    values = plain(module.weight).float()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    assert optimizer.param_groups[0]["params"][0] is module.weight
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(module.weight.master, values)
+    x = randn(3, DIM, dtype=torch.float32)
+    assert torch.equal(module(x), functional.linear(x, values))
