@@ -55,13 +55,14 @@ class BlockwiseFP8Tensor(FP8Base):
     @staticmethod
     def __new__(
         cls,
-        rowwise: Quantized | None,
-        columnwise: Quantized | None,
+        rowwise: Quantized | BlockwiseFP8Tensor | None,
+        columnwise: Quantized | None = None,
         *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.bfloat16,
         recipe: Recipe = DEFAULT_RECIPE,
         strides: Sequence[int] | None = None,
+        requires_grad: bool | None = None,
     ) -> BlockwiseFP8Tensor:
         """Wrap finished casts; most callers want :meth:`quantize`.
 
@@ -71,10 +72,19 @@ class BlockwiseFP8Tensor(FP8Base):
             dtype: the high-precision dtype to show to autograd and to produce.
             recipe: how the casts were made.
             strides: logical strides; contiguous by default.
+            requires_grad: given by frameworks that rebuild a parameter, ``rowwise`` then.
 
         Raises:
             ValueError: neither form is given.
+            NotImplementedError: a framework rebuilds the tensor of plain values.
         """
+        if requires_grad is not None:
+            if not isinstance(rowwise, BlockwiseFP8Tensor):
+                refuse_rebuilding(cls)
+            made = rowwise.relabel()
+            made.requires_grad_(requires_grad)
+            return made
+        assert not isinstance(rowwise, Tensor)
         present = rowwise or columnwise
         if present is None:
             raise ValueError(
@@ -272,6 +282,15 @@ class BlockwiseFP8Tensor(FP8Base):
         if implementation is None:
             refuse(func)
         return implementation(func, *args, **(kwargs or {}))
+
+
+def refuse_rebuilding(cls: type) -> NoReturn:
+    """Raise for ``type(parameter)(values, requires_grad=...)``, which would lose the recipe."""
+    raise NotImplementedError(
+        f"{cls.__name__} cannot be rebuilt from plain values, as the offload and dispatch helpers "
+        f"of accelerate do with parameters: load and dispatch the model first and convert it then, "
+        f"and offload with fully_shard(..., offload_policy=CPUOffloadPolicy())"
+    )
 
 
 def refuse(func: Any) -> NoReturn:

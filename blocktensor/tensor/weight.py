@@ -18,7 +18,7 @@ from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import MasterBase, on_master
-from .fp8_tensor import BlockwiseFP8Tensor
+from .fp8_tensor import BlockwiseFP8Tensor, refuse_rebuilding
 from .operand import Operand
 from .weight_cache import ForwardCast, FP8Cache
 
@@ -45,6 +45,7 @@ class BlockwiseFP8Weight(MasterBase):
         *,
         cache: FP8Cache | None = None,
         transposed: bool = False,
+        requires_grad: bool | None = None,
     ) -> BlockwiseFP8Weight:
         """Wrap ``master``; its storage is shared, not copied.
 
@@ -53,10 +54,18 @@ class BlockwiseFP8Weight(MasterBase):
             recipe: how it is cast.
             cache, transposed: for views of a weight: the weight's cache, and whether this view
                 is its transpose.
+            requires_grad: given by frameworks that rebuild a parameter, of an FP8 weight.
 
         Raises:
             TypeError, ValueError: another dtype or rank.
+            NotImplementedError: a framework rebuilds the weight of plain values.
         """
+        if requires_grad is not None:
+            if not isinstance(master, BlockwiseFP8Weight):
+                refuse_rebuilding(cls)
+            made = cls(master.master, cache=master.cache, transposed=master.transposed)
+            made.requires_grad_(requires_grad)
+            return made
         checks.high_precision(master, "the weight")
         checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
         self = cls.wrapper_of(master, master.dtype)
@@ -80,9 +89,9 @@ class BlockwiseFP8Weight(MasterBase):
         """An fp32 ``[N, K]`` buffer that backward adds weight gradients to, not to ``.grad``.
 
         The weight gradient's GEMM adds to it as it writes, so that any number of microbatches are
-        summed in fp32 without another pass. ``.grad`` then stays None: hooks of the weight run, with
-        None for a gradient, and optimizers and ``clip_grad_norm_`` see no gradient. Zeroing it is
-        up to its owner. Gradients that come through a view of the weight (``x @ w``) arrive in
+        summed in fp32 without another pass. ``.grad`` then stays None: hooks of the weight get None
+        for a gradient, optimizers and ``clip_grad_norm_`` see none. Zeroing the buffer is up to
+        its owner. Gradients that come through a view of the weight (``x @ w``) arrive in
         ``.grad``. A forward under ``torch.compile`` or DDP raises, and so does FSDP2.
 
         Raises:
