@@ -9,8 +9,6 @@ count too; with ``Recipe(cache_weight="step")``, for those that it counts.
 from __future__ import annotations
 
 import copy
-import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from tests.support.models import assert_twins, linear, pair, plain, randn
+from tests.support.writes import COUNTED, SWAPS, UNCOUNTED, Write
 
 N, K = 128, 192
 STEP = Recipe(cache_weight="step")
@@ -34,131 +33,13 @@ NEW = randn(N, K, seed=11, dtype=torch.float32)
 # Every way to change the values makes the next use cast again
 
 
-def no_grad(change: Callable[[nn.Linear], Any]) -> Callable[[nn.Linear], Any]:
-    def run(module: nn.Linear) -> None:
-        with torch.no_grad():
-            change(module)
-
-    return run
-
-
-def inference(change: Callable[[nn.Linear], Any]) -> Callable[[nn.Linear], Any]:
-    def run(module: nn.Linear) -> None:
-        with torch.inference_mode():
-            change(module)
-
-    return run
-
-
-def held(view: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], Any]:
-    """Change through a view taken before the forward that fills the cache."""
-
-    def run(module: nn.Linear) -> None:
-        taken = view(module.weight)
-        module(X)
-        with torch.no_grad():
-            taken.mul_(2)
-
-    return run
-
-
-def in_thread(module: nn.Linear) -> None:
-    thread = threading.Thread(target=lambda: module.weight.data.mul_(2))
-    thread.start()
-    thread.join()
-
-
-def as_vector(module: nn.Linear) -> None:
-    vector = nn.utils.parameters_to_vector(module.parameters())
-    nn.utils.vector_to_parameters(2 * vector, module.parameters())
-
-
-def set_data(module: nn.Linear) -> None:
-    module.weight.data = NEW.clone()
-
-
-def swap_with_average(module: nn.Linear) -> None:
-    average = (module.weight.detach() + NEW) / 2
-    module.weight.data, average = average, module.weight.data
-
-
-def swap(module: nn.Linear) -> None:
-    wrap = BlockwiseFP8Weight if isinstance(module.weight, BlockwiseFP8Weight) else Tensor.detach
-    torch.utils.swap_tensors(module.weight, nn.Parameter(wrap(NEW.clone())))
-
-
-def of_master(module: nn.Linear) -> None:
-    getattr(module.weight, "master", module.weight.detach()).mul_(2)
-
-
-ROUTES: dict[str, Callable[[nn.Linear], Any]] = {
-    "copy_": no_grad(lambda m: m.weight.copy_(NEW)),
-    "mul_": no_grad(lambda m: m.weight.mul_(2)),
-    "data.mul_": lambda m: m.weight.data.mul_(2),
-    "data.copy_": lambda m: m.weight.data.copy_(NEW),
-    "data =": set_data,
-    "detach().mul_": lambda m: m.weight.detach().mul_(2),
-    "view(-1).mul_": no_grad(lambda m: m.weight.view(-1).mul_(2)),
-    "[:3].zero_": no_grad(lambda m: m.weight[:3].zero_()),
-    "[0].zero_": no_grad(lambda m: m.weight[0].zero_()),
-    "[0] = 0": no_grad(lambda m: m.weight.__setitem__(0, 0.0)),
-    "[:, 3:5] = 1": no_grad(lambda m: m.weight.__setitem__(slice(3, 5), 1.0)),
-    "t().mul_": no_grad(lambda m: m.weight.t().mul_(2)),
-    "t()[3].mul_": no_grad(lambda m: m.weight.t()[3].mul_(2)),
-    "t().data.mul_": lambda m: m.weight.t().data.mul_(2),
-    "T.copy_": no_grad(lambda m: m.weight.T.copy_(NEW.t())),
-    "rows": no_grad(lambda m: [row.mul_(2) for row in m.weight]),
-    "diagonal": no_grad(lambda m: m.weight.diagonal().fill_(9)),
-    "as_strided": no_grad(lambda m: m.weight.as_strided((3, 3), (K, 1)).zero_()),
-    "fill_diagonal_": no_grad(lambda m: m.weight.fill_diagonal_(9)),
-    "index_put_": no_grad(lambda m: m.weight.index_put_((torch.tensor([1]),), torch.ones(()))),
-    "masked_fill_": no_grad(lambda m: m.weight.masked_fill_(NEW > 0, 3)),
-    "lerp_": no_grad(lambda m: m.weight.lerp_(NEW, 0.5)),
-    "addcmul_": no_grad(lambda m: m.weight.addcmul_(NEW, NEW)),
-    "clamp_": no_grad(lambda m: m.weight.clamp_(-0.01, 0.01)),
-    "out=": no_grad(lambda m: torch.mul(NEW, 2, out=m.weight)),
-    "data = of the master": lambda m: setattr(getattr(m.weight, "master", m.weight), "data", NEW),
-    "set_": no_grad(lambda m: m.weight.set_(NEW.clone())),
-    "_foreach_mul_": no_grad(lambda m: torch._foreach_mul_([m.weight], 2)),
-    "_foreach_lerp_": no_grad(lambda m: torch._foreach_lerp_([m.weight], [NEW], 0.5)),
-    "_foreach_copy_": no_grad(lambda m: torch._foreach_copy_([m.weight], [NEW])),
-    "vector_to_parameters": as_vector,
-    "swap_tensors": swap,
-    "swap with an average": swap_with_average,
-    "of the master": of_master,
-    "in a thread": in_thread,
-    "reset_parameters": lambda m: (torch.manual_seed(5), m.reset_parameters()),
-    "load_state_dict": lambda m: m.load_state_dict({"weight": NEW}),
-    "load_state_dict(assign=True)": lambda m: m.load_state_dict({"weight": NEW}, assign=True),
-    "to and back": lambda m: m.to(torch.bfloat16).to(torch.float32),
-    "half and back": lambda m: m.half().float(),
-    "_apply": lambda m: m._apply(lambda t: t * 2),
-    "held view": held(lambda w: w.detach().view(-1)),
-    "held data": held(lambda w: w.data),
-    "held view of data": held(lambda w: w.data.view(-1)),
-    "held row": held(lambda w: w.detach()[3]),
-    "held transpose": held(lambda w: w.detach().t()),
-    "held chunk": held(lambda w: w.data.chunk(2)[1]),
-    "inference mul_": inference(lambda m: m.weight.mul_(2)),
-    "inference data.mul_": inference(lambda m: m.weight.data.mul_(2)),
-    "inference detach().mul_": inference(lambda m: m.weight.detach().mul_(2)),
-    "inference view.mul_": inference(lambda m: m.weight.view(-1).mul_(2)),
-}
-
-
 @pytest.mark.parametrize("recipe", [Recipe(), STEP], ids=["backward", "step"])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", COUNTED)
 def test_a_change_is_noticed(route: str, recipe: Recipe) -> None:
-    assert_noticed(ROUTES[route], recipe, waits=route not in SWAPS)
+    assert_noticed(COUNTED[route], recipe, waits=route not in SWAPS)
 
 
-SWAPS = {"swap_tensors", "to and back", "half and back"}
-"""Routes that torch refuses while a graph holds the parameter."""
-
-
-def assert_noticed(
-    route: Callable[[nn.Linear], Any], recipe: Recipe, *, waits: bool = True
-) -> None:
+def assert_noticed(route: Write, recipe: Recipe, *, waits: bool = True) -> None:
     twins = pair(N, K, recipe=recipe)
     waiting = twins[1](X.clone().requires_grad_()) if waits else None
     with torch.no_grad():
@@ -168,27 +49,6 @@ def assert_noticed(
     assert_twins(*twins)
     assert not torch.equal(twins[1](X), before)
     del waiting
-
-
-def flattened(module: nn.Linear) -> Tensor:
-    """As an optimizer that keeps all parameters in one buffer."""
-    flat = module.weight.detach().clone().view(-1)
-    module.weight.data = flat.view_as(module.weight)
-    return flat
-
-
-UNCOUNTED: dict[str, Callable[[nn.Linear], Any]] = {
-    "data of a flat view": lambda m: m.weight.detach().view(-1).data.mul_(2),
-    "data of a part": lambda m: m.weight[3:].data.mul_(2),
-    "data of a row": lambda m: m.weight.detach()[3].data.zero_(),
-    "data of state_dict": lambda m: m.state_dict()["weight"].data.mul_(2),
-    "data of the flat buffer": lambda m: flattened(m).data.mul_(2),
-    "data of the master": lambda m: getattr(m.weight, "master", m.weight).data.mul_(2),
-    "numpy": lambda m: m.state_dict()["weight"].numpy().__imul__(2),
-    "dlpack": lambda m: torch.from_dlpack(m.state_dict()["weight"]).mul_(2),
-    "storage": lambda m: m.state_dict()["weight"].untyped_storage().fill_(1),
-    "pointer": lambda m: ctypes.memset(m.state_dict()["weight"].data_ptr(), 0, 4 * N * K),
-}
 
 
 COUNTED_AFTER_ALL = {"data of the flat buffer", "data of a part"}
