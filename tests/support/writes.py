@@ -71,8 +71,10 @@ def swap_with_average(module: nn.Linear) -> None:
 
 
 def swap(module: nn.Linear) -> None:
-    wrap = BlockwiseFP8Weight if isinstance(module.weight, BlockwiseFP8Weight) else Tensor.detach
-    torch.utils.swap_tensors(module.weight, nn.Parameter(wrap(new(module))))
+    values, recipe = new(module), getattr(module.weight, "recipe", None)
+    if recipe is not None:
+        values = BlockwiseFP8Weight(values, recipe)
+    torch.utils.swap_tensors(module.weight, nn.Parameter(values))
 
 
 def of_master(module: nn.Linear) -> None:
