@@ -138,6 +138,22 @@ def _block(content: Content, page: Path) -> list[str]:
     ]
 
 
+def _microbatches(content: Content, page: Path) -> list[str]:
+    rows = [
+        (f"`{r['cache_weight']}`", r["step_ms"], f"{r['over_step']:.3f}x") for r in content["rows"]
+    ]
+    first = content["rows"][0]
+    return [
+        f"**{first['microbatches']} microbatches of {first['tokens']} tokens a step** through "
+        f"{first['layers']} of these blocks in eager mode, by `Recipe(cache_weight=...)`: "
+        f"`backward` casts the weights in every forward, `step` once:",
+        "",
+        *_table(("", "ms", "over `step`"), rows),
+        "",
+        _source(content),
+    ]
+
+
 def _memory(content: Content, page: Path) -> list[str]:
     columns_of = ("weights_mib", "saved_mib", "peak_mib", "peak_of_bf16", "two_microbatches_mib")
     rows = [(r["policy"], r["mode"], *(r[c] for c in columns_of)) for r in content["rows"]]
@@ -299,6 +315,7 @@ RESULTS = Page(
     {
         "linear": _linear,
         "block": _block,
+        "microbatches": _microbatches,
         "memory": _memory,
         "fsdp2": _fsdp2,
         "gemm": _gemm,

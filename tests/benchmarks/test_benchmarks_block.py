@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import block
-from benchmarks.llama import Shape, stack
+from benchmarks import block, microbatches
+from benchmarks.llama import Shape, stack, step
 from blocktensor import BlockwiseFP8Weight, SmallKN, convert
 from tests.support.models import randn
 
@@ -61,3 +61,22 @@ def test_a_block_compiles_in_one_graph() -> None:
         got.append([x.grad, *[p.grad for p in model.parameters()]])
     assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("every_size")
+def test_policies_of_the_microbatches_compute_alike_and_cast_as_they_say() -> None:
+    torch.manual_seed(0)
+    base = stack(TINY, 1, "cpu")
+    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
+    casts, results = {}, []
+    for policy in microbatches.POLICIES:
+        model = microbatches.variant(policy, base)
+        call = step(model, model, x, grad, microbatches=4)
+        call()
+        first = model[0].q.weight.cache.casts
+        call()
+        casts[policy] = model[0].q.weight.cache.casts - first
+        results.append([p.grad for p in model.parameters()])
+    assert casts == {"backward": 4, "step": 1, False: 8}
+    for grads in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
