@@ -1,0 +1,167 @@
+"""What an op computes if it is a matrix product: shape, precision and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..ops.formats import named
+from .audit_report import FP8
+
+aten = torch.ops.aten
+ours = torch.ops.blocktensor
+
+
+class Product(NamedTuple):
+    """The product that an op computes; see :class:`~.audit_report.AuditedProduct`.
+
+    Attributes:
+        is_dgrad: in FP8, whether a backward that runs it computes the gradient of an input.
+        is_attention: whether the op is one of attention.
+        is_batched: whether it is one of a stack of matrices by another.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    precision: str
+    flops: int
+    is_dgrad: bool = False
+    is_attention: bool = False
+    is_batched: bool = False
+
+
+_LEFT_OPERAND = {
+    ours.gemm: 0,
+    ours.gemm_add_: 1,
+    ours.dgrad_of_rowwise: 0,
+    ours.dgrad_of_master: 0,
+    **{
+        getattr(aten, name): index
+        for index, names in (
+            (0, "mm bmm mv dot vdot _int_mm _scaled_mm _grouped_mm _scaled_grouped_mm"),
+            (1, "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_"),
+        )
+        for name in names.split()
+        if hasattr(aten, name)  # torch versions differ
+    },
+}
+"""Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
+
+_FORMAT_OF_B = {ours.gemm: 5, ours.gemm_add_: 6}
+
+_COUNTED_AS = {
+    getattr(aten, name): getattr(aten, counted)
+    for name, counted in (
+        (f"_scaled_dot_product_{kind}{direction}", f"_scaled_dot_product_flash_attention{backward}")
+        for direction, backward in (("", ""), ("_backward", "_backward"))
+        for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
+    )
+    if hasattr(aten, name)
+}
+"""Ops of attention that torch has no FLOP formula for, and one with the same arguments."""
+
+_HIDE_PRODUCTS = {
+    getattr(aten, name)
+    for name in (
+        "_cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward miopen_rnn "
+        "miopen_rnn_backward _native_multi_head_attention _transformer_encoder_layer_fwd "
+        "_trilinear _cdist_forward"
+    ).split()
+    if hasattr(aten, name)
+}
+_WITHOUT_PRODUCTS = {
+    *("aten", "prim", "prims", "blocktensor", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
+    *("_c10d_functional_autograd", "inductor", "profiler", "symm_mem", "streams", "debugprims"),
+}
+"""Namespaces whose products are all known here."""
+
+_SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+def packet_of(func: Any) -> Any:
+    """The op of an overload; a higher-order operator is its own."""
+    return getattr(func, "overloadpacket", func)
+
+
+def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
+    """The product that ``func(*args, **kwargs)`` computed, whose result was ``out``, if any."""
+    packet = packet_of(func)
+    left = _LEFT_OPERAND.get(packet)
+    if left is not None:
+        return _of_matrices(packet, left, args, out)
+    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    if formula is None:
+        return None
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not tensors:
+        return None
+    precision, flops = _precision(tensors[0]), formula(*args, **kwargs, out_val=out)
+    if "attention" in str(packet):
+        return _of_attention(str(packet), args, precision, flops)
+    # a convolution, or an op of a library that has registered its FLOPs
+    rows, weight = (args[0], args[2]) if packet is aten.convolution_backward else (out, None)
+    if not isinstance(rows, Tensor) or rows.ndim < 2:
+        return Product(1, 0, 0, 0, precision, flops)
+    n = rows.shape[1]
+    m = rows.numel() // max(n, 1)
+    k = flops // max(2 * m * n, 1) if weight is None else weight.numel() // max(n, 1)
+    return Product(1, m, n, k, precision, flops)
+
+
+def hides_products(func: Any) -> bool:
+    """Whether products may run inside ``func`` that nothing tells of."""
+    packet = packet_of(func)
+    if packet in flop_registry or packet in _LEFT_OPERAND or packet in _COUNTED_AS:
+        return False
+    is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
+    return is_higher_order or packet in _HIDE_PRODUCTS or func.namespace not in _WITHOUT_PRODUCTS
+
+
+def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Product:
+    a, b = args[left : left + 2]
+    if out is None:  # gemm_add_
+        out = args[0]
+    is_ours = packet in (ours.gemm, ours.gemm_add_, ours.dgrad_of_rowwise, ours.dgrad_of_master)
+    *lead, k = a.shape
+    m = lead[-1] if lead else 1
+    n = out.shape[-1] if out.ndim > 1 else 1
+    batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    of_b = _FORMAT_OF_B.get(packet)
+    return Product(
+        batch,
+        m,
+        n,
+        k,
+        FP8 if is_ours else _precision(a),
+        2 * batch * m * n * k,
+        is_dgrad=of_b is None or named(args[of_b]).transposes,
+        is_batched=a.ndim == b.ndim == 3,
+    )
+
+
+def _of_attention(name: str, args: Sequence[Any], precision: str, flops: int) -> Product:
+    # backward ops take the output's gradient first, but for flex attention's
+    first = int("backward" in name and "flex" not in name)
+    queries, keys = (list(x.shape) for x in args[first : first + 2])
+    if "._flash" in name or "._efficient" in name:  # [..., length, heads, size]
+        for shape in (queries, keys):
+            shape[-3], shape[-2] = shape[-2], shape[-3]
+    batch, (m, k), n = math.prod(queries[:-2]), queries[-2:], keys[-2]
+    return Product(batch, m, n, k, precision, flops, is_attention=True)
+
+
+def _precision(x: Tensor) -> str:
+    return _SHORT.get(x.dtype, str(x.dtype).removeprefix("torch."))
