@@ -47,7 +47,7 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     def step() -> None:
         loss = _loss_of(model(*args, **kwargs))
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     return audit_step(model, step)
 

@@ -69,14 +69,12 @@ _COUNTED_AS = {
 """Ops of attention that torch has no FLOP formula for, and one with the same arguments."""
 
 _HIDE_PRODUCTS = {
-    getattr(aten, name)
-    for name in (
-        "_cudnn_rnn _cudnn_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward miopen_rnn "
-        "miopen_rnn_backward _native_multi_head_attention _transformer_encoder_layer_fwd "
-        "_trilinear _cdist_forward"
-    ).split()
-    if hasattr(aten, name)
+    *(aten._cudnn_rnn, aten._cudnn_rnn_backward, aten.miopen_rnn, aten.miopen_rnn_backward),
+    *(aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward, aten._trilinear),
+    *(aten._native_multi_head_attention, aten._transformer_encoder_layer_fwd),
 }
+"""Ops that run products which no dispatch mode sees."""
+
 _WITHOUT_PRODUCTS = {
     *("aten", "prim", "prims", "blocktensor", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
     *("_c10d_functional_autograd", "inductor", "profiler", "symm_mem", "streams", "debugprims"),
@@ -108,7 +106,7 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not tensors:
         return None
-    precision, flops = _precision(tensors[0]), formula(*args, **kwargs, out_val=out)
+    precision, flops = _precision(packet, tensors[0]), formula(*args, **kwargs, out_val=out)
     if "attention" in str(packet):
         return _of_attention(str(packet), args, precision, flops)
     # a convolution, or an op of a library that has registered its FLOPs
@@ -134,7 +132,6 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     a, b = args[left : left + 2]
     if out is None:  # gemm_add_
         out = args[0]
-    is_ours = packet in (ours.gemm, ours.gemm_add_, ours.dgrad_of_rowwise, ours.dgrad_of_master)
     *lead, k = a.shape
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
@@ -145,7 +142,7 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
         m,
         n,
         k,
-        FP8 if is_ours else _precision(a),
+        _precision(packet, a),
         2 * batch * m * n * k,
         is_dgrad=of_b is None or named(args[of_b]).transposes,
         is_batched=a.ndim == b.ndim == 3,
@@ -163,5 +160,7 @@ def _of_attention(name: str, args: Sequence[Any], precision: str, flops: int) ->
     return Product(batch, m, n, k, precision, flops, is_attention=True)
 
 
-def _precision(x: Tensor) -> str:
+def _precision(packet: Any, x: Tensor) -> str:
+    if str(packet).startswith("blocktensor."):
+        return FP8
     return _SHORT.get(x.dtype, str(x.dtype).removeprefix("torch."))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .text_table import collapse, pattern, text_table
 
 FP8 = "FP8"
 """The precision of products by this library's ops."""
+
+Name = TypeVar("Name")
 
 _NAMED = 4  # the most groups that the totals name for one precision
 
@@ -74,8 +77,8 @@ class AuditReport:
         """The share of FLOPs of each precision, the largest first; the shares sum to 1."""
         return self._shares((e.precision, e.flops) for e in self.entries)
 
-    def _shares(self, named: Iterable[tuple[str, int]]) -> dict[str, float]:
-        flops: Counter[str] = Counter()
+    def _shares(self, named: Iterable[tuple[Name, int]]) -> dict[Name, float]:
+        flops: Counter[Name] = Counter()
         for name, count in named:
             flops[name] += count
         return {name: count / max(self.flops, 1) for name, count in flops.most_common()}
@@ -90,17 +93,12 @@ class AuditReport:
         return "\n".join((*lines, *self.notes))
 
     def _table(self) -> str:
-        alike: Counter[tuple[str, ...]] = Counter()
-        first: dict[str, int] = {}
-        for e in self.entries:
-            name, *rest = _cells(e)
-            alike[pattern(name), *rest] += e.flops
-            first.setdefault(pattern(name), len(first))
+        alike = self._shares((_key(e), e.flops) for e in self.entries)
+        order = list(dict.fromkeys(pattern(e.module) for e in self.entries))
         rows = []
-        for e in sorted(self.entries, key=lambda e: first[pattern(e.module)]):
-            name, *rest, reason = _cells(e)
-            share = alike[pattern(name), *rest, reason] / max(self.flops, 1)
-            rows.append((name, *rest, f"{share:.1%}", *([reason] if self.marked else ())))
+        for e in sorted(self.entries, key=lambda e: order.index(pattern(e.module))):
+            *cells, reason = _cells(e)
+            rows.append((*cells, f"{alike[_key(e)]:.1%}", *([reason] if self.marked else [])))
         header = ("module", "product", "M x N x K", "precision", "FLOPs")
         return text_table((*header, "should be FP8") if self.marked else header, collapse(rows))
 
@@ -126,6 +124,11 @@ def _cells(e: AuditedProduct) -> tuple[str, ...]:
         e.precision,
         e.reason,
     )
+
+
+def _key(e: AuditedProduct) -> tuple[str, ...]:
+    name, *rest = _cells(e)
+    return pattern(name), *rest
 
 
 def _group(e: AuditedProduct) -> str:

@@ -1,10 +1,11 @@
-"""A run of a model that leaves no trace in it: gradients, caches, buffers, hooks, random numbers."""
+"""A run of a model that leaves it as it was: gradients, caches, buffers, hooks, random numbers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,7 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
         # named, since torch warns where there are several
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         stack.enter_context(torch.random.fork_rng(devices))
-        _shard(model)
-        stack.callback(_shard, model)
+        stack.enter_context(_sharded(model))
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
             saved = [(name, x, _copy(x)) for name, x in module._buffers.items()]
@@ -50,7 +50,7 @@ def _set_aside_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
     """Give a parameter no gradient and no hooks until ``stack`` ends."""
     stack.callback(setattr, parameter, "grad", parameter.grad)
     parameter.grad = None
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         if hooks:
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()  # autograd reads this dictionary
@@ -85,10 +85,26 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.is_meta or torch.equal(a, b)
 
 
-def _shard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered: a root, by default, keeps it after a forward."""
+@contextmanager
+def _sharded(model: nn.Module) -> Iterator[None]:
+    """Before and after, free what FSDP2 has gathered: a root, by default, keeps it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules: list[Any] = []
     if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
+        modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+    def reshard() -> None:
+        for module in modules:
+            module.reshard()
+
+    reshard()
+    try:
+        yield
+    except BaseException:
+        for module in modules:
+            # raised by all but roots; by roots that have not run, and before torch 2.13
+            with suppress(RuntimeError, AttributeError):
+                module.reset_iter_state()
+        raise
+    finally:
+        reshard()

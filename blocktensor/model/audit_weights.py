@@ -119,6 +119,7 @@ def _plain(operands: Any) -> Iterator[Tensor]:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    start, size = x.storage_offset(), x.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    """The first byte of its storage that ``x`` may read, and the first that it does not."""
+    start, size = int(x.storage_offset()), x.element_size()
+    last = sum(int(n - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
     return start * size, (start + last + 1) * size if x.numel() else start * size
