@@ -95,7 +95,8 @@ class WeightMemory:
         else:
             return False
         for part in parts:
-            if part is not None and self._part(part) is None:
+            known = None if part is None else self._part(part)
+            if part is not None and not (known and known.is_fp8):
                 self._remember(part, name, is_fp8=True)
         return True
 
@@ -105,10 +106,11 @@ class WeightMemory:
         self._parts[storage._cdata].append(part)
 
     def _part(self, x: Tensor) -> _Part | None:
-        """What of a weight overlaps with ``x``."""
+        """What of a weight overlaps with ``x``; of an FP8 weight, if there are several."""
         start, end = _extent(x)
         known = self._parts.get(x.untyped_storage()._cdata, ())
-        return next((part for part in known if start < part.end and part.start < end), None)
+        overlapping = (part for part in known if start < part.end and part.start < end)
+        return max(overlapping, key=lambda part: part.is_fp8, default=None)
 
 
 def _plain(operands: Any) -> Iterator[Tensor]:
