@@ -57,16 +57,15 @@ _LEFT_OPERAND = {
 
 _FORMAT_OF_B = {ours.gemm: 5, ours.gemm_add_: 6}
 
-_COUNTED_AS = {
-    getattr(aten, name): getattr(aten, counted)
-    for name, counted in (
-        (f"_scaled_dot_product_{kind}{direction}", f"_scaled_dot_product_flash_attention{backward}")
-        for direction, backward in (("", ""), ("_backward", "_backward"))
+_ATTENTION = {
+    *(packet for packet in flop_registry if "attention" in str(packet)),
+    # which torch has no FLOP formula for
+    *(
+        getattr(aten, f"_scaled_dot_product_{kind}{direction}")
         for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
-    )
-    if hasattr(aten, name)
+        for direction in ("", "_backward")
+    ),
 }
-"""Ops of attention that torch has no FLOP formula for, and one with the same arguments."""
 
 _HIDE_PRODUCTS = {
     *(aten._cudnn_rnn, aten._cudnn_rnn_backward, aten.miopen_rnn, aten.miopen_rnn_backward),
@@ -100,29 +99,27 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     left = _LEFT_OPERAND.get(packet)
     if left is not None:
         return _of_matrices(packet, left, args, out)
-    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    if formula is None:
-        return None
+    if packet in _ATTENTION:
+        return _of_attention(packet, args, kwargs, out)
+    formula = flop_registry.get(packet)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if not tensors:
+    if formula is None or not tensors:
         return None
-    precision, flops = _precision(packet, tensors[0]), formula(*args, **kwargs, out_val=out)
-    if "attention" in str(packet):
-        return _of_attention(str(packet), args, precision, flops)
     # a convolution, or an op of a library that has registered its FLOPs
+    flops = formula(*args, **kwargs, out_val=out)
     rows, weight = (args[0], args[2]) if packet is aten.convolution_backward else (out, None)
-    if not isinstance(rows, Tensor) or rows.ndim < 2:
-        return Product(1, 0, 0, 0, precision, flops)
-    n = rows.shape[1]
-    m = rows.numel() // max(n, 1)
-    k = flops // max(2 * m * n, 1) if weight is None else weight.numel() // max(n, 1)
-    return Product(1, m, n, k, precision, flops)
+    n = m = k = 0
+    if isinstance(rows, Tensor) and rows.ndim > 1:
+        n = rows.shape[1]
+        m = rows.numel() // max(n, 1)
+        k = flops // max(2 * m * n, 1) if weight is None else weight.numel() // max(n, 1)
+    return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
 
 
 def hides_products(func: Any) -> bool:
     """Whether products may run inside ``func`` that nothing tells of."""
     packet = packet_of(func)
-    if packet in flop_registry or packet in _LEFT_OPERAND or packet in _COUNTED_AS:
+    if packet in flop_registry or packet in _LEFT_OPERAND or packet in _ATTENTION:
         return False
     is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
     return is_higher_order or packet in _HIDE_PRODUCTS or func.namespace not in _WITHOUT_PRODUCTS
@@ -149,15 +146,25 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     )
 
 
-def _of_attention(name: str, args: Sequence[Any], precision: str, flops: int) -> Product:
+def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product:
+    name = str(packet)
+    is_backward = "backward" in name
     # backward ops take the output's gradient first, but for flex attention's
-    first = int("backward" in name and "flex" not in name)
-    queries, keys = (list(x.shape) for x in args[first : first + 2])
+    first = int(is_backward and "flex" not in name)
+    q, k, v = args[first : first + 3]
+    queries, keys = list(q.shape), list(k.shape)
     if "._flash" in name or "._efficient" in name:  # [..., length, heads, size]
         for shape in (queries, keys):
             shape[-3], shape[-2] = shape[-2], shape[-3]
-    batch, (m, k), n = math.prod(queries[:-2]), queries[-2:], keys[-2]
-    return Product(batch, m, n, k, precision, flops, is_attention=True)
+    *lead, length, size = queries
+    batch, n = math.prod(lead), keys[-2]
+    if q.ndim == 3 and packet in flop_registry:  # sequences of several lengths, one by one
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+    else:
+        # scores and scores by values; in the backward scores again, and four gradients
+        sizes = 3 * size + 2 * v.shape[-1] if is_backward else size + v.shape[-1]
+        flops = 2 * batch * length * n * sizes
+    return Product(batch, length, n, size, _precision(packet, q), flops, is_attention=True)
 
 
 def _precision(packet: Any, x: Tensor) -> str:

@@ -106,8 +106,9 @@ class AuditReport:
         parts = [f"{FP8}: {self.fp8_share:.1%} of FLOPs"]
         for precision in self.by_precision():
             if precision != FP8:
-                of = ((_group(e), e.flops) for e in self.entries if e.precision == precision)
-                groups = [f"{name} {share:.1%}" for name, share in self._shares(of).items()]
+                others = [e for e in self.entries if e.precision == precision]
+                shares = self._shares((_group(e, others), e.flops) for e in others)
+                groups = [f"{name} {share:.1%}" for name, share in shares.items()]
                 if len(groups) > _NAMED + 1:
                     groups[_NAMED:] = [f"{len(groups) - _NAMED} others"]
                 parts.append(f"{precision}: {', '.join(groups)}")
@@ -122,7 +123,7 @@ def _cells(e: AuditedProduct) -> tuple[str, ...]:
         f"{kind}, recomputed" if e.recomputed else kind,
         shape if e.batch == 1 else f"{e.batch} x ({shape})",
         e.precision,
-        e.reason,
+        pattern(e.reason),
     )
 
 
@@ -131,5 +132,10 @@ def _key(e: AuditedProduct) -> tuple[str, ...]:
     return pattern(name), *rest
 
 
-def _group(e: AuditedProduct) -> str:
-    return "attention scores" if e.attention else pattern(e.module)
+def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
+    """What totals call ``e``: its module, or the pattern of all that are alike."""
+    if e.attention:
+        return "attention scores"
+    alike = pattern(e.module)
+    is_alone = all(x.module == e.module for x in others if pattern(x.module) == alike)
+    return e.module if is_alone else alike

@@ -33,17 +33,17 @@ def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
         entry("blocks.1.up", 10, recomputed=True),
         entry("blocks.0.attn", 20, attention=True),
         entry("blocks.1.attn", 20, attention=True),
-        entry("blocks.0.up", 30, reason="reads a view of blocks.0.up.weight"),
+        entry("blocks.0.up", 30, reason="reads a view of blocks.0.w"),
     )
     report = AuditReport(entries)
     assert_expected_inline(
         str(report),
         """\
 module             product              M x N x K  precision  FLOPs  should be FP8
------------------  -------------------  ---------  ---------  -----  ----------------------------------
+-----------------  -------------------  ---------  ---------  -----  -------------------------
 blocks.*.up (2)    forward              2 x 3 x 4  bf16       20.0%
 blocks.1.up        forward, recomputed  2 x 3 x 4  bf16       10.0%
-blocks.0.up        forward              2 x 3 x 4  bf16       30.0%  reads a view of blocks.0.up.weight
+blocks.0.up        forward              2 x 3 x 4  bf16       30.0%  reads a view of blocks.*.w
 blocks.*.attn (2)  attention forward    2 x 3 x 4  bf16       40.0%
 FP8: 0.0% of FLOPs; bf16: blocks.*.up 60.0%, attention scores 40.0%
 should have been FP8 and was not: 30.0% of FLOPs""",
