@@ -40,7 +40,7 @@ def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
         str(report),
         """\
 module             product              M x N x K  precision  FLOPs  should be FP8
------------------  -------------------  ---------  ---------  -----  -------------------------
+-----------------  -------------------  ---------  ---------  -----  --------------------------
 blocks.*.up (2)    forward              2 x 3 x 4  bf16       20.0%
 blocks.1.up        forward, recomputed  2 x 3 x 4  bf16       10.0%
 blocks.0.up        forward              2 x 3 x 4  bf16       30.0%  reads a view of blocks.*.w
