@@ -184,12 +184,10 @@ def test_weights_cast_for_autocast_are_forgotten() -> None:
     model = nn.Linear(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         audit(model, torch.ones(2, 8))
-        before = model(torch.ones(2, 8))
         with torch.no_grad():
             model.weight.zero_()
-        torch.clear_autocast_cache()
-        assert not torch.equal(model(torch.ones(2, 8)), before)
-        model(torch.ones(2, 8)).sum().backward()
+            model.bias.zero_()
+        assert not model(torch.ones(2, 8)).any()  # autocast sees no writes to what it has cast
 
 
 def test_ddp_reduces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
