@@ -198,6 +198,15 @@ def test_no_backward_without_gradients() -> None:
     assert kinds(audit(model.requires_grad_(False), TOKENS)) == {"fprop", "forward"}
 
 
+def test_inference_mode_draws_random_numbers_once() -> None:
+    seen: list[Tensor] = []
+    model = Calls(lambda m, x: seen.append(F.dropout(F.dropout(x), training=True)) or m.lin(x))
+    with torch.inference_mode():
+        audit(model, X)
+        model(X)
+    assert torch.equal(*seen)
+
+
 def test_frozen_weights_have_no_wgrad() -> None:
     model = converted(Model())
     freeze(model)

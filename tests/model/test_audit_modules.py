@@ -104,6 +104,38 @@ def test_hooks_of_a_module_belong_to_it() -> None:
     assert names(audit(model, X)) == {"0": 5}
 
 
+def test_a_forward_that_a_function_runs_again_in_its_backward() -> None:
+    inner = linear()
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return inner(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = inner(x)
+            return torch.autograd.grad(y, x, grads)[0]
+
+    class Runs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return Again.apply(x)
+
+    kinds = [(e.module, e.kind, e.recomputed) for e in audit(Runs(), X).entries]
+    assert kinds == [
+        ("inner", "forward", False),
+        ("inner", "forward", True),
+        ("inner", "backward", False),
+    ]
+
+
 def test_modules_made_in_a_forward_belong_to_who_called_them() -> None:
     class Makes(nn.Module):
         def __init__(self) -> None:

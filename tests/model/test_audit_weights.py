@@ -84,7 +84,7 @@ def test_a_weight_that_is_no_parameter_of_the_model() -> None:
 
 NOT_MISREAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "norm of a weight": lambda m, x: x * m.plain.norm(),
-    "row of it": lambda m, x: x + m.plain[0],
+    "row of it": lambda m, x: (x + m.plain[:1]) @ torch.ones(32, 32),
     "activations scaled by it": lambda m, x: (x * m.plain[:6]) * m.plain.sum(),
     "embedding": lambda m, x: F.embedding(torch.arange(32), m.plain)[:6] @ torch.ones(32, 32),
 }
@@ -103,6 +103,31 @@ def test_neighbours_in_one_storage_are_told_apart() -> None:
     assert audit(model, X).marked == ()
     model.head = nn.Parameter(flat[31 * 32 : 63 * 32].view(32, 32))  # one row is the weight's
     assert len(audit(model, X).marked) == 3
+
+
+def test_a_product_without_a_graph_takes_no_mark_away() -> None:
+    def use(m: Any, x: Tensor) -> Tensor:
+        y = F.linear(x, m.plain)
+        with torch.no_grad():
+            torch.mm(x, torch.ones(32, 32))
+        return y
+
+    kinds = [(e.kind, bool(e.reason)) for e in audit(Uses(use), X).entries if e.precision != "FP8"]
+    assert kinds == [("forward", True), ("forward", False), ("backward", True), ("backward", True)]
+
+
+def test_memory_of_plain_and_of_fp8_bytes() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert(model[0], auto_filter_small_kn=False)
+    freeze(model[0])
+    memory, plain = WeightMemory(model), model[1].weight.detach()
+    assert memory.misread((model[0].weight.rowwise_data,)) == ""  # read as FP8
+    assert memory.misread((plain,)) == ""
+    copied, activations = plain.clone(), plain + 1
+    memory.follow(torch.ops.aten.clone.default, (plain,), copied)
+    memory.follow(torch.ops.aten.add.Tensor, (plain, 1), activations)
+    assert memory.reads_weight((copied,))
+    assert not memory.reads_weight((activations,))
 
 
 def test_memory_that_is_used_again_is_forgotten() -> None:
