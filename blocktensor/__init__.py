@@ -12,6 +12,8 @@ from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .distributed.fsdp import begin_shard as _begin_shard
+from .model.audit import audit, audit_step
+from .model.audit_report import AuditReport
 from .model.conversion_report import ConversionReport, SmallKN
 from .model.convert import convert, to_blockwise_fp8_weights
 from .model.explain import Explanation, explain
@@ -62,8 +64,9 @@ _tensor.BlockwiseFP8Tensor = BlockwiseFP8Tensor  # type: ignore[attr-defined]
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "ConversionReport",
-    "Explanation", "LoadReport", "MemoryReport", "Recipe", "SharingReport", "SmallKN",
-    "convert", "explain", "freeze", "functional", "load_fp8", "memory_report", "quantize",
-    "save_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze",
+    "AuditReport", "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError",
+    "ConversionReport", "Explanation", "LoadReport", "MemoryReport", "Recipe", "SharingReport",
+    "SmallKN", "audit", "audit_step", "convert", "explain", "freeze", "functional", "load_fp8",
+    "memory_report", "quantize", "save_fp8", "share_inputs", "to_blockwise_fp8_weights",
+    "unfreeze",
 ]  # fmt: skip

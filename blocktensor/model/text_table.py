@@ -18,6 +18,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def pattern(name: str) -> str:
+    """The name with ``*`` for every number: equal for layers alike."""
+    return re.sub(r"\d+", "*", name)
+
+
 def collapse(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join rows that differ only in the numbers inside their first cell, a module name.
 
@@ -25,10 +30,10 @@ def collapse(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
-        groups.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)
+        groups.setdefault((pattern(name), *rest), []).append(name)
     return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", *rest)
-        for (pattern, *rest), names in groups.items()
+        (names[0] if len(names) == 1 else f"{alike} ({len(names)})", *rest)
+        for (alike, *rest), names in groups.items()
     ]
 
 

@@ -1,0 +1,165 @@
+"""What ran in FP8 and what did not: every matrix product of one forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import set_multithreading_enabled
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .audit_modules import ModuleTracker, Place
+from .audit_products import Product, hides_products, product_of
+from .audit_report import FP8, AuditedProduct, AuditReport
+from .audit_state import left_as_it_is
+from .audit_weights import WeightMemory
+
+
+def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
+    """Run one forward and backward, and report every matrix product with its precision.
+
+    The backward is that of ``output.loss``, if there is one, else of the sum of all floating-point
+    outputs; none runs under ``torch.no_grad()`` or where nothing requires a gradient. For another
+    loss use :func:`audit_step`.
+
+    A product that should have been FP8 and was not is marked: one that reads the master of an FP8
+    weight, a view or a copy of it, values computed from it, or the dequantized bytes.
+
+    The run computes the bits that it computes outside of an audit, and the model is left as it was,
+    also if the run raises: gradients, ``main_grad``, FP8 forms, buffers, training mode, torch's
+    random numbers. Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
+    mode. In a process group, every rank must call it; the report is that of the calling rank. Under
+    FSDP2, call it between steps, not while gradients are accumulated without reduction.
+
+    Args:
+        model: any module, converted or not.
+        args, kwargs: of its forward. None of them is an option of ``audit``.
+
+    Returns:
+        The report; ``print(report)`` shows it as a table.
+    """
+    args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+
+    def step() -> None:
+        loss = _loss_of(model(*args, **kwargs))
+        if loss is not None:
+            loss.backward()
+
+    return audit_step(model, step)
+
+
+def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
+    """:func:`audit` of whatever ``step()`` runs: any loss, several forwards and backwards.
+
+    Args:
+        model: the modules that products are attributed to, and that are left as they were.
+        step: is called once. It may run any forward and backward, but no optimizer: what it writes
+            to parameters stays.
+    """
+    tracker, weights = ModuleTracker(model), WeightMemory(model)
+    with (
+        left_as_it_is(model),
+        torch.compiler.set_stance("force_eager"),
+        set_multithreading_enabled(False),  # autograd's sequence numbers are those of one thread
+        tracker,
+        _Products(tracker, weights) as products,
+    ):
+        step()
+    return AuditReport(tuple(products.entries), tuple(products.notes()))
+
+
+_NO_RULES: Any = Tensor.__torch_dispatch__
+
+
+class _Products(TorchDispatchMode):
+    """Makes an entry for every product that runs."""
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    def __init__(self, tracker: ModuleTracker, weights: WeightMemory) -> None:
+        super().__init__()
+        self.entries: list[AuditedProduct] = []
+        self._tracker, self._weights = tracker, weights
+        self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
+        self._hidden: dict[str, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
+            # subclasses, whose own rules run ops on plain tensors
+            self._weights.meet(args, kwargs)
+            return NotImplemented
+        if isinstance(func, torch._ops.OpOverload):
+            with self:  # inference mode leaves to us what is made of other ops
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        place = self._tracker.place()
+        out = func(*args, **kwargs)
+        product = product_of(func, args, kwargs, out)
+        if product is not None:
+            self._add(product, place, (args, kwargs))
+        elif hides_products(func):
+            self._hidden[f"{func} in {place.module}"] = None
+        elif not place.in_backward:
+            self._weights.follow(func, (args, kwargs), out)
+        return out
+
+    def _add(self, product: Product, place: Place, operands: Any) -> None:
+        is_fp8 = product.precision == FP8
+        is_attention = product.is_attention
+        kind = "fprop" if is_fp8 else "forward"
+        reason = "" if is_fp8 else self._weights.misread(operands)
+        if not place.in_backward:
+            is_attention |= product.is_batched and not self._weights.reads_weight(operands)
+        else:
+            kind = "dgrad" if product.is_dgrad else "wgrad"
+            if not is_fp8:
+                kind = "backward"
+                forward = self._recorded_by.get(place.node)
+                if forward is not None:  # the gradient of the weight does not read the weight
+                    reason, is_attention = reason or forward.reason, forward.attention
+        entry = AuditedProduct(
+            place.module,
+            kind,
+            *product[:4],
+            product.precision,
+            product.flops,
+            is_attention,
+            place.recomputed,
+            reason,
+        )
+        if not place.in_backward:
+            self._recorded_by.setdefault(place.node, entry)
+        self.entries.append(entry)
+
+    def notes(self) -> list[str]:
+        """What runs products that no entry tells of."""
+        return [f"may run products that are not shown: {op}" for op in self._hidden]
+
+
+def _detached(x: Tensor) -> Tensor:
+    """``x`` without its history, so that a backward ends there."""
+    return x.detach().requires_grad_() if x.requires_grad else x
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """What a backward begins at; None if nothing requires a gradient."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    outputs = [loss] if isinstance(loss, Tensor) else _tensors(output)
+    parts = [x.float().sum() for x in outputs if x.requires_grad and x.is_floating_point()]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif is_dataclass(x):
+            yield from _tensors([getattr(x, field.name) for field in fields(x)])

@@ -1,0 +1,103 @@
+"""The module that an op belongs to, in the forward and in the backward.
+
+Hooks tell which module's forward runs. A node of the autograd graph is created just before the op
+that it records runs, and carries the next number of a sequence: so the op of a backward belongs to
+the module in whose forward the number of its node was the latest. This is the only file that reads
+the sequence numbers and the running node, which are private to torch (2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+MODEL = "(model)"
+"""Where ops run that no module below the model has called."""
+
+# of torch.compile and of checkpoint_wrapper
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
+
+_engine: Any = torch._C
+_saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Place(NamedTuple):
+    """Where an op runs.
+
+    Attributes:
+        module: the name of its module.
+        node: number of the autograd node that it is recorded by, or in the backward, that runs it.
+        in_backward: whether it computes gradients.
+        recomputed: whether it is part of a forward that checkpointing runs again.
+    """
+
+    module: str
+    node: int
+    in_backward: bool
+    recomputed: bool
+
+
+class ModuleTracker:
+    """Knows the module of every op of one thread, while its hooks are on the modules of a model.
+
+    A module with several names has the first of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {
+            module: _WRAPPERS.sub("", name).rstrip(".") for name, module in model.named_modules()
+        }
+        self._running: list[tuple[str, int]] = []  # with the backward pass that runs it, or -1
+        self._module_of: dict[int, str] = {}  # by the number of a node
+        self._handles: list[RemovableHandle] = []
+        self._hooks_outside: Any = None
+
+    def __enter__(self) -> ModuleTracker:
+        self._hooks_outside = _saved_tensor_hooks(True)
+        try:
+            for module in self._modules:
+                self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
+                self._handles.append(module.register_forward_hook(self._end, always_call=True))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        name = self._modules.get(module) or MODEL
+        self._running.append((name, _engine._current_graph_task_id()))
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._running.pop()
+
+    def place(self) -> Place:
+        """Where the op runs that is dispatched now."""
+        latest = _engine._autograd._get_sequence_nr() - 1
+        running, backward = (self._running or [(MODEL, -1)])[-1]
+        now = _engine._current_graph_task_id()
+        node = None if now == -1 else _engine._current_autograd_node()
+        in_forward = node is None or backward == now or self._checkpoints(node)
+        if node is not None and backward != now:
+            running = self._module_of.get(node._sequence_nr(), MODEL)
+        # the first op after a node was created is the one that it records
+        self._module_of.setdefault(latest, running)
+        if node is None or in_forward:
+            return Place(running, latest, node is None and now != -1, node is not None)
+        return Place(running, node._sequence_nr(), True, False)
+
+    def _checkpoints(self, node: Any) -> bool:
+        """Whether checkpointing runs a forward again, of functions that need not be modules."""
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        hooks, outside = _saved_tensor_hooks(True), self._hooks_outside
+        if hooks is None or outside is None:
+            return hooks is not outside
+        return any(a is not b for a, b in zip(hooks, outside, strict=True))
