@@ -1,6 +1,6 @@
 """No product with an FP8 weight runs in high precision unless the user asked for it.
 
-Every way to use a weight is run under a mode that sees all products, forward and backward. A way is
+Every way to use a weight is audited, forward and backward. A way is
 in FP8, raises an error that names a remedy, or is in the list of docs/guides/limits.md.
 """
 
@@ -16,36 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
-from blocktensor import Recipe
-from blocktensor.tensor.base import FP8Base
+from blocktensor import AuditReport, Recipe, audit_step
 from tests.support.models import linear, randn
 
 N = K = 256
 X = randn(6, K, dtype=torch.float32)
-PRODUCTS = {*flop_registry, torch.ops.aten.mv, torch.ops.aten.dot}
 Way = Callable[[nn.Linear, Tensor], Any]
-
-
-class Products(TorchDispatchMode):
-    """The names of all products, of those in FP8 and of the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fp8: list[str] = []
-        self.others: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, FP8Base) for kind in types):
-            return NotImplemented  # what the FP8 type makes of it comes here then
-        if func.namespace == "blocktensor" and "gemm" in str(func):
-            self.fp8.append(str(func))
-        elif func._overloadpacket in PRODUCTS:
-            self.others.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def lora(m: nn.Linear) -> Tensor:
@@ -245,34 +223,41 @@ DOCUMENTED: dict[str, Way] = {
 }
 
 
-def products_of(way: Way, recipe: Recipe, frozen: bool = False) -> Products:
+def audited(way: Way, recipe: Recipe, frozen: bool = False) -> AuditReport:
     module = linear(N, K, dtype=torch.float32, recipe=recipe, frozen=frozen)
-    x = X.clone().requires_grad_()
-    with Products() as seen:
-        out = way(module, x)
+
+    def step() -> None:
+        out = way(module, X.clone().requires_grad_())
         for y in out if isinstance(out, list) else [out]:
             if isinstance(y, Tensor) and y.requires_grad:
                 y.sum().backward()
-    return seen
+
+    return audit_step(module, step)
+
+
+def assert_in_fp8(report: AuditReport) -> None:
+    assert report.entries
+    assert {entry.precision for entry in report.entries} == {"FP8"}, report
+    assert not report.marked
+    assert not report.notes
 
 
 @pytest.mark.parametrize("policy", ["backward", "step"])
 @pytest.mark.parametrize("name", FP8)
 def test_in_fp8(name: str, policy: Any) -> None:
-    seen = products_of(FP8[name], Recipe(cache_weight=policy))
-    assert seen.fp8
-    assert not seen.others
+    assert_in_fp8(audited(FP8[name], Recipe(cache_weight=policy)))
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_refused(name: str) -> None:
     with pytest.raises(NotImplementedError, match=r"FP8"):
-        products_of(ERRORS[name], Recipe())
+        audited(ERRORS[name], Recipe())
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented(name: str) -> None:
-    assert products_of(DOCUMENTED[name], Recipe()).others
+    report = audited(DOCUMENTED[name], Recipe())
+    assert any(entry.precision != "FP8" for entry in report.entries) or report.notes
 
 
 FROZEN = ("call", "matmul", "left", "x @ w", "w[:]", "view", "reshape", "rows", "chunk", "detach")
@@ -281,9 +266,8 @@ FROZEN = ("call", "matmul", "left", "x @ w", "w[:]", "view", "reshape", "rows", 
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_weights_are_in_fp8_or_raise(name: str) -> None:
     try:
-        seen = products_of(FP8[name], Recipe(), frozen=True)
+        report = audited(FP8[name], Recipe(), frozen=True)
     except (NotImplementedError, ValueError) as error:
         assert "dequantize" in str(error)  # noqa: PT017
     else:
-        assert seen.fp8
-        assert not seen.others
+        assert_in_fp8(report)
