@@ -1,0 +1,145 @@
+"""What is checked before a conversion changes anything: each check raises with the remedy."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.nn.parameter import is_lazy
+
+from ..distributed.dtensor import local_of
+from ..distributed.fsdp.fsdp_internals import sharded_with
+from ..ops.checks import high_precision
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .linears import fp8_part
+
+
+def is_recipe(recipe: Recipe | None) -> None:
+    """``recipe`` is a Recipe or None, else TypeError."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return
+    example = f"Recipe(scale={recipe!r})" if isinstance(recipe, str) else "Recipe()"
+    raise TypeError(
+        f"recipe={recipe!r} is a {type(recipe).__name__}: expected a blocktensor.Recipe, e.g. "
+        f"{example}"
+    )
+
+
+def not_fake(parameters: Iterable[Tensor]) -> None:
+    """Neither is a parameter a fake tensor nor is a FakeTensorMode on, else NotImplementedError."""
+    if detect_fake_mode(list(parameters)) is not None:
+        raise NotImplementedError(
+            "cannot convert under FakeTensorMode, which keeps weak references to parameters, so "
+            "that none can change in place: convert the model before entering the mode, or build "
+            "it with torch.device('meta')"
+        )
+
+
+def castable(
+    weight: Tensor, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
+) -> None:
+    """``weight`` can become FP8 in place, or take another recipe.
+
+    Args:
+        weight: of a linear.
+        what: names it in the error message.
+        recipe: that is asked for.
+        modules: the linear, and those known to be above it.
+
+    Raises:
+        ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
+        TypeError: it is not bf16, fp16 or fp32.
+        NotImplementedError: a frozen DTensor; FSDP2 has gathered it already.
+        RuntimeError: an autograd graph or a wrapper such as DDP uses it.
+    """
+    if is_lazy(weight):
+        raise ValueError(
+            f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
+            f"convert it"
+        )
+    held = fp8_part(weight)
+    if held is not None:
+        _castable_again(weight, held, what, recipe)
+    high_precision(weight, what)
+    local = local_of(weight)
+    if local is not None:
+        _not_gathered_yet(weight, local, what)
+        if not weight.requires_grad and not weight.is_meta:
+            raise NotImplementedError(
+                f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
+                f"convert the model before fully_shard, or with requires_grad=True"
+            )
+    elif held is None:
+        _not_gathered_now(modules, what)
+    swappable(weight, what)
+
+
+def _castable_again(weight: Tensor, held: Tensor, what: str, recipe: Recipe | None) -> None:
+    was = held.recipe  # type: ignore[attr-defined]
+    if isinstance(held, BlockwiseFP8Tensor):
+        raise ValueError(
+            f"{what} is frozen in FP8 with {was}: its high-precision values are gone, so it cannot "
+            f"be cast with {recipe}; convert the original weights, or call without a recipe, which "
+            f"leaves weights as they are that are FP8 already"
+        )
+    if not isinstance(weight, BlockwiseFP8Weight):
+        raise ValueError(
+            f"{what} is sharded, in FP8 with {was}: it cannot take {recipe}; convert with that "
+            f"before fully_shard, or call without a recipe, which leaves weights as they are that "
+            f"are FP8 already"
+        )
+
+
+def _not_gathered_yet(weight: Tensor, local: Tensor, what: str) -> None:
+    _, has_run = sharded_with(lambda x: x is local)
+    if has_run:
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
+            f"already: convert the model before its first forward"
+        )
+
+
+def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+        raise NotImplementedError(
+            f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
+            f"told to ignore it; convert the model before fully_shard"
+        )
+
+
+def swappable(parameter: Tensor, what: str) -> None:
+    """The content of ``parameter`` can be exchanged in place, else RuntimeError.
+
+    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes.
+    """
+    if weakref.getweakrefs(parameter):
+        reason = "somebody holds a weak reference to it"
+    elif _is_in_use(parameter):
+        reason = "an autograd graph or a wrapper such as DDP uses it"
+    else:
+        return
+    raise RuntimeError(
+        f"cannot convert {what} {list(parameter.shape)} in place, because {reason}: convert the "
+        f"model before wrapping it in DDP or FSDP, and not between a forward and its backward"
+    )
+
+
+def _is_in_use(parameter: Tensor) -> bool:
+    uses: int = parameter._use_count()  # type: ignore[attr-defined]
+    if uses < 2 or not parameter.is_leaf:
+        return uses > 1
+    if uses > 2 or not parameter.requires_grad:
+        return True
+    # The second use may be its AccumulateGrad node, which does no harm: swap_tensors makes it raise
+    # if a backward reaches it. If it is not, asking for the node makes a third use.
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
+    del edge
+    return in_use

@@ -1,0 +1,46 @@
+"""The modules that hold one parameter, inside of the model at hand and outside."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from torch import nn
+
+
+def _references() -> int:
+    parameters = {"weight": nn.Parameter()}
+    return sys.getrefcount(parameters["weight"])
+
+
+_HELD_ONCE = _references()
+"""What ``sys.getrefcount`` counts for a parameter that one module holds and nobody else."""
+
+
+def holders_of_weight(module: nn.Module, known: int = 1) -> list[nn.Module]:
+    """The modules that hold the parameter ``weight`` of ``module``.
+
+    Args:
+        module: a module with a parameter ``weight``.
+        known: how many modules are known to hold it. If nothing else refers to the parameter, only
+            ``module`` is returned, and the search among all objects is saved (it takes
+            milliseconds).
+    """
+    if sys.getrefcount(module._parameters["weight"]) - _HELD_ONCE < known:
+        return [module]
+    tables = [x for x in gc.get_referrers(module._parameters["weight"]) if type(x) is dict]
+    # Modules keep their attributes in a dict; from Python 3.13 on also without one.
+    owners = gc.get_referrers(*tables)
+    attributes = [
+        x
+        for x in owners
+        if type(x) is dict and any(x.get("_parameters") is table for table in tables)
+    ]
+    if attributes:
+        owners += gc.get_referrers(*attributes)
+    found = {
+        id(x): x
+        for x in owners
+        if issubclass(type(x), nn.Module) and any(x._parameters is table for table in tables)
+    }
+    return list(found.values())
