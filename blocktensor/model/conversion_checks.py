@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ..ops.checks import high_precision
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .linears import fp8_part
+from .linears import fp8_part, is_fully_sharded
 
 
 def is_recipe(recipe: Recipe | None) -> None:
@@ -55,7 +55,7 @@ def castable(
     Raises:
         ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
         TypeError: it is not bf16, fp16 or fp32.
-        NotImplementedError: a frozen DTensor; FSDP2 has gathered it already.
+        NotImplementedError: a frozen DTensor, or a tensor parallel one; FSDP2 has gathered it.
         RuntimeError: an autograd graph or a wrapper such as DDP uses it.
     """
     if is_lazy(weight):
@@ -96,8 +96,15 @@ def _castable_again(weight: Tensor, held: Tensor, what: str, recipe: Recipe | No
         )
 
 
-def _not_gathered_yet(weight: Tensor, local: Tensor, what: str) -> None:
-    _, has_run = sharded_with(lambda x: x is local)
+def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
+    of_fsdp, has_run = sharded_with(lambda x: x is local)
+    # replicas aside, FSDP2 alone shards over one dimension of its mesh
+    sharded_dims = sum(not placement.is_replicate() for placement in weight.placements)
+    if not of_fsdp or sharded_dims > 1:
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
+            f"FSDP2 alone did not make: tensor parallel weights have no FP8 form yet; skip them"
+        )
     if has_run:
         raise NotImplementedError(
             f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
@@ -106,8 +113,7 @@ def _not_gathered_yet(weight: Tensor, local: Tensor, what: str) -> None:
 
 
 def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+    if any(map(is_fully_sharded, modules)):
         raise NotImplementedError(
             f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
             f"told to ignore it; convert the model before fully_shard"

@@ -44,37 +44,35 @@ class ConversionPlan:
         """
         linears = [matrix for matrix in tied if matrix.unconvertible is None]
         others = [matrix for matrix in tied if matrix.unconvertible is not None]
-        if not linears:
-            is_fp8 = fp8_part(tied[0].parameter) is not None
-            why.update((m, "already converted" if is_fp8 else str(m.unconvertible)) for m in others)
-            return None
-        first = linears[0]
-        own = {matrix: self._why_left(matrix, others) for matrix in linears}
-        refused = next((matrix for matrix, reason in own.items() if reason is not None), None)
-        if refused is None and (holder := self._holder_in_need(first, tied)) is not None:
-            own[first] = f"frozen, and a {holder} that holds it too needs its values"
-            refused = first
-        if fp8_part(first.parameter) is not None and refused is not None:
-            own, refused = {first: "already converted"}, None
-        elif refused is None:
+        first = (linears or others)[0]
+        reasons = {matrix: self._why_left(matrix, others) for matrix in linears or others[:1]}
+        left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
+        if not left and (holder := self._holder_in_need(first, tied)) is not None:
+            left = {first: f"frozen, and a {holder} that holds it too needs its values"}
+        is_fp8 = fp8_part(first.parameter) is not None
+        if left and is_fp8:
+            left = {first: "already converted"}
+        if not left:
             name = f"the weight of {first.label!r}" if first.label else "the weight"
             above = self._with_all_above(first.name)
             conversion_checks.castable(first.parameter, name, self.recipe, above)
         for matrix in tied:
-            reason = own.get(matrix)
-            if refused is not None:
-                reason = (
-                    reason or matrix.unconvertible or f"tied to {refused.label!r}: {own[refused]}"
-                )
+            if matrix in left:
+                why[matrix] = left[matrix]
+            elif left and not is_fp8 and matrix in linears:
+                refused, reason = next(iter(left.items()))
+                why[matrix] = f"tied to {refused.label!r}: {reason}"
+            elif left and not is_fp8 and matrix.is_first:
+                why[matrix] = str(matrix.unconvertible)
             elif matrix is not first:
-                reason = f"tied to {first.label!r}"
-            if reason is not None:
-                why[matrix] = reason
-        return None if first in why else first
+                why[matrix] = f"tied to {(first if is_fp8 or not left else tied[0]).label!r}"
+        return None if left else first
 
     def _why_left(self, linear: Matrix, others: Sequence[Matrix]) -> str | None:
-        """Why the weight of one linear is not to be cast."""
+        """Why a matrix is not to be cast; None if it is."""
         weight, module = linear.parameter, linear.module
+        if linear.unconvertible is not None:
+            return linear.unconvertible
         if not is_to_be_cast(module, self.recipe):
             return "already converted"
         if module in self.skipped:

@@ -109,7 +109,7 @@ class ConversionReport:
         shown = [(*row[:3], self._percent(row[3]), *row[4:]) for row in rows]
         summary = (
             f"{len(self.converted)} converted, {len(self.skipped)} skipped; "
-            f"{self.fp8_share:.1%} of {self.parameters:,} parameters in FP8; matrices take "
+            f"{self.fp8_share:.1%} of {self.parameters:,} parameters in FP8; "
             f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
         )
         header = ("parameter", "shape", "dtype", "share", "runs in", "why")

@@ -18,7 +18,7 @@ from . import conversion_checks
 from .conversion_plan import ConversionPlan, Filter, is_to_be_cast, needs_values
 from .conversion_report import ConversionReport, Entry, SmallKN
 from .freeze import frozen_form
-from .linears import fp8_part, is_conv1d, is_linear, why_unconvertible
+from .linears import fp8_part, is_conv1d, is_linear, kind_of, why_unconvertible
 from .matrices import Matrix, elements_of, matrices_of
 from .skip_patterns import linears_to_skip
 from .state_dict import register_state_hooks
@@ -45,8 +45,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             already.
 
     Raises:
-        NotImplementedError: the weight is a frozen DTensor, or FSDP2 has gathered it already; under
-            FakeTensorMode.
+        NotImplementedError: the weight is a frozen or tensor parallel DTensor, or FSDP2 has
+            gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -156,7 +156,7 @@ def convert(
 
 def _cast(linear: nn.Module, recipe: Recipe | None) -> None:
     weight: Tensor = linear._parameters["weight"]  # type: ignore[assignment]
-    swap_in(weight, _converted_weight(weight, recipe or DEFAULT_RECIPE))
+    swap_in(weight, _converted_weight(linear, weight, recipe or DEFAULT_RECIPE))
 
 
 def _register_hooks(linear: nn.Module) -> None:
@@ -165,15 +165,16 @@ def _register_hooks(linear: nn.Module) -> None:
         register_state_hooks(linear)
 
 
-def _converted_weight(weight: Tensor, recipe: Recipe) -> Tensor:
+def _converted_weight(linear: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(weight, BlockwiseFP8Weight):
         again = BlockwiseFP8Weight(weight.master, recipe)
         again.main_grad = weight.main_grad
         return again
     if (local := local_of(weight)) is not None:
         return with_local(weight, FP8Shard(local.detach(), recipe))
-    frozen = not weight.requires_grad and not weight.is_meta
-    return frozen_form(weight, recipe) if frozen else BlockwiseFP8Weight(weight.detach(), recipe)
+    if weight.requires_grad or weight.is_meta:
+        return BlockwiseFP8Weight(weight.detach(), recipe)
+    return frozen_form(linear, weight, recipe)
 
 
 def _why_converted(linear: Matrix) -> str:
@@ -184,10 +185,10 @@ def _why_converted(linear: Matrix) -> str:
         why = "trainable, gathered in FP8"
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
-    kind = type(linear.module)
+    kind = kind_of(linear.module)
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
-    return why if kind is nn.Linear else f"{why} (subclass {kind.__name__})"
+    return why if kind == "Linear" else f"{why} (subclass {kind})"
 
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:

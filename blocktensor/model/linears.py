@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,22 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """True for the modules whose forward is a linear of their ``weight``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that ``fully_shard`` was called on, which changes its class."""
+    return _made_by_fsdp(type(module))
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of a module's class, or of its class before ``fully_shard``."""
+    kinds = (kind for kind in type(module).__mro__ if not _made_by_fsdp(kind))
+    return next(kinds).__name__
+
+
+def _made_by_fsdp(kind: type) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
 
 def sizes_of(module: nn.Module, weight: Tensor) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
             continue
         repeated = _is_repeated(name, modules)
         if has_size and (is_named or not repeated):
-            heads[module] = f"lm head: {n} outputs, as embedding {vocabularies[n]!r} has entries"
+            heads[module] = f"lm head: {n} outputs, the entries of {vocabularies[n]!r}"
         elif is_named and not repeated and _is_beside_body(name, modules):
             heads[module] = "lm head: by name and place"
     return heads

@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .linears import is_linear, why_unconvertible
+from .linears import is_linear, kind_of, why_unconvertible
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def _why_unconvertible(module: nn.Module, key: str, parameter: Tensor) -> str | 
         return "convolution"
     if isinstance(module, ParametrizationList):
         return "parametrized: a module computes its weight from it"
-    kind = type(module).__name__
-    if not is_lazy(parameter) and parameter.ndim == 3:
+    kind = kind_of(module)
+    if not is_lazy(parameter) and parameter.ndim == 3 and len(parameter) > 1:
         return f"stack of matrices in {kind}: products with stacks have no FP8 form yet"
-    return f"in {kind}, which is not a linear"
+    return f"in {kind}, which is no nn.Linear"

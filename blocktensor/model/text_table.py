@@ -33,10 +33,10 @@ def collapse(rows: Iterable[tuple[Any, ...]], add: int | None = None) -> list[tu
         others = [cell for i, cell in enumerate(row[1:], 1) if i != add]
         groups.setdefault((_pattern(row[0]), *others), []).append(row)
     joined = []
-    for (pattern, *_), group in groups.items():
+    for group in groups.values():
         cells = list(group[0])
         if len(group) > 1:
-            cells[0] = f"{pattern} ({len(group)})"
+            cells[0] = f"{_common([row[0] for row in group])} ({len(group)})"
         if add is not None:
             cells[add] = sum(row[add] for row in group)
         joined.append(tuple(cells))
@@ -63,8 +63,8 @@ def _names(names: list[str]) -> str:
     for name in names:
         alike.setdefault(_pattern(name), []).append(name)
     children: dict[str, list[str]] = {}
-    for pattern, group in alike.items():
-        parent, dot, last = (group[0] if len(group) == 1 else pattern).rpartition(".")
+    for group in alike.values():
+        parent, dot, last = _common(group).rpartition(".")
         children.setdefault(parent + dot, []).append(last)
     parts = [
         f"{parent}{{{', '.join(last)}}}" if len(last) > 1 and parent else parent + ", ".join(last)
@@ -75,6 +75,12 @@ def _names(names: list[str]) -> str:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
+
+
+def _common(names: list[str]) -> str:
+    """Names of one pattern as one name, with a ``*`` for each number that differs."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def human_bytes(count: int) -> str:

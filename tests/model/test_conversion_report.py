@@ -19,15 +19,15 @@ def test_the_report_of_a_small_model() -> None:
     assert_expected_inline(
         str(report),
         """\
-module         weight  dtype    runs in  why
--------------  ------  -------  -------  ----------------------------------------
-embed          50x64   float32  -        embedding
-blocks.0.up    192x64  float32  -        small: K=64 < 100 (auto_filter_small_kn)
-blocks.0.down  64x192  float32  fp8      trainable
-blocks.1.up    192x64  float32  -        skip pattern 'blocks.1.*'
-blocks.1.down  64x192  float32  -        skip pattern 'blocks.1.*'
-lm_head        50x64   float32  -        lm head by name
-1 converted, 5 skipped; parameters 217.0 KiB before, 229.0 KiB after""",
+parameter      shape   dtype    share  runs in  why
+-------------  ------  -------  -----  -------  -------------------------------------------
+embed          50x64   float32  5.7%   -        embedding
+blocks.0.up    192x64  float32  21.9%  -        small: K=64 < 100 (auto_filter_small_kn)
+blocks.0.down  64x192  float32  21.9%  fp8      trainable
+blocks.1.up    192x64  float32  21.9%  -        skip pattern 'blocks.1.*'
+blocks.1.down  64x192  float32  21.9%  -        skip pattern 'blocks.1.*'
+lm_head        50x64   float32  5.7%   -        lm head: 50 outputs, the entries of 'embed'
+1 converted, 5 skipped; 21.9% of 56,192 parameters in FP8; 217.0 KiB before, 229.0 KiB after""",
     )
 
 
@@ -38,15 +38,15 @@ def test_the_report_of_frozen_and_tied_weights() -> None:
     assert_expected_inline(
         str(report),
         """\
-module         weight  dtype    runs in  why
--------------  ------  -------  -------  -----------------------------------
-embed          50x64   float32  -        embedding
-blocks.0.up    192x64  float32  fp8      frozen: high-precision copy dropped
-blocks.0.down  64x192  float32  fp8      frozen: high-precision copy dropped
-blocks.1.up    192x64  float32  fp8      trainable
-blocks.1.down  64x192  float32  fp8      trainable
-lm_head        50x64   float32  -        tied to embedding 'embed'
-4 converted, 2 skipped; parameters 204.5 KiB before, 156.5 KiB after""",
+parameter      shape   dtype    share  runs in  why
+-------------  ------  -------  -----  -------  -----------------------------------
+embed          50x64   float32  6.0%   -        embedding
+blocks.0.up    192x64  float32  23.2%  fp8      frozen: high-precision copy dropped
+blocks.0.down  64x192  float32  23.2%  fp8      frozen: high-precision copy dropped
+blocks.1.up    192x64  float32  23.2%  fp8      trainable
+blocks.1.down  64x192  float32  23.2%  fp8      trainable
+lm_head        50x64   float32  -      -        tied to embedding 'embed'
+4 converted, 2 skipped; 92.8% of 52,992 parameters in FP8; 204.5 KiB before, 156.5 KiB after""",
     )
     again = convert(model, auto_filter_small_kn=False)
     assert {e.reason for e in again.converted} == {"already converted"}

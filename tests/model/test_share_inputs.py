@@ -177,8 +177,8 @@ def test_no_gradient_stays_none() -> None:
 def test_a_different_recipe_is_cast_by_itself() -> None:
     shared, unshared = Qkv(), Qkv()
     for model in (shared, unshared):
-        to_fp8(model.k, POWER_OF_TWO)
         converted(model)
+        to_fp8(model.k, POWER_OF_TWO)
         assert (model.k.weight.recipe, model.v.weight.recipe) == (POWER_OF_TWO, FP32_SCALES)
     wanted = results(unshared, X)
     share_inputs(shared)
