@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -80,20 +81,27 @@ def castable(
     swappable(weight, what)
 
 
-def _castable_again(weight: Tensor, held: Tensor, what: str, recipe: Recipe | None) -> None:
-    was = held.recipe  # type: ignore[attr-defined]
-    if isinstance(held, BlockwiseFP8Tensor):
-        raise ValueError(
-            f"{what} is frozen in FP8 with {was}: its high-precision values are gone, so it cannot "
-            f"be cast with {recipe}; convert the original weights, or call without a recipe, which "
-            f"leaves weights as they are that are FP8 already"
-        )
-    if not isinstance(weight, BlockwiseFP8Weight):
-        raise ValueError(
-            f"{what} is sharded, in FP8 with {was}: it cannot take {recipe}; convert with that "
-            f"before fully_shard, or call without a recipe, which leaves weights as they are that "
-            f"are FP8 already"
-        )
+def _castable_again(weight: Tensor, fp8: Any, what: str, recipe: Recipe | None) -> None:
+    assert recipe is not None  # else it would stay as it is
+    old, new = _difference(fp8.recipe, recipe), _difference(recipe, fp8.recipe)
+    if isinstance(fp8, BlockwiseFP8Tensor):
+        reason = "is frozen in FP8, without its high-precision values"
+        remedy = "convert the original weights"
+    elif not isinstance(weight, BlockwiseFP8Weight):
+        reason = "is sharded in FP8"
+        remedy = "convert before fully_shard"
+    else:
+        return
+    raise ValueError(
+        f"{what} {reason}: it was cast with {old} and cannot be cast with {new}; {remedy}, or "
+        f"call without a recipe, which leaves alone what is FP8 already"
+    )
+
+
+def _difference(recipe: Recipe, other: Recipe) -> str:
+    """The choices in which a recipe differs from another."""
+    pairs = [(f.name, getattr(recipe, f.name), getattr(other, f.name)) for f in fields(recipe)]
+    return ", ".join(f"{name}={mine!r}" for name, mine, others in pairs if mine != others)
 
 
 def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
@@ -125,16 +133,17 @@ def swappable(parameter: Tensor, what: str) -> None:
 
     These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes.
     """
+    cannot = f"cannot convert {what} {list(parameter.shape)} in place"
     if weakref.getweakrefs(parameter):
-        reason = "somebody holds a weak reference to it"
-    elif _is_in_use(parameter):
-        reason = "an autograd graph or a wrapper such as DDP uses it"
-    else:
-        return
-    raise RuntimeError(
-        f"cannot convert {what} {list(parameter.shape)} in place, because {reason}: convert the "
-        f"model before wrapping it in DDP or FSDP, and not between a forward and its backward"
-    )
+        raise RuntimeError(
+            f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
+            f"content; drop them first"
+        )
+    if _is_in_use(parameter):
+        raise RuntimeError(
+            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; convert the model "
+            f"before wrapping it in DDP or FSDP, and not between a forward and its backward"
+        )
 
 
 def _is_in_use(parameter: Tensor) -> bool:

@@ -53,12 +53,14 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
     conversion_checks.is_recipe(recipe)
-    if not is_linear(module) or why_unconvertible(module) is not None:
+    if not is_linear(module):
+        return
+    conversion_checks.not_fake(module.parameters(recurse=False))
+    if why_unconvertible(module) is not None:
         return
     if is_to_be_cast(module, recipe):
         weight = module._parameters["weight"]
         assert weight is not None
-        conversion_checks.not_fake([weight])
         conversion_checks.castable(weight, "the weight", recipe, [module])
         is_dropped, shape = not (weight.requires_grad or weight.is_meta), list(weight.shape)
         del weight  # references to it are counted

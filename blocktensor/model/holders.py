@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -28,19 +29,22 @@ def holders_of_weight(module: nn.Module, known: int = 1) -> list[nn.Module]:
     """
     if sys.getrefcount(module._parameters["weight"]) - _HELD_ONCE < known:
         return [module]
-    tables = [x for x in gc.get_referrers(module._parameters["weight"]) if type(x) is dict]
+    tables = _dicts(gc.get_referrers(module._parameters["weight"]))
     # Modules keep their attributes in a dict; from Python 3.13 on also without one.
-    owners = gc.get_referrers(*tables)
     attributes = [
-        x
-        for x in owners
-        if type(x) is dict and any(x.get("_parameters") is table for table in tables)
+        x for x in _dicts(gc.get_referrers(*tables)) if _is_in(x.get("_parameters"), tables)
     ]
-    if attributes:
-        owners += gc.get_referrers(*attributes)
+    owners = [*gc.get_referrers(*tables), *gc.get_referrers(*attributes)]
     found = {
-        id(x): x
-        for x in owners
-        if issubclass(type(x), nn.Module) and any(x._parameters is table for table in tables)
+        id(x): x for x in owners if issubclass(type(x), nn.Module) and _is_in(x._parameters, tables)
     }
+    owners.clear()  # it may hold a list that is held by it
     return list(found.values())
+
+
+def _dicts(objects: list[Any]) -> list[dict[Any, Any]]:
+    return [x for x in objects if type(x) is dict]
+
+
+def _is_in(x: object, objects: list[dict[Any, Any]]) -> bool:
+    return any(x is other for other in objects)
