@@ -48,7 +48,7 @@ class ConversionPlan:
         reasons = {matrix: self._why_left(matrix, others) for matrix in linears or others[:1]}
         left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
         if not left and (holder := self._holder_in_need(first, tied)) is not None:
-            left = {first: f"frozen, and a {holder} that holds it too needs its values"}
+            left = {first: f"frozen, and another module holds it too: {holder}"}
         is_fp8 = fp8_part(first.parameter) is not None
         if left and is_fp8:
             left = {first: "already converted"}

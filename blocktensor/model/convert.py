@@ -67,9 +67,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         holder = needs_values(module) if is_dropped else None
         if holder is not None:
             warnings.warn(
-                f"a frozen weight {shape} stays in high precision: a {holder} "
-                f"holds it too and needs its values; give the linear a copy of its own, or let the "
-                f"weight require a gradient",
+                f"a frozen weight {shape} stays in high precision, because another module holds it "
+                f"too ({holder}): give the linear a copy of its own, or let the weight require a "
+                f"gradient",
                 stacklevel=2,
             )
             return
@@ -195,7 +195,7 @@ def _why_converted(linear: Matrix) -> str:
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
     if not any(is_linear(module) for module in model.modules()):
         remedy = "it has no nn.Linear and no Conv1D, which are all that convert changes"
     elif "small" in kinds:
@@ -203,8 +203,8 @@ def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     else:
         remedy = "print the report for the reasons"
     warnings.warn(
-        f"no weight of this {type(model).__name__} is in FP8 (matrices left alone: "
-        f"{counts or 'none'}): {remedy}",
+        f"no weight of this {type(model).__name__} is in FP8: {remedy}. Matrices left alone: "
+        f"{counts}",
         stacklevel=3,
     )
 

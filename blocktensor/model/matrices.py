@@ -85,8 +85,8 @@ def _why_unconvertible(module: nn.Module, key: str, parameter: Tensor) -> str | 
     if isinstance(module, _ConvNd):
         return "convolution"
     if isinstance(module, ParametrizationList):
-        return "parametrized: a module computes its weight from it"
+        return "parametrized: a weight is computed from it"
     kind = kind_of(module)
     if not is_lazy(parameter) and parameter.ndim == 3 and len(parameter) > 1:
-        return f"stack of matrices in {kind}: products with stacks have no FP8 form yet"
-    return f"in {kind}, which is no nn.Linear"
+        return f"stack of matrices: in {kind}"
+    return f"not the weight of a linear: in {kind}"

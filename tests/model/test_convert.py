@@ -154,7 +154,7 @@ def test_a_meta_module_can_run_for_its_shapes() -> None:
 
 def test_a_model_in_float64() -> None:
     model = Model().double()
-    with pytest.warns(UserWarning, match=r"4 dtype torch\.float64"):
+    with pytest.warns(UserWarning, match=r"dtype torch\.float64 \(4\)"):
         report = convert(copy.deepcopy(model), auto_filter_small_kn=False)
     assert reasons(report)["blocks.0.up"] == "dtype torch.float64"
     assert report.converted == ()

@@ -38,8 +38,9 @@ def test_apply_leaves_a_frozen_weight_to_its_embedding() -> None:
     assert_expected_inline(
         textwrap.fill(str(warned[0].message), 84),
         """\
-a frozen weight [50, 64] stays in high precision: a Embedding holds it too and needs
-its values; give the linear a copy of its own, or let the weight require a gradient""",
+a frozen weight [50, 64] stays in high precision, because another module holds it
+too (Embedding): give the linear a copy of its own, or let the weight require a
+gradient""",
     )
     assert len(warned) == 1
     assert model.lm_head.weight is model.embed.weight
@@ -74,7 +75,7 @@ def test_convert_knows_other_holders(inside: bool, frozen: bool) -> None:
     kind = "Module" if inside else "Embedding"
     if frozen:
         assert converted_names(model) == ["1"]
-        why = f"frozen, and a {kind} that holds it too needs its values"
+        why = f"frozen, and another module holds it too: {kind}"
         assert reasons(report)["0"] == why
     else:
         assert converted_names(model) == ["0", "1"]
