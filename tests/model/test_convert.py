@@ -189,6 +189,41 @@ def test_a_tied_head_of_any_name_is_left_alone() -> None:
     assert type(model.embed.weight.data) is Tensor
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("by", ["skip", "filter"])
+def test_a_linear_that_is_left_out_keeps_its_weight_for_those_tied_to_it(
+    by: str, first: bool
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("a", "b", "c")})
+    model["b"].weight = model["a"].weight
+    out, other = ("a", "b") if first else ("b", "a")
+    if by == "skip":
+        report, why = (
+            convert(model, skip=[out], auto_filter_small_kn=False),
+            f"skip pattern {out!r}",
+        )
+    else:
+        report, why = (
+            convert(model, filter=lambda m, n: n != out, auto_filter_small_kn=False),
+            "filter",
+        )
+    assert converted_names(model) == ["c"]
+    assert reasons(report) == {out: why, other: f"tied to {out!r}: {why}"}
+
+
+def test_tied_linears_convert_once_and_say_so_again() -> None:
+    model = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("a", "b")})
+    model["b"].weight = model["a"].weight
+    for first in ("trainable", "already converted"):
+        report = convert(model, auto_filter_small_kn=False)
+        assert [e.reason for e in report.entries] == [first, "tied to 'a'"]
+    model["embed"] = nn.Embedding(DIM, DIM)
+    model["embed"].weight = model["a"].weight
+    report = convert(model, auto_filter_small_kn=False)
+    assert [e.converted for e in report.entries] == [True] * 3
+    assert [e.reason for e in report.entries] == ["already converted"] + ["tied to 'a'"] * 2
+
+
 def test_the_output_projection_of_attention_is_left_alone() -> None:
     model = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, batch_first=True)
     report = convert(model, auto_filter_small_kn=False)

@@ -15,6 +15,7 @@ from blocktensor import (
     convert,
     freeze,
     functional,
+    to_blockwise_fp8_weights,
     unfreeze,
 )
 from blocktensor.ops import reference
@@ -107,6 +108,19 @@ def test_tied_weights_stay_tied() -> None:
         assert change(tied) == ["0", "1"]
         assert tied[0].weight is tied[1].weight
         assert isinstance(tied[0].weight, kind)
+
+
+def test_state_hooks_do_not_pile_up() -> None:
+    made = model(RECIPES[0])
+    convert(made, Recipe(), auto_filter_small_kn=False)
+    for _ in range(2):
+        freeze(made)
+        unfreeze(made)
+        convert(made, auto_filter_small_kn=False)
+        made.apply(to_blockwise_fp8_weights)
+    for layer in (made[0], made[2]):
+        assert len(layer._state_dict_hooks) == 1
+        assert len(layer._load_state_dict_pre_hooks) == 1
 
 
 def test_what_is_not_fp8_is_left_alone() -> None:

@@ -127,17 +127,21 @@ mlp           gate, up, down  gate+up, down    2      1
     assert [len(m._forward_pre_hooks) for m in (model["mlp"], model["mlp"].up)] == [1, 1]
 
 
-def test_linears_in_a_list_are_siblings(casts: Casts) -> None:
-    class Listed(nn.Module):
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_linears_in_a_container_are_siblings(kind: type, casts: Casts) -> None:
+    class Contained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(K, N) for _ in range(3))
+            linears = [nn.Linear(K, N) for _ in range(3)]
+            named = zip("abc", linears, strict=True)
+            inner = nn.ModuleList(linears) if kind is nn.ModuleList else nn.ModuleDict(named)
+            self.experts = nn.ModuleDict({"inner": inner})
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum(expert(x) for expert in self.experts)  # type: ignore[return-value]
+            return sum(expert(x) for expert in self.experts["inner"].children())  # type: ignore[return-value]
 
-    model = converted(Listed())
-    share_inputs(model)
+    model = converted(Contained())
+    assert [group.name for group in share_inputs(model).groups] == [""]
     model(X)
     assert len(casts) == 1
 
