@@ -30,6 +30,8 @@ def holders_of_weight(module: nn.Module, known: int = 1) -> list[nn.Module]:
     if sys.getrefcount(module._parameters["weight"]) - _HELD_ONCE < known:
         return [module]
     tables = _dicts(gc.get_referrers(module._parameters["weight"]))
+    if len(tables) == 1:  # a search takes long
+        return [module]
     # Modules keep their attributes in a dict; from Python 3.13 on also without one.
     attributes = [
         x for x in _dicts(gc.get_referrers(*tables)) if _is_in(x.get("_parameters"), tables)

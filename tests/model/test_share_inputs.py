@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, Recipe, share_inputs
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.conv1d import Conv1D
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.reference_ops import replace_op
 from tests.support.siblings import (
@@ -125,6 +126,22 @@ mlp           gate, up, down  gate+up, down    2      1
     )
     assert share_inputs(model).groups == report.groups  # again changes nothing
     assert [len(m._forward_pre_hooks) for m in (model["mlp"], model["mlp"].up)] == [1, 1]
+
+
+def test_conv1d_shares_too(casts: Casts) -> None:
+    def qkv() -> nn.Module:
+        model = Qkv()
+        model.q, model.k = Conv1D(N, K), Conv1D(N, K)
+        return converted(model)
+
+    shared, unshared = qkv(), qkv()
+    share_inputs(shared)
+    for _ in range(2):
+        wanted = results(unshared, X)
+        casts.clear()
+        shared(X)
+        assert len(casts) == 2
+        assert_same(results(shared, X), wanted)
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
