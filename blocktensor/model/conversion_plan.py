@@ -59,13 +59,16 @@ class ConversionPlan:
         for matrix in tied:
             if matrix in left:
                 why[matrix] = left[matrix]
-            elif left and not is_fp8 and matrix in linears:
+            elif not left or is_fp8:
+                if matrix is not first:
+                    why[matrix] = f"tied to {first.label!r}"
+            elif matrix.unconvertible is None:  # a linear that could be converted by itself
                 refused, reason = next(iter(left.items()))
                 why[matrix] = f"tied to {refused.label!r}: {reason}"
-            elif left and not is_fp8 and matrix.is_first:
-                why[matrix] = str(matrix.unconvertible)
-            elif matrix is not first:
-                why[matrix] = f"tied to {(first if is_fp8 or not left else tied[0]).label!r}"
+            elif matrix.is_first:
+                why[matrix] = matrix.unconvertible
+            else:
+                why[matrix] = f"tied to {tied[0].label!r}"
         return None if left else first
 
     def _why_left(self, linear: Matrix, others: Sequence[Matrix]) -> str | None:

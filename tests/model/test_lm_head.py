@@ -127,6 +127,24 @@ MTP = {
             linears(q=(DIM, DIM), k=(DIM, DIM), output=(DIM, DIM)), [], id="attention alone"
         ),
         pytest.param(
+            linears(layers__0__q=(DIM, DIM), pool__q=(DIM, DIM), pool__output=(DIM, DIM)),
+            [],
+            id="attention beside the body",
+        ),
+        pytest.param(
+            {**embeddings(embed=VOCABULARY), **linears(up=(DIM, DIM), output=(2, DIM))},
+            ["output"],
+            id="an embedding is a body",
+        ),
+        pytest.param(
+            {
+                **embeddings(embed=VOCABULARY),
+                **linears(heads__0=(VOCABULARY, DIM), heads__1=(VOCABULARY, DIM)),
+            },
+            ["heads.0", "heads.1"],
+            id="a list of heads",
+        ),
+        pytest.param(
             {**embeddings(embed=DIM), **linears(layers__0__q=(DIM, DIM), proj=(DIM, DIM))},
             [],
             id="as wide as its vocabulary",
