@@ -148,10 +148,8 @@ def swappable(parameter: Tensor, what: str) -> None:
 
 def _is_in_use(parameter: Tensor) -> bool:
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
-    if uses < 2 or not parameter.is_leaf:
+    if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
         return uses > 1
-    if uses > 2 or not parameter.requires_grad:
-        return True
     # The second use may be its AccumulateGrad node, which does no harm: swap_tensors makes it raise
     # if a backward reaches it. If it is not, asking for the node makes a third use.
     edge = torch.autograd.graph.get_gradient_edge(parameter)

@@ -111,6 +111,13 @@ the model first, then convert it""",
     assert converted_names(model)[-1] == LAST
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_linear_in_float64(trainable: bool) -> None:
+    layer = nn.Linear(DIM, DIM, dtype=torch.float64).requires_grad_(trainable)
+    text = refused(layer, TypeError, to_blockwise_fp8_weights)
+    assert text.startswith("the weight has dtype torch.float64")
+
+
 @pytest.mark.parametrize("fake", ["weights", "mode"])
 def test_fake_tensors(fake: str) -> None:
     model = Model()
@@ -259,6 +266,21 @@ if dist.is_available():
                 )
             assert "convert the model before" in " ".join(text.split())
             model(batch(0, device)).sum().backward()
+
+    @on_ranks(2, gpus=())
+    def test_a_frozen_dtensor(world: int, device: str) -> None:
+        model = build()
+        model.down.requires_grad_(False)
+        shard(model, mesh_of(world, device))
+        text = refused(model, NotImplementedError).replace("\n", " ")
+        assert text.startswith("the weight of 'down' is a frozen DTensor [130, 300]")
+        report = convert(model, skip=["down"], auto_filter_small_kn=False)
+        assert [e.name for e in report.converted] == ["up", "mid"]
+
+    @on_ranks(2, gpus=())
+    def test_a_weight_of_ddp(world: int, device: str) -> None:
+        text = refused(nn.parallel.DistributedDataParallel(build()), RuntimeError)
+        assert "a wrapper such as DDP uses it" in text.replace("\n", " ")
 
     @on_ranks(2, gpus=())
     def test_a_sharded_weight_stays_as_it_is(world: int, device: str) -> None:

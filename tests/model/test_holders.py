@@ -88,6 +88,20 @@ def test_convert_knows_other_holders(inside: bool, frozen: bool) -> None:
         }
 
 
+@pytest.mark.parametrize("use", ["apply", "convert"])
+def test_a_frozen_weight_on_meta_keeps_its_master(use: str) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"linear": nn.Linear(DIM, DIM), "alias": nn.Module()})
+    model["alias"].of_linear = model["linear"].weight
+    model.requires_grad_(False)
+    if use == "apply":
+        model.apply(to_blockwise_fp8_weights)
+    else:
+        report = convert(model, auto_filter_small_kn=False)
+        assert [e.reason for e in report.converted] == ["initialised later", "tied to 'linear'"]
+    assert isinstance(model["linear"].weight, BlockwiseFP8Weight)
+
+
 def test_many_frozen_weights_are_converted_without_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
