@@ -101,6 +101,7 @@ def every_kind() -> nn.Module:
     model["same"].weight = model["lm_head"].weight = model["embed"].weight
     model["tied"].weight = model["mixed"].weight
     model["alias"] = nn.Module()
+    model["alias"].positions = nn.Parameter(torch.zeros(1, 5, DIM))
     model["alias"].of_tied = model["tied"].weight
     return model
 
@@ -116,7 +117,7 @@ embed                                   50x64     float32  1.7%   -        embed
 same                                    50x64     float32  -      -        tied to 'embed'
 bag                                     10x64     float32  0.3%   -        embedding
 layers.*.fc1 (2)                        64x64     float32  4.3%   fp8      trainable
-layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.6%  -        stack of matrices: in Experts
+layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.5%  -        stack of matrices: in Experts
 layers.*.experts.down_proj (2)          4x64x64   float32  17.3%  -        stack of matrices: in Experts
 layers.*.experts.router (2)             4x64      float32  0.3%   -        not the weight of a linear: in Experts
 attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear
@@ -133,8 +134,9 @@ rnn.weight_hh_l0                        256x64    float32  8.6%   -        not t
 lazy                                    ?         float32  -      -        convolution
 wide                                    64x64     float64  2.2%   -        dtype torch.float64
 lm_head                                 50x64     float32  -      -        tied to embedding 'embed'
+alias.positions                         1x5x64    float32  0.2%   -        not the weight of a linear: in Module
 alias.of_tied                           64x64     float32  -      fp8      tied to 'mixed'
-6 converted, 20 skipped; 13.0% of 189,504 parameters in FP8; 750.2 KiB before, 774.3 KiB after""",  # noqa: E501
+6 converted, 21 skipped; 12.9% of 189,824 parameters in FP8; 751.5 KiB before, 775.5 KiB after""",  # noqa: E501
     )
 
 
