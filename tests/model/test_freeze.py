@@ -110,6 +110,14 @@ def test_tied_weights_stay_tied() -> None:
         assert isinstance(tied[0].weight, kind)
 
 
+def test_frozen_weights_that_were_told_to_require_a_gradient() -> None:
+    made = model(RECIPES[0])
+    freeze(made)
+    made.requires_grad_(True)
+    assert unfreeze(made) == ["0", "2"]
+    assert all(isinstance(made[i].weight, BlockwiseFP8Weight) for i in (0, 2))
+
+
 def test_state_hooks_do_not_pile_up() -> None:
     made = model(RECIPES[0])
     convert(made, Recipe(), auto_filter_small_kn=False)
