@@ -77,11 +77,7 @@ def unfreeze(model: nn.Module) -> list[str]:
 def _swap_all(
     model: nn.Module, swapped: Callable[[nn.Module, Tensor], Tensor | None], trains: bool
 ) -> list[str]:
-    linears = [
-        (name, module)
-        for name, module in model.named_modules()
-        if is_linear(module) and module._parameters.get("weight") is not None
-    ]
+    linears = [(name, module) for name, module in model.named_modules() if is_linear(module)]
     for name, module in linears:
         _check(name, module)
     names = []
