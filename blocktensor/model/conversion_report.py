@@ -1,4 +1,4 @@
-"""The report of a conversion: one entry for every linear and embedding, with the reason."""
+"""The report of a conversion: one entry for every matrix of a model, with the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ class SmallKN:
 
 @dataclass(frozen=True)
 class Entry:
-    """One module's weight: ``converted`` or not, with the reason."""
+    """A parameter of two or more dimensions: ``converted`` or not, with the reason.
+
+    Attributes:
+        name: of the parameter, relative to the model, without ``.weight``.
+        shape: its sizes; empty if it is not initialized yet.
+        bytes_before, bytes_after: see :class:`ConversionReport`; 0 if an earlier entry counts them.
+        elements: number of values; 0 if an earlier entry has the same parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -38,6 +45,7 @@ class Entry:
     reason: str
     bytes_before: int
     bytes_after: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,14 @@ class ConversionReport:
 
     ``bytes_after`` counts, for a trainable weight, the master and the FP8 form with scales (held
     from a forward to its backward), and for a frozen one the FP8 form only.
+
+    Attributes:
+        entries: of every parameter of two or more dimensions, one for each module that holds it.
+        parameters: number of values in all parameters of the model; tied ones count once.
     """
 
     entries: tuple[Entry, ...]
+    parameters: int
 
     @property
     def converted(self) -> tuple[Entry, ...]:
@@ -57,7 +70,7 @@ class ConversionReport:
 
     @property
     def skipped(self) -> tuple[Entry, ...]:
-        """The linears and embeddings that were skipped, each with its reason."""
+        """The matrices that do not run in FP8, each with its reason."""
         return tuple(e for e in self.entries if not e.converted)
 
     @property
@@ -70,19 +83,40 @@ class ConversionReport:
         """Parameter bytes of all entries after conversion; tied weights count once."""
         return sum(e.bytes_after for e in self.entries)
 
+    @property
+    def fp8_share(self) -> float:
+        """The part of all parameters that runs in FP8, from 0 to 1."""
+        return self._share(sum(e.elements for e in self.converted))
+
+    def _share(self, elements: int) -> float:
+        return elements / max(self.parameters, 1)
+
     def __str__(self) -> str:
         rows = collapse(
             (
-                e.name,
-                "x".join(str(s) for s in e.shape),
-                str(e.dtype).removeprefix("torch."),
-                "fp8" if e.converted else "-",
-                e.reason,
-            )
-            for e in self.entries
+                (
+                    e.name or "(model)",
+                    "x".join(str(s) for s in e.shape) or "?",
+                    str(e.dtype).removeprefix("torch."),
+                    e.elements,
+                    "fp8" if e.converted else "-",
+                    e.reason,
+                )
+                for e in self.entries
+            ),
+            add=3,
         )
+        shown = [(*row[:3], self._percent(row[3]), *row[4:]) for row in rows]
         summary = (
-            f"{len(self.converted)} converted, {len(self.skipped)} skipped; parameters "
+            f"{len(self.converted)} converted, {len(self.skipped)} skipped; "
+            f"{self.fp8_share:.1%} of {self.parameters:,} parameters in FP8; "
             f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
         )
-        return text_table(("module", "weight", "dtype", "runs in", "why"), rows) + "\n" + summary
+        header = ("parameter", "shape", "dtype", "share", "runs in", "why")
+        return text_table(header, shown) + "\n" + summary
+
+    def _percent(self, elements: int) -> str:
+        if not elements:
+            return "-"  # another line counts them
+        percent = f"{self._share(elements):.1%}"
+        return "<0.1%" if percent == "0.0%" else percent

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
-from .text_table import collapse, text_table
+from .linears import fp8_part, is_linear, sizes_of
+from .text_table import collapse_alike, text_table
 
 Shape = tuple[int, int, int]
 
@@ -44,8 +44,9 @@ class Explanation:
     def __str__(self) -> str:
         if not self.products:
             return "no FP8 layers: convert the model first with blocktensor.convert(model)"
-        rows = collapse(
-            (p.layer, p.kind, f"{p.m} x {p.n} x {p.k}", p.backend, p.reason) for p in self.products
+        rows = collapse_alike(
+            (p.layer or "(model)", p.kind, f"{p.m} x {p.n} x {p.k}", p.backend, p.reason)
+            for p in self.products
         )
         return text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
 
@@ -72,13 +73,17 @@ def explain(
     products: list[Product] = []
     if isinstance(model_or_shapes, nn.Module):
         for name, module in model_or_shapes.named_modules():
-            w = getattr(module, "weight", None)
-            if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) and w.ndim == 2:
-                shape = (tokens, w.shape[0], w.shape[1])
-                bias = None if getattr(module, "bias", None) is None else dtype
-                kinds = ("fprop", "dgrad", "wgrad") if w.requires_grad else ("fprop", "dgrad")
-                formats = w.recipe.activation_format, w.format
-                products += _products(name, shape, kinds, formats, bias, dtype, w.dtype, w.device)
+            weight: Any = module._parameters.get("weight") if is_linear(module) else None
+            fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
+            if fp8 is None or weight.ndim != 2:
+                continue
+            shape = (tokens, *sizes_of(module, weight))
+            bias = None if getattr(module, "bias", None) is None else dtype
+            kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
+            formats = fp8.recipe.activation_format, fp8.recipe.weight_format
+            products += _products(
+                name, shape, kinds, formats, bias, dtype, weight.dtype, weight.device
+            )
         return Explanation(tuple(products))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for shape in model_or_shapes:

@@ -109,13 +109,13 @@ class InputGroup:
             first = given.users[0]
             self._expected[first] = max(given.users, self._expected.get(first, ()), key=len)
 
-    def _give(self, linear: str, module: nn.Linear, args: tuple[Any, ...]) -> Any:
+    def _give(self, linear: str, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """The arguments of ``linear`` with its input in FP8; None leaves them unchanged."""
         # Compilers and selective checkpointing must see the same ops in every pass. `running` also
         # ensures that no cast is kept outside of the module's forward.
         if torch.compiler.is_compiling() or len(args) != 1 or not self._thread.running:
             return None
-        x, weight = args[0], module.weight
+        x, weight = args[0], module._parameters.get("weight")
         if must_dispatch(x) or torch._C._are_functorch_transforms_active():
             return None
         # in-place changes of inference tensors are not counted; the linear raises for other misfits

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..distributed.fsdp.trainable import is_converted
 from .input_group import InputGroup
+from .linears import fp8_part, is_linear
 from .text_table import collapse, text_table
 
 
@@ -72,7 +72,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        if isinstance(module, nn.Linear) and is_converted(module.weight):
+        if is_linear(module) and fp8_part(module._parameters.get("weight")) is not None:
             owner = name.rpartition(".")[0]
             while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
                 owner = owner.rpartition(".")[0]  # containers have no forward of their own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -18,23 +19,69 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def collapse(rows: Iterable[tuple[Any, ...]], add: int | None = None) -> list[tuple[Any, ...]]:
+    """Join rows that differ only in the numbers inside their first cell, a module name.
+
+    ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
+
+    Args:
+        rows: a name and other cells.
+        add: column of numbers that rows may differ in, and that are summed.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for row in rows:
+        others = [cell for i, cell in enumerate(row[1:], 1) if i != add]
+        groups.setdefault((pattern(row[0]), *others), []).append(row)
+    joined = []
+    for group in groups.values():
+        cells = list(group[0])
+        if len(group) > 1:
+            cells[0] = f"{_common([row[0] for row in group])} ({len(group)})"
+        if add is not None:
+            cells[add] = sum(row[add] for row in group)
+        joined.append(tuple(cells))
+    return joined
+
+
+def collapse_alike(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join rows that differ only in their first cell, a module name.
+
+    ``blocks.0.q``, ``blocks.0.up``, ``blocks.0.o``, ``blocks.1.q`` … become
+    ``blocks.*.{q, up, o} (6)``; order is kept.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *others in rows:
+        groups.setdefault(tuple(others), []).append(name)
+    return [(_names(names), *others) for others, names in groups.items()]
+
+
+def _names(names: list[str]) -> str:
+    """Names in few words: as one pattern each, those of one parent together."""
+    if len(names) == 1:
+        return names[0]
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(pattern(name), []).append(name)
+    children: dict[str, list[str]] = {}
+    for group in alike.values():
+        parent, dot, last = _common(group).rpartition(".")
+        children.setdefault(parent + dot, []).append(last)
+    parts = [
+        f"{parent}{{{', '.join(last)}}}" if len(last) > 1 and parent else parent + ", ".join(last)
+        for parent, last in children.items()
+    ]
+    return f"{', '.join(parts)} ({len(names)})"
+
+
 def pattern(name: str) -> str:
     """The name with ``*`` for every number: equal for layers alike."""
     return re.sub(r"\d+", "*", name)
 
 
-def collapse(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join rows that differ only in the numbers inside their first cell, a module name.
-
-    ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
-    """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *rest in rows:
-        groups.setdefault((pattern(name), *rest), []).append(name)
-    return [
-        (names[0] if len(names) == 1 else f"{alike} ({len(names)})", *rest)
-        for (alike, *rest), names in groups.items()
-    ]
+def _common(names: list[str]) -> str:
+    """Names of one pattern as one name, with a ``*`` for each number that differs."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def human_bytes(count: int) -> str:

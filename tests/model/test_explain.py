@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from torch import nn
 from blocktensor import (
     BlockwiseFP8Weight,
     Explanation,
+    Recipe,
     convert,
     explain,
     functional,
     to_blockwise_fp8_weights,
 )
 from blocktensor.ops import reference
-from blocktensor.ops.gemm.choose_backend import usable_gemm_backends
-from tests.support.models import Model, Trace, complaint, linear, randn
+from blocktensor.ops.gemm.choose_backend import GemmProblem, choose_gemm, usable_gemm_backends
+from tests.support.conv1d import Conv1D
+from tests.support.models import RECIPES, Model, Trace, complaint, linear, randn
 from tests.support.reference_ops import replace_op
 
 FORCE = "BLOCKTENSOR_GEMM"
@@ -99,6 +102,76 @@ def test_the_products_are_those_that_run() -> None:
     ran = [op for op in trace.ops if isinstance(op, tuple)]
     assert [(p.m, p.n, p.k) for p in explain(nn.Sequential(module), tokens=10).products] == ran
     assert [p.kind for p in explain([(10, 70, 130)]).products] == ["fprop", "dgrad", "wgrad"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
+def test_the_problems_are_those_of_the_products(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[GemmProblem] = []
+
+    def choose(problem: GemmProblem) -> Any:
+        asked.append(problem)
+        return choose_gemm(problem)
+
+    monkeypatch.setattr(sys.modules["blocktensor.model.explain"], "choose_gemm", choose)
+    cpu, act, weight = torch.device("cpu"), torch.bfloat16, torch.float32
+    rows, squares = recipe.activation_format, recipe.weight_format
+    model = nn.Sequential(
+        linear(70, 130, recipe=recipe, dtype=weight, bias=True),
+        linear(130, 70, recipe=recipe, dtype=weight, frozen=True),
+    )
+    explain(model, tokens=10)
+    assert asked == [
+        GemmProblem(10, 70, 130, rows, squares, act, cpu, bias=act),
+        GemmProblem(10, 130, 70, rows, squares, act, cpu),
+        GemmProblem(70, 130, 10, rows, rows, weight, cpu),
+        GemmProblem(10, 130, 70, rows, squares, act, cpu),
+        GemmProblem(10, 70, 130, rows, squares, act, cpu),
+    ]
+    asked.clear()
+    explain([(10, 70, 130)], dtype=torch.float16, device="cpu")
+    rows, squares = Recipe().activation_format, Recipe().weight_format
+    assert asked == [
+        GemmProblem(10, 70, 130, rows, squares, torch.float16, cpu),
+        GemmProblem(10, 130, 70, rows, squares, torch.float16, cpu),
+        GemmProblem(70, 130, 10, rows, rows, torch.float16, cpu),
+    ]
+
+
+def test_layers_alike_are_one_line() -> None:
+    with torch.device("meta"):
+        layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "attn": nn.ModuleDict(
+                        {name: nn.Linear(2048, n) for name, n in (("q", 2048), ("k", 512))}
+                    ),
+                    "mlp": nn.ModuleDict({"gate": nn.Linear(2048, 2048), "up": Conv1D(2048, 2048)}),
+                }
+            )
+            for _ in range(2)
+        )
+    layers.apply(to_blockwise_fp8_weights)
+    assert_expected_inline(
+        narrow(explain(nn.ModuleDict({"layers": layers}))),
+        """\
+layer                                         product  M x N x K           backend
+--------------------------------------------  -------  ------------------  ---------
+layers.*.attn.q, layers.*.mlp.{gate, up} (6)  fprop    4096 x 2048 x 2048  reference
+layers.*.attn.q, layers.*.mlp.{gate, up} (6)  dgrad    4096 x 2048 x 2048  reference
+layers.*.attn.q, layers.*.mlp.{gate, up} (6)  wgrad    2048 x 2048 x 4096  reference
+layers.*.attn.k (2)                           fprop    4096 x 512 x 2048   reference
+layers.*.attn.k (2)                           dgrad    4096 x 2048 x 512   reference
+layers.*.attn.k (2)                           wgrad    512 x 2048 x 4096   reference""",
+    )
+
+
+def test_only_linears_have_products() -> None:
+    model = Model(tied=True).apply(to_blockwise_fp8_weights)
+    assert isinstance(model.embed.weight, BlockwiseFP8Weight)
+    assert "embed" not in {p.layer for p in explain(model).products}
+    assert "(model)" in str(explain(linear(70, 130)))
 
 
 def test_a_model_without_fp8_layers() -> None:

@@ -15,6 +15,7 @@ from blocktensor import (
     convert,
     freeze,
     functional,
+    to_blockwise_fp8_weights,
     unfreeze,
 )
 from blocktensor.ops import reference
@@ -109,9 +110,32 @@ def test_tied_weights_stay_tied() -> None:
         assert isinstance(tied[0].weight, kind)
 
 
+def test_frozen_weights_that_were_told_to_require_a_gradient() -> None:
+    made = model(RECIPES[0])
+    freeze(made)
+    made.requires_grad_(True)
+    assert unfreeze(made) == ["0", "2"]
+    assert all(isinstance(made[i].weight, BlockwiseFP8Weight) for i in (0, 2))
+
+
+def test_state_hooks_do_not_pile_up() -> None:
+    made = model(RECIPES[0])
+    convert(made, Recipe(), auto_filter_small_kn=False)
+    for _ in range(2):
+        freeze(made)
+        unfreeze(made)
+        convert(made, auto_filter_small_kn=False)
+        made.apply(to_blockwise_fp8_weights)
+    for layer in (made[0], made[2]):
+        assert len(layer._state_dict_hooks) == 1
+        assert len(layer._load_state_dict_pre_hooks) == 1
+
+
 def test_what_is_not_fp8_is_left_alone() -> None:
     made = model()
+    reference = weakref.ref(made[0].weight)  # it could not be exchanged
     assert freeze(made) == unfreeze(made) == []
+    del reference
     with torch.device("meta"):
         on_meta = nn.Linear(K, N)
     convert(on_meta, auto_filter_small_kn=False)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, Recipe, share_inputs
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.conv1d import Conv1D
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.reference_ops import replace_op
 from tests.support.siblings import (
@@ -127,17 +128,37 @@ mlp           gate, up, down  gate+up, down    2      1
     assert [len(m._forward_pre_hooks) for m in (model["mlp"], model["mlp"].up)] == [1, 1]
 
 
-def test_linears_in_a_list_are_siblings(casts: Casts) -> None:
-    class Listed(nn.Module):
+def test_conv1d_shares_too(casts: Casts) -> None:
+    def qkv() -> nn.Module:
+        model = Qkv()
+        model.q, model.k = Conv1D(N, K), Conv1D(N, K)
+        return converted(model)
+
+    shared, unshared = qkv(), qkv()
+    share_inputs(shared)
+    for _ in range(2):
+        wanted = results(unshared, X)
+        casts.clear()
+        shared(X)
+        assert len(casts) == 2
+        assert_same(results(shared, X), wanted)
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_linears_in_a_container_are_siblings(kind: type, casts: Casts) -> None:
+    class Contained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(K, N) for _ in range(3))
+            linears = [nn.Linear(K, N) for _ in range(3)]
+            named = zip("abc", linears, strict=True)
+            inner = nn.ModuleList(linears) if kind is nn.ModuleList else nn.ModuleDict(named)
+            self.experts = nn.ModuleDict({"inner": inner})
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum(expert(x) for expert in self.experts)  # type: ignore[return-value]
+            return sum(expert(x) for expert in self.experts["inner"].children())  # type: ignore[return-value]
 
-    model = converted(Listed())
-    share_inputs(model)
+    model = converted(Contained())
+    assert [group.name for group in share_inputs(model).groups] == [""]
     model(X)
     assert len(casts) == 1
 
@@ -177,8 +198,8 @@ def test_no_gradient_stays_none() -> None:
 def test_a_different_recipe_is_cast_by_itself() -> None:
     shared, unshared = Qkv(), Qkv()
     for model in (shared, unshared):
-        to_fp8(model.k, POWER_OF_TWO)
         converted(model)
+        to_fp8(model.k, POWER_OF_TWO)
         assert (model.k.weight.recipe, model.v.weight.recipe) == (POWER_OF_TWO, FP32_SCALES)
     wanted = results(unshared, X)
     share_inputs(shared)

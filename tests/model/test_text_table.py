@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor.model.text_table import collapse, human_bytes, text_table
+from blocktensor.model.text_table import collapse, collapse_alike, human_bytes, text_table
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
@@ -62,6 +62,30 @@ blocks.1.down          64x64
 experts.3.blocks.2.up  192x64""",
     )
     assert collapse([]) == []
+
+
+def test_only_numbers_that_differ_become_a_star() -> None:
+    rows = [("h.0.fc1", "a"), ("h.1.fc1", "a"), ("h.0.fc2", "b"), ("h.1.fc2", "b"), ("h.3.x2", "b")]
+    assert collapse(rows) == [("h.*.fc1 (2)", "a"), ("h.*.fc2 (2)", "b"), ("h.3.x2", "b")]
+
+
+def test_a_column_is_summed_over_joined_rows() -> None:
+    rows = [("h.0.up", "a", 1, "x"), ("h.1.up", "a", 2, "x"), ("h.2.up", "a", 4, "y")]
+    assert collapse(rows, add=2) == [("h.*.up (2)", "a", 3, "x"), ("h.2.up", "a", 4, "y")]
+    assert len(collapse(rows)) == 3
+
+
+def test_rows_that_differ_in_names_only_are_joined() -> None:
+    names = ("q", "o", "mlp.gate")
+    rows = [(f"h.{i}.{name}", "64x64") for i in range(2) for name in names]
+    rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
+    rows += [("alone1", "1x1")]
+    assert collapse_alike(rows) == [
+        ("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"),
+        ("h.*.k (2)", "32x64"),
+        ("alone1", "1x1"),
+    ]
+    assert collapse_alike([]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""What is checked before a conversion changes anything: each check raises with the remedy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.nn.parameter import is_lazy
+
+from ..distributed.dtensor import local_of
+from ..distributed.fsdp.fsdp_internals import sharded_with
+from ..ops.checks import high_precision
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .linears import fp8_part, is_fully_sharded
+
+
+def is_recipe(recipe: Recipe | None) -> None:
+    """``recipe`` is a Recipe or None, else TypeError."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return
+    example = f"Recipe(scale={recipe!r})" if isinstance(recipe, str) else "Recipe()"
+    raise TypeError(
+        f"recipe={recipe!r} is a {type(recipe).__name__}: expected a blocktensor.Recipe, e.g. "
+        f"{example}"
+    )
+
+
+def not_fake(parameters: Iterable[Tensor]) -> None:
+    """Neither is a parameter a fake tensor nor is a FakeTensorMode on, else NotImplementedError."""
+    if detect_fake_mode(list(parameters)) is not None:
+        raise NotImplementedError(
+            "cannot convert under FakeTensorMode, which keeps weak references to parameters, so "
+            "that none can change in place: convert the model before entering the mode, or build "
+            "it with torch.device('meta')"
+        )
+
+
+def castable(
+    weight: Tensor, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
+) -> None:
+    """``weight`` can become FP8 in place, or take another recipe.
+
+    Args:
+        weight: of a linear.
+        what: names it in the error message.
+        recipe: that is asked for.
+        modules: the linear, and those known to be above it.
+
+    Raises:
+        ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
+        TypeError: it is not bf16, fp16 or fp32.
+        NotImplementedError: a frozen DTensor, or a tensor parallel one; FSDP2 has gathered it.
+        RuntimeError: an autograd graph or a wrapper such as DDP uses it.
+    """
+    if is_lazy(weight):
+        raise ValueError(
+            f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
+            f"convert it"
+        )
+    held = fp8_part(weight)
+    if held is not None:
+        _castable_again(weight, held, what, recipe)
+    high_precision(weight, what)
+    local = local_of(weight)
+    if local is not None:
+        _not_gathered_yet(weight, local, what)
+        if not weight.requires_grad and not weight.is_meta:
+            raise NotImplementedError(
+                f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
+                f"convert the model before fully_shard, or with requires_grad=True"
+            )
+    elif held is None:
+        _not_gathered_now(modules, what)
+    swappable(weight, what)
+
+
+def _castable_again(weight: Tensor, fp8: Any, what: str, recipe: Recipe | None) -> None:
+    assert recipe is not None  # else it would stay as it is
+    old, new = _difference(fp8.recipe, recipe), _difference(recipe, fp8.recipe)
+    if isinstance(fp8, BlockwiseFP8Tensor):
+        reason = "is frozen in FP8, without its high-precision values"
+        remedy = "convert the original weights"
+    elif not isinstance(weight, BlockwiseFP8Weight):
+        reason = "is sharded in FP8"
+        remedy = "convert before fully_shard"
+    else:
+        return
+    raise ValueError(
+        f"{what} {reason}: it was cast with {old} and cannot be cast with {new}; {remedy}, or "
+        f"call without a recipe, which leaves alone what is FP8 already"
+    )
+
+
+def _difference(recipe: Recipe, other: Recipe) -> str:
+    """The choices in which a recipe differs from another."""
+    pairs = [(f.name, getattr(recipe, f.name), getattr(other, f.name)) for f in fields(recipe)]
+    return ", ".join(f"{name}={mine!r}" for name, mine, others in pairs if mine != others)
+
+
+def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
+    of_fsdp, has_run = sharded_with(lambda x: x is local)
+    # replicas aside, FSDP2 alone shards over one dimension of its mesh
+    sharded_dims = sum(not placement.is_replicate() for placement in weight.placements)
+    if not of_fsdp or sharded_dims > 1:
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
+            f"FSDP2 alone did not make: tensor parallel weights have no FP8 form yet; skip them"
+        )
+    if has_run:
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
+            f"already: convert the model before its first forward"
+        )
+
+
+def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:
+    if any(map(is_fully_sharded, modules)):
+        raise NotImplementedError(
+            f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
+            f"told to ignore it; convert the model before fully_shard"
+        )
+
+
+def swappable(parameter: Tensor, what: str) -> None:
+    """The content of ``parameter`` can be exchanged in place, else RuntimeError.
+
+    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes.
+    """
+    cannot = f"cannot convert {what} {list(parameter.shape)} in place"
+    if weakref.getweakrefs(parameter):
+        raise RuntimeError(
+            f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
+            f"content; drop them first"
+        )
+    if _is_in_use(parameter):
+        raise RuntimeError(
+            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; convert the model "
+            f"before wrapping it in DDP or FSDP, and not between a forward and its backward"
+        )
+
+
+def _is_in_use(parameter: Tensor) -> bool:
+    uses: int = parameter._use_count()  # type: ignore[attr-defined]
+    if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
+        return uses > 1
+    # The second use may be its AccumulateGrad node, which does no harm: swap_tensors makes it raise
+    # if a backward reaches it. If it is not, asking for the node makes a third use.
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
+    del edge
+    return in_use

@@ -1,0 +1,138 @@
+"""What a conversion is to change, and why not the rest; decided before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..ops.checks import HIGH_PRECISION
+from ..recipe import Recipe
+from . import conversion_checks
+from .conversion_report import SmallKN
+from .holders import holders_of_weight
+from .linears import fp8_part, is_linear, sizes_of, why_unconvertible
+from .lm_head import heads_of
+from .matrices import Matrix
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class ConversionPlan:
+    """What a conversion is to change; every check is made here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe | None,
+        filter: Filter | None,
+        skipped: dict[nn.Module, str],
+        small: bool | SmallKN,
+    ) -> None:
+        self.modules = dict(model.named_modules())
+        self.heads = heads_of(model)
+        self.recipe, self.filter, self.skipped = recipe, filter, skipped
+        self.thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
+
+    def choose(self, tied: Sequence[Matrix], why: dict[Matrix, str]) -> Matrix | None:
+        """The linear whose weight is to be cast; None if this parameter stays as it is.
+
+        Args:
+            tied: all that hold one parameter, in the order of modules.
+            why: takes the reason for each that is not returned.
+        """
+        linears = [matrix for matrix in tied if matrix.unconvertible is None]
+        others = [matrix for matrix in tied if matrix.unconvertible is not None]
+        first = (linears or others)[0]
+        reasons = {matrix: self._why_left(matrix, others) for matrix in linears or others[:1]}
+        left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
+        if not left and (holder := self._holder_in_need(first, tied)) is not None:
+            left = {first: f"frozen, and another module holds it too: {holder}"}
+        is_fp8 = fp8_part(first.parameter) is not None
+        if left and is_fp8:
+            left = {first: "already converted"}
+        if not left:
+            name = f"the weight of {first.label!r}" if first.label else "the weight"
+            above = self._with_all_above(first.name)
+            conversion_checks.castable(first.parameter, name, self.recipe, above)
+        for matrix in tied:
+            if matrix in left:
+                why[matrix] = left[matrix]
+            elif not left or is_fp8:
+                if matrix is not first:
+                    why[matrix] = f"tied to {first.label!r}"
+            elif matrix.unconvertible is None:  # a linear that could be converted by itself
+                refused, reason = next(iter(left.items()))
+                why[matrix] = f"tied to {refused.label!r}: {reason}"
+            elif matrix.is_first:
+                why[matrix] = matrix.unconvertible
+            else:
+                why[matrix] = f"tied to {tied[0].label!r}"
+        return None if left else first
+
+    def _why_left(self, linear: Matrix, others: Sequence[Matrix]) -> str | None:
+        """Why a matrix is not to be cast; None if it is."""
+        weight, module = linear.parameter, linear.module
+        if linear.unconvertible is not None:
+            return linear.unconvertible
+        if not is_to_be_cast(module, self.recipe):
+            return "already converted"
+        if module in self.skipped:
+            return f"skip pattern {self.skipped[module]!r}"
+        is_fp8 = fp8_part(weight) is not None
+        if not is_fp8:
+            for other in others:
+                if isinstance(other.module, (nn.Embedding, nn.EmbeddingBag)):
+                    return f"tied to embedding {other.label!r}"
+            if module in self.heads:
+                return self.heads[module]
+            if weight.dtype not in HIGH_PRECISION:
+                return f"dtype {weight.dtype}"
+        if self.filter is not None:
+            wanted = self.filter(module, linear.name)
+            if wanted is None:
+                raise TypeError(
+                    f"filter returned None for {linear.name!r}: expected True to convert it, False "
+                    f"to skip it"
+                )
+            if not wanted:
+                return "filter"
+        if is_fp8 or is_lazy(weight) or self.thresholds is None:
+            return None
+        small = self.thresholds.undercut(*sizes_of(module, weight))
+        return f"small: {' and '.join(small)} (auto_filter_small_kn)" if small else None
+
+    def _holder_in_need(self, linear: Matrix, tied: Sequence[Matrix]) -> str | None:
+        """The kind of a module that could not work with the frozen form of a linear's weight."""
+        if linear.parameter.requires_grad or linear.parameter.is_meta:
+            return None
+        for matrix in tied:
+            if matrix.unconvertible is not None:
+                return type(matrix.module).__name__
+        return needs_values(linear.module, len(tied))
+
+    def _with_all_above(self, name: str) -> list[nn.Module]:
+        found = [self.modules[""], self.modules[name]]
+        while name := name.rpartition(".")[0]:
+            found.append(self.modules[name])
+        return found
+
+
+def is_to_be_cast(linear: nn.Module, recipe: Recipe | None) -> bool:
+    """Whether the weight of a linear is not FP8 yet, or is asked to take another recipe."""
+    fp8 = fp8_part(linear.weight)
+    return fp8 is None or (recipe is not None and fp8.recipe != recipe)
+
+
+def needs_values(linear: nn.Module, known: int = 1) -> str | None:
+    """The kind of a module, no linear, that holds the parameter ``weight`` of ``linear`` too.
+
+    Args:
+        linear: a module with a parameter ``weight``.
+        known: how many modules are known to hold it, all of them linears.
+    """
+    for holder in holders_of_weight(linear, known):
+        if holder is not linear and (why_unconvertible(holder) if is_linear(holder) else True):
+            return type(holder).__name__
+    return None

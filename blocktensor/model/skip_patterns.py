@@ -1,0 +1,78 @@
+"""Patterns of module names: which linears they leave out, and what to say of those that miss."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from .linears import is_linear, why_unconvertible
+
+
+def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module, str]:
+    """The linears that shell-style ``patterns`` name, each with the first pattern that does.
+
+    A pattern names a module, by any name that the model has for it, and all modules below it.
+
+    Raises:
+        TypeError: patterns that are not a sequence of str.
+        ValueError: a pattern that names no linear that could be converted.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"skip={patterns!r} is a str: expected a list of patterns, e.g. [{patterns!r}]"
+        )
+    patterns = tuple(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"skip holds {pattern!r}, a {type(pattern).__name__}: expected patterns of module "
+                f"names, e.g. ['*.router']"
+            )
+    modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
+    linears = {
+        name: module
+        for name, module in modules.items()
+        if is_linear(module) and why_unconvertible(module) is None
+    }
+    skipped: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        matches = re.compile(fnmatch.translate(pattern)).match
+        named = [m for name, m in linears.items() if any(map(matches, _and_above(name)))]
+        if not named:
+            raise ValueError(_complaint(model, pattern, modules, linears))
+        for module in named:
+            skipped.setdefault(module, pattern)
+    return skipped
+
+
+def _and_above(name: str) -> list[str]:
+    """The name of a module and those of all above it but the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _complaint(
+    model: nn.Module, pattern: str, modules: dict[str, nn.Module], linears: dict[str, nn.Module]
+) -> str:
+    found = fnmatch.filter(modules, pattern)
+    known = dict.fromkeys(above for name in linears for above in _and_above(name) if above)
+    last = dict.fromkeys(name.rpartition(".")[2] for name in known)
+    near = difflib.get_close_matches(pattern, known, n=3) or [
+        f"*.{name}" for name in difflib.get_close_matches(pattern.split(".")[-1], last, n=3)
+    ]
+    if found:
+        kind = type(modules[found[0]]).__name__
+        what = (
+            f"matches only modules that convert leaves alone anyway, such as {found[0]!r} ({kind})"
+        )
+    else:
+        what = f"matches no module of this {type(model).__name__}"
+    hint = f"; near it: {', '.join(map(repr, near))}" if near else ""
+    return (
+        f"skip pattern {pattern!r} {what}: expected a pattern that names linears or modules above "
+        f"them{hint}"
+    )

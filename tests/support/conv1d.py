@@ -1,0 +1,51 @@
+"""A stand-in for transformers' ``Conv1D``, which need not be installed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Conv1D(nn.Module):
+    """The linear of GPT-2, whose weight is ``[K, N]``; as transformers has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.nx = nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.size()[:-1], self.nf)
+        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return x.view(size_out)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Gpt2(nn.Module):
+    """A language model with the names and the shapes of GPT-2: vocabulary 96, 64 positions."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        block = nn.ModuleDict(
+            {
+                "ln_1": nn.LayerNorm(dim),
+                "attn": nn.ModuleDict({"c_attn": Conv1D(3 * dim, dim), "c_proj": Conv1D(dim, dim)}),
+                "mlp": nn.ModuleDict(
+                    {"c_fc": Conv1D(4 * dim, dim), "c_proj": Conv1D(dim, 4 * dim)}
+                ),
+            }
+        )
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(96, dim),
+                "wpe": nn.Embedding(64, dim),
+                "h": nn.ModuleList([block]),
+            }
+        )
+        self.lm_head = nn.Linear(dim, 96, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
