@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -136,8 +137,7 @@ def convert(
     entries = []
     for matrix, bytes_before in zip(matrices, before, strict=True):
         weight = matrix.parameter
-        if matrix.unconvertible is None:
-            _register_hooks(matrix.module)
+        _register_hooks(matrix.module)
         entries.append(
             Entry(
                 name=matrix.label,
@@ -161,10 +161,11 @@ def _cast(linear: nn.Module, recipe: Recipe | None) -> None:
     swap_in(weight, _converted_weight(linear, weight, recipe or DEFAULT_RECIPE))
 
 
-def _register_hooks(linear: nn.Module) -> None:
-    weight = linear.weight
-    if isinstance(weight, BlockwiseFP8Weight) or shard_of(weight) is not None:
-        register_state_hooks(linear)
+def _register_hooks(module: nn.Module) -> None:
+    """Of a linear, or of another module that holds its weight."""
+    weights: list[Any] = list(module._parameters.values())
+    if any(isinstance(w, BlockwiseFP8Weight) or shard_of(w) is not None for w in weights):
+        register_state_hooks(module)
 
 
 def _converted_weight(linear: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
