@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
+from tests.support.audited import assert_no_marked_product
 from tests.support.models import FP8_TYPES, Model, assert_same_bytes
 
 DIM = 192  # a block and a half
@@ -164,3 +166,60 @@ def test_adapters_are_stored_without_their_base(tmp_path: Path) -> None:
     assert 0 < stored < 2 * sum(p.nbytes for p in trained(model).values())
     assert torch.equal(again(INPUTS), model(INPUTS))
     assert not torch.equal(model(INPUTS), base()(INPUTS))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "rsLoRA": {"use_rslora": True},
+    "an adapted module saved whole": {"modules_to_save": ["blocks.0.up"]},
+    "the head saved whole": {"modules_to_save": ["head"]},
+}
+READS_VALUES = {"DoRA", "PiSSA", "OLoRA"}
+"""Adapters that compute with the values of the base, which a frozen one does not hold."""
+
+
+def kind_of_adapter(model: nn.Module, kind: str) -> PeftModel:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["up", "down"], **KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_base_that_keeps_its_masters(kind: str) -> None:
+    model = Model(DIM).bfloat16()
+    convert(model, auto_filter_small_kn=False)
+    made = kind_of_adapter(model, kind)
+    assert_no_marked_product(made, INPUTS)
+    optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        losses.append(loss_of(made))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[1] < losses[0]
+    wanted, merged = loss_of(made), made.merge_and_unload()
+    for block in merged.blocks:
+        assert isinstance(block.up.weight, BlockwiseFP8Weight)
+    assert loss_of(merged).item() == pytest.approx(wanted.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_frozen_base(kind: str) -> None:
+    if kind in READS_VALUES:
+        with pytest.raises(NotImplementedError, match=r"values in FP8: call \.dequantize"):
+            loss_of(kind_of_adapter(base(), kind))
+        return
+    made = kind_of_adapter(base(), kind)
+    assert_no_marked_product(made, INPUTS)
+    optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
+    loss_of(made).backward()
+    if kind == "an adapted module saved whole":  # it trains a frozen weight
+        with pytest.raises(NotImplementedError, match=r"call blocktensor\.unfreeze\(model\) first"):
+            optimizer.step()
+    else:
+        before = loss_of(made)
+        optimizer.step()
+        assert loss_of(made) < before
