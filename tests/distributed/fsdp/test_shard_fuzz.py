@@ -1,6 +1,6 @@
 """Random writes to shards, forwards, backwards, steps: every forward equals a fresh conversion's.
 
-``BLOCKTENSOR_FUZZ=200 pytest tests/distributed/fsdp/test_staleness_fuzz.py`` runs so many
+``BLOCKTENSOR_FUZZ=200 pytest tests/distributed/fsdp/test_shard_fuzz.py`` runs so many
 sequences.
 """
 
