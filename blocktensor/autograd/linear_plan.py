@@ -100,11 +100,8 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    if torch._C._are_functorch_transforms_active() and not is_compiling():
-        raise NotImplementedError(
-            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
-            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
-        )
+    if not is_compiling():
+        _refuse_surroundings(x)
     x_inner, w_inner = _inner(x), _inner(w)
     if (
         not isinstance(w, _FP8_TYPES)
@@ -125,6 +122,24 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
     )
     return _PLANS.find_by(key, x, w, bias, recipe)
+
+
+def _refuse_surroundings(x: Tensor) -> None:
+    if x.is_nested:
+        raise NotImplementedError(
+            "an FP8 linear of a nested tensor: call it on .values() of a jagged tensor, or on a "
+            "padded one"
+        )
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace of an FP8 linear: freeze the model and use torch.export, or use "
+            "torch.compile"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
+            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
+        )
 
 
 def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:

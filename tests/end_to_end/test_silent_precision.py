@@ -7,6 +7,7 @@ in FP8, raises an error that names a remedy, or is in the list of docs/guides/li
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,18 @@ def lora(m: nn.Linear) -> Tensor:
 
 def jagged(x: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+
+
+def nested(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its API is a prototype
+        return torch.nested.nested_tensor([x[:2], x[2:]])
+
+
+def jit_traced(m: nn.Linear, x: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        return torch.jit.trace(m, x)
 
 
 def pruned(m: nn.Linear, x: Tensor) -> Tensor:
@@ -185,6 +198,8 @@ FP8: dict[str, Way] = {
 
 ERRORS: dict[str, Way] = {
     "jagged": lambda m, x: m(jagged(x)),
+    "nested": lambda m, x: m(nested(x.detach())),
+    "jit.trace": jit_traced,
     "aten.linear": lambda m, x: torch.ops.aten.linear(x, m.weight),
     "aten.mm": lambda m, x: torch.ops.aten.mm(x, m.weight),
     "aten.mm, detached": lambda m, x: torch.ops.aten.mm(x, m.weight.detach()),
