@@ -11,6 +11,7 @@ from . import tensor as _tensor
 from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
+from .checkpoint.no_storage import STORAGE_READERS as _STORAGE_READERS
 from .distributed.fsdp import begin_shard as _begin_shard
 from .model.conversion_report import ConversionReport, SmallKN
 from .model.convert import convert, to_blockwise_fp8_weights
@@ -33,6 +34,7 @@ from .tensor.weight import BlockwiseFP8Weight
 from .tensor.weight_cache import FP8Cache as _FP8Cache
 
 _TORCH_FUNCTIONS.update(_torch_functions.OVERRIDES)
+_TORCH_FUNCTIONS.update(_STORAGE_READERS)
 for _ops in (
     _aten_views.VIEWS,
     _aten_copies.COPIES,

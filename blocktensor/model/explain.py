@@ -12,7 +12,7 @@ from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .text_table import collapse, text_table
+from ..text_table import collapse, text_table
 
 Shape = tuple[int, int, int]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..distributed.fsdp.trainable import is_converted
+from ..text_table import collapse, text_table
 from .input_group import InputGroup
-from .text_table import collapse, text_table
 
 
 @dataclass(frozen=True)

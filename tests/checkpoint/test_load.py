@@ -245,7 +245,7 @@ def test_files_that_are_not_what_the_index_says(folder: Path, tmp_path: Path) ->
         ),
         (
             json.dumps({"weight_map": {**content["weight_map"], "more": "gone.safetensors"}}),
-            "gone.safetensors: no such file",
+            "'gone.safetensors' is no file, but .* names it",
         ),
         (
             json.dumps({"weight_map": dict.fromkeys(content["weight_map"], first.name)}),
