@@ -67,8 +67,9 @@ def put_in_place(made: Path, folder: Path) -> None:
         with _lock(folder, _LOCK_TIMEOUT_S):
             try:
                 _replace(made, folder)
-            finally:
+            except BaseException:
                 _settle(made, folder)
+                raise
         return
     made.chmod(0o777 & ~umask())
     flush(made)

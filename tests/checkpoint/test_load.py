@@ -25,7 +25,16 @@ from blocktensor import (
     save_fp8,
 )
 from blocktensor.checkpoint import load as module
-from tests.support.checkpoint_models import VOCABULARY, K, Model, N, bits, filled
+from tests.support.checkpoint_models import (
+    VOCABULARY,
+    K,
+    Model,
+    N,
+    assert_same,
+    bits,
+    filled,
+    state,
+)
 
 TOKENS = torch.arange(VOCABULARY)[None]
 INDEX = "model.safetensors.index.json"
@@ -45,22 +54,6 @@ def converted_on_meta() -> Model:
     model = on_meta()
     convert(model, auto_filter_small_kn=False)
     return model
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    """The bytes of everything in a model, by name."""
-    found: dict[str, Tensor] = {}
-    for name, x in model.state_dict().items():
-        parts = [x]
-        if isinstance(x, BlockwiseFP8Tensor):
-            parts = list(x.rowwise()[:2])
-        found |= {f"{name} {i}": bits(part).clone() for i, part in enumerate(parts)}
-    return found
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 # What fits

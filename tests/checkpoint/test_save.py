@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +16,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 import blocktensor
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
-from blocktensor.checkpoint import save as module
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, save_fp8
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_models import Model, bits, filled
@@ -102,99 +96,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
 
 
-# What is there already
-
-
-def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "fp8"
-    save_fp8(filled(seed=1), folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        save_fp8(filled(seed=2), folder)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    (folder / "tokenizer.json").write_text("{}")
-    save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=1)
-    assert (folder / "tokenizer.json").read_text() == "{}"
-    wanted = reference.quantize_rowwise(
-        filled(seed=2, convert=False).up.weight, BLOCKS_128X128
-    ).data
-    assert torch.equal(bits(read(folder)["up.weight"]), bits(wanted))
-    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
-
-
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
-        save_fp8(filled(), tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("call", range(1, 12))
-def test_an_interrupted_save_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    folder = tmp_path / "fp8"
-    save_fp8(filled(seed=1), folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    flush, calls = module._flush, []
-
-    def interrupted(path: Path) -> None:
-        calls.append(path)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        flush(path)
-
-    monkeypatch.setattr(module, "_flush", interrupted)
-    try:
-        save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=60_000)
-    except KeyboardInterrupt:
-        pass
-    else:
-        assert call > len(calls)
-    monkeypatch.undo()
-    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    if whole != before:  # the new one, as whole
-        load_fp8(filled(convert=False), folder)
-    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
-
-
-SAVER = """
-import sys, torch
-from blocktensor import save_fp8
-from tests.support.checkpoint_models import filled
-torch.set_num_threads(1)
-models = [filled(seed) for seed in (1, 2)]
-save_fp8(models[0], sys.argv[1], overwrite=True)
-print("ready", flush=True)
-while True:
-    for model in models:
-        save_fp8(model, sys.argv[1], overwrite=True, max_shard_bytes=60_000)
-"""
-
-
-def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
-    draw, root = random.Random(0), Path(__file__).parents[2]
-    wanted = [bits(load_up(seed)) for seed in (1, 2)]
-    for _ in range(4):
-        folder = tmp_path / "fp8"
-        command = [sys.executable, "-c", SAVER, str(folder)]
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as saver:
-            assert saver.stdout is not None
-            assert saver.stdout.readline() == b"ready\n"
-            time.sleep(draw.random() / 4)
-            saver.kill()
-        # between two renames the old one lies, whole, in a folder of its own beside
-        whole = folder if folder.exists() else next(tmp_path.glob(".fp8.old.*/fp8"))
-        model = filled(5, convert=False)
-        load_fp8(model, whole)
-        found = bits(model.up.weight.rowwise().data)
-        assert any(torch.equal(found, one) for one in wanted)
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-
-
-def load_up(seed: int) -> Tensor:
-    return reference.quantize_rowwise(filled(seed, convert=False).up.weight, BLOCKS_128X128).data
+# What is refused
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
