@@ -116,7 +116,7 @@ def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str,
             raise CheckpointError(f"{file}: {what} is no object of strings")
     assert isinstance(places, dict)
     for name in places.values():
-        if os.path.basename(name) != name or len(name) > _LONGEST_NAME:
+        if os.path.basename(name) != name or not 0 < len(name) <= _LONGEST_NAME or name == ".":
             raise CheckpointError(f"{file}: {reprlib.repr(name)} is no file of its folder")
     return places, digests
 
@@ -138,5 +138,5 @@ def _header(file: Path, digest: str | None) -> dict[str, Entry]:
                 tensor = opened.get_slice(name)
                 entries[name] = Entry(file, tensor.get_dtype(), tuple(tensor.get_shape()))
             return entries
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{file}: truncated or corrupted ({error})") from None

@@ -218,7 +218,7 @@ def _tensor(name: str, entry: Entry, files: dict[Path, Any]) -> Tensor:
             files[entry.file] = safe_open(entry.file, framework="pt")
         value: Tensor = files[entry.file].get_tensor(name)
         return value
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read ({error})") from None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,10 @@ def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError if the file or the object is missing."""
     try:
-        if file.stat().st_size > _MAX_HEADER:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe or a device would be read for ever
+            raise CheckpointError(f"{file}: not readable as JSON (it is no file)")
+        if found.st_size > _MAX_HEADER:
             raise CheckpointError(f"{file}: larger than {_MAX_HEADER} bytes")
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
