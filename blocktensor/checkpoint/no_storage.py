@@ -16,7 +16,8 @@ def _no_storage(x: Tensor) -> NoReturn:
     raise RuntimeError(
         f"this {type(x).__name__} {list(x.shape)} has no storage of its own, so that safetensors "
         f"and save_pretrained cannot write it: blocktensor.save_fp8(model, path) writes the model "
-        f"in FP8; for files in high precision write .dequantize() of it"
+        f"in FP8; in high precision write .dequantize() of a frozen weight, and state_dict() of "
+        f"trainable ones, which holds plain tensors"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,30 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: bool) -> None:
+    model = filled(frozen=frozen)
+    plain = {"steps", "embed.weight"}
+    whole = 8 + model.embed.weight.nbytes + 200 * 300 + 4 * 2 * 3  # with up's data and scales
+    for size, wanted in ((whole, plain | {"up.weight", "up.weight_scale_inv"}), (whole - 1, plain)):
+        folder = save_fp8(model, tmp_path / str(size), max_shard_bytes=size)
+        assert set(load_file(min(folder.glob("*.safetensors")))) == wanted
+    folder = save_fp8(model, tmp_path / "small", max_shard_bytes=1)
+    sizes = [len(load_file(file)) for file in folder.glob("*.safetensors")]
+    assert sorted(sizes) == [1] * 5 + [2] * 2  # a weight and its scales stay together
+
+
+def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    wanted = {}
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        wanted[file.name] = hashlib.sha256(data[:size]).hexdigest()
+    assert index["metadata"]["header_sha256"] == wanted
+
+
 # What is refused
 
 
@@ -126,3 +151,41 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
     other.weight = nn.Parameter(torch.empty_like(values))
     blocktensor.load_fp8(other, tmp_path / "fp8")
     assert torch.equal(other.weight.dequantize(), frozen.dequantize())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two")], ids=["fp32", "pow2"])
+def test_weights_with_nan_or_inf(tmp_path: Path, bad: float, frozen: bool, recipe: Recipe) -> None:
+    model = filled(convert=False)
+    with torch.no_grad():
+        model.down.weight[140, 130] = bad
+    model.down.weight.requires_grad_(not frozen)
+    convert(model, recipe, auto_filter_small_kn=False)
+    save_fp8(filled(1), tmp_path / "fp8")
+    before = read(tmp_path / "fp8")
+    message = (
+        r"down.weight has a block that FP8 cannot hold, the scale of block \[1, 1\] is (nan|inf)"
+    )
+    for path in (tmp_path / "fp8", tmp_path / "new"):
+        with pytest.raises(ValueError, match=message):
+            save_fp8(model, path, overwrite=True)
+    after = read(tmp_path / "fp8")
+    assert all(torch.equal(bits(after[name]), bits(x)) for name, x in before.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+    assert len(list((tmp_path / "fp8").iterdir())) == 3
+
+
+def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
+    """Of tensors made by hand."""
+    for scale, recipe in ((-1.0, Recipe()), (0.0, Recipe()), (3.0, Recipe(scale="power_of_two"))):
+        module = nn.Module()
+        data = torch.ones(5, 7).to(torch.float8_e4m3fn)
+        weight = BlockwiseFP8Tensor.from_data(
+            data, torch.full((1, 1), scale), block_shape=(128, 128), recipe=recipe
+        )
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(
+            ValueError, match=rf"^weight has .* block \[0, 0\] is {scale}: expected a"
+        ):
+            save_fp8(module, tmp_path / "fp8")
