@@ -72,6 +72,14 @@ def of_one_file(folder: Path) -> None:
     (folder / "model-00001-of-00001.safetensors").rename(folder / SINGLE)
 
 
+def of_other_names(folder: Path) -> None:
+    """Of which a new save takes only some."""
+    of_three_shards(folder)
+    name, other = "model-00002-of-00003.safetensors", "second.safetensors"
+    (folder / name).rename(folder / other)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(name, other))
+
+
 def of_nothing(folder: Path) -> None:
     folder.mkdir()
 
@@ -79,6 +87,7 @@ def of_nothing(folder: Path) -> None:
 START: dict[str, Callable[[Path], None]] = {
     "three shards": of_three_shards,
     "one shard": of_one_shard,
+    "other names": of_other_names,
     "one file": of_one_file,
     "empty": of_nothing,
     "absent": lambda folder: None,
