@@ -121,8 +121,10 @@ def settled(folder: Path) -> set[str]:
     return found(folder) - unused
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
-@pytest.mark.parametrize("kind", START)
+@pytest.mark.parametrize(
+    ("kind", "links"),
+    [*((kind, True) for kind in START), ("three shards", False), ("other names", False)],
+)
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, links: bool
 ) -> None:
@@ -183,6 +185,27 @@ def test_a_step_that_fails_leaves_exactly_the_old_or_the_new(
 def visible(folder: Path) -> set[str]:
     """Names that do not begin with a dot."""
     return {path.name for path in folder.glob("[!.]*")}
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "I/O")], ids=repr)
+def test_a_file_under_the_name_of_a_shard_survives(folder: Path, error: BaseException) -> None:
+    """It is in no index, so that no save may take it for a rest of another."""
+    of_one_shard(folder)
+    strange = folder / "model-00002-of-00003.safetensors"
+    strange.write_bytes(b"mine")
+    seeds = set()
+    for step in range(1, 60):
+        with disk_steps(step, error) as steps, contextlib.suppress(type(error)):
+            save(NEW, folder)
+        assert strange.read_bytes() == b"mine", step
+        seeds.add(seed_in(folder))
+        save(OLD, folder)
+        assert strange.read_bytes() == b"mine", step
+        assert untagged(settled(folder)) == files(3), step
+        if len(steps) < step:
+            break
+    assert len(steps) < step
+    assert seeds == {OLD, NEW}
 
 
 SAVER = """
