@@ -66,9 +66,10 @@ def of_one_shard(folder: Path) -> None:
 
 
 def of_one_file(folder: Path) -> None:
-    """As transformers writes a small one."""
+    """As safetensors writes it, alone."""
     of_one_shard(folder)
     (folder / INDEX).unlink()
+    (folder / "config.json").unlink()
     (folder / "model-00001-of-00001.safetensors").rename(folder / SINGLE)
 
 
@@ -137,15 +138,19 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new(
         folder = tmp_path / f"{step}" / "fp8"
         folder.parent.mkdir()
         start(folder)
-        if before is not None:
+        if kind not in ("one file", "empty", "absent"):
             (folder / "adapter.safetensors").write_bytes(b"mine")
         with pytest.raises(Killed), disk_steps(step, Killed()):
             save(NEW, folder)
         seen.append(what_loads(folder))
+        if seen[-1] is not None:
+            with pytest.raises(FileExistsError, match="overwrite=True"):
+                save(NEXT, folder, overwrite=False)
         # The next save works, whatever was left, and leaves nothing of it.
         save(NEXT, folder, overwrite=seen[-1] is not None)
         assert seed_in(folder) == NEXT
-        kept = {"adapter.safetensors"} if before else set()
+        kept = {"adapter.safetensors"} & found(folder)
+        assert bool(kept) == (kind not in ("one file", "empty", "absent"))
         names = settled(folder) if links else untagged(settled(folder))
         assert names == files(3) | kept, step
         assert settled(folder.parent) == {"fp8"}
