@@ -89,7 +89,8 @@ def _replace(made: Path, folder: Path) -> None:
     index = read_json(made / INDEX)
     shards = sorted(set(index["weight_map"].values()))
     abandoned = _abandoned(folder, STAGING)
-    obsolete = (_named_in(folder) or set()).union(*map(_journal, abandoned)) - {SINGLE}
+    named = _named_in(folder)
+    obsolete = set() if named is None else named.union(*map(_journal, abandoned)) - {SINGLE}
     taken = {name for name in shards if os.path.lexists(folder / name)}
     names = {name: name for name in shards}
     if taken:
@@ -138,13 +139,17 @@ def _take_plain_names(
 
 def _settle(made: Path, folder: Path) -> None:
     """After an exception: complete a save whose index is in place, undo one whose index is not."""
-    if not os.path.lexists(made / INDEX):
+    # The index leaves the staging folder first; it is there again while shards get plain names.
+    in_place = not (os.path.lexists(made / INDEX) and os.path.lexists(made / CONFIG))
+    if in_place:
         with contextlib.suppress(OSError):
             if os.path.lexists(made / CONFIG):
                 os.replace(made / CONFIG, folder / CONFIG)
             _remove(folder / SINGLE)
     named = _named_in(folder)
-    for name in _journal(made) - named if named is not None else ():
+    if named is None and in_place:
+        return
+    for name in _journal(made) - (named or set()):
         with contextlib.suppress(OSError):
             _remove(folder / name)
 

@@ -85,9 +85,11 @@ def test_the_index_says_which_shards_are_its_own(folder: Path) -> None:
     (folder.parent / "above.safetensors").write_text("mine")
     (folder / "folder.safetensors").mkdir()
     (folder / "link.safetensors").symlink_to(folder.parent / "above.safetensors")
+    (folder / "link_to_folder.safetensors").symlink_to("folder.safetensors")
     index = json.loads((folder / INDEX).read_text())
     for name in (
-        "notes.txt", "../above.safetensors", "folder.safetensors", "link.safetensors", 5, "",
+        "notes.txt", "../above.safetensors", "folder.safetensors", "link.safetensors",
+        "link_to_folder.safetensors", 5, "",
     ):  # fmt: skip
         index["weight_map"][f"x{name}"] = name
     (folder / INDEX).write_text(json.dumps(index))

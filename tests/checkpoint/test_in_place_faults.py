@@ -179,6 +179,7 @@ def test_a_step_that_fails_leaves_exactly_the_old_or_the_new(
         if what_loads(folder) == NEW:
             outcomes.add("new")
             assert untagged(visible(folder)) == files(3), step
+            assert len(visible(folder)) == len(files(3)), step
         else:
             outcomes.add("old")
             assert failed, step
@@ -190,6 +191,19 @@ def test_a_step_that_fails_leaves_exactly_the_old_or_the_new(
 def visible(folder: Path) -> set[str]:
     """Names that do not begin with a dot."""
     return {path.name for path in folder.glob("[!.]*")}
+
+
+def test_a_failed_save_over_an_index_that_cannot_be_read(folder: Path) -> None:
+    """Nobody knows which shards are its own: only what the save itself has made goes."""
+    (folder / INDEX).write_text("{")
+    old, step = content(folder), 0
+    while content(folder) == old:
+        step += 1
+        with disk_steps(step, KeyboardInterrupt()), contextlib.suppress(KeyboardInterrupt):
+            save(NEW, folder)
+        assert found(folder) >= old.keys(), step
+    assert step > 10
+    assert seed_in(folder) == NEW
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "I/O")], ids=repr)

@@ -214,6 +214,18 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
     assert model.up.weight.recipe == Recipe()
 
 
+def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
+    """Also those whose rows need no padding, which no op copies."""
+    source, model = nn.Linear(512, 8, bias=False).bfloat16(), nn.Linear(512, 8, bias=False)
+    convert(source, auto_filter_small_kn=False)
+    load_fp8(model.bfloat16(), save_fp8(source, tmp_path / "fp8"))
+    before = state(model)
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert_same(state(model), before)
+
+
 @pytest.mark.parametrize("make", [lambda: filled(5, convert=False), on_meta, converted_on_meta])
 def test_what_is_loaded_does_not_lie_in_the_file(folder: Path, make: Callable[[], Model]) -> None:
     model = make()
