@@ -11,6 +11,7 @@ from . import tensor as _tensor
 from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
+from .checkpoint.no_storage import STORAGE_READERS as _STORAGE_READERS
 from .distributed.fsdp import begin_shard as _begin_shard
 from .model.audit import audit, audit_step
 from .model.audit_report import AuditReport
@@ -35,6 +36,7 @@ from .tensor.weight import BlockwiseFP8Weight
 from .tensor.weight_cache import FP8Cache as _FP8Cache
 
 _TORCH_FUNCTIONS.update(_torch_functions.OVERRIDES)
+_TORCH_FUNCTIONS.update(_STORAGE_READERS)
 for _ops in (
     _aten_views.VIEWS,
     _aten_copies.COPIES,

@@ -41,6 +41,7 @@ RANKS = (
     "blocktensor.ops.cast",
     "blocktensor.ops.runtime",
     "blocktensor.ops",
+    "blocktensor.text_table",
 )
 
 # Modules that a user may import; all other folders say in their docstring that they are internal.

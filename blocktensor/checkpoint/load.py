@@ -4,60 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.formats import BLOCKS_128X128
+from ..ops import checks
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .on_disk import (
-    CONFIG,
-    HEADERS,
-    INDEX,
-    SCALE_SUFFIXES,
-    SINGLE,
-    CheckpointError,
-    check_blocks,
-    header_digest,
-    read_json,
-    refuse_sharded,
-    require_safetensors,
-)
-
-_E4M3 = "F8_E4M3"
-
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Dtypes of stored scales: fp32 holds every value of each."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """The tensors of a checkpoint and of the model, by name.
-
-    Attributes:
-        fp8: weights that are now FP8, frozen.
-        plain: parameters and buffers that are not FP8.
-        missing: in the model but not in the checkpoint; unchanged.
-        unexpected: in the checkpoint but not in the model; not read.
-    """
-
-    fp8: tuple[str, ...]
-    plain: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-class _Entry(NamedTuple):
-    """A stored tensor, as the file's header describes it."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+from .contents import Entry, entries_of, scales_of
+from .load_report import LoadReport
+from .on_disk import CheckpointError, bad_scale, refuse_sharded, require_safetensors
 
 
 class _Target(NamedTuple):
@@ -74,7 +33,7 @@ def load_fp8(
     *,
     strict: bool = True,
     device: torch.device | str | None = None,
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
@@ -90,22 +49,26 @@ def load_fp8(
         path: the folder.
         strict: raise for missing and unexpected names.
         device: for tensors that are on meta in the model; default: the CPU.
-        recipe: of the FP8 weights: how gradients multiplied with them are cast.
+        recipe: of the FP8 weights: how what is multiplied with them is cast; default: that of the
+            model's weight if it is converted, else ``Recipe()``. ``scale="power_of_two"`` needs a
+            checkpoint whose scales are powers of two.
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: a file that is missing, truncated or corrupted; a tensor whose shape or
-            dtype does not fit the model; names that are missing or unexpected, if ``strict``.
+        CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or
+            dtype does not fit the model; a scale that is not finite and above 0, or does not fit
+            the recipe; names that are missing or unexpected, if ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
     """
     require_safetensors()
     folder = Path(path)
-    entries = _entries(folder)
-    scales = _scales(entries)
+    entries = entries_of(folder)
+    scales = scales_of(entries)
+    names_of_scales = set(scales.values())
     targets = _targets(model)
     for name, target in targets.items():
         refuse_sharded(name, target.current)
-    stored = [name for name in entries if name not in scales.values()]
+    stored = [name for name in entries if name not in names_of_scales]
     missing = _missing(targets, stored)
     unexpected = tuple(name for name in stored if name not in targets)
     if strict and (missing or unexpected):
@@ -132,96 +95,6 @@ def load_fp8(
     return LoadReport(in_fp8, plain, missing, unexpected)
 
 
-def _entries(folder: Path) -> dict[str, _Entry]:
-    """Every tensor of a checkpoint, by name, from checked headers."""
-    if (folder / CONFIG).exists():
-        check_blocks(read_json(folder / CONFIG), folder / CONFIG)
-    if (folder / INDEX).exists():
-        index = read_json(folder / INDEX)
-        places, digests = _index(index, folder / INDEX)
-    elif (folder / SINGLE).exists():
-        places, digests = None, {}
-    else:
-        raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
-    files = [SINGLE] if places is None else sorted(set(places.values()))
-    entries: dict[str, _Entry] = {}
-    for file in files:
-        found = _header(folder / file, digests.get(file))
-        for name in found:
-            if places is not None and places.get(name) != file:
-                raise CheckpointError(f"{folder / file}: tensor {name!r} is not in {INDEX}")
-        entries |= found
-    for name, file in (places or {}).items():
-        if name not in entries:
-            raise CheckpointError(f"{folder / file}: tensor {name!r} is missing, {INDEX} names it")
-    return entries
-
-
-def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The file of each tensor, and the digest of each file's header if ``save_fp8`` wrote it."""
-    places = index.get("weight_map")
-    metadata = index.get("metadata") or {}
-    digests = metadata.get(HEADERS, {}) if isinstance(metadata, dict) else {}
-    for what, found in (("weight_map", places), (HEADERS, digests)):
-        fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-        if not fits:
-            raise CheckpointError(f"{file}: {what} is no object of strings")
-    assert isinstance(places, dict)
-    for name in places.values():
-        if Path(name).name != name:
-            raise CheckpointError(f"{file}: {name!r} is no file of its folder")
-    return places, digests
-
-
-def _header(file: Path, digest: str | None) -> dict[str, _Entry]:
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise CheckpointError(f"{file}: no such file, but the index names it")
-    if digest is not None and header_digest(file) != digest:
-        raise CheckpointError(
-            f"{file}: corrupted: its header is not the one that was written (SHA-256 in {INDEX})"
-        )
-    try:
-        with safe_open(file, framework="pt") as opened:
-            entries, names = {}, opened.keys()
-            for name in names:
-                tensor = opened.get_slice(name)
-                entries[name] = _Entry(file, tensor.get_dtype(), tuple(tensor.get_shape()))
-            return entries
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or corrupted ({error})") from None
-
-
-def _scales(entries: Mapping[str, _Entry]) -> dict[str, str]:
-    """The name of the scales of each FP8 weight."""
-    scales = {}
-    for name, entry in entries.items():
-        if entry.dtype != _E4M3:
-            continue
-        found = [name + suffix for suffix in SCALE_SUFFIXES.values() if name + suffix in entries]
-        if len(found) != 1:
-            expected = " or ".join(name + suffix for suffix in SCALE_SUFFIXES.values())
-            raise CheckpointError(
-                f"{entry.file}: tensor {name!r} is FP8 and has {len(found)} scales: expected one "
-                f"of {expected}"
-            )
-        scale = entries[found[0]]
-        shape = (
-            BLOCKS_128X128.scale_shape(entry.shape)
-            if len(entry.shape) in BLOCKS_128X128.ranks
-            else None
-        )
-        if scale.dtype not in _SCALES or scale.shape != shape:
-            raise CheckpointError(
-                f"{scale.file}: tensor {found[0]!r} is {scale.dtype} {list(scale.shape)}: expected "
-                f"{' or '.join(_SCALES)}, {None if shape is None else list(shape)}: a scale for "
-                f"each 128x128 block of {list(entry.shape)}"
-            )
-        scales[name] = found[0]
-    return scales
-
-
 def _targets(model: nn.Module) -> dict[str, _Target]:
     """Parameters and persistent buffers by their names in ``state_dict``."""
     targets = {}
@@ -244,7 +117,7 @@ def _some(what: str, names: tuple[str, ...]) -> str:
     return f"{len(names)} {what}" + (f" ({shown})" if names else "")
 
 
-def _check(name: str, entries: Mapping[str, _Entry], scale: str | None, target: _Target) -> None:
+def _check(name: str, entries: Mapping[str, Entry], scale: str | None, target: _Target) -> None:
     """Raise CheckpointError if a stored tensor does not fit its place in the model."""
     entry, current = entries[name], target.current
     if entry.shape != tuple(current.shape):
@@ -271,10 +144,10 @@ def _check(name: str, entries: Mapping[str, _Entry], scale: str | None, target: 
             f"{entry.file}: tensor {name!r} is stored in FP8, the model's is trainable and would "
             f"lose its high-precision values: load into a model that is not converted yet"
         )
-    if not isinstance(current, nn.Parameter) or not current.dtype.is_floating_point:
+    if not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
         raise CheckpointError(
             f"{entry.file}: tensor {name!r} is an FP8 weight, the model's is a buffer or "
-            f"{current.dtype}"
+            f"{current.dtype}: expected a parameter in one of {checks.HIGH_PRECISION}"
         )
 
 
@@ -294,11 +167,11 @@ _TORCH = {
 
 def _read(
     names: Iterable[str],
-    entries: Mapping[str, _Entry],
+    entries: Mapping[str, Entry],
     scales: Mapping[str, str],
     targets: Mapping[str, _Target],
     device: torch.device,
-    recipe: Recipe,
+    recipe: Recipe | None,
 ) -> dict[str, Tensor]:
     """The new tensors of the model, read file by file."""
     made: dict[str, Tensor] = {}
@@ -306,26 +179,38 @@ def _read(
     for name in sorted(names, key=lambda name: entries[name].file):
         current = targets[name].current
         home = device if current.is_meta else current.device
-        value = _tensor(name, entries[name], files).to(home)
+        value = _tensor(name, entries[name], files)
+        # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to
+        # the file would change the model.
         if name in scales:
-            scale = _tensor(scales[name], entries[scales[name]], files).float().to(home)
-            dtype = current.dtype
+            chosen = recipe or _recipe_of(current)
+            scale = _tensor(scales[name], entries[scales[name]], files).float()
+            problem = bad_scale(scale, chosen.weight_format)
+            if problem is not None:
+                file = entries[scales[name]].file
+                raise CheckpointError(f"{file}: tensor {scales[name]!r}: {problem}")
             value = BlockwiseFP8Tensor.from_data(
-                value,
-                scale,
-                block_shape=recipe.weight_format.block_shape,
-                dtype=dtype,
-                recipe=recipe,
+                value.to(home, copy=True),
+                scale.to(home, copy=True),
+                block_shape=chosen.weight_format.block_shape,
+                dtype=current.dtype,
+                recipe=chosen,
             )
         elif current.is_meta:
-            value = value.to(current.dtype)
+            value = value.to(home, current.dtype, copy=True)
             if isinstance(current, BlockwiseFP8Weight):
                 value = BlockwiseFP8Weight(value, current.recipe)
         made[name] = value
     return made
 
 
-def _tensor(name: str, entry: _Entry, files: dict[Path, Any]) -> Tensor:
+def _recipe_of(current: Tensor) -> Recipe:
+    if isinstance(current, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
+        return current.recipe
+    return DEFAULT_RECIPE
+
+
+def _tensor(name: str, entry: Entry, files: dict[Path, Any]) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -333,7 +218,7 @@ def _tensor(name: str, entry: _Entry, files: dict[Path, Any]) -> Tensor:
             files[entry.file] = safe_open(entry.file, framework="pt")
         value: Tensor = files[entry.file].get_tensor(name)
         return value
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read ({error})") from None
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..distributed.dtensor import local_of
@@ -28,7 +31,8 @@ HEADERS = "header_sha256"
 SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 """Suffix that names a weight's scales, by spelling."""
 
-_MAX_HEADER = 100 << 20  # the limit of safetensors itself
+_MAX_HEADER = 100 << 20
+"""The limit of safetensors itself, in bytes; indexes are shorter than the headers they describe."""
 
 
 class CheckpointError(ValueError):
@@ -107,27 +111,70 @@ def quantization_config(
 
 
 def check_blocks(config: Mapping[str, Any], file: Path) -> None:
-    """Raise NotImplementedError if a config describes weights in blocks other than 128x128."""
-    found = config.get("quantization_config") or {}
+    """Raise NotImplementedError if a config describes weights in blocks other than 128x128.
+
+    Raises:
+        CheckpointError: its description of FP8 weights is malformed.
+    """
+    found = _object(config, "quantization_config", file)
     sizes = [found.get("weight_block_size")]
-    for group in (found.get("config_groups") or {}).values():
-        sizes.append((group.get("weights") or {}).get("block_structure"))
+    groups = _object(found, "config_groups", file)
+    for name in groups:
+        weights = _object(_object(groups, name, file), "weights", file)
+        sizes.append(weights.get("block_structure"))
+    expected = list(BLOCKS_128X128.block_shape)
     for size in sizes:
-        expected = list(BLOCKS_128X128.block_shape)
-        if size is not None and list(size) != expected:
+        if size is None or size == "x".join(map(str, expected)):  # compressed-tensors' other way
+            continue
+        numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
+        if not numbers or len(size) != len(expected):
+            raise CheckpointError(
+                f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
+            )
+        if size != expected:
             raise NotImplementedError(
                 f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
                 f"dequantize them with the library that wrote them, then convert"
             )
 
 
+def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
+    """An object inside a JSON object; empty if it is absent or null."""
+    found = parent.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(
+            f"{file}: {reprlib.repr(name)} is {reprlib.repr(found)}: expected a JSON object"
+        )
+    return found or {}
+
+
+def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
+    """What is wrong with stored fp32 scales on the CPU, which must be finite and above 0."""
+    fits = scale.isfinite() & (scale > 0)
+    expected = "a finite number above 0"
+    if format.power_of_two and fits.all():
+        fits = torch.frexp(scale).mantissa == 0.5
+        expected = "a power of two, as Recipe(scale='power_of_two') has them"
+    if fits.all():
+        return None
+    block = (~fits).nonzero()[0].tolist()
+    return f"the scale of block {block} is {scale[tuple(block)].item()}: expected {expected}"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError if the file or the object is missing."""
     try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe or a device would be read for ever
+            raise CheckpointError(f"{file}: not readable as JSON (it is no file)")
+        if found.st_size > _MAX_HEADER:
+            raise CheckpointError(f"{file}: larger than {_MAX_HEADER} bytes")
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also of too long numbers
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
@@ -139,7 +186,8 @@ def header_digest(file: Path) -> str:
     with file.open("rb") as opened:
         length = opened.read(8)
         size = int.from_bytes(length, "little")
-        header = opened.read(size) if size <= _MAX_HEADER else b""
-    if len(length) < 8 or len(header) < size:
+        fits = len(length) == 8 and size <= min(_MAX_HEADER, file.stat().st_size - 8)
+        header = opened.read(size) if fits else b""
+    if not fits or len(header) < size:
         raise CheckpointError(f"{file}: truncated: it ends before its header does")
     return hashlib.sha256(length + header).hexdigest()

@@ -1,11 +1,8 @@
-"""Writing FP8 checkpoints: shard by shard, into a folder that appears only when complete."""
+"""Writing FP8 checkpoints: shard by shard, and none of them counts before all are written."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,14 @@ from torch import Tensor, nn
 from ..ops.cast.ops import quantize_rowwise
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .in_place import flush, holds_nothing, put_in_place, staging, umask, write_json
 from .on_disk import (
     CONFIG,
     HEADERS,
     INDEX,
     SCALE_SUFFIXES,
     SINGLE,
+    bad_scale,
     header_digest,
     quantization_config,
     refuse_sharded,
@@ -52,8 +51,10 @@ def save_fp8(
     CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
     without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not.
 
-    The checkpoint is made beside ``path`` and renamed when it is complete: a killed process leaves
-    the previous content.
+    Nothing of it counts before all is written and on the disk: a killed process leaves the previous
+    checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
+    index names, and ``model.safetensors``, which would hide the index from transformers; every
+    other file in the folder stays. A link to a folder is followed.
 
     Args:
         model: any module, converted.
@@ -62,23 +63,25 @@ def save_fp8(
             transformers' "fp8"; ``"compressed-tensors"`` for ``weight_scale``.
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
         max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
-        overwrite: replace an existing checkpoint; other files in its folder are kept.
+        overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
 
     Returns:
         ``path``.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta.
+        ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
+            weight that holds NaN or Inf, which :func:`load_fp8` refuses.
         NotImplementedError: a sharded model.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
+        TimeoutError: other processes kept on replacing the same checkpoint for a minute.
     """
     require_safetensors()
     if spelling not in SCALE_SUFFIXES:
         raise ValueError(f"spelling={spelling!r}: expected one of {', '.join(SCALE_SUFFIXES)}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
-    folder = Path(path)
+    folder = Path(os.path.realpath(path))
     _check_target(folder, overwrite)
     tensors = _unique_tensors(model)
     for name, x in tensors.items():
@@ -91,21 +94,18 @@ def save_fp8(
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with staging(folder) as made:
         _write_tensors(made, tensors, spelling, max_shard_bytes)
         formats = [x.format for x in fp8.values()]
         described = quantization_config(spelling, _plain_linears(model, fp8), formats)
         known = _config_of(model) if config is None else dict(config)
-        _write_json(made / CONFIG, {**known, "quantization_config": described})
-        _put_in_place(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return folder
+        write_json(made / CONFIG, {**known, "quantization_config": described})
+        put_in_place(made, folder)
+    return Path(path)
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and holds_nothing(folder)):
         return
     if not overwrite:
         raise FileExistsError(f"{folder} is there already: pass overwrite=True to replace it")
@@ -156,8 +156,14 @@ def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
             form = x.rowwise()
         else:
             return {name: x.detach().cpu().contiguous()}
-        data, scale, _ = form
-        return {name: data.cpu().contiguous(), f"{name}{suffix}": scale.cpu().contiguous()}
+        data, scale = form.data.cpu().contiguous(), form.scale.cpu().contiguous()
+    problem = bad_scale(scale, form.format)
+    if problem is not None:
+        raise ValueError(
+            f"{name} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight makes "
+            f"such a scale: find it with torch.isfinite, or save the masters (state_dict)"
+        )
+    return {name: data, f"{name}{suffix}": scale}
 
 
 def _bytes(x: Tensor) -> int:
@@ -190,49 +196,10 @@ def _write_tensors(
         file = shard_name(number, len(shards))
         stored = {k: v for name in names for k, v in _stored(name, tensors[name], suffix).items()}
         save_file(stored, folder / file, metadata={"format": "pt"})
-        _flush(folder / file)
+        os.chmod(folder / file, 0o666 & ~umask())  # safetensors 0.8 lets its owner alone read it
+        flush(folder / file)
         places |= dict.fromkeys(stored, file)
         headers[file] = header_digest(folder / file)
         total += sum(x.nbytes for x in stored.values())
     metadata = {"total_size": total, HEADERS: headers}
-    _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
-    _flush(file)
-
-
-def _flush(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_in_place(made: Path, folder: Path) -> None:
-    """Rename ``made`` to ``folder``; files that are not of the old checkpoint are kept."""
-    made.chmod(0o777 & ~_umask())
-    if folder.exists():
-        for file in folder.iterdir():
-            if file.suffix != ".safetensors" and not (made / file.name).exists():
-                (shutil.copytree if file.is_dir() else shutil.copy2)(file, made / file.name)
-    _flush(made)
-    if not folder.exists():
-        made.rename(folder)
-    else:
-        # A folder cannot be replaced in one rename. A kill between the two leaves both folders
-        # complete, under names that begin with a dot.
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-        folder.rename(old / folder.name)
-        made.rename(folder)
-        shutil.rmtree(old)
-    _flush(folder.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})

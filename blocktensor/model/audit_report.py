@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .text_table import collapse, pattern, text_table
+from ..text_table import collapse, pattern, text_table
 
 FP8 = "FP8"
 """The precision of products by this library's ops."""

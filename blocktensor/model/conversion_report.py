@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .text_table import collapse, human_bytes, text_table
+from ..text_table import collapse, human_bytes, text_table
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
+from ..text_table import collapse_alike, text_table
 from .linears import fp8_part, is_linear, sizes_of
-from .text_table import collapse_alike, text_table
 
 Shape = tuple[int, int, int]
 

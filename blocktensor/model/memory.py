@@ -11,7 +11,7 @@ from ..distributed.fsdp.frozen import FrozenShard
 from ..distributed.fsdp.trainable import FP8Shard
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .text_table import human_bytes, text_table
+from ..text_table import human_bytes, text_table
 
 _FP8_KINDS = {
     BlockwiseFP8Weight: "trainable",

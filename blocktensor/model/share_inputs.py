@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..text_table import collapse, text_table
 from .input_group import InputGroup
 from .linears import fp8_part, is_linear
-from .text_table import collapse, text_table
 
 
 @dataclass(frozen=True)

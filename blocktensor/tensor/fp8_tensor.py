@@ -21,6 +21,7 @@ from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, without_memory
 from .operand import Operand
+from .unpickled import checked
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
@@ -257,11 +258,13 @@ class BlockwiseFP8Tensor(FP8Base):
             *operand_of(inner, format), shape=size, strides=stride, dtype=dtype, recipe=recipe
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        block_shape = self.__dict__.pop("block_shape", None)
-        if block_shape is not None:  # a file from before formats had names
-            self.format = with_block_shape(block_shape, self.recipe.scale)
+    def __setstate__(self, state: Any) -> None:
+        parts = dict(state) if isinstance(state, dict) else {}
+        block_shape, recipe = parts.pop("block_shape", None), parts.get("recipe")
+        if isinstance(block_shape, tuple) and isinstance(recipe, Recipe):
+            # a file from before formats had names
+            parts["format"] = with_block_shape(block_shape, recipe.scale)
+        self.__dict__.update(checked(self, parts))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         forms = "+".join(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import random
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +17,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 import blocktensor
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
-from blocktensor.checkpoint import save as module
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, save_fp8
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_models import Model, bits, filled
@@ -102,99 +97,31 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
 
 
-# What is there already
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: bool) -> None:
+    model = filled(frozen=frozen)
+    plain = {"steps", "embed.weight"}
+    whole = 8 + model.embed.weight.nbytes + 200 * 300 + 4 * 2 * 3  # with up's data and scales
+    for size, wanted in ((whole, plain | {"up.weight", "up.weight_scale_inv"}), (whole - 1, plain)):
+        folder = save_fp8(model, tmp_path / str(size), max_shard_bytes=size)
+        assert set(load_file(min(folder.glob("*.safetensors")))) == wanted
+    folder = save_fp8(model, tmp_path / "small", max_shard_bytes=1)
+    sizes = [len(load_file(file)) for file in folder.glob("*.safetensors")]
+    assert sorted(sizes) == [1] * 5 + [2] * 2  # a weight and its scales stay together
 
 
-def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "fp8"
-    save_fp8(filled(seed=1), folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        save_fp8(filled(seed=2), folder)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    (folder / "tokenizer.json").write_text("{}")
-    save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=1)
-    assert (folder / "tokenizer.json").read_text() == "{}"
-    wanted = reference.quantize_rowwise(
-        filled(seed=2, convert=False).up.weight, BLOCKS_128X128
-    ).data
-    assert torch.equal(bits(read(folder)["up.weight"]), bits(wanted))
-    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
+def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    wanted = {}
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        wanted[file.name] = hashlib.sha256(data[:size]).hexdigest()
+    assert index["metadata"]["header_sha256"] == wanted
 
 
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
-        save_fp8(filled(), tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("call", range(1, 12))
-def test_an_interrupted_save_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    folder = tmp_path / "fp8"
-    save_fp8(filled(seed=1), folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    flush, calls = module._flush, []
-
-    def interrupted(path: Path) -> None:
-        calls.append(path)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        flush(path)
-
-    monkeypatch.setattr(module, "_flush", interrupted)
-    try:
-        save_fp8(filled(seed=2), folder, overwrite=True, max_shard_bytes=60_000)
-    except KeyboardInterrupt:
-        pass
-    else:
-        assert call > len(calls)
-    monkeypatch.undo()
-    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    if whole != before:  # the new one, as whole
-        load_fp8(filled(convert=False), folder)
-    assert [file.name for file in tmp_path.iterdir()] == ["fp8"]
-
-
-SAVER = """
-import sys, torch
-from blocktensor import save_fp8
-from tests.support.checkpoint_models import filled
-torch.set_num_threads(1)
-models = [filled(seed) for seed in (1, 2)]
-save_fp8(models[0], sys.argv[1], overwrite=True)
-print("ready", flush=True)
-while True:
-    for model in models:
-        save_fp8(model, sys.argv[1], overwrite=True, max_shard_bytes=60_000)
-"""
-
-
-def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
-    draw, root = random.Random(0), Path(__file__).parents[2]
-    wanted = [bits(load_up(seed)) for seed in (1, 2)]
-    for _ in range(4):
-        folder = tmp_path / "fp8"
-        command = [sys.executable, "-c", SAVER, str(folder)]
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as saver:
-            assert saver.stdout is not None
-            assert saver.stdout.readline() == b"ready\n"
-            time.sleep(draw.random() / 4)
-            saver.kill()
-        # between two renames the old one lies, whole, in a folder of its own beside
-        whole = folder if folder.exists() else next(tmp_path.glob(".fp8.old.*/fp8"))
-        model = filled(5, convert=False)
-        load_fp8(model, whole)
-        found = bits(model.up.weight.rowwise().data)
-        assert any(torch.equal(found, one) for one in wanted)
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-
-
-def load_up(seed: int) -> Tensor:
-    return reference.quantize_rowwise(filled(seed, convert=False).up.weight, BLOCKS_128X128).data
+# What is refused
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -224,3 +151,41 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
     other.weight = nn.Parameter(torch.empty_like(values))
     blocktensor.load_fp8(other, tmp_path / "fp8")
     assert torch.equal(other.weight.dequantize(), frozen.dequantize())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two")], ids=["fp32", "pow2"])
+def test_weights_with_nan_or_inf(tmp_path: Path, bad: float, frozen: bool, recipe: Recipe) -> None:
+    model = filled(convert=False)
+    with torch.no_grad():
+        model.down.weight[140, 130] = bad
+    model.down.weight.requires_grad_(not frozen)
+    convert(model, recipe, auto_filter_small_kn=False)
+    save_fp8(filled(1), tmp_path / "fp8")
+    before = read(tmp_path / "fp8")
+    message = (
+        r"down.weight has a block that FP8 cannot hold, the scale of block \[1, 1\] is (nan|inf)"
+    )
+    for path in (tmp_path / "fp8", tmp_path / "new"):
+        with pytest.raises(ValueError, match=message):
+            save_fp8(model, path, overwrite=True)
+    after = read(tmp_path / "fp8")
+    assert all(torch.equal(bits(after[name]), bits(x)) for name, x in before.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+    assert len(list((tmp_path / "fp8").iterdir())) == 3
+
+
+def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
+    """Of tensors made by hand."""
+    for scale, recipe in ((-1.0, Recipe()), (0.0, Recipe()), (3.0, Recipe(scale="power_of_two"))):
+        module = nn.Module()
+        data = torch.ones(5, 7).to(torch.float8_e4m3fn)
+        weight = BlockwiseFP8Tensor.from_data(
+            data, torch.full((1, 1), scale), block_shape=(128, 128), recipe=recipe
+        )
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(
+            ValueError, match=rf"^weight has .* block \[0, 0\] is {scale}: expected a"
+        ):
+            save_fp8(module, tmp_path / "fp8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blocktensor import Recipe
+from blocktensor import BlockwiseFP8Tensor, Recipe
 from blocktensor import convert as convert_model
 
 N, K, VOCABULARY = 200, 300, 32
@@ -51,3 +51,19 @@ def filled(
 def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, for comparison."""
     return x.contiguous().flatten().view(torch.uint8)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The bytes of everything in a model, by name."""
+    found: dict[str, Tensor] = {}
+    for name, x in model.state_dict().items():
+        parts = [x]
+        if isinstance(x, BlockwiseFP8Tensor):
+            parts = list(x.rowwise()[:2])
+        found |= {f"{name} {i}": bits(part).clone() for i, part in enumerate(parts)}
+    return found
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)

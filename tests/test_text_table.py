@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor.model.text_table import collapse, collapse_alike, human_bytes, text_table
+from blocktensor.text_table import collapse, collapse_alike, human_bytes, text_table
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

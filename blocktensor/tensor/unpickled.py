@@ -1,0 +1,77 @@
+"""Checks of a BlockwiseFP8Tensor that a file has put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.scale_layouts import laid_out
+from ..recipe import Recipe
+
+
+def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """``parts``, the attributes of ``x`` in a file, if they fit each other and ``x``.
+
+    Values are not looked at: a block with NaN or Inf has a scale of NaN or Inf, and a load does not
+    wait for a GPU.
+
+    Raises:
+        ValueError: they do not fit. Scales that are laid out otherwise are copied.
+    """
+    what = f"a BlockwiseFP8Tensor {list(x.shape)} from a file"
+    format, recipe = parts.get("format"), parts.get("recipe")
+    if not isinstance(format, BlockFormat) or not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"{what} has format {format!r} and recipe {recipe!r}: expected a BlockFormat and a "
+            f"Recipe; the file is damaged or was not written by blocktensor"
+        )
+    if format.scale_rounding != recipe.scale:
+        raise ValueError(f"{what} has blocks {format.name} and scale={recipe.scale!r}")
+    fitting, sides = dict(parts), 0
+    for side, transposed in (("rowwise", False), ("columnwise", True)):
+        data, scale = parts.get(f"{side}_data"), parts.get(f"{side}_scale")
+        if data is None and scale is None:
+            continue
+        if not isinstance(data, Tensor) or not isinstance(scale, Tensor):
+            raise ValueError(f"{what} has {side} data and scales that are not both tensors")
+        form = Quantized(data, scale, format)
+        try:
+            checks.gemm_output(x.dtype)
+            checks.quantized(form)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{what}: its {side} form does not fit: {error}") from None
+        expected = _data_shape(x.shape, format, transposed)
+        if tuple(data.shape) != expected or not _matrices_are_contiguous(data):
+            raise ValueError(
+                f"{what} has {side} data {list(data.shape)} with strides {list(data.stride())}: "
+                f"expected {list(expected)}, contiguous matrices"
+            )
+        if data.device.type != x.device.type:
+            raise ValueError(f"{what} is on {x.device}, its {side} data on {data.device}")
+        fitting[f"{side}_scale"] = laid_out(*form).scale
+        sides += 1
+    if not sides:
+        raise ValueError(f"{what} has neither a rowwise nor a columnwise form")
+    return fitting
+
+
+def _matrices_are_contiguous(data: Tensor) -> bool:
+    """Rows cut from a stack lie apart from each other; no element lies in two places."""
+    if data.ndim == 2 or data.numel() == 0:
+        return data.is_contiguous()
+    apart = data.shape[0] == 1 or data.stride(0) >= data[0].numel()
+    return apart and data[0].is_contiguous()
+
+
+def _data_shape(shape: torch.Size, format: BlockFormat, transposed: bool) -> tuple[int, ...]:
+    """The shape of the data of a form of a tensor of ``shape``: see BlockwiseFP8Tensor."""
+    *lead, cols = shape
+    if format.rows == 1:
+        lead = [math.prod(lead)]
+    return (*lead[:-1], cols, lead[-1]) if transposed else (*lead, cols)

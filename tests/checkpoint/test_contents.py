@@ -1,0 +1,234 @@
+"""Index and headers that are malformed or disagree: a CheckpointError, before any data is read."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file
+
+from blocktensor import CheckpointError, load_fp8
+from blocktensor.checkpoint.contents import entries_of, scales_of
+from tests.support.checkpoint_folders import INDEX, NEW, OLD, SINGLE, save
+from tests.support.checkpoint_models import assert_same, filled, state
+
+FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three shards: the embedding; up; down, norm and steps."""
+    save(OLD, tmp_path / "fp8")
+    return tmp_path / "fp8"
+
+
+def test_what_a_checkpoint_holds(folder: Path) -> None:
+    entries = entries_of(folder)
+    model = filled(OLD, frozen=True)
+    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    del wanted["head.weight"]
+    wanted |= {"up.weight_scale_inv": (2, 3), "down.weight_scale_inv": (3, 2)}
+    assert {name: entry.shape for name, entry in entries.items()} == wanted
+    assert entries["embed.weight"] == (folder / FIRST, "BF16", (32, 300))
+    assert entries["up.weight"] == (folder / SECOND, "F8_E4M3", (200, 300))
+    assert scales_of(entries) == {
+        "up.weight": "up.weight_scale_inv",
+        "down.weight": "down.weight_scale_inv",
+    }
+
+
+Index = dict[str, Any]
+INDEXES: dict[str, tuple[Callable[[Index], Any], str]] = {
+    "no map": (lambda i: i.pop("weight_map"), "weight_map is no object of strings"),
+    "a map that is none": (lambda i: i.update(weight_map=3), "weight_map is no object of strings"),
+    "a list as a place": (
+        lambda i: i["weight_map"].update({"up.weight": [SECOND]}),
+        "weight_map is no object of strings",
+    ),
+    "a file above": (
+        lambda i: i["weight_map"].update(a="../secret"),
+        "'../secret' is no file of its folder",
+    ),
+    "a long name": (
+        lambda i: i["weight_map"].update(a="x" * 100_000),
+        r"'xxx.{,40}xxx' is no file of its folder$",
+    ),
+    "names no file can have": (
+        lambda i: i["weight_map"].update(a="\0", b="\ud800"),
+        "is no file, but model.safetensors.index.json names it",
+    ),
+    "a name of umlauts, too long in bytes": (
+        lambda i: i["weight_map"].update(a="ü" * 255),
+        "is no file, but model.safetensors.index.json names it",
+    ),
+    "an empty name": (lambda i: i["weight_map"].update(a=""), "'' is no file of its"),
+    "the folder": (lambda i: i["weight_map"].update(a="."), "'.' is no file of its"),
+    "the folder above": (lambda i: i["weight_map"].update(a=".."), "'..' is no file"),
+    "a file less": (
+        lambda i: i["weight_map"].update(more="gone.safetensors"),
+        "'gone.safetensors' is no file, but model.safetensors.index.json names it",
+    ),
+    "itself": (
+        lambda i: i["weight_map"].update(more=INDEX),
+        f"{INDEX}: truncated or corrupted",
+    ),
+    "a tensor more": (
+        lambda i: i["weight_map"].update(more=FIRST),
+        f"{FIRST}: tensor 'more' is missing",
+    ),
+    "a tensor less": (
+        lambda i: i["weight_map"].pop("up.bias"),
+        f"{SECOND}: has tensor 'up.bias': {INDEX} does not name it",
+    ),
+    "the wrong file": (
+        lambda i: i["weight_map"].update({"up.bias": FIRST}),
+        f"{SECOND}: has tensor 'up.bias': {INDEX} says that it is in {FIRST}",
+    ),
+    "all in one file": (
+        lambda i: i.update(weight_map=dict.fromkeys(i["weight_map"], FIRST)),
+        "is missing",
+    ),
+    "digests that are none": (
+        lambda i: i["metadata"].update(header_sha256=[1]),
+        "header_sha256 is no object of strings",
+    ),
+    "another digest": (
+        lambda i: i["metadata"]["header_sha256"].update({SECOND: "0" * 64}),
+        f"{SECOND}: corrupted: its header is not the one that was written",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", INDEXES)
+def test_an_index_that_does_not_fit(folder: Path, change: str) -> None:
+    mutate, message = INDEXES[change]
+    index = json.loads((folder / INDEX).read_text())
+    mutate(index)
+    (folder / INDEX).write_text(json.dumps(index))
+    model = filled(NEW, convert=False)
+    before = state(model)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_fp8(model, folder)
+    assert str(folder) in str(caught.value)
+    assert_same(state(model), before)
+
+
+@pytest.mark.parametrize("metadata", [None, [], "x", {}, {"total_size": -1}])
+def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"] = metadata
+    (folder / INDEX).write_text(json.dumps(index))
+    model = filled(NEW, convert=False)
+    load_fp8(model, folder)
+    assert_same(state(model), state(filled(OLD, frozen=True)))
+
+
+def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
+    """Whichever of the two the index means."""
+    tensors = load_file(folder / FIRST)
+    bias = torch.zeros(200, dtype=torch.bfloat16)
+    save_file(tensors | {"up.bias": bias}, folder / FIRST, metadata={"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"]["header_sha256"]
+    for place in (FIRST, SECOND):
+        index["weight_map"]["up.bias"] = place
+        (folder / INDEX).write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"has tensor 'up.bias': .* says that it is in"):
+            load_fp8(filled(NEW, convert=False), folder)
+
+
+def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    for name in (INDEX, "config.json"):
+        (tmp_path / "links" / name).symlink_to("gone")
+    (tmp_path / "folder" / SINGLE).mkdir(parents=True)
+    for path, message in (
+        (tmp_path / "nowhere", "no checkpoint: neither"),
+        (tmp_path / ("x" * 5000), "no checkpoint: neither"),
+        (tmp_path / "nul\0", "no checkpoint: neither"),
+        (folder / FIRST, "no checkpoint: neither"),
+        (tmp_path / "links", "no such file"),
+        (tmp_path / "folder", "'model.safetensors' is no file"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_fp8(filled(NEW, convert=False), path)
+
+
+def sparse(file: Path, shape: list[int], dtype: str, size: int) -> None:
+    """A safetensors file of one tensor that claims ``size`` bytes and takes none on the disk."""
+    header = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with file.open("r+b") as opened:
+        opened.truncate(8 + len(header) + size)
+
+
+def test_a_claim_to_be_huge_allocates_nothing(tmp_path: Path) -> None:
+    """Of what is really there, as holes, nothing is read."""
+    model = torch.nn.Module()
+    model.x = torch.nn.Parameter(torch.zeros(4, 4))
+    file = tmp_path / SINGLE
+    tracemalloc.start()
+    try:
+        for shape, dtype, size in (
+            ([1 << 20, 1 << 20], "U8", 1 << 40),
+            ([1 << 40], "F8_E4M3", 1 << 40),
+            ([1 << 19, 1 << 19], "F32", 1 << 40),
+            ([1 << 62, 1 << 62], "F32", 1 << 40),
+            ([1 << 63], "F32", 16),
+            ([4, 4], "F32", 1 << 40),
+            ([1 << 14, 1 << 14], "F32", 1 << 30),  # so small that it can be mapped
+        ):
+            sparse(file, shape, dtype, size)
+            with pytest.raises(CheckpointError):
+                load_fp8(model, tmp_path)
+        file.write_bytes((90 << 20).to_bytes(8, "little") + b"{}")
+        (tmp_path / INDEX).write_text(
+            json.dumps({"weight_map": {"x": SINGLE}, "metadata": {"header_sha256": {SINGLE: "0"}}})
+        )
+        with pytest.raises(CheckpointError, match="truncated"):
+            load_fp8(model, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    assert not model.x.any()
+
+
+def test_every_cut_is_noticed(folder: Path) -> None:
+    model = filled(5, convert=False)
+    before = state(model)
+    for file in folder.glob("*.safetensors"):
+        whole = file.read_bytes()
+        for length in (*range(0, len(whole), 1024), 7, 8, 9, len(whole) - 1):
+            file.write_bytes(whole[:length])
+            with pytest.raises(CheckpointError, match=file.name):
+                load_fp8(model, folder)
+        file.write_bytes(whole)
+    assert_same(state(model), before)
+    load_fp8(model, folder)
+
+
+def test_every_flipped_byte_of_a_header_is_noticed(folder: Path) -> None:
+    model = filled(5, convert=False)
+    before = state(model)
+    draw = random.Random(0)
+    for file in folder.glob("*.safetensors"):
+        whole = file.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        for place in range(header):
+            changed = bytearray(whole)
+            changed[place] ^= draw.randrange(1, 256)
+            file.write_bytes(changed)
+            with pytest.raises(CheckpointError, match=file.name):
+                load_fp8(model, folder)
+        file.write_bytes(whole)
+    assert_same(state(model), before)

@@ -1,0 +1,282 @@
+"""What a save leaves of what was there: its own files replaced, all others as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import save_file
+
+from blocktensor import save_fp8
+from tests.support.checkpoint_folders import (
+    INDEX,
+    NEW,
+    NEXT,
+    OLD,
+    SHARD,
+    SINGLE,
+    content,
+    files,
+    found,
+    save,
+    seed_in,
+    shards,
+)
+from tests.support.checkpoint_models import filled
+from tests.support.disk_steps import disk_steps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of three shards."""
+    save(OLD, tmp_path / "fp8")
+    assert found(tmp_path / "fp8") == files(3)
+    return tmp_path / "fp8"
+
+
+# Which files go and which stay
+
+
+@pytest.mark.parametrize(("size", "count"), [(SHARD, 3), (1 << 30, 1), (20_000, 5)])
+def test_an_overwrite_leaves_exactly_the_new_files(folder: Path, size: int, count: int) -> None:
+    plain = folder.parent / "plain"
+    save(NEW, plain, size=size)
+    for _ in range(2):
+        save(NEW, folder, size=size)
+        assert content(folder) == content(plain)  # the same files with the same bytes
+        assert found(folder) == files(count)
+        assert seed_in(folder) == NEW
+    assert found(folder.parent) == {"fp8", "plain"}
+
+
+def test_nothing_is_replaced_unless_asked(folder: Path) -> None:
+    before = content(folder)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(NEW, folder, overwrite=False)
+    assert content(folder) == before
+
+
+def test_all_other_files_stay(folder: Path) -> None:
+    others = ["adapter_model.safetensors", "model-00009-of-00009.safetensors", "tokenizer.json"]
+    for name in others:
+        (folder / name).write_bytes(name.encode())
+    (folder / "nowhere").symlink_to("gone.safetensors")
+    (folder / "more").mkdir()
+    (folder / "more" / SINGLE).write_bytes(b"mine")
+    save(NEW, folder)
+    assert found(folder) == files(3) | {*others, "nowhere", "more"}
+    assert [(folder / name).read_bytes() for name in others] == [name.encode() for name in others]
+    assert os.readlink(folder / "nowhere") == "gone.safetensors"
+    assert content(folder / "more") == {SINGLE: b"mine"}
+    assert seed_in(folder) == NEW
+
+
+def test_the_index_says_which_shards_are_its_own(folder: Path) -> None:
+    """What an index names is removed only where a save could have made it."""
+    (folder / "notes.txt").write_text("mine")
+    (folder.parent / "above.safetensors").write_text("mine")
+    (folder / "folder.safetensors").mkdir()
+    (folder / "link.safetensors").symlink_to(folder.parent / "above.safetensors")
+    (folder / "link_to_folder.safetensors").symlink_to("folder.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    for name in (
+        "notes.txt", "../above.safetensors", "folder.safetensors", "link.safetensors",
+        "link_to_folder.safetensors", 5, "",
+    ):  # fmt: skip
+        index["weight_map"][f"x{name}"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    save(NEW, folder)
+    assert found(folder) == files(3) | {"notes.txt", "folder.safetensors"}
+    assert (folder.parent / "above.safetensors").read_text() == "mine"
+
+
+def test_a_file_under_the_name_of_a_shard_stays(folder: Path) -> None:
+    """The new shard gets another name, and gives it up as soon as it can."""
+    strange = folder / "model-00001-of-00001.safetensors"
+    strange.symlink_to("gone")
+    for seed in (NEW, NEXT):
+        save(seed, folder, size=1 << 30)
+        (named,) = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        assert re.fullmatch(r"model-00001-of-00001-\w{8}\.safetensors", named)
+        assert found(folder) == {INDEX, "config.json", named, strange.name}
+        assert os.readlink(strange) == "gone"
+        assert seed_in(folder) == seed
+    strange.unlink()
+    save(OLD, folder, size=1 << 30)
+    assert found(folder) == files(1)
+
+
+def test_of_an_index_that_cannot_be_read_no_file_is_removed(folder: Path) -> None:
+    (folder / INDEX).write_text("{")
+    old = content(folder)
+    save(NEW, folder)
+    assert {name: data for name, data in content(folder).items() if name in shards(3)} == {
+        name: old[name] for name in shards(3)
+    }
+    assert len(found(folder)) == len(old) + 3
+    assert seed_in(folder) == NEW
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_checkpoint_of_one_file_goes(tmp_path: Path, indexed: bool) -> None:
+    """With an index beside it as well, since transformers looks for it first."""
+    if indexed:
+        save(OLD, tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text("{}")
+    save(NEW, tmp_path)
+    assert found(tmp_path) == files(3)
+    assert seed_in(tmp_path) == NEW
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        save(NEW, tmp_path)
+    assert content(tmp_path) == {"thesis.tex": b"years of work"}
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        save(NEW, tmp_path / "thesis.tex")
+
+
+# Ways to name a folder
+
+
+def test_a_link_to_a_folder_is_followed(folder: Path) -> None:
+    link = folder.parent / "latest"
+    link.symlink_to("fp8")
+    assert save_fp8(filled(NEW), link, overwrite=True) == link
+    assert os.readlink(link) == "fp8"
+    assert found(folder) == files(1)
+    assert found(folder.parent) == {"fp8", "latest"}
+    new = folder.parent / "new"
+    new.symlink_to("made/by/us")
+    save(NEXT, new)
+    assert os.readlink(new) == "made/by/us"
+    assert seed_in(folder.parent / "made/by/us") == NEXT
+
+
+def test_files_that_are_links_are_replaced_and_their_targets_kept(folder: Path) -> None:
+    """As the folders of a model hub's cache have them."""
+    blobs = folder.parent / "blobs"
+    folder.rename(blobs)
+    before = content(blobs)
+    folder.mkdir()
+    for name in found(blobs):
+        (folder / name).symlink_to(blobs / name)
+    save(NEW, folder)
+    assert content(blobs) == before
+    assert found(folder) == files(3)
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert seed_in(folder) == NEW
+
+
+@pytest.mark.parametrize("path", [".", "", "../fp8", "{}"])
+@pytest.mark.parametrize("there", [False, True])
+def test_the_current_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, there: bool
+) -> None:
+    if not there:
+        for file in folder.iterdir():
+            file.unlink()
+    monkeypatch.chdir(folder)
+    before = os.stat(".")
+    save_fp8(filled(NEW), path.format(folder), overwrite=there)
+    assert os.path.samestat(os.stat("."), before)
+    assert os.path.samestat(os.stat(folder), before)
+    assert found(Path()) == files(1)
+    assert seed_in(Path()) == NEW
+    assert found(folder.parent) == {"fp8"}
+
+
+def test_everybody_may_read_what_the_mask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(OLD, tmp_path / "fp8")
+        save(NEW, tmp_path / "fp8")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "fp8").stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "fp8").iterdir()} == {0o640}
+
+
+# Order of steps
+
+
+def steps_to(folder: Path) -> str:
+    """What a save does after the parent folder is there, without the names that chance gives."""
+    with disk_steps() as steps:
+        save(NEW, folder)
+    text = "\n".join(steps[1:]).replace(str(folder.parent), "..")
+    text = re.sub(r"(\.new)?\.save_fp8\.\w{8}", lambda m: ".NEW" if m[1] else ".STAGING", text)
+    return re.sub(r"-\w{8}\.safetensors", "-TAG.safetensors", text).replace("../fp8/", "")
+
+
+def test_data_are_on_the_disk_before_what_names_them(folder: Path) -> None:
+    assert_expected_inline(
+        steps_to(folder),
+        """\
+mkdir .NEW
+rename .NEW -> .STAGING
+chmod .STAGING/model-00001-of-00003.safetensors
+fsync .STAGING/model-00001-of-00003.safetensors
+chmod .STAGING/model-00002-of-00003.safetensors
+fsync .STAGING/model-00002-of-00003.safetensors
+chmod .STAGING/model-00003-of-00003.safetensors
+fsync .STAGING/model-00003-of-00003.safetensors
+fsync .STAGING/model.safetensors.index.json
+fsync .STAGING/config.json
+fsync .STAGING/model.safetensors.index.json
+fsync .STAGING/files.json
+rename .STAGING/model-00001-of-00003.safetensors -> model-00001-of-00003-TAG.safetensors
+rename .STAGING/model-00002-of-00003.safetensors -> model-00002-of-00003-TAG.safetensors
+rename .STAGING/model-00003-of-00003.safetensors -> model-00003-of-00003-TAG.safetensors
+fsync ../fp8
+replace .STAGING/model.safetensors.index.json -> model.safetensors.index.json
+replace .STAGING/config.json -> config.json
+unlink model.safetensors
+fsync ../fp8
+unlink model-00001-of-00003.safetensors
+unlink model-00002-of-00003.safetensors
+unlink model-00003-of-00003.safetensors
+link model-00001-of-00003-TAG.safetensors -> model-00001-of-00003.safetensors
+link model-00002-of-00003-TAG.safetensors -> model-00002-of-00003.safetensors
+link model-00003-of-00003-TAG.safetensors -> model-00003-of-00003.safetensors
+fsync .STAGING/model.safetensors.index.json
+fsync ../fp8
+replace .STAGING/model.safetensors.index.json -> model.safetensors.index.json
+fsync ../fp8
+unlink model-00001-of-00003-TAG.safetensors
+unlink model-00002-of-00003-TAG.safetensors
+unlink model-00003-of-00003-TAG.safetensors
+unlink .STAGING/files.json
+rmdir .STAGING""",
+    )
+
+
+def test_a_new_folder_appears_in_one_step(tmp_path: Path) -> None:
+    assert_expected_inline(
+        steps_to(tmp_path / "fp8"),
+        """\
+mkdir ../.NEW
+rename ../.NEW -> ../.fp8.STAGING
+chmod ../.fp8.STAGING/model-00001-of-00003.safetensors
+fsync ../.fp8.STAGING/model-00001-of-00003.safetensors
+chmod ../.fp8.STAGING/model-00002-of-00003.safetensors
+fsync ../.fp8.STAGING/model-00002-of-00003.safetensors
+chmod ../.fp8.STAGING/model-00003-of-00003.safetensors
+fsync ../.fp8.STAGING/model-00003-of-00003.safetensors
+fsync ../.fp8.STAGING/model.safetensors.index.json
+fsync ../.fp8.STAGING/config.json
+chmod ../.fp8.STAGING
+fsync ../.fp8.STAGING
+rename ../.fp8.STAGING -> ../fp8
+fsync ..""",
+    )

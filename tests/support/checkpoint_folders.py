@@ -1,0 +1,44 @@
+"""Folders with checkpoints of the small model, told apart by the seed of its values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from blocktensor import load_fp8, save_fp8
+from tests.support.checkpoint_models import assert_same, filled, state
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OLD, NEW, NEXT = 1, 2, 3
+SHARD = 70_000
+"""Bytes: the small model then has three shards."""
+
+
+def shards(count: int) -> set[str]:
+    return {f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)}
+
+
+def files(count: int) -> set[str]:
+    """The files of a checkpoint of so many shards."""
+    return {INDEX, "config.json"} | shards(count)
+
+
+def found(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+def save(seed: int, folder: Path, overwrite: bool = True, size: int = SHARD) -> None:
+    save_fp8(filled(seed, frozen=True), folder, overwrite=overwrite, max_shard_bytes=size)
+
+
+def seed_in(folder: Path) -> int:
+    """The seed of the model whose values a folder holds, all of them."""
+    model = filled(9, convert=False)
+    load_fp8(model, folder)
+    seed = int(model.steps) - 7
+    assert_same(state(model), state(filled(seed, frozen=True)))
+    return seed
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -1,0 +1,175 @@
+"""BlockwiseFP8Tensors from files: what belongs together loads, anything else is a ValueError."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128_POW2
+from tests.support.models import ROW, SQUARE, assert_same, quantized, randn
+
+Change = Callable[[BlockwiseFP8Tensor], Any]
+
+
+def through_a_file(x: BlockwiseFP8Tensor, weights_only: bool = True) -> BlockwiseFP8Tensor:
+    file = io.BytesIO()
+    torch.save({"w": x}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)["w"]
+    assert isinstance(loaded, BlockwiseFP8Tensor)
+    return loaded
+
+
+def stack() -> BlockwiseFP8Tensor:
+    return BlockwiseFP8Tensor.quantize(randn(3, 256, 200), SQUARE)
+
+
+SOUND: dict[str, Callable[[], BlockwiseFP8Tensor]] = {
+    "activations": lambda: BlockwiseFP8Tensor.quantize(randn(2, 3, 200), ROW),
+    "one row": lambda: BlockwiseFP8Tensor.quantize(randn(7), ROW),
+    "one form": lambda: quantized(5, 200, rowwise=False),
+    "transposed activations": lambda: quantized(200, 300).t(),
+    "weight": lambda: quantized(200, 300, block=SQUARE),
+    "transposed weight": lambda: quantized(200, 300, block=SQUARE).t(),
+    "both forms": lambda: quantized(
+        200, 300, block=SQUARE, recipe=Recipe(scale="power_of_two", columnwise="keep")
+    ),
+    "nothing": lambda: quantized(0, 200, block=SQUARE),
+    "stack": stack,
+    "transposed stack": lambda: stack().mT,
+    "rows of a stack": lambda: stack()[:, 128:],
+    "rows of a weight": lambda: quantized(300, 700, block=SQUARE)[128:],
+    "columns of a weight": lambda: quantized(300, 700, block=SQUARE)[:, 128:],
+    "rows of activations": lambda: quantized(300, 200)[128:],
+}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("kind", SOUND)
+def test_what_belongs_together_loads(kind: str, weights_only: bool) -> None:
+    x = SOUND[kind]()
+    if kind == "both forms":
+        x.columnwise()
+    loaded = through_a_file(x, weights_only)
+    assert_same(loaded, x)
+    assert loaded.stride() == x.stride()
+    assert vars(loaded).keys() == vars(x).keys()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scales_of_nan_and_inf_blocks_are_kept(bad: float) -> None:
+    values = randn(200, 300)
+    values[3, 4] = bad
+    x = BlockwiseFP8Tensor.quantize(values, SQUARE)
+    assert not torch.isfinite(x.rowwise_scale).all()
+    loaded = through_a_file(x)
+    assert loaded.rowwise_scale is not None and x.rowwise_scale is not None
+    assert torch.equal(loaded.rowwise_scale.view(torch.int32), x.rowwise_scale.view(torch.int32))
+
+
+def test_scales_of_other_strides_are_laid_out() -> None:
+    x = quantized(200, 700, block=SQUARE)
+    wanted = x.rowwise_scale
+    assert wanted is not None
+    x.rowwise_scale = wanted.t().contiguous().t()
+    loaded = through_a_file(x)
+    assert loaded.rowwise_scale is not None
+    assert loaded.rowwise_scale.stride() == wanted.stride() != x.rowwise_scale.stride()
+    assert torch.equal(loaded.rowwise_scale, wanted)
+
+
+def part(**changes: Any) -> Change:
+    return lambda x: vars(x).update(changes)
+
+
+def e4m3(*shape: int) -> Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "data of another size": (
+        part(rowwise_data=e4m3(16, 10), rowwise_scale=torch.ones(1, 1)),
+        r"a BlockwiseFP8Tensor \[256, 300\] from a file has rowwise data \[16, 10\] .* expected "
+        r"\[256, 300\]",
+    ),
+    "data of its transpose": (
+        part(rowwise_data=e4m3(300, 256), rowwise_scale=torch.ones(3, 2)),
+        r"rowwise data \[300, 256\] .* expected \[256, 300\]",
+    ),
+    "columnwise data untransposed": (
+        part(columnwise_data=e4m3(256, 300), columnwise_scale=torch.ones(2, 3)),
+        r"columnwise data \[256, 300\] .* expected \[300, 256\]",
+    ),
+    "data that share memory": (
+        part(rowwise_data=e4m3(1, 1).expand(256, 300)),
+        r"rowwise data \[256, 300\] with strides \[0, 0\]: expected .* contiguous",
+    ),
+    "a stack for a matrix": (
+        part(rowwise_data=e4m3(1, 256, 300), rowwise_scale=torch.ones(1, 2, 3)),
+        r"rowwise data \[1, 256, 300\] .* expected \[256, 300\]",
+    ),
+    "data in another dtype": (
+        part(rowwise_data=torch.zeros(256, 300, dtype=torch.uint8)),
+        r"its rowwise form does not fit: FP8 data has dtype torch.uint8",
+    ),
+    "a scale less": (
+        part(rowwise_scale=torch.ones(2, 2)),
+        r"its rowwise form does not fit: scales have shape \[2, 2\]",
+    ),
+    "scales in another dtype": (
+        part(rowwise_scale=torch.ones(2, 3, dtype=torch.float64)),
+        "its rowwise form does not fit: scales have dtype torch.float64",
+    ),
+    "data without scales": (part(rowwise_scale=None), "rowwise data and scales that are not both"),
+    "data that are no tensor": (part(rowwise_data="w"), "rowwise data and scales that are not"),
+    "another device": (
+        part(rowwise_data=e4m3(256, 300).to("meta"), rowwise_scale=torch.ones(2, 3, device="meta")),
+        "is on cpu, its rowwise data on meta",
+    ),
+    "no form": (
+        part(rowwise_data=None, rowwise_scale=None),
+        "has neither a rowwise nor a columnwise form",
+    ),
+    "another format": (
+        part(format=BLOCKS_1X128),
+        r"its rowwise form does not fit: scales have shape \[2, 3\] .* \(1, 128\)",
+    ),
+    "another rounding": (
+        part(format=BLOCKS_128X128_POW2),
+        "has blocks 128x128_pow2 and scale='fp32'",
+    ),
+    "no format": (lambda x: vars(x).pop("format"), "has format None and recipe Recipe"),
+    "a recipe that is none": (part(recipe={"scale": "fp32"}), "recipe {'scale': 'fp32'}: expected"),
+}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("change", BROKEN)
+def test_what_does_not_belong_together_is_refused(change: str, weights_only: bool) -> None:
+    x = quantized(256, 300, block=SQUARE)
+    mutate, message = BROKEN[change]
+    mutate(x)
+    with pytest.raises(ValueError, match=message):
+        through_a_file(x, weights_only)
+
+
+def test_a_stack_whose_matrices_share_memory_is_refused() -> None:
+    x = stack()
+    assert x.rowwise_data is not None
+    x.rowwise_data = x.rowwise_data[:1].expand(3, 256, 200)
+    with pytest.raises(ValueError, match=r"strides \[0, 200, 1\]"):
+        through_a_file(x)
+
+
+def test_another_dtype_to_show_is_refused() -> None:
+    x = quantized(256, 300, block=SQUARE)
+    row = x.rowwise()
+    wide = BlockwiseFP8Tensor(row, None, shape=x.shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"does not fit: output dtype torch.float64"):
+        through_a_file(wide)
