@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.fsdp.begin_shard import chunks
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import carry_over
 from ..tensor.weight import BlockwiseFP8Weight
@@ -34,15 +35,16 @@ def _name(frame: FrameType) -> str:
 def _detach(tensor: Tensor) -> Tensor:
     caller = _caller()
     name = _name(caller)
-    if name == "torch.nn.modules.module" and isinstance(tensor, BlockwiseFP8Weight):
-        return tensor.master.detach()  # for a state_dict, which holds plain tensors
+    in_state_dict = caller.f_code.co_name == "_save_to_state_dict"
+    if in_state_dict and isinstance(tensor, BlockwiseFP8Weight):
+        return tensor.master.detach()  # a state_dict holds plain tensors
     _refuse_distribute_tensor(name, tensor)
     with torch._C.DisableTorchFunctionSubclass():
         made = tensor.detach()
     if name == "torch.nn.parameter" and caller.f_back is not None:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = caller.f_back.f_locals.get("param")
-        if caller.f_back.f_code.co_name == "_apply" and isinstance(old, BlockwiseFP8Weight):
+        if caller.f_back.f_code.co_name == "_apply" and isinstance(old, FP8Base):
             carry_over(old, made)
     return made
 
@@ -55,6 +57,15 @@ def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return chunks(input, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.chunk(input, *args, **kwargs)
+
+
+def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+    if is_whole and _name(_caller()) != "torch.distributed.fsdp._fully_shard._fsdp_param":
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return plain.new_zeros(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.new_zeros(*args, **kwargs)  # begins a shard
 
 
 def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -88,5 +99,6 @@ BY_CALLER: dict[Any, Callable[..., Any]] = {
     torch.chunk: _chunk,
     torch.flatten: _flatten,
     Tensor.contiguous: _contiguous,
+    Tensor.new_zeros: _new_zeros,
 }
 """Overrides of all FP8 types."""

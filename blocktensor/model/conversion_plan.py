@@ -11,8 +11,8 @@ from ..ops.checks import HIGH_PRECISION
 from ..recipe import Recipe
 from . import conversion_checks
 from .conversion_report import SmallKN
-from .holders import holders_of_weight
-from .linears import fp8_part, is_linear, sizes_of, why_unconvertible
+from .holders import needs_values
+from .linears import fp8_part, sizes_of
 from .lm_head import heads_of
 from .matrices import Matrix
 
@@ -123,16 +123,3 @@ def is_to_be_cast(linear: nn.Module, recipe: Recipe | None) -> bool:
     """Whether the weight of a linear is not FP8 yet, or is asked to take another recipe."""
     fp8 = fp8_part(linear.weight)
     return fp8 is None or (recipe is not None and fp8.recipe != recipe)
-
-
-def needs_values(linear: nn.Module, known: int = 1) -> str | None:
-    """The kind of a module, no linear, that holds the parameter ``weight`` of ``linear`` too.
-
-    Args:
-        linear: a module with a parameter ``weight``.
-        known: how many modules are known to hold it, all of them linears.
-    """
-    for holder in holders_of_weight(linear, known):
-        if holder is not linear and (why_unconvertible(holder) if is_linear(holder) else True):
-            return type(holder).__name__
-    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -17,10 +16,10 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from . import conversion_checks
-from .conversion_plan import ConversionPlan, Filter, is_to_be_cast, needs_values
+from .conversion_plan import ConversionPlan, Filter, is_to_be_cast
 from .conversion_report import ConversionReport, Entry, SmallKN
-from .freeze import frozen_form
-from .linears import fp8_part, is_conv1d, is_linear, kind_of, why_unconvertible
+from .holders import needs_values
+from .linears import fp8_part, frozen_form, is_conv1d, is_linear, kind_of, why_unconvertible
 from .matrices import Matrix, elements_of, matrices_of
 from .skip_patterns import linears_to_skip
 from .state_dict import register_state_hooks
@@ -163,8 +162,7 @@ def _cast(linear: nn.Module, recipe: Recipe | None) -> None:
 
 def _register_hooks(module: nn.Module) -> None:
     """Of a linear, or of another module that holds its weight."""
-    weights: list[Any] = list(module._parameters.values())
-    if any(isinstance(w, BlockwiseFP8Weight) or shard_of(w) is not None for w in weights):
+    if any(fp8_part(weight) is not None for weight in module._parameters.values()):
         register_state_hooks(module)
 
 

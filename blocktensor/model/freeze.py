@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,37 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.dtensor import local_of
-from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .conversion_checks import swappable
-from .linears import fp8_part, is_conv1d, is_linear
+from .holders import needs_values
+from .linears import fp8_part, frozen_form, is_linear
 from .state_dict import register_state_hooks
-
-
-def frozen_form(linear: nn.Module, master: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
-    """The FP8 form of a linear's high-precision weight, without the master.
-
-    It holds the bytes that the forward reads: for a Conv1D, whose weight is ``[K, N]``, those of
-    the columnwise form.
-    """
-    weight, format = master.detach(), recipe.weight_format
-    if not is_conv1d(linear):
-        return BlockwiseFP8Tensor.cast(weight, format, recipe)
-    fp8 = BlockwiseFP8Tensor.cast(weight.t().contiguous(), format, recipe)
-    return fp8.relabel(shape=weight.shape, strides=weight.stride(), transpose=True)
 
 
 def freeze(model: nn.Module) -> list[str]:
     """Drop the high-precision masters of a model's FP8 linears: 1 byte a weight, no gradient.
 
-    Forward and dgrad keep their bits, since they read the same cast.
+    Forward and dgrad keep their bits, since they read the same cast. A ``main_grad`` is dropped.
 
     Returns:
         The names of the modules whose weights were frozen.
 
     Raises:
+        ValueError: another module, an embedding say, holds the weight too.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
@@ -78,8 +67,11 @@ def _swap_all(
     model: nn.Module, swapped: Callable[[nn.Module, Tensor], Tensor | None], trains: bool
 ) -> list[str]:
     linears = [(name, module) for name, module in model.named_modules() if is_linear(module)]
+    users = Counter(id(module.weight) for _, module in linears)
     for name, module in linears:
         _check(name, module)
+        if not trains:
+            _check_holders(name, module, users[id(module.weight)])
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for name, module in linears:
@@ -92,8 +84,7 @@ def _swap_all(
             done.add(id(weight))
         if id(weight) in done:
             names.append(name)
-            if trains:
-                register_state_hooks(module)
+            register_state_hooks(module)
     return names
 
 
@@ -111,6 +102,18 @@ def _check(name: str, linear: nn.Module) -> None:
             f"freeze or unfreeze the model before fully_shard"
         )
     swappable(weight, what)
+
+
+def _check_holders(name: str, linear: nn.Module, linears: int) -> None:
+    """Raise if another module needs the master of a weight that is to be frozen."""
+    if not isinstance(linear.weight, BlockwiseFP8Weight) or linear.weight.is_meta:
+        return
+    holder = needs_values(linear, linears)
+    if holder is not None:
+        raise ValueError(
+            f"the weight of {name!r} cannot be frozen, because another module reads its values too "
+            f"({holder}): give the linear a copy of its own, or leave it trainable"
+        )
 
 
 def _has_ranks() -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .linears import is_linear, why_unconvertible
+
 
 def _references() -> int:
     parameters = {"weight": nn.Parameter()}
@@ -42,6 +44,19 @@ def holders_of_weight(module: nn.Module, known: int = 1) -> list[nn.Module]:
     }
     owners.clear()  # it may hold a list that is held by it
     return list(found.values())
+
+
+def needs_values(linear: nn.Module, known: int = 1) -> str | None:
+    """The kind of a module, no linear, that holds the parameter ``weight`` of ``linear`` too.
+
+    Args:
+        linear: a module with a parameter ``weight``.
+        known: how many modules are known to hold it, all of them linears.
+    """
+    for holder in holders_of_weight(linear, known):
+        if holder is not linear and (why_unconvertible(holder) if is_linear(holder) else True):
+            return type(holder).__name__
+    return None
 
 
 def _dicts(objects: list[Any]) -> list[dict[Any, Any]]:

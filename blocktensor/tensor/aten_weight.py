@@ -6,7 +6,7 @@ Other ops act on the master.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,6 +75,20 @@ def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return BlockwiseFP8Weight(out, weights[0].recipe)
 
 
+def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
+    source = args[0] if args else None
+    if not isinstance(source, Tensor) or source.shape != w.shape:
+        _refuse_new_layout(func, w)
+    return on_master(func, (w, *args), {})
+
+
+def _refuse_new_layout(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} would change the layout of an FP8 weight {list(w.shape)} in place: use the op "
+        f"that returns a view (.t(), .transpose(), .view()), or give the module a new parameter"
+    )
+
+
 def _copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     master = func(w.master, **kwargs)
     if master.dtype not in checks.HIGH_PRECISION:
@@ -98,6 +112,27 @@ WEIGHT_VIEWS: dict[Any, Callable[..., Any]] = {
             *(aten.unfold.default,),
         ),
         _part,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default),
+            *(aten.swapdims_.default, aten.unsqueeze_.default, aten.squeeze_.default),
+            *(
+                aten.squeeze_.dim,
+                aten.squeeze_.dims,
+                aten.resize_.default,
+                aten.as_strided_.default,
+            ),
+            aten.resize_as_.default,
+        ),
+        _refuse_new_layout,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default),
+            aten.set_.source_Storage_storage_offset,
+        ),
+        _set,
     ),
     aten.cat.default: _joined,
     aten.stack.default: _joined,

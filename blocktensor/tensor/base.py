@@ -69,6 +69,25 @@ class FP8Base(Tensor):
             f".rowwise_scale, or call .dequantize()"
         )
 
+    def _use_count(self) -> int:
+        """As of any tensor; refuses the swap with which a parametrization would end FP8.
+
+        ``register_parametrization`` gives the parameter the content of ``right_inverse(weight)``,
+        which is plain where that computes new values.
+        """
+        frame = sys._getframe(1).f_back
+        caller = None if frame is None else frame.f_back
+        if caller is not None and caller.f_code.co_name == "_maybe_set":
+            is_parametrize = caller.f_globals.get("__name__") == "torch.nn.utils.parametrize"
+            if is_parametrize and not isinstance(caller.f_locals.get("src"), FP8Base):
+                raise NotImplementedError(
+                    f"this parametrization would make an FP8 weight {list(self.shape)} plain, so "
+                    f"that its linear ran in high precision: register it before converting, which "
+                    f"then leaves the linear alone, or convert with skip=[...]"
+                )
+        count: int = super()._use_count()  # type: ignore[misc]
+        return count
+
     # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
     # time that the way through __torch_function__ does.
     @property

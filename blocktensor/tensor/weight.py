@@ -17,13 +17,24 @@ from torch.autograd.function import FunctionCtx
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import MasterBase, on_master
+from .base import FP8Base, MasterBase, on_master
 from .fp8_tensor import BlockwiseFP8Tensor, refuse_rebuilding
 from .operand import Operand
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 """Ops that do more than act on the master, from ``aten_*.py``."""
+
+
+_aten = torch.ops.aten
+
+NOT_COMPUTED = {
+    # rows that an index picks, as an embedding does: activations, of a weight's shape by chance
+    *(_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.take),
+    *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
+    *(_aten.new_empty, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
+}
+"""Ops whose results are plain, whatever their shape."""
 
 
 class BlockwiseFP8Weight(MasterBase):
@@ -61,7 +72,8 @@ class BlockwiseFP8Weight(MasterBase):
             NotImplementedError: a framework rebuilds the weight of plain values.
         """
         if requires_grad is not None:
-            if not isinstance(master, BlockwiseFP8Weight):
+            # what is moved to meta would be rebuilt of plain values later
+            if not isinstance(master, BlockwiseFP8Weight) or master.is_meta:
                 refuse_rebuilding(cls)
             made = cls(master.master, cache=master.cache, transposed=master.transposed)
             made.requires_grad_(requires_grad)
@@ -207,7 +219,9 @@ class BlockwiseFP8Weight(MasterBase):
         if special is not None:
             return special(func, *args, **(kwargs or {}))
         out = on_master(func, args, kwargs or {})
-        return computed_weights(out, args) if torch.is_grad_enabled() else out
+        if not torch.is_grad_enabled() or func.overloadpacket in NOT_COMPUTED:
+            return out
+        return computed_weights(out, args)
 
 
 class _HighPrecision(torch.autograd.Function):
@@ -232,8 +246,9 @@ def computed_weights(out: Any, args: Sequence[Any]) -> Any:
     shapes, recipe = {x.shape for x in weights}, weights[0].recipe
 
     def typed(x: Any) -> Any:
-        if type(x) is not Tensor or x.shape not in shapes or x.dtype not in checks.HIGH_PRECISION:
-            return x
-        return BlockwiseFP8Weight(x, recipe)
+        is_value = isinstance(x, Tensor) and not isinstance(x, FP8Base)
+        if is_value and x.shape in shapes and x.dtype in checks.HIGH_PRECISION:
+            return BlockwiseFP8Weight(x, recipe)
+        return x
 
     return torch.utils._pytree.tree_map(typed, out)

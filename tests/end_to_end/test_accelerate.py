@@ -42,9 +42,9 @@ def test_a_parameter_is_rebuilt_from_an_fp8_one(frozen: bool) -> None:
     assert weight.requires_grad is not frozen
     with torch.no_grad():
         assert torch.equal(made(X), wanted)
-    set_module_tensor_to_device(made, "0.weight", "meta")
-    assert made[0].weight.is_meta
-    assert type(made[0].weight) is type(value)
+    if frozen:
+        set_module_tensor_to_device(made, "0.weight", "meta")
+        assert made[0].weight.is_meta
 
 
 def test_frozen_weights_are_offloaded_to_the_cpu() -> None:
@@ -82,5 +82,7 @@ def test_helpers_that_would_lose_the_recipe_are_refused(
     helper: str, frozen: bool, tmp_path: Path
 ) -> None:
     words = r"cannot be rebuilt from plain values.*convert it then|dequantize"
+    made = model(frozen)
     with pytest.raises(NotImplementedError, match=words):
-        HELPERS[helper](model(frozen), tmp_path)
+        HELPERS[helper](made, tmp_path)
+    assert frozen or not any(p.is_meta for p in made.parameters())

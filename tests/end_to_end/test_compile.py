@@ -175,3 +175,29 @@ def test_what_the_compile_cache_is_told() -> None:
     others = (linear(256, K), linear(128, K, dtype=torch.float32))
     others += (linear(128, K, recipe=Recipe(scale="power_of_two")),)
     assert told[0] not in [m.weight._stable_hash_for_caching() for m in others]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda w, b: w * 2,
+        lambda w, b: w + b,
+        lambda w, b: nn.functional.normalize(w),
+        lambda w, b: w[:128],
+        lambda w, b: torch.cat([w, w]),
+        lambda w, b: w.detach() + b,
+    ],
+)
+def test_weights_computed_of_weights(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight, delta = linear(256, K).weight, randn(256, K, seed=5, grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, compute(weight, delta))
+
+    results = []
+    for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        y = run(randn(12, K))
+        y.sum().backward()
+        results.append([y.detach(), *(p.grad for p in (weight, delta) if p.grad is not None)])
+        weight.grad = delta.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

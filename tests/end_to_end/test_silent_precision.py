@@ -160,7 +160,7 @@ FP8: dict[str, Way] = {
     "centred": lambda m, x: F.linear(x, m.weight - m.weight.mean(1, keepdim=True)),
     "standardised": lambda m, x: F.linear(x, F.layer_norm(m.weight, (K,))),
     "straight through": lambda m, x: F.linear(x, m.weight + (m.weight.sign() - m.weight).detach()),
-    "row order": lambda m, x: F.linear(x, m.weight[torch.randperm(N)]),
+    "flipped": lambda m, x: F.linear(x, m.weight.flip(0)),
     "rolled": lambda m, x: F.linear(x, m.weight.roll(1, 0)),
     "cat": lambda m, x: F.linear(x, torch.cat([m.weight, m.weight])),
     "cat of parts": lambda m, x: F.linear(x, torch.cat(m.weight.chunk(2))),
@@ -215,6 +215,9 @@ ERRORS: dict[str, Way] = {
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
     "spectral_norm": spectral,
+    "orthogonal, Cayley": orthogonal("cayley"),
+    "orthogonal, exponential": orthogonal("matrix_exp"),
+    "orthogonal, Householder": orthogonal("householder"),
     "vmap": lambda m, x: vmap(m)(x),
     "torch.func.grad": lambda m, x: grad(lambda t: m(t).sum())(x),
     "torch.func.grad of weights": lambda m, x: grad(lambda p: functional_call(m, p, (x,)).sum())(
@@ -232,7 +235,7 @@ DOCUMENTED: dict[str, Way] = {
     "functional_call with plain tensors": lambda m, x: functional_call(m, m.state_dict(), (x,)),
     "float64": lambda m, x: F.linear(x.double(), m.weight.double()),
     "flattened": lambda m, x: F.linear(x, m.weight.view(-1).view(N, K)),
-    "inside a parametrization": orthogonal("cayley"),
+    "rows by an index": lambda m, x: F.linear(x, m.weight[torch.randperm(N)]),
     "a row": lambda m, x: x @ m.weight[0],
     "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + 1)),
 }

@@ -19,7 +19,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.ops import reference
-from tests.support.models import RECIPES, plain, randn
+from tests.support.models import DIM, RECIPES, linear, plain, randn
 from tests.support.reference_ops import replace_op
 
 N, K = 200, 300
@@ -147,3 +147,29 @@ def test_a_linear_itself() -> None:
     convert(layer, auto_filter_small_kn=False)
     assert freeze(layer) == [""]
     assert isinstance(layer.weight, BlockwiseFP8Tensor)
+
+
+def test_a_weight_that_an_embedding_holds_too_is_not_frozen() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(64, DIM), "head": nn.Linear(DIM, 64)})
+    model["head"].weight = model["embedding"].weight
+    model.apply(to_blockwise_fp8_weights)
+    weight = model["head"].weight
+    with pytest.raises(ValueError, match=r"'head' cannot be frozen.* \(Embedding\)"):
+        freeze(model)
+    assert isinstance(weight, BlockwiseFP8Weight)
+    assert model["embedding"].weight is weight
+
+
+def test_frozen_weights_keep_attributes_and_take_assigned_values_in_fp8() -> None:
+    module = nn.Sequential(linear(DIM, DIM))
+    state = {name: 2 * value for name, value in module.state_dict().items()}
+    freeze(module)
+    module[0].weight.tag = "mine"
+    module.half()
+    assert module[0].weight.tag == "mine"
+    module.bfloat16().load_state_dict(state, assign=True)
+    weight = module[0].weight
+    assert isinstance(weight, BlockwiseFP8Tensor)
+    assert not weight.requires_grad
+    wanted = BlockwiseFP8Tensor.quantize(state["0.weight"], (128, 128))
+    assert torch.equal(weight.dequantize(), wanted.dequantize())

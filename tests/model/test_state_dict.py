@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,14 @@ def test_assigned_weights_keep_their_main_grad() -> None:
     module(randn(3, K)).sum().backward()
     assert module.weight.grad is None
     assert module.weight.main_grad.any()
+
+
+class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}mine"] = self.weight.detach()
+
+
+def test_a_module_that_saves_its_state_itself_saves_plain_tensors() -> None:
+    module = OwnState(K, N)
+    to_blockwise_fp8_weights(module)
+    assert type(module.state_dict()["mine"]) is Tensor

@@ -106,7 +106,7 @@ def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
         lambda w: torch.where(w > 0, w, 0.0),
         lambda w: w.tril(),
         lambda w: F.normalize(w),
-        lambda w: w[torch.arange(255, -1, -1)],
+        lambda w: w.flip(0),
         lambda w: torch.sort(w, 1).values,
         lambda w: torch.cat([w[:100], w[100:]]),
         lambda w: torch.stack([w, w])[1],
@@ -127,6 +127,14 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
     w = linear(256, 256, dtype=torch.float32).weight
     assert type(w.sum(0)) is type(w.square().mean()) is type(w > 0) is Tensor
+    assert (
+        type(torch.zeros_like(w))
+        is type(w.new_zeros(w.shape))
+        is type(w.new_ones(w.shape))
+        is Tensor
+    )
+    ids = torch.arange(256)
+    assert type(F.embedding(ids, w)) is type(w[ids]) is type(w[ids > -1]) is Tensor
     assert type(torch.zeros_like(w.detach())) is type(w.detach() * 2) is Tensor
     with torch.no_grad():
         assert type(w * 2) is type(w.detach().add(1)) is Tensor
@@ -157,3 +165,23 @@ def test_copies_and_casts_of_a_weight_are_weights() -> None:
         assert copied.cache is not w.cache
     assert torch.equal(x @ w.t().clone(), F.linear(x, w))
     assert type(w.double()) is type(w.detach() + 1) is Tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.t_(),
+        lambda w: w.transpose_(0, 1),
+        lambda w: w.unsqueeze_(0),
+        lambda w: w.squeeze_(),
+        lambda w: w.as_strided_((2, 3), (1, 2)),
+        lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
+    ],
+)
+def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    w = linear(128, 192).weight
+    before = w.master.clone()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"layout of an FP8 weight"):
+        change(w)
+    assert w.shape == w.master.shape == (128, 192)
+    assert torch.equal(w.master, before)

@@ -134,21 +134,21 @@ class AmaxTable:
         """The scale of each block of a weight, laid out as by a cast."""
         return self._slot(self._scales, index)
 
-    def prepare_gather(self, index: int) -> None:
+    def prepare_gather(self, index: int) -> str:
         """Make the amaxes of a weight those of its rows as they are in this forward.
 
-        Raises:
-            RuntimeError: it is gathered for a backward, and was written to since its forward.
+        Returns:
+            Why a backward must not use the weight: it was written to since its forward. Else empty.
         """
         weight = self.weights[index]
         if weight.in_backward():
-            if self._seen[index] != self._version(index):
-                raise RuntimeError(
-                    f"the FP8 weight {weight.name} was changed on this rank between a forward and "
-                    f"its backward, which gathers it again: run backward before the weight "
-                    f"changes, or forward again after"
-                )
-            return
+            if self._seen[index] == self._version(index):
+                return ""
+            return (
+                f"the FP8 weight {weight.name} was changed on this rank between a forward and its "
+                f"backward, which gathers it again: run backward before the weight changes, or "
+                f"forward again after"
+            )
         forward = weight.forwards()
         is_new = forward != self._forward or index not in self._fresh
         can_reuse = self._reuses or self._is_precomputed
@@ -158,6 +158,7 @@ class AmaxTable:
             self._forward, self._fresh = forward, set(range(len(self.weights)))
             self._is_precomputed = False
         self._fresh.discard(index)
+        return ""
 
     def precompute(self) -> None:
         """Refresh the table for the next forward."""

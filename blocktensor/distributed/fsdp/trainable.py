@@ -113,7 +113,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
                 f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
             )
         table, index = place
-        table.prepare_gather(index)
+        changed = table.prepare_gather(index)
         weight = table.weights[index]
         format = self.recipe.weight_format
         if self.numel():
@@ -122,7 +122,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
         else:
             data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
         sent = padded(data, weight.slice.dim, outer_size, mesh)
-        return (sent,), (outer_size, table.scale(index), self.recipe)
+        return (sent,), (outer_size, table.scale(index), self.recipe, changed)
 
     def fsdp_post_all_gather(
         self,
@@ -136,8 +136,14 @@ class FP8Shard(GatheredInFP8, MasterBase):
 
         Graphs save both. FSDP gathers the bytes again into the same memory, uncounted; so are the
         scales written.
+
+        Raises:
+            RuntimeError: a backward uses the weight, which was written to since its forward. FSDP
+                also gathers weights ahead that no backward uses.
         """
-        shape, scale, recipe = metadata
+        shape, scale, recipe, changed = metadata
+        if changed:
+            raise RuntimeError(changed)
         own = None if out is None else gathered_of(out).rowwise_scale
         if own is None:
             own = empty_scale(shape, recipe.weight_format, scale.device)
@@ -298,6 +304,9 @@ _NEW = {
 }
 """Ops whose result is a shard of its own."""
 
+_VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int, aten.split.Tensor}
+"""Ops whose results are parts of a shard, with which products raise too."""
+
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ALIAS:
@@ -309,4 +318,10 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
         if fits and out.dtype in checks.HIGH_PRECISION:
             return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
+    if isinstance(first, FP8Shard) and func in _VIEWS:
+        return torch.utils._pytree.tree_map(lambda view: _part(view, first.recipe), out)
     return out
+
+
+def _part(view: Tensor, recipe: Recipe) -> Tensor:
+    return FP8Shard(view, recipe) if view.ndim in (2, 3) else view

@@ -200,3 +200,30 @@ def test_a_change_between_forward_and_backward(world: int, device: str) -> None:
         model[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"2\.weight was changed on this rank between a forward"):
         loss.backward()
+
+
+@on_ranks(2, gpus=())
+def test_an_optimizer_in_backward_after_an_evaluation(world: int, device: str) -> None:
+    """FSDP gathers ahead for backward what no backward uses, and what has stepped already."""
+    model, _ = sharded(converted(), mesh_of(world, device))
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
+        )
+    for step in range(3):
+        with torch.no_grad():
+            loss_of(model, step)
+        loss_of(model, step).backward()
+        assert_forward_is_fresh(model)
+
+
+@on_ranks(2, gpus=())
+def test_products_with_rows_are_refused(world: int, device: str) -> None:
+    model, _ = sharded(converted(), mesh_of(world, device))
+    loss_of(model, 0).backward()
+    weight = model[0].weight
+    x = torch.randn(3, 192).bfloat16()
+    for rows in (weight.to_local(), weight.detach().to_local(), weight.to_local()[:5]):
+        with pytest.raises(NotImplementedError, match="shard of an FP8 weight: a product needs"):
+            torch.nn.functional.linear(x, rows)
