@@ -116,6 +116,10 @@ def convert(
     conversion_checks.is_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
+    if not isinstance(auto_filter_small_kn, (bool, SmallKN)):
+        raise TypeError(
+            f"auto_filter_small_kn={auto_filter_small_kn!r}: expected True, False or a SmallKN"
+        )
     skipped = linears_to_skip(model, skip)
     conversion_checks.not_fake(model.parameters())
     matrices = matrices_of(model)

@@ -286,3 +286,10 @@ def test_biases_stay_and_training_goes_on(device: torch.device) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         error = (p.grad - q.grad).norm() / q.grad.norm()
         assert error < 0.2, name
+
+
+def test_other_thresholds_are_refused() -> None:
+    model = Model()
+    with pytest.raises(TypeError, match=r"auto_filter_small_kn='yes': expected True, False or a"):
+        convert(model, auto_filter_small_kn="yes")  # type: ignore[arg-type]
+    assert not any(isinstance(p, BlockwiseFP8Weight) for p in model.parameters())
