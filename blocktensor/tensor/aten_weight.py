@@ -97,43 +97,31 @@ def _copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     return BlockwiseFP8Weight(master, cache=cache, transposed=w.transposed)
 
 
+_PARTS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
+    *(aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.as_strided.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
+_NEW_LAYOUTS = (
+    *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default, aten.swapdims_.default),
+    *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
+    *(aten.resize_.default, aten.resize_as_.default, aten.as_strided_.default),
+)
+_SETS = (
+    *(aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Storage),
+    aten.set_.source_Storage_storage_offset,
+)
+
 WEIGHT_VIEWS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.t.default: _t,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,  # w.T
-    **dict.fromkeys(
-        (
-            *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-            *(aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.as_strided.default),
-            *(aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default),
-            *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
-            *(aten.unfold.default,),
-        ),
-        _part,
-    ),
-    **dict.fromkeys(
-        (
-            *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default),
-            *(aten.swapdims_.default, aten.unsqueeze_.default, aten.squeeze_.default),
-            *(
-                aten.squeeze_.dim,
-                aten.squeeze_.dims,
-                aten.resize_.default,
-                aten.as_strided_.default,
-            ),
-            aten.resize_as_.default,
-        ),
-        _refuse_new_layout,
-    ),
-    **dict.fromkeys(
-        (
-            *(aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default),
-            aten.set_.source_Storage_storage_offset,
-        ),
-        _set,
-    ),
+    **dict.fromkeys(_PARTS, _part),
+    **dict.fromkeys(_NEW_LAYOUTS, _refuse_new_layout),
+    **dict.fromkeys(_SETS, _set),
     aten.cat.default: _joined,
     aten.stack.default: _joined,
     aten.clone.default: _copy,

@@ -125,7 +125,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def operand(self) -> Operand:
-        """The FP8 forms of the weight as it is now: at most one cast per version of the master."""
+        """The FP8 forms of the weight as it is now."""
         operand = self.cache.get(self)
         return operand.transposed() if self.transposed else operand
 
