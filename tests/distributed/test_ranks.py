@@ -1,4 +1,4 @@
-"""The ranks that tests run on: one that fails is named at once, and no call hangs or leaves ranks."""
+"""The ranks that tests run on: one that fails is named at once, and no call hangs."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_a_call_that_is_interrupted_ends_its_ranks(
         raise error("interrupted")
 
     group = ranks._Group(2, "cpu")
-    with monkeypatch.context() as patched, pytest.raises(error, match="interrupted"):
-        patched.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
+    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
+    with pytest.raises(error, match="interrupted"):
         group.call(time.sleep, 1000)
     assert not group.is_open
     assert not any(process.is_alive() for process in group._processes)

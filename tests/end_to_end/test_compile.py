@@ -175,3 +175,28 @@ def test_what_the_compile_cache_is_told() -> None:
     others = (linear(256, K), linear(128, K, dtype=torch.float32))
     others += (linear(128, K, recipe=Recipe(scale="power_of_two")),)
     assert told[0] not in [m.weight._stable_hash_for_caching() for m in others]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_fp8_inputs_gradient_has_the_dtype_that_it_was_cast_from(frozen: bool) -> None:
+    """Though autocast makes the output bf16."""
+    module = linear(128, K, dtype=torch.float32, frozen=frozen)
+
+    def run(x: Tensor) -> Tensor:
+        return module(quantize(x))
+
+    grad, gradients = randn(5, 128), []
+    for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        x = randn(5, K, dtype=torch.float32, grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = f(x)
+        assert y.dtype == torch.bfloat16
+        y.backward(grad)
+        gradients.append(x.grad)
+    assert not torch.equal(gradients[0], gradients[0].bfloat16().float())
+    assert torch.equal(*gradients)
+
+
+def test_a_transposed_weight() -> None:
+    module = linear(K, 128)
+    assert_as_eager(lambda x: x @ module.weight, module)

@@ -12,12 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, convert, share_inputs
+from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
+from tests.support.models import POWER_OF_TWO
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     K,
     assert_trains_as,
     batch,
+    build,
     loss_of,
     mesh_of,
     reductions,
@@ -48,6 +50,18 @@ def test_scales_of_powers_of_two_and_a_kept_columnwise_form(world: int, device: 
     model, single = twins(device, Recipe(scale="power_of_two", columnwise="keep"))
     shard(model, mesh_of(world, device))
     assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_weights_of_different_recipes(world: int, device: str) -> None:
+    """In one table, between each other."""
+    model = build().to(device)
+    for module, recipe in ((model.up, Recipe()), (model.mid, POWER_OF_TWO), (model.down, Recipe())):
+        to_blockwise_fp8_weights(module, recipe)
+    single = copy.deepcopy(model)
+    shard(model, mesh_of(world, device))
+    assert_trains_as(single, model, device)
+    assert reductions(model) == 3
 
 
 @on_ranks(2)
@@ -239,7 +253,8 @@ def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> Non
         steps = [torch.optim.SGD(part.parameters(), lr=8.0) for part in (m.maker, m.critic)]
         m(batch(0, device))  # of the root, as FSDP2 asks
         for step in range(3):
-            waiting = m(batch(step, device), "critic").float().square().mean()
+            leaf = batch(step, device).requires_grad_()  # so that backward reads the weight
+            waiting = m(leaf, "critic").float().square().mean()
             made = m(batch(step, device), "maker").float().square().mean()
             made.backward()
             steps[0].step()
@@ -247,7 +262,8 @@ def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> Non
             waiting.backward()
             steps[1].step()
             alone = m.maker(batch(step, device))  # without the root
-            results[-1] += [waiting.detach(), made.detach(), again.detach(), alone.detach()]
+            outputs = [waiting, made, again, alone]
+            results[-1] += [*(output.detach() for output in outputs), leaf.grad]
             for optimizer in steps:
                 optimizer.zero_grad()
     for ours, theirs in zip(*results, strict=True):
