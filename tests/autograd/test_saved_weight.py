@@ -157,3 +157,13 @@ def test_the_columnwise_policy_decides_what_waits() -> None:
         waiting.pop().sum().backward()
         sizes.append(module.weight.cache.nbytes())
     assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward() -> None:
+    module = linear(N, K, recipe=Recipe(cache_weight="step"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        module(randn(5, K, grad=True)).sum().backward()
+        assert module.weight.cache.nbytes() == 0
+        optimizer.step()
+        optimizer.zero_grad()

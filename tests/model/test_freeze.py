@@ -19,7 +19,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.ops import reference
-from tests.support.models import RECIPES, plain, randn
+from tests.support.models import RECIPES, linear, plain, randn
 from tests.support.reference_ops import replace_op
 
 N, K = 200, 300
@@ -147,3 +147,12 @@ def test_a_linear_itself() -> None:
     convert(layer, auto_filter_small_kn=False)
     assert freeze(layer) == [""]
     assert isinstance(layer.weight, BlockwiseFP8Tensor)
+
+
+def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> None:
+    module = linear(128, 192, frozen=True)
+    assert unfreeze(module) == [""]
+    values = randn(128, 192, seed=5)
+    module.load_state_dict({"weight": values}, assign=True)
+    assert isinstance(module.weight, BlockwiseFP8Weight)
+    assert module.weight.master.data_ptr() == values.data_ptr()

@@ -182,3 +182,23 @@ def test_main_grad_moves_with_its_weight() -> None:
     module.to("meta")
     assert module.weight.is_meta
     assert module.weight.main_grad.is_meta
+
+
+def test_new_data_without_high_precision_values_is_refused() -> None:
+    module, frozen = linear(DIM, DIM), linear(DIM, DIM, frozen=True)
+    x, master = randn(3, DIM), module.weight.master
+    wanted = module(x)
+    for new in (frozen.weight, frozen.weight.detach().to(torch.float32)):
+        with pytest.raises(TypeError, match=r"new \.data of an FP8 weight is .*\.dequantize\(\)"):
+            module.weight.data = new
+    with pytest.raises(TypeError, match=r"new \.data of an FP8 weight has dtype torch\.int64"):
+        module.weight.data = torch.ones(DIM, DIM, dtype=torch.int64)
+    for new in (frozen.weight, module.weight):
+        with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
+            BlockwiseFP8Weight(new)
+    with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
+        module.load_state_dict({"weight": frozen.weight}, assign=True)
+    assert module.weight.master is master
+    assert torch.equal(module(x), wanted)
+    module.weight.data = frozen.weight.dequantize()
+    assert torch.equal(module(x), frozen(x))

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
+from blocktensor.distributed import FP8Shard
+from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.models import POWER_OF_TWO
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -268,3 +270,29 @@ def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> Non
                 optimizer.zero_grad()
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@on_ranks(2, gpus=())
+def test_weights_gathered_before_the_first_forward_join_the_others(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    model.up.unshard()
+    model.up.reshard()
+    before = reductions(model)
+    assert_trains_as(single, model, device)
+    places = [shard_of(m.weight).identity.place for m in (model.up, model.mid, model.down)]
+    assert len({id(table) for table, _ in places}) == 1
+    assert reductions(model) == 3
+    assert before == 1
+
+
+def test_which_tensors_are_the_same_weight() -> None:
+    master = torch.ones(3, 192)
+    rows = FP8Shard(master, Recipe())
+    for same in (rows.detach(), torch.ops.aten.alias(rows), rows.to(torch.bfloat16)):
+        assert type(same) is FP8Shard
+        assert same.identity is rows.identity
+    assert rows.detach().master is master
+    for other in (rows.clone(), torch.empty_like(rows), rows.new_zeros(3, 192), rows[:2]):
+        assert type(other) is FP8Shard
+        assert other.identity is not rows.identity
