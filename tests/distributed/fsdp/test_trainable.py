@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.distributed import FP8Shard
 from blocktensor.distributed.fsdp.trainable import shard_of
-from tests.support.models import POWER_OF_TWO
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
+    RECIPES,
     K,
     assert_trains_as,
     batch,
-    build,
+    deep,
     loss_of,
     mesh_of,
     reductions,
@@ -56,14 +56,20 @@ def test_scales_of_powers_of_two_and_a_kept_columnwise_form(world: int, device: 
 
 @on_ranks(2)
 def test_weights_of_different_recipes(world: int, device: str) -> None:
-    """In one table, between each other."""
-    model = build().to(device)
-    for module, recipe in ((model.up, Recipe()), (model.mid, POWER_OF_TWO), (model.down, Recipe())):
-        to_blockwise_fp8_weights(module, recipe)
+    """Their scales lie in one table, by recipe, and not in the order of layers."""
+    model = deep(4).to(device)
+    for layer, module in enumerate(model):
+        to_blockwise_fp8_weights(module, RECIPES[layer % 2])
     single = copy.deepcopy(model)
-    shard(model, mesh_of(world, device))
-    assert_trains_as(single, model, device)
-    assert reductions(model) == 3
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for m in (model, single):
+        m(x).float().square().mean().backward()
+    assert torch.equal(*[m(x).detach() for m in (model, single)])
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad)
+    assert reductions(model) == 2
 
 
 @on_ranks(2)
