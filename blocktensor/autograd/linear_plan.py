@@ -161,7 +161,7 @@ def _inner(x: Any) -> Tensor:
 
 def _is_small(x: Tensor, w: Tensor) -> bool:
     x_rows, largest = math.prod(x.shape[:-1]), early_cast.EARLY_BYTES // 2
-    return 0 < x_rows * w.shape[0] < largest and x.numel() > 0 and 0 < w.numel() < largest
+    return 0 < x_rows * w.shape[0] < largest and 0 < w.numel() < largest
 
 
 def _decide(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:

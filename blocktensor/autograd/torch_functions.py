@@ -71,6 +71,11 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
             f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "
             f"on {new.device}: use .copy_(), or torch.utils.swap_tensors to change the type"
         )
+    if isinstance(new, BlockwiseFP8Tensor):
+        raise TypeError(
+            f"the new .data of an FP8 weight is {new!r}, which holds no high-precision values: "
+            f"call .dequantize() first, or blocktensor.freeze(model) to drop the masters"
+        )
     checks.high_precision(new, "the new .data of an FP8 weight")
     master = new.master if isinstance(new, BlockwiseFP8Weight) else new.detach()
     if (tensor.dtype, tensor.device) == (dtype, new.device):

@@ -172,9 +172,7 @@ def _register_hooks(module: nn.Module) -> None:
 
 def _converted_weight(linear: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(weight, BlockwiseFP8Weight):
-        again = BlockwiseFP8Weight(weight.master, recipe)
-        again.main_grad = weight.main_grad
-        return again
+        return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
         return with_local(weight, FP8Shard(local.detach(), recipe))
     if weight.requires_grad or weight.is_meta:

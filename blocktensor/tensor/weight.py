@@ -68,7 +68,7 @@ class BlockwiseFP8Weight(MasterBase):
             requires_grad: given by frameworks that rebuild a parameter, of an FP8 weight.
 
         Raises:
-            TypeError, ValueError: another dtype or rank.
+            TypeError, ValueError: another dtype or rank, or another FP8 type.
             NotImplementedError: a framework rebuilds the weight of plain values.
         """
         if requires_grad is not None:
@@ -78,6 +78,8 @@ class BlockwiseFP8Weight(MasterBase):
             made = cls(master.master, cache=master.cache, transposed=master.transposed)
             made.requires_grad_(requires_grad)
             return made
+        if isinstance(master, FP8Base):
+            raise TypeError(f"the master of a {cls.__name__} must be plain, got {master!r}")
         checks.high_precision(master, "the weight")
         checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
         self = cls.wrapper_of(master, master.dtype)

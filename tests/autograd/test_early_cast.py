@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from blocktensor import functional
 from blocktensor.ops import reference
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
 from tests.support.models import linear, randn
@@ -18,17 +19,20 @@ from tests.support.reference_ops import replace_op
 __all__ = ["way_of_linears"]
 
 
+class Ends(torch.autograd.Function):
+    """The identity, whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_where_no_gradient_arrives_none_leaves(bias: bool) -> None:
-    class Ends(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
     module, x = linear(256, 384, bias=bias), randn(5, 384, grad=True)
     Ends.apply(module(x)).sum().backward()
     assert all(t.grad is None for t in (x, *module.parameters()))
@@ -100,3 +104,32 @@ def test_rowwise_bytes_are_gone_when_the_backwards_products_run(
     rowwise.append(weakref.ref(module.weight.cache.held().rowwise.data))
     loss.backward()
     assert gone == 2 * [way_of_linears != "sequence"]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop(grads: Any) -> None:
+    raise Stopped
+
+
+@pytest.mark.parametrize("then", ["no gradient", "create_graph", "an FP8 gradient"])
+def test_a_backward_that_failed_leaves_no_cast_to_the_next(then: str) -> None:
+    module, leaf = linear(256, 384), randn(5, 384, grad=True)
+    first, second = randn(5, 256, seed=3), randn(5, 256, seed=4)
+    _, *wanted = grads_of(module, leaf, second)
+    module.zero_grad()
+    y = module(leaf)
+    handle = y.grad_fn.register_prehook(stop)  # after the gradient was cast
+    with pytest.raises(Stopped):
+        y.backward(first, retain_graph=True)
+    handle.remove()
+    if then == "no gradient":
+        Ends.apply(y).backward(first)
+        assert leaf.grad is module.weight.grad is None
+        return
+    given = functional.quantize(second) if then == "an FP8 gradient" else second
+    leaves = leaf, module.weight
+    got = torch.autograd.grad(y, leaves, given, create_graph=then == "create_graph")
+    assert_all_equal([t.detach() for t in got], wanted)

@@ -158,6 +158,39 @@ def test_autocast_keeps_the_precision_of_fp32_gradients(device: torch.device) ->
     assert_matches(module.weight.grad, dw)
 
 
+def test_autocast_keeps_the_precision_of_an_fp8_inputs_gradient(device: torch.device) -> None:
+    """Its dtype is that of the tensor it was cast from."""
+    module = linear(256, 384, dtype=torch.float32, device=device)
+    x = randn(5, 384, dtype=torch.float32, device=device, grad=True)
+    grad = randn(5, 256, seed=3, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = module(functional.quantize(x))
+    assert y.dtype == torch.bfloat16
+    y.backward(grad)
+    _, dx, dw = composed(x.detach(), plain(module.weight), grad)
+    assert not torch.equal(dx, dx.bfloat16().float())
+    assert_matches(x.grad, dx)
+    assert_matches(module.weight.grad, dw)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_bias_gradient_is_summed_in_fp32(autocast: bool, device: torch.device) -> None:
+    """Of many rows, of which 16 bits would round every partial sum."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    module = linear(128, 128, bias=True, dtype=dtype, device=device)
+    x = randn(3000, 128, dtype=dtype, device=device)
+    grad = 1 + randn(3000, 128, seed=3, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        y = module(x)
+    y.backward(grad)
+    exact = grad.double().sum(0)
+    assert module.bias.grad.dtype == dtype
+    if autocast:
+        torch.testing.assert_close(module.bias.grad.double(), exact, rtol=1e-5, atol=1e-3)
+    else:
+        assert torch.equal(module.bias.grad, exact.to(dtype))
+
+
 def test_autocast_off_again_restores_strict_dtypes() -> None:
     module = linear(256, 384)
     with torch.autocast("cpu", dtype=torch.bfloat16):

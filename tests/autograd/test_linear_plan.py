@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor.autograd import early_cast
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
 from blocktensor.ops.cast.ops import quantize_both
@@ -150,6 +151,30 @@ def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> Non
             empty = plan(nothing, weight())
             assert not (empty.records_forward or empty.records_backward)
     assert not plan(X, weight()).records_forward  # on a CPU nothing can be recorded
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "records"),
+    [
+        ((1, 1), (1, 1), True),
+        ((2, 3, 64), (64, 64), True),
+        ((0, 64), (64, 64), False),
+        ((2, 0, 64), (64, 64), False),
+        ((5, 64), (0, 64), False),
+        ((5, 0), (64, 0), False),
+        ((64, 8), (64, 8), True),  # of an output of 4096 entries
+        ((65, 8), (64, 8), False),
+        ((1, 64), (64, 64), True),  # and a weight of as many
+        ((1, 64), (65, 64), False),
+    ],
+)
+def test_small_linears_run_backward_as_one_sequence(
+    x: tuple[int, ...], w: tuple[int, int], records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_linears("sequence", monkeypatch)
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", 2 * 4097)
+    made = plan(randn(*x), BlockwiseFP8Weight(randn(*w)).requires_grad_())
+    assert made.records_backward == records
 
 
 def test_what_tells_fp8_operands_apart() -> None:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import SQUARE, linear, plain, quantized, randn, unaligned
+from tests.support.models import (
+    SQUARE,
+    assert_matches,
+    composed,
+    linear,
+    plain,
+    quantized,
+    randn,
+    unaligned,
+)
 
 __all__ = ["way_of_linears"]
 
@@ -124,3 +133,37 @@ def test_an_fp8_weight_that_requires_a_gradient(
     x, grad = randn(*shape, device=device), randn(*shape[:-1], N, seed=1, device=device)
     for _ in range(3):
         assert_all_equal(grads_of(gathered, x, grad), grads_of(module, x, grad))
+
+
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+def test_a_transposed_weight(columnwise: Any, device: torch.device) -> None:
+    """``x @ w``: forward reads the columnwise form, and dgrad the rowwise one."""
+    weight = linear(N, K, recipe=Recipe(columnwise=columnwise), device=device).weight
+    x, grad = randn(5, N, device=device, grad=True), randn(5, K, seed=1, device=device)
+    for _ in range(2):
+        y = x @ weight
+        wanted_y, wanted_dx, wanted_dw = composed(x.detach(), plain(weight).t(), grad)
+        assert_matches(y.detach(), wanted_y)
+        dx, dw = torch.autograd.grad(y, (x, weight), grad)
+        assert_matches(dx, wanted_dx)
+        assert_matches(dw, wanted_dw.t())
+
+
+def test_the_columnwise_policy_decides_what_waits() -> None:
+    sizes = []
+    for columnwise in ("on_demand", "keep"):
+        module = linear(N, K, recipe=Recipe(columnwise=columnwise))
+        waiting = [module(randn(5, K, grad=True)) for _ in range(2)]
+        waiting.pop().sum().backward()
+        sizes.append(module.weight.cache.nbytes())
+    assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward() -> None:
+    module = linear(N, K, recipe=Recipe(cache_weight="step"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        module(randn(5, K, grad=True)).sum().backward()
+        assert module.weight.cache.nbytes() == 0
+        optimizer.step()
+        optimizer.zero_grad()

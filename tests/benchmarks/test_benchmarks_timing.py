@@ -87,6 +87,15 @@ def test_a_middle_mean_leaves_out_both_ends() -> None:
     assert timing.middle_mean([7.0]) == 7.0
 
 
+@pytest.mark.parametrize(
+    ("count", "cut"), [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1), (7, 1), (8, 2), (11, 2)]
+)
+def test_a_middle_mean_leaves_out_a_quarter_at_each_end_rounded_down(count: int, cut: int) -> None:
+    values = [float(4**i) for i in range(count)]  # no two parts have one mean
+    kept = values[cut : count - cut]
+    assert timing.middle_mean(values[::-1]) == sum(kept) / len(kept)
+
+
 def test_a_flushed_call_waits_until_all_are_queued(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

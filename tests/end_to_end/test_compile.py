@@ -201,3 +201,28 @@ def test_weights_computed_of_weights(compute: Callable[[Tensor, Tensor], Tensor]
         results.append([y.detach(), *(p.grad for p in (weight, delta) if p.grad is not None)])
         weight.grad = delta.grad = None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_fp8_inputs_gradient_has_the_dtype_that_it_was_cast_from(frozen: bool) -> None:
+    """Though autocast makes the output bf16."""
+    module = linear(128, K, dtype=torch.float32, frozen=frozen)
+
+    def run(x: Tensor) -> Tensor:
+        return module(quantize(x))
+
+    grad, gradients = randn(5, 128), []
+    for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        x = randn(5, K, dtype=torch.float32, grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = f(x)
+        assert y.dtype == torch.bfloat16
+        y.backward(grad)
+        gradients.append(x.grad)
+    assert not torch.equal(gradients[0], gradients[0].bfloat16().float())
+    assert torch.equal(*gradients)
+
+
+def test_a_transposed_weight() -> None:
+    module = linear(K, 128)
+    assert_as_eager(lambda x: x @ module.weight, module)

@@ -173,6 +173,15 @@ def test_run_writes_json_and_plot(
         assert words in printed
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises; a shell lets the jobs that it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("completed", [3, 9])
 def test_interrupt_keeps_what_was_done(
     completed: int,
@@ -195,6 +204,7 @@ def test_interrupt_keeps_what_was_done(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupt_before_the_first_step_keeps_the_earlier_result(
     stdlib: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

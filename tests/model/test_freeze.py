@@ -173,3 +173,12 @@ def test_frozen_weights_keep_attributes_and_take_assigned_values_in_fp8() -> Non
     assert not weight.requires_grad
     wanted = BlockwiseFP8Tensor.quantize(state["0.weight"], (128, 128))
     assert torch.equal(weight.dequantize(), wanted.dequantize())
+
+
+def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> None:
+    module = linear(128, 192, frozen=True)
+    assert unfreeze(module) == [""]
+    values = randn(128, 192, seed=5)
+    module.load_state_dict({"weight": values}, assign=True)
+    assert isinstance(module.weight, BlockwiseFP8Weight)
+    assert module.weight.master.data_ptr() == values.data_ptr()

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from blocktensor import BlockwiseFP8Weight, convert, functional, to_blockwise_fp8_weights
+from blocktensor import (
+    BlockwiseFP8Weight,
+    convert,
+    freeze,
+    functional,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
 from tests.support.models import DIM, POWER_OF_TWO, TOKENS, Model, linear, plain, randn
 
 N, K = 128, 192
@@ -50,6 +57,8 @@ def test_a_state_dict_holds_plain_tensors(use: str) -> None:
     assert {type(value) for value in state.values()} == {Tensor}
     up = model.blocks[1].up.weight
     assert state["blocks.1.up.weight"].data_ptr() == up.master.data_ptr()
+    state["blocks.1.up.weight"].requires_grad_()  # of a tensor of its own, over the same memory
+    assert not up.master.requires_grad
     assert model.state_dict(keep_vars=True)["blocks.1.up.weight"] is up
     assert model.blocks[1].up.state_dict().keys() == {"weight", "bias"}
     twin = copy.deepcopy(model)
@@ -172,3 +181,22 @@ def test_a_module_that_saves_its_state_itself_saves_plain_tensors() -> None:
     module = OwnState(K, N)
     to_blockwise_fp8_weights(module)
     assert type(module.state_dict()["mine"]) is Tensor
+
+
+def test_hooks_are_registered_once() -> None:
+    module = linear(N, K)
+    for _ in range(2):
+        freeze(module), unfreeze(module)
+        convert(module, POWER_OF_TWO, auto_filter_small_kn=False)
+        to_blockwise_fp8_weights(module)
+    assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
+
+
+def test_what_is_copied_is_no_weight() -> None:
+    """Only what is assigned takes a weight's type; plain PyTorch copies any dtype."""
+    module, ordinary = linear(N, K), nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    for target in (module, ordinary):
+        target.load_state_dict({"weight": torch.arange(N * K).view(N, K)})
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            target.load_state_dict({"weight": torch.ones(3)})
+    assert torch.equal(plain(module.weight), ordinary.weight)

@@ -196,7 +196,9 @@ def test_our_own_scales_are_read_by_tma_where_they_lie(
 
 
 @pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda format: format.name)
-@pytest.mark.parametrize("layout", ["dense", "transposed", "unaligned", "repeated", "sliced"])
+@pytest.mark.parametrize(
+    "layout", ["dense", "transposed", "unaligned", "repeated", "overlapping", "sliced"]
+)
 def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> None:
     shape = (513, 646)  # scales [513, 6] or [5, 6]
     ours = empty_scale(shape, format, CPU)
@@ -208,6 +210,9 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
         scale = flat.as_strided(ours.shape, ours.stride()).copy_(scale)
     if layout == "repeated":
         scale = scale[:1, :1].expand(ours.shape)
+    if layout == "overlapping":  # lines 16 bytes apart, and longer than that
+        strides = (1, 4) if format is BLOCKS_1X128 else (4, 1)
+        scale = torch.arange(1.0, 1000.0).as_strided(ours.shape, strides)
     if layout == "sliced":  # lines as far apart as ours, the first of them unaligned
         wide = empty_scale((513 + 128, 646 + 128), format, CPU)
         scale = (

@@ -118,7 +118,13 @@ class _Group:
         Raises:
             RuntimeError: with the traceback of each rank that failed. The group is closed then.
         """
-        work = pickle.dumps((function, args, kwargs))
+        try:
+            return self._call(pickle.dumps((function, args, kwargs)))
+        except BaseException:  # a time limit or Ctrl-C, too: later calls would get these answers
+            self.close()
+            raise
+
+    def _call(self, work: bytes) -> list[Any]:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # a process that died is noticed below
                 pipe.send_bytes(work)
@@ -133,15 +139,16 @@ class _Group:
             for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
                 try:
                     error, result = pickle.loads(self._pipes[rank].recv_bytes())
-                except EOFError:
-                    error, result = "the process died", None
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    code = self._processes[rank].exitcode
+                    error, result = f"the process died with exit code {code}", None
                 if error is None:
                     results[rank] = result
                 else:
                     errors[rank] = error
                     until = min(until, time.monotonic() + _GRACE)
         if waiting or errors:
-            self.close()
             lines = [f"rank {rank}:\n{error}" for rank, error in sorted(errors.items())]
             raise RuntimeError("\n".join([*lines, *([f"waiting: {waiting}"] if waiting else [])]))
         return [result for _, result in sorted(results.items())]
@@ -179,11 +186,15 @@ def _started(world: int, device: str) -> Iterator[_Group]:
 
 def _serve(rank: int, world: int, device: str, folder: str, pipe: Any) -> None:
     """A rank: answers one call after the other, until the other end of the pipe is gone."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    where = f"file://{folder}/store"
-    dist.init_process_group(_BACKENDS[device], init_method=where, rank=rank, world_size=world)
+    try:
+        torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        where = f"file://{folder}/store"
+        dist.init_process_group(_BACKENDS[device], init_method=where, rank=rank, world_size=world)
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        raise
     while True:
         try:
             work = pipe.recv_bytes()

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Tensor
+from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_1X128, Quantized
+from blocktensor.ops.scale_layouts import empty_scale
 from tests.support.models import ROW, SQUARE, assert_same, inner, quantized, randn
 
 BOTH, ROWWISE, COLUMNWISE = (True, True), (True, False), (False, True)
@@ -82,7 +85,9 @@ def test_a_part_has_the_values_of_the_whole(
         assert [form is not None for form in part.operand] == list(forms)
         columnwise, whole = part.operand.columnwise, x.operand.columnwise
         if columnwise is not None and whole is not None:
-            assert torch.equal(columnwise.data.float(), CUTS[cut](whole.data.float().t()).t())
+            values = reference.dequantize(whole, torch.float32).t()
+            got = reference.dequantize(columnwise, torch.float32).t()
+            assert torch.equal(got, CUTS[cut](values))
 
 
 def test_rows_are_views_and_columns_copies() -> None:
@@ -116,11 +121,31 @@ def test_parts_multiply_like_what_they_are() -> None:
     whole = F.linear(x, w)
     for start, stop in ((0, 128), (128, 300)):
         assert torch.equal(F.linear(x, w[start:stop]), whole[:, start:stop])
-    fresh = BlockwiseFP8Tensor.quantize(w.dequantize()[:, 128:], SQUARE)
-    assert F.linear(x[:, 128:], w[:, 128:]).shape == F.linear(x[:, 128:], fresh).shape
-    leaf = x.clone().requires_grad_()
-    F.linear(leaf, w[128:]).sum().backward()
-    assert leaf.grad is not None
+    data, scale, format = w.rowwise()
+    rows = BLOCKS_1X128
+    columns = Quantized(data[:, 128:].contiguous(), scale[:, 1:].contiguous(), format)
+    left = reference.quantize_rowwise(x[:, 128:], rows)
+    wanted = reference.gemm(left, columns, None, x.dtype)
+    assert torch.equal(F.linear(x[:, 128:], w[:, 128:]), wanted)
+    leaf, grad = x.clone().requires_grad_(), randn(5, 172, seed=3)
+    F.linear(leaf, w[128:]).backward(grad)
+    below = Quantized(data[128:].t().contiguous(), scale[1:].t().contiguous(), format)
+    wanted = reference.gemm(reference.quantize_rowwise(grad, rows), below, None, x.dtype)
+    assert torch.equal(leaf.grad, wanted)
+
+
+@pytest.mark.parametrize("block", [ROW, SQUARE], ids=str)
+def test_copies_have_scales_laid_out_as_a_casts_are(block: tuple[int, int]) -> None:
+    """Kernels are told their strides; views of rows keep those of the whole."""
+    whole = made(300, 1000, block=block, forms=BOTH if block == ROW else ROWWISE)
+    columns = whole[:, 512:]
+    copies = [(columns, "rowwise"), (torch.cat([whole[:128], whole[128:]]), "rowwise")]
+    if block == ROW:
+        copies += [(whole[128:], "columnwise"), (torch.cat(whole.split(512, 1), 1), "columnwise")]
+    for copy, side in copies:
+        data, scale = getattr(copy, f"{side}_data"), getattr(copy, f"{side}_scale")
+        wanted = empty_scale(data.shape, copy.format, data.device)
+        assert (scale.shape, scale.stride()) == (wanted.shape, wanted.stride())
 
 
 def test_stacks_and_leading_dimensions() -> None:
@@ -183,8 +208,30 @@ def test_cat_undoes_split(block: tuple[int, int], forms: tuple[bool, bool]) -> N
         (lambda x: torch.cat([x, quantized(300, 320, block=ROW)]), TypeError, "block_shape"),
     ],
 )
+@pytest.mark.parametrize("forms", [BOTH, ROWWISE, COLUMNWISE], ids=["both", "row", "column"])
 def test_cuts_through_blocks_name_the_boundary(
-    cut: Callable[[Tensor], Tensor], error: type[Exception], message: str
+    forms: tuple[bool, bool],
+    cut: Callable[[Tensor], Tensor],
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        cut(made(300, 320, block=SQUARE))
+        cut(made(300, 320, block=SQUARE, forms=forms))
+
+
+def test_only_parts_of_one_kind_are_joined() -> None:
+    x = quantized(256, 256, block=SQUARE)
+    others = {
+        "dtype": BlockwiseFP8Tensor.quantize(randn(256, 256, dtype=torch.float32), SQUARE),
+        "scale rounding": quantized(256, 256, block=SQUARE, recipe=Recipe(scale="power_of_two")),
+        "dimensions": quantized(1, 256, 256, block=SQUARE),
+        "orientation": x.t(),
+    }
+    for other in others.values():
+        for pair in ([x, other], [other, x]):
+            with pytest.raises(TypeError, match="expected BlockwiseFP8Tensors of one block_shape"):
+                torch.cat(pair)
+    rowwise, both = (made(100, 320, block=ROW, forms=forms) for forms in (ROWWISE, BOTH))
+    assert torch.cat([rowwise, rowwise]).shape == (200, 320)
+    with pytest.raises(ValueError, match="ends inside a block of 128"):
+        torch.cat([both, both])

@@ -75,6 +75,9 @@ def test_detach_and_alias_share_bytes(block: tuple[int, int]) -> None:
         assert_same(y.detach(), x.detach())
         assert pointers(y) == pointers(x)
     assert not x.detach().requires_grad
+    for y in (x.t().detach(), x.t().data, x.detach().t(), torch.ops.aten.alias(x.t())):
+        assert_same(y.detach(), x.detach().t())
+        assert not y.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "swapped heads": lambda w: w.view(2, 128, 256).transpose(0, 1),
     "of the transpose": lambda w: w.t()[3:100],
     "unfolded": lambda w: w.unfold(0, 16, 16),
+    "of other strides": lambda w: w.as_strided((256, 256), (1, 256)),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a row": lambda w: w[3],
@@ -139,6 +140,10 @@ def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> No
     with torch.no_grad():
         assert type(w * 2) is type(w.detach().add(1)) is Tensor
     assert type(torch.cat([w, torch.ones(1, 256)])) is Tensor
+    other = linear(256, 256, dtype=torch.float32, recipe=POWER_OF_TWO).weight
+    with torch.no_grad():
+        assert type(torch.cat([w, w.t()])) is BlockwiseFP8Weight
+        assert type(torch.cat([w, other])) is type(torch.stack([w[0], w[1]])) is Tensor
     optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.1)
     w.square().sum().backward()
     optimizer.step()

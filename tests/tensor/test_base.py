@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.models import linear
+from tests.support.models import POWER_OF_TWO, linear, quantized
 
 
 def test_a_weights_gradient_is_a_tensors() -> None:
@@ -17,3 +17,26 @@ def test_a_weights_gradient_is_a_tensors() -> None:
         w.grad = torch.ones(3, dtype=w.dtype)
     del w.grad
     assert w.grad is None
+
+
+def test_what_the_keys_of_compile_caches_tell_apart() -> None:
+    """Structure and layouts; not values."""
+    w = linear(256, 384).weight
+    with_buffer = linear(256, 384).weight
+    with_buffer.main_grad = torch.zeros(256, 384)
+    others = [
+        w.detach(),
+        w.t(),
+        w[:128],
+        linear(256, 384, dtype=torch.float16).weight,
+        linear(256, 384, recipe=POWER_OF_TWO).weight,
+        linear(256, 384, frozen=True).weight,
+        linear(256, 384, frozen=True).weight.t(),
+        quantized(256, 384),
+        quantized(256, 384, columnwise=False),
+        with_buffer,
+    ]
+    keys = [x._stable_hash_for_caching() for x in (w, *others)]
+    assert len(set(keys)) == len(keys)
+    for other in (linear(256, 384).weight * 2, linear(256, 384).weight):
+        assert other.detach().requires_grad_()._stable_hash_for_caching() == keys[0]

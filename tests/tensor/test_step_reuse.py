@@ -144,6 +144,49 @@ def test_an_optimizers_step_ends_the_reuse_whatever_it_writes_through() -> None:
         del held
 
 
+def test_other_memory_of_the_master_ends_it_too() -> None:
+    module = linear(N, K, dtype=torch.float32, recipe=STEP)
+    module(X)
+    module.weight.master.data = randn(N, K, seed=5, dtype=torch.float32)
+    assert torch.equal(module(X), functional.linear(X, plain(module.weight)))
+
+
+def test_a_write_that_its_author_counts_ends_it_too() -> None:
+    """As of a kernel that is no torch op."""
+    module = linear(N, K, dtype=torch.float32, recipe=STEP)
+    module(X)
+    module.weight.detach().view(-1).data.mul_(2)
+    torch.autograd.graph.increment_version(module.weight)
+    assert torch.equal(module(X), functional.linear(X, plain(module.weight)))
+
+
+def test_a_kept_columnwise_form_is_reused_too() -> None:
+    held = []
+    for columnwise in ("on_demand", "keep"):
+        recipe = Recipe(cache_weight="step", columnwise=columnwise)
+        module = linear(N, K, dtype=torch.float32, recipe=recipe)
+        waiting = [module(X.clone().requires_grad_()) for _ in range(2)]
+        waiting.pop().sum().backward()
+        held.append(module.weight.cache.nbytes())
+    assert held == [N * K + 4 * 2, 2 * (N * K + 4 * 2)]
+
+
+def test_a_compiled_linear_is_not_reused_by_eager_ones() -> None:
+    """A trace's casts belong to its graph."""
+    module = linear(N, K, dtype=torch.float32, recipe=STEP)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        x = randn(5, K, seed=step, dtype=torch.float32, grad=True)
+        y = compiled(x)
+        for form in module.weight.cache.held():
+            assert form is None or type(form.data) is Tensor
+        assert torch.equal(y, functional.linear(x, plain(module.weight)))
+        assert torch.equal(module(x), y)
+        y.sum().backward()
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+
+
 def test_invalidate_ends_it_too() -> None:
     module = linear(N, K, dtype=torch.float32, recipe=STEP)
     before = module(X)

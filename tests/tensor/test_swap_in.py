@@ -13,13 +13,24 @@ from torch import nn
 
 from blocktensor import (
     BlockwiseFP8Weight,
+    Recipe,
     convert,
     freeze,
     functional,
     to_blockwise_fp8_weights,
     unfreeze,
 )
-from tests.support.models import DIM, TOKENS, Model, complaint, linear, plain, randn
+from tests.support.models import (
+    DIM,
+    FP32_SCALES,
+    POWER_OF_TWO,
+    TOKENS,
+    Model,
+    complaint,
+    linear,
+    plain,
+    randn,
+)
 
 
 def test_apply_preserves_all_that_hangs_on_the_model() -> None:
@@ -147,8 +158,9 @@ def test_pickles_keep_attributes_and_main_grad() -> None:
     assert torch.equal(module.weight.main_grad, torch.ones(DIM, DIM))
 
 
-def test_new_data_of_another_dtype_as_accelerate_sets_it() -> None:
-    module = linear(DIM, DIM)
+@pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO], ids=lambda r: r.scale)
+def test_new_data_of_another_dtype_as_accelerate_sets_it(recipe: Recipe) -> None:
+    module = linear(DIM, DIM, recipe=recipe)
     optimizer = torch.optim.AdamW(module.parameters())
     values = plain(module.weight).float()
     for parameter in module.parameters():
@@ -157,4 +169,36 @@ def test_new_data_of_another_dtype_as_accelerate_sets_it() -> None:
     assert module.weight.dtype == torch.float32
     assert torch.equal(module.weight.master, values)
     x = randn(3, DIM, dtype=torch.float32)
-    assert torch.equal(module(x), functional.linear(x, values))
+    assert module.weight.recipe == recipe
+    assert torch.equal(module(x), functional.linear(x, values, recipe=recipe))
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        module.weight.data = torch.ones(DIM, DIM, dtype=torch.int64)
+    assert torch.equal(module(x), functional.linear(x, values, recipe=recipe))
+
+
+def test_main_grad_moves_with_its_weight() -> None:
+    module = linear(DIM, DIM)
+    module.weight.main_grad = torch.zeros(DIM, DIM)
+    module.to("meta")
+    assert module.weight.is_meta
+    assert module.weight.main_grad.is_meta
+
+
+def test_new_data_without_high_precision_values_is_refused() -> None:
+    module, frozen = linear(DIM, DIM), linear(DIM, DIM, frozen=True)
+    x, master = randn(3, DIM), module.weight.master
+    wanted = module(x)
+    for new in (frozen.weight, frozen.weight.detach().to(torch.float32)):
+        with pytest.raises(TypeError, match=r"new \.data of an FP8 weight is .*\.dequantize\(\)"):
+            module.weight.data = new
+    with pytest.raises(TypeError, match=r"new \.data of an FP8 weight has dtype torch\.int64"):
+        module.weight.data = torch.ones(DIM, DIM, dtype=torch.int64)
+    for new in (frozen.weight, module.weight):
+        with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
+            BlockwiseFP8Weight(new)
+    with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
+        module.load_state_dict({"weight": frozen.weight}, assign=True)
+    assert module.weight.master is master
+    assert torch.equal(module(x), wanted)
+    module.weight.data = frozen.weight.dequantize()
+    assert torch.equal(module(x), frozen(x))

@@ -146,6 +146,30 @@ def test_flatten_and_unflatten() -> None:
         assert torch.equal(F.linear(x, again), F.linear(x, w))
 
 
+@pytest.mark.parametrize("kind", ["new data", "new data of another dtype", "rebuilt", "copied"])
+def test_a_transposed_weight_stays_transposed(kind: str) -> None:
+    """``[K, N]``, of a master that is multiplied as ``[N, K]``."""
+    weight = nn.Parameter(linear(N, K, dtype=torch.float32).weight.detach().t())
+    if kind == "new data":
+        weight.data = randn(K, N, seed=4, dtype=torch.float32)
+    elif kind == "new data of another dtype":
+        weight.data = randn(K, N, seed=4)
+    elif kind == "rebuilt":
+        weight = type(weight.detach())(weight, requires_grad=True)
+    else:
+        weight = copy.deepcopy(weight)
+    assert weight.requires_grad
+    x = randn(5, K, dtype=weight.dtype, grad=True)
+    grad = randn(5, N, seed=3, dtype=weight.dtype)
+    y = x @ weight
+    leaf, values = x.detach().requires_grad_(), plain(weight).requires_grad_()
+    wanted = functional.linear(leaf, values.t())
+    assert torch.equal(y, wanted)
+    y.backward(grad), wanted.backward(grad)
+    assert torch.equal(x.grad, leaf.grad)
+    assert torch.equal(weight.grad, values.grad)
+
+
 def test_stacks_of_experts_are_held_and_cast() -> None:
     w = nn.Parameter(BlockwiseFP8Weight(randn(3, 200, 130)))
     assert tuple(w.quantized().rowwise_scale.shape) == (3, 2, 2)

@@ -210,6 +210,29 @@ def test_the_columnwise_policy_decides_what_rests_but_no_bit() -> None:
     assert sizes[1] == 2 * sizes[0] > 0
 
 
+def test_a_kept_columnwise_form_of_a_transposed_view_waits_too() -> None:
+    sizes = []
+    for columnwise in ("on_demand", "keep"):
+        weight = linear(N, K, dtype=torch.float32, recipe=Recipe(columnwise=columnwise)).weight
+        y = randn(5, N, dtype=torch.float32, grad=True) @ weight
+        sizes.append(weight.cache.nbytes())
+        y.sum().backward()
+        assert weight.cache.nbytes() == 0
+    assert sizes == [FP8_BYTES, 2 * FP8_BYTES]
+
+
+def test_a_part_shares_the_counter_of_its_weight() -> None:
+    """Writes to the one raise in a backward of the other."""
+    for write in (lambda w, part: w.add_(1), lambda w, part: part.add_(1)):
+        weight = linear(256, K, dtype=torch.float32).weight
+        part = weight[:N]
+        y = nn.functional.linear(X.clone().requires_grad_(), part).sum()
+        with torch.no_grad():
+            write(weight.master, part.detach())
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            y.backward()
+
+
 def test_a_layer_whose_input_needs_no_grad_keeps_nothing_either() -> None:
     module = linear(N, K, dtype=torch.float32)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

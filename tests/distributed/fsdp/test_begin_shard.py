@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 
 from blocktensor import Recipe, convert
+from blocktensor.distributed import FP8Shard, FrozenShard
+from tests.support.models import linear, plain
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_trains_as, build, mesh_of, shard, twins, whole
 
@@ -52,3 +57,24 @@ def test_fsdp1_is_refused_on_every_rank(world: int, device: str) -> None:
     model = build(Recipe())
     with pytest.raises(NotImplementedError, match=r"^FullyShardedDataParallel"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        lambda w: w.new_zeros(3, 192, dtype=torch.int64),
+        lambda w: w.new_zeros(3, 192, dtype=torch.float32),
+        lambda w: w.new_zeros(3, 192, device="meta"),
+        lambda w: w.new_zeros(192),
+        lambda w: w.new_zeros(1, 3, 192),
+    ],
+)
+def test_only_zeros_that_a_shard_could_be_made_of_are_shards(zeros: Callable[..., Tensor]) -> None:
+    weight, frozen = linear(128, 192).weight, linear(128, 192, frozen=True).weight
+    assert type(weight.new_zeros(3, 192)) is FP8Shard
+    assert type(frozen.new_zeros(3, 192)) is FrozenShard
+    wanted, got = zeros(plain(weight)), zeros(weight)
+    assert type(got) is Tensor
+    assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
+    with pytest.raises(NotImplementedError, match="new_zeros"):
+        zeros(frozen)

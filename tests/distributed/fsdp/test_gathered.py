@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert
+from blocktensor.distributed import FP8Shard
 from blocktensor.ops import reference
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -202,3 +203,25 @@ def test_gathering_over_fewer_ranks_for_backward_is_refused(world: int, device: 
     shard(model, mesh_of(world, device), reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match=r"^reshard_after_forward=2 with FP8 weights"):
         model(batch(0, device)).sum().backward()
+
+
+def test_a_later_gather_changes_the_weight_in_place() -> None:
+    """FSDP may gather into other memory; scales are copied, since the table of amaxes goes on."""
+    shape, recipe = torch.Size((200, 192)), Recipe(columnwise="keep")
+    rows = FP8Shard(torch.ones(shape), recipe)
+    made = None
+    for seed in range(2):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        cast = reference.quantize_rowwise(values, recipe.weight_format)
+        gathered, table = cast.data.view(torch.uint8).flatten(), cast.scale.clone()
+        returned = rows.fsdp_post_all_gather(
+            (gathered,), (shape, table, recipe), torch.bfloat16, out=made
+        )
+        made, others = (made, ()) if returned is None else returned
+        assert others == ()
+        table.fill_(-1)
+        assert (type(made), made.dtype) == (BlockwiseFP8Tensor, torch.bfloat16)
+        assert made.rowwise_data.data_ptr() == gathered.data_ptr()
+        assert_same_cast(made.rowwise(), cast)
+        made.columnwise()
+        assert made.columnwise_data is None  # FSDP frees what it has gathered, and no more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.fsdp import fully_shard
 
-from blocktensor import Recipe
+from blocktensor import Recipe, convert
 from blocktensor.distributed import FP8Shard, precompute_block_amax
 from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
@@ -80,6 +82,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "to_local": lambda p: p.to_local().mul_(8),
     "data.to_local": lambda p: p.data.to_local().mul_(8),
     "detach.to_local": lambda p: p.detach().to_local().mul_(8),
+    "new memory": lambda p: setattr(shard_of(p).master, "data", shard_of(p).master * 8),
 }
 UNCOUNTED: dict[str, Callable[[Tensor], Any]] = {
     "to_local.data": lambda p: p.to_local().data.mul_(8),
@@ -227,3 +230,54 @@ def test_products_with_rows_are_refused(world: int, device: str) -> None:
     for rows in (weight.to_local(), weight.detach().to_local(), weight.to_local()[:5]):
         with pytest.raises(NotImplementedError, match="shard of an FP8 weight: a product needs"):
             torch.nn.functional.linear(x, rows)
+
+
+@on_ranks(3, gpus=())
+def test_an_optimizers_step_ends_the_reuse_whatever_it_writes_through(
+    world: int, device: str
+) -> None:
+    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    for write in UNCOUNTED.values():
+        loss_of(model, 0)
+        with torch.no_grad():
+            write(model[0].weight)
+        torch.optim.SGD([other], lr=0.1).step()
+        assert_forward_is_fresh(model)
+
+
+class Twice(nn.Module):
+    """A linear that runs twice in one forward, which changes its weight in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(192, 192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        shard = shard_of(self.layer.weight)
+        (self.layer.weight if shard is None else shard).master.mul_(64)
+        made: Tensor = self.layer(y)
+        return made
+
+
+@on_ranks(2, gpus=())
+def test_a_change_between_two_uses_in_one_forward(world: int, device: str) -> None:
+    model = Twice().bfloat16()
+    convert(model, auto_filter_small_kn=False)
+    single = copy.deepcopy(model)
+    for part in (model.layer, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model(x), single(x))
+
+
+@on_ranks(2, gpus=())
+def test_state_dicts_give_the_parameters_themselves_if_asked(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device))
+    state = model.state_dict(keep_vars=True)
+    for name, parameter in model.named_parameters():
+        assert state[name] is parameter

@@ -12,12 +12,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, convert, share_inputs
+from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
+from blocktensor.distributed import FP8Shard
+from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
+    RECIPES,
     K,
     assert_trains_as,
     batch,
+    deep,
     loss_of,
     mesh_of,
     reductions,
@@ -48,6 +52,24 @@ def test_scales_of_powers_of_two_and_a_kept_columnwise_form(world: int, device: 
     model, single = twins(device, Recipe(scale="power_of_two", columnwise="keep"))
     shard(model, mesh_of(world, device))
     assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+def test_weights_of_different_recipes(world: int, device: str) -> None:
+    """Their scales lie in one table, by recipe, and not in the order of layers."""
+    model = deep(4).to(device)
+    for layer, module in enumerate(model):
+        to_blockwise_fp8_weights(module, RECIPES[layer % 2])
+    single = copy.deepcopy(model)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for m in (model, single):
+        m(x).float().square().mean().backward()
+    assert torch.equal(*[m(x).detach() for m in (model, single)])
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad)
+    assert reductions(model) == 2
 
 
 @on_ranks(2)
@@ -239,7 +261,8 @@ def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> Non
         steps = [torch.optim.SGD(part.parameters(), lr=8.0) for part in (m.maker, m.critic)]
         m(batch(0, device))  # of the root, as FSDP2 asks
         for step in range(3):
-            waiting = m(batch(step, device), "critic").float().square().mean()
+            leaf = batch(step, device).requires_grad_()  # so that backward reads the weight
+            waiting = m(leaf, "critic").float().square().mean()
             made = m(batch(step, device), "maker").float().square().mean()
             made.backward()
             steps[0].step()
@@ -247,8 +270,35 @@ def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> Non
             waiting.backward()
             steps[1].step()
             alone = m.maker(batch(step, device))  # without the root
-            results[-1] += [waiting.detach(), made.detach(), again.detach(), alone.detach()]
+            outputs = [waiting, made, again, alone]
+            results[-1] += [*(output.detach() for output in outputs), leaf.grad]
             for optimizer in steps:
                 optimizer.zero_grad()
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@on_ranks(2, gpus=())
+def test_weights_gathered_before_the_first_forward_join_the_others(world: int, device: str) -> None:
+    model, single = twins(device)
+    shard(model, mesh_of(world, device))
+    for part in (model.up, model.down, model):
+        part.unshard()
+        part.reshard()
+    before = reductions(model)
+    assert_trains_as(single, model, device)
+    places = [shard_of(m.weight).identity.place for m in (model.up, model.mid, model.down)]
+    assert len({id(table) for table, _ in places}) == 1
+    assert (before, reductions(model)) == (3, 3)  # one each, and one a step of them all
+
+
+def test_which_tensors_are_the_same_weight() -> None:
+    master = torch.ones(3, 192)
+    rows = FP8Shard(master, Recipe())
+    for same in (rows.detach(), torch.ops.aten.alias(rows), rows.to(torch.bfloat16)):
+        assert type(same) is FP8Shard
+        assert same.identity is rows.identity
+    assert rows.detach().master is master
+    for other in (rows.clone(), torch.empty_like(rows), rows.new_zeros(3, 192), rows[:2]):
+        assert type(other) is FP8Shard
+        assert other.identity is not rows.identity

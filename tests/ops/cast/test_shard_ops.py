@@ -115,7 +115,7 @@ def test_any_cut(rows: int, cols: int, draw: st.DataObject, format: BlockFormat)
     cast_in_parts(values("normal", rows, cols, BF16, rng), row_cuts, col_cuts, format)
 
 
-@pytest.mark.parametrize("shape", [(130, 300), (1, 1), (2, 5, 140)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 300), (1, 1), (2, 5, 140), (30, 126)], ids=str)
 def test_opcheck(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     amax, name = reference.shard_amax(x, BLOCKS_128X128, 100, 3), BLOCKS_128X128_POW2.name

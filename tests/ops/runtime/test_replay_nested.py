@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.runtime.launch import this_thread, watch_launches
 from tests.support.fake_driver import Kernel, axpy, draw, fake_driver, launch, op
 
 __all__ = ["fake_driver"]
@@ -116,3 +117,18 @@ def test_an_inner_function_that_is_recorded_runs_plainly_in_an_outer_recording()
         assert torch.equal(outer.call(x, y), 6 * x + 3 * y)
     assert (outer.calls, inner.calls) == (1, 2)
     assert (inner.kernel.ordinary, len(inner.kernel.direct)) == (2, 1 + 2)
+
+
+# Watched launches
+
+
+def test_a_watch_within_another_sees_its_own_launches_alone() -> None:
+    kernel, (x, y) = op(axpy).kernel, draw(2, 8)
+    with watch_launches() as outer:
+        axpy(kernel, x, y, 2)
+        with watch_launches() as inner:
+            axpy(kernel, x, y, 3)
+        axpy(kernel, x, y, 4)
+    axpy(kernel, x, y, 5)
+    assert (len(inner), len(outer)) == (1, 2)
+    assert this_thread.launches is None

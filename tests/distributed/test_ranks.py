@@ -1,0 +1,92 @@
+"""The ranks that tests run on: one that fails is named at once, and no call hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import ranks
+
+AT_ONCE = 60.0
+"""Seconds, of which imports on busy cores take most; gloo waits for 30 minutes."""
+
+
+def _rank(rank: int, world: int) -> tuple[int, int]:
+    return rank, world
+
+
+def _raise_while_the_other_waits(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("of rank 1 alone")
+    dist.barrier()
+
+
+def _die_while_the_other_waits(rank: int, world: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def _never_return(rank: int, world: int) -> None:
+    if rank == 0:
+        time.sleep(1000)
+
+
+def test_answers_come_in_the_order_of_ranks() -> None:
+    assert ranks.run(_rank, 2) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("fail", "why"),
+    [
+        (_raise_while_the_other_waits, "ValueError: of rank 1 alone"),
+        (_die_while_the_other_waits, "the process died with exit code 3"),
+    ],
+)
+def test_a_rank_that_fails_is_named_while_others_wait_for_it(
+    fail: Callable[..., Any], why: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        ranks.run(fail, 2)
+    assert time.monotonic() - start < AT_ONCE
+    assert "rank 1:\n" in str(error.value)
+    assert why in str(error.value)
+
+
+def test_a_rank_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks._started(2, "cpu") as group:
+        group.call(time.sleep, 0)  # until both have started
+        monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
+        with pytest.raises(RuntimeError, match=r"^waiting: \[0\]$"):
+            group.call(ranks._run_on_rank, _never_return, 2)
+
+
+def test_a_rank_that_does_not_start_says_why() -> None:
+    group = ranks._Group(1, "no such device")
+    with pytest.raises(RuntimeError, match=r"rank 0:\n(?s:.*)KeyError: 'no such device'"):
+        group.call(_rank, 0, 1)
+    assert not group.is_open
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.fail.Exception])
+def test_a_call_that_is_interrupted_ends_its_ranks(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give its answers to the next call."""
+
+    def interrupted(*args: object) -> None:
+        raise error("interrupted")
+
+    group = ranks._Group(2, "cpu")
+    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
+    with pytest.raises(error, match="interrupted"):
+        group.call(time.sleep, 1000)
+    assert not group.is_open
+    assert not any(process.is_alive() for process in group._processes)
