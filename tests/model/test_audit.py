@@ -353,7 +353,8 @@ def test_sharded_model(world: int, device: str) -> None:
     if hasattr(model, "reset_iter_state"):  # torch 2.13: FSDP can forget a forward that raised
         handle = model.mid.register_forward_hook(lambda *_: 1 / 0)
         for raises in (lambda: audit(model, x), lambda: audit_step(model, lambda: 1 / 0)):
-            pytest.raises(ZeroDivisionError, raises)
+            with pytest.raises(ZeroDivisionError):
+                raises()
         handle.remove()
     assert all(hasattr(p, "full_tensor") for p in model.parameters())
     sharded.assert_trains_as(single, model, device, steps=2)
