@@ -117,6 +117,8 @@ class _Linear(torch.autograd.Function):
         elif isinstance(w, BlockwiseFP8Tensor):
             # Dynamo may take a method of a tensor for an op, which returns tensors alone
             w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
+            if w.generation is not None and not plan.tracing:
+                ctx.cast = saved_weight.gathered_cast(w.generation)
             if needs_dx and not plan.tracing:
                 w_saved, ctx.names = saved_weight.inner_tensors(w)
         else:

@@ -8,6 +8,7 @@ saved itself, and the graph holds the FP8 form of its forward (``ForwardCast``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
 from ..ops.gemm.ops import gemm
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor, operand_of
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation, operand_of
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ForwardCast
@@ -46,14 +47,47 @@ def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Oper
     return Operand(quantize_rowwise(w, format), None)
 
 
+class GatheredCast(NamedTuple):
+    """The generation of a gathered weight in one forward."""
+
+    generation: Generation
+    of: object
+
+
+def gathered_cast(generation: Generation) -> GatheredCast:
+    """What backward compares of a gathered weight that this forward reads.
+
+    Raises:
+        RuntimeError: a backward that raised has left it gathered with the scales of other values.
+    """
+    if generation.is_stale:
+        raise RuntimeError(
+            "an FP8 weight that FSDP2 gathers was changed between a forward and a backward, which "
+            "raised and left it gathered: call reset_iter_state() (torch 2.13) and reshard() of "
+            "the FSDP modules before the next forward"
+        )
+    return GatheredCast(generation, generation.of)
+
+
 def columnwise(
-    saved: Sequence[Tensor], names: Names, format: BlockFormat, cast: ForwardCast | None
+    saved: Sequence[Tensor],
+    names: Names,
+    format: BlockFormat,
+    cast: ForwardCast | GatheredCast | None,
 ) -> Quantized:
     """The columnwise form of a saved weight, which dgrad reads; ``cast``: of its forward.
 
     Raises:
         RuntimeError: a trainable weight was written to since its forward.
     """
+    if isinstance(cast, GatheredCast):
+        if cast.generation.of != cast.of:
+            raise RuntimeError(
+                "an FP8 weight that FSDP2 gathers was changed on this rank between a forward and "
+                "its backward, which gathers it again: run backward before the weight changes, or "
+                "forward again after"
+            )
+        cast = None
     if not names and isinstance(saved[0], BlockwiseFP8Weight):
         return saved[0].columnwise(cast)
     if not names and isinstance(saved[0], BlockwiseFP8Tensor):
@@ -62,7 +96,9 @@ def columnwise(
     return _operand(saved, names, format).need_columnwise()
 
 
-def rowwise_alone(saved: Sequence[Tensor], cast: ForwardCast | None) -> Quantized | None:
+def rowwise_alone(
+    saved: Sequence[Tensor], cast: ForwardCast | GatheredCast | None
+) -> Quantized | None:
     """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one.
 
     Raises:
@@ -71,7 +107,7 @@ def rowwise_alone(saved: Sequence[Tensor], cast: ForwardCast | None) -> Quantize
     w = saved[0]
     if not isinstance(w, BlockwiseFP8Weight) or w.transposed or w.recipe.columnwise == "keep":
         return None
-    operand = w.cache.get_in_backward(w, cast)
+    operand = w.cache.get_in_backward(w, cast if isinstance(cast, ForwardCast) else None)
     return operand.rowwise if operand.columnwise is None else None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.fsdp.begin_shard import chunks
-from ..tensor.base import FP8Base
+from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import carry_over
 from ..tensor.weight import BlockwiseFP8Weight
@@ -23,8 +23,10 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 def _caller() -> FrameType:
     """The frame that called the torch function."""
-    # three frames up: the override, __torch_function__, the caller of the function
-    return sys._getframe(3)
+    frame = sys._getframe(2)  # the override's caller: __torch_function__, of one or two classes
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _name(frame: FrameType) -> str:
@@ -68,6 +70,18 @@ def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.new_zeros(*args, **kwargs)  # begins a shard
 
 
+def _view_as(tensor: Tensor, other: Tensor) -> Tensor:
+    caller = _caller()
+    if _name(caller) == "torch.distributed.tensor._api" and isinstance(tensor, MasterBase):
+        frame = caller.f_back
+        if frame is not None and frame.f_code.co_name == "apply":  # of the autograd function
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "full_tensor":
+            return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.view_as(other)
+
+
 def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     _refuse_distribute_tensor(_name(_caller()), tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -100,5 +114,6 @@ BY_CALLER: dict[Any, Callable[..., Any]] = {
     torch.flatten: _flatten,
     Tensor.contiguous: _contiguous,
     Tensor.new_zeros: _new_zeros,
+    Tensor.view_as: _view_as,
 }
 """Overrides of all FP8 types."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
@@ -98,6 +99,8 @@ def _of_values(name: str) -> Callable[..., Any]:
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, BlockwiseFP8Weight):
             return getattr(tensor.high_precision(), name)(*args, **kwargs)
+        if isinstance(tensor, MasterBase):  # a rank's rows
+            return getattr(tensor.master, name)(*args, **kwargs)
         raise NotImplementedError(
             f"a {type(tensor).__name__} has no {name}(), since it holds no high-precision values: "
             f"call .dequantize() first, or take .rowwise_data and .rowwise_scale"
@@ -119,7 +122,8 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 
 _PRODUCTS_WITHOUT_FP8 = {
     torch: "einsum tensordot inner bmm baddbmm addbmm mv addmv dot vdot chain_matmul bilinear "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm",
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm "
+    "cdist cov corrcoef",
     F: "bilinear conv1d conv2d conv3d grouped_mm multi_head_attention_forward "
     "scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",

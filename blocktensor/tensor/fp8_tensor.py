@@ -29,6 +29,21 @@ ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 _INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
 
 
+class Generation:
+    """Which values the bytes of a gathered weight are a cast of; shared by all its aliases.
+
+    Attributes:
+        of: differs after a change of the values that PyTorch counts.
+        is_stale: True where a backward has gathered changed values with the scales of old ones.
+    """
+
+    __slots__ = ("is_stale", "of")
+
+    def __init__(self) -> None:
+        self.of: object = None
+        self.is_stale = False
+
+
 class BlockwiseFP8Tensor(FP8Base):
     """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
 
@@ -41,6 +56,7 @@ class BlockwiseFP8Tensor(FP8Base):
         format: of its blocks; ``block_shape`` is ``(1, 128)`` (activations, gradients) or
             ``(128, 128)`` (weights).
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
+        generation: of a weight that FSDP2 has gathered; else None.
 
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
     128x128 tensor may be a stack ``[E, N, K]``.
@@ -52,6 +68,7 @@ class BlockwiseFP8Tensor(FP8Base):
     columnwise_scale: Tensor | None
     format: BlockFormat
     recipe: Recipe
+    generation: Generation | None = None
 
     @staticmethod
     def __new__(
@@ -237,13 +254,16 @@ class BlockwiseFP8Tensor(FP8Base):
     ) -> BlockwiseFP8Tensor:
         """The same bytes under another shape (by default contiguous) or orientation."""
         operand = self.operand
-        return BlockwiseFP8Tensor(
+        made = BlockwiseFP8Tensor(
             *(operand.transposed() if transpose else operand),
             shape=self.shape if shape is None else shape,
             strides=self.stride() if shape is None else strides,
             dtype=self.dtype,
             recipe=self.recipe,
         )
+        if self.generation is not None:
+            made.generation = self.generation
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]

@@ -9,6 +9,7 @@ from .weight import BlockwiseFP8Weight
 
 _FP8_ATTRIBUTES = {
     *("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "format"),
+    "generation",
     *("recipe", "master", "cache", "transposed", "_is_param"),
 }
 """Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""

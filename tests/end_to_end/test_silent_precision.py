@@ -212,6 +212,8 @@ ERRORS: dict[str, Way] = {
     "heads by matmul": lambda m, x: x @ m.weight.view(4, 64, K).mT,
     "heads by bmm": lambda m, x: torch.bmm(x.expand(2, 6, K), m.weight.view(2, 128, K).mT),
     "mv": lambda m, x: torch.mv(m.weight, x[0]),
+    "cdist": lambda m, x: torch.cdist(m.weight, m.weight + 1),
+    "corrcoef": lambda m, x: torch.corrcoef(m.weight),
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
     "spectral_norm": spectral,

@@ -190,3 +190,21 @@ def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) ->
         change(w)
     assert w.shape == w.master.shape == (128, 192)
     assert torch.equal(w.master, before)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda w: torch.linalg.svdvals(w).sum(),
+        lambda w: torch.linalg.matrix_norm(w, "nuc"),
+        lambda w: torch.linalg.inv(w[:, :128]).sum(),
+        lambda w: torch.linalg.qr(w)[1].square().sum(),
+    ],
+)
+def test_derivatives_of_decompositions_are_in_high_precision(
+    penalty: Callable[[Tensor], Tensor],
+) -> None:
+    w = linear(128, 192, dtype=torch.float32).weight
+    leaf = plain(w).requires_grad_()
+    penalty(w).backward(), penalty(leaf).backward()
+    torch.testing.assert_close(w.grad, leaf.grad)

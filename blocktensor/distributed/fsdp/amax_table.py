@@ -134,21 +134,18 @@ class AmaxTable:
         """The scale of each block of a weight, laid out as by a cast."""
         return self._slot(self._scales, index)
 
-    def prepare_gather(self, index: int) -> str:
+    def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
 
+        A gather for a backward changes nothing: the backward raises if it uses other values than
+        its forward did (``saved_weight.py``), and FSDP also gathers ahead what no backward uses.
+
         Returns:
-            Why a backward must not use the weight: it was written to since its forward. Else empty.
+            Whether the amaxes are those of other rows.
         """
         weight = self.weights[index]
         if weight.in_backward():
-            if self._seen[index] == self._version(index):
-                return ""
-            return (
-                f"the FP8 weight {weight.name} was changed on this rank between a forward and its "
-                f"backward, which gathers it again: run backward before the weight changes, or "
-                f"forward again after"
-            )
+            return self._seen[index] != self._version(index)
         forward = weight.forwards()
         is_new = forward != self._forward or index not in self._fresh
         can_reuse = self._reuses or self._is_precomputed
@@ -158,7 +155,7 @@ class AmaxTable:
             self._forward, self._fresh = forward, set(range(len(self.weights)))
             self._is_precomputed = False
         self._fresh.discard(index)
-        return ""
+        return False
 
     def precompute(self) -> None:
         """Refresh the table for the next forward."""

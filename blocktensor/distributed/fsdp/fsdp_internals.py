@@ -116,7 +116,9 @@ def _is_in_backward(reference: Callable[[], Any]) -> Callable[[], bool]:
 
     def in_backward() -> bool:
         group = reference()
-        return group is not None and group._training_state in backward
+        # a backward that raised leaves its state; no task of autograd runs then
+        runs = torch._C._current_graph_task_id() != -1
+        return runs and group is not None and group._training_state in backward
 
     return in_backward
 

@@ -15,6 +15,7 @@ from ...ops.formats import ceil_div
 from ...ops.scale_layouts import empty_scale
 from ...recipe import Recipe
 from ...tensor.base import FP8Base, MasterBase, on_master
+from ...tensor.fp8_tensor import Generation
 from ..compare_ranks import agree
 from ..dtensor import local_of
 from .amax_table import AmaxTable, ShardedWeight, ShardSlice
@@ -113,7 +114,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
                 f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
             )
         table, index = place
-        changed = table.prepare_gather(index)
+        is_stale = table.prepare_gather(index)
         weight = table.weights[index]
         format = self.recipe.weight_format
         if self.numel():
@@ -122,7 +123,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
         else:
             data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
         sent = padded(data, weight.slice.dim, outer_size, mesh)
-        return (sent,), (outer_size, table.scale(index), self.recipe, changed)
+        return (sent,), (outer_size, table.scale(index), self.recipe, weight.version(), is_stale)
 
     def fsdp_post_all_gather(
         self,
@@ -135,21 +136,22 @@ class FP8Shard(GatheredInFP8, MasterBase):
         """As of the base class; the weight has scales of its own, which change with its bytes.
 
         Graphs save both. FSDP gathers the bytes again into the same memory, uncounted; so are the
-        scales written.
-
-        Raises:
-            RuntimeError: a backward uses the weight, which was written to since its forward. FSDP
-                also gathers weights ahead that no backward uses.
+        scales written. A backward compares the generation with that of its forward.
         """
-        shape, scale, recipe, changed = metadata
-        if changed:
-            raise RuntimeError(changed)
-        own = None if out is None else gathered_of(out).rowwise_scale
+        shape, scale, recipe, version, is_stale = metadata
+        weight = None if out is None else gathered_of(out)
+        own = None if weight is None else weight.rowwise_scale
         if own is None:
             own = empty_scale(shape, recipe.weight_format, scale.device)
         own.data.copy_(scale)
         metadata = shape, own, recipe
-        return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
+        made = super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
+        if made is not None:
+            weight = gathered_of(made[0])
+            weight.generation = Generation()
+        assert weight is not None and weight.generation is not None
+        weight.generation.of, weight.generation.is_stale = version, is_stale
+        return made
 
 
 def shard_of(x: Any) -> FP8Shard | None:

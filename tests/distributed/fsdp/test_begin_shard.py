@@ -59,22 +59,28 @@ def test_fsdp1_is_refused_on_every_rank(world: int, device: str) -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
+new_zeros = torch.ops.aten.new_zeros
+
+
 @pytest.mark.parametrize(
     "zeros",
     [
-        lambda w: w.new_zeros(3, 192, dtype=torch.int64),
-        lambda w: w.new_zeros(3, 192, dtype=torch.float32),
-        lambda w: w.new_zeros(3, 192, device="meta"),
-        lambda w: w.new_zeros(192),
-        lambda w: w.new_zeros(1, 3, 192),
+        lambda w: new_zeros(w, (3, 192), dtype=torch.int64),
+        lambda w: new_zeros(w, (3, 192), dtype=torch.float32),
+        lambda w: new_zeros(w, (3, 192), device="meta"),
+        lambda w: new_zeros(w, (192,)),
+        lambda w: new_zeros(w, (1, 3, 192)),
     ],
 )
 def test_only_zeros_that_a_shard_could_be_made_of_are_shards(zeros: Callable[..., Tensor]) -> None:
     weight, frozen = linear(128, 192).weight, linear(128, 192, frozen=True).weight
-    assert type(weight.new_zeros(3, 192)) is FP8Shard
-    assert type(frozen.new_zeros(3, 192)) is FrozenShard
+    assert type(new_zeros(weight, (3, 192))) is FP8Shard
+    assert type(new_zeros(frozen, (3, 192))) is FrozenShard
     wanted, got = zeros(plain(weight)), zeros(weight)
     assert type(got) is Tensor
     assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
     with pytest.raises(NotImplementedError, match="new_zeros"):
         zeros(frozen)
+    for w in (weight, frozen):  # called by anyone but FSDP
+        made = w.new_zeros(3, 192)
+        assert (type(made), made.dtype, made.any().item()) == (Tensor, w.dtype, False)

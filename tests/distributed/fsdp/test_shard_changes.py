@@ -194,15 +194,30 @@ def test_a_write_on_one_rank_alone_is_noticed(world: int, device: str) -> None:
         assert_forward_is_fresh(model)
 
 
+CHANGED = r"FP8 weight that FSDP2 gathers was changed on this rank between a forward"
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
 @on_ranks(2, gpus=())
-def test_a_change_between_forward_and_backward(world: int, device: str) -> None:
-    """Of a weight that backward gathers again: raises. Of another: does not."""
-    model, _ = trained(mesh_of(world, device))
-    loss = loss_of(model, 0)
+def test_a_change_between_forward_and_backward(world: int, device: str, forwards: int) -> None:
+    """Raises, alike on all ranks, also if a second forward has seen the change."""
+    model, optimizer = trained(mesh_of(world, device))
+    losses = [loss_of(model, 0)]
     with torch.no_grad():
         model[2].weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"2\.weight was changed on this rank between a forward"):
-        loss.backward()
+    if forwards == 2:
+        losses.append(loss_of(model, 1))
+    with pytest.raises(RuntimeError, match=CHANGED):
+        sum(losses).backward()
+    optimizer.zero_grad()
+    if forwards == 1:
+        with pytest.raises(RuntimeError, match=r"call reset_iter_state\(\)"):
+            loss_of(model, 0)
+    if hasattr(model, "reset_iter_state"):  # torch 2.13
+        model.reset_iter_state()
+        for part in (*model[::2], model):
+            part.reshard()
+        assert_forward_is_fresh(model)
 
 
 @on_ranks(2, gpus=())
@@ -281,3 +296,14 @@ def test_state_dicts_give_the_parameters_themselves_if_asked(world: int, device:
     state = model.state_dict(keep_vars=True)
     for name, parameter in model.named_parameters():
         assert state[name] is parameter
+
+
+@on_ranks(1, 2, gpus=())
+def test_a_full_tensor_is_plain(world: int, device: str) -> None:
+    model, _ = sharded(converted(), mesh_of(world, device))
+    weight = model[0].weight
+    for full in (weight.full_tensor(), weight.detach().full_tensor()):
+        assert type(full) is Tensor
+        assert full.shape == weight.shape
+    rows = weight.detach().to_local()
+    assert torch.equal(torch.tensor(rows.tolist()), rows.master.float())
