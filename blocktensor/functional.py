@@ -16,8 +16,7 @@ def linear(
 ) -> Tensor:
     """``x wᵀ (+ bias)`` in blockwise FP8, forward and backward, for plain tensors.
 
-    The weight is cast at every call; a converted model (:func:`blocktensor.convert`) casts it once
-    per optimizer step and computes the same bits.
+    A converted model (:func:`blocktensor.convert`) computes the same bits.
 
     With ``torch.compile`` and activation checkpointing together, torch 2.11 saves intermediates of
     this function within a checkpointed region, as of any ``autograd.Function`` (pytorch#177396;

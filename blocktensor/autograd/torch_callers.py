@@ -34,6 +34,12 @@ def _name(frame: FrameType) -> str:
     return name
 
 
+def _as_usual(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The torch function without its override: what the aten rules make of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 def _detach(tensor: Tensor) -> Tensor:
     caller = _caller()
     name = _name(caller)
@@ -41,8 +47,7 @@ def _detach(tensor: Tensor) -> Tensor:
     if in_state_dict and isinstance(tensor, BlockwiseFP8Weight):
         return tensor.master.detach()  # a state_dict holds plain tensors
     _refuse_distribute_tensor(name, tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        made = tensor.detach()
+    made: Tensor = _as_usual(Tensor.detach, tensor)
     if name == "torch.nn.parameter" and caller.f_back is not None:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = caller.f_back.f_locals.get("param")
@@ -57,20 +62,18 @@ def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
     if isinstance(input, BlockwiseFP8Tensor) and name == sharding:
         return chunks(input, *args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.chunk(input, *args, **kwargs)
+    return _as_usual(torch.chunk, input, *args, **kwargs)
 
 
-def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
     if is_whole and _name(_caller()) != "torch.distributed.fsdp._fully_shard._fsdp_param":
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return plain.new_zeros(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.new_zeros(*args, **kwargs)  # begins a shard
+    return _as_usual(Tensor.new_zeros, tensor, *args, **kwargs)  # begins a shard
 
 
-def _view_as(tensor: Tensor, other: Tensor) -> Tensor:
+def _view_as(tensor: Tensor, other: Tensor) -> Any:
     caller = _caller()
     if _name(caller) == "torch.distributed.tensor._api" and isinstance(tensor, MasterBase):
         frame = caller.f_back
@@ -78,14 +81,12 @@ def _view_as(tensor: Tensor, other: Tensor) -> Tensor:
             frame = frame.f_back
         if frame is not None and frame.f_code.co_name == "full_tensor":
             return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.view_as(other)
+    return _as_usual(Tensor.view_as, tensor, other)
 
 
-def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     _refuse_distribute_tensor(_name(_caller()), tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.contiguous(*args, **kwargs)
+    return _as_usual(Tensor.contiguous, tensor, *args, **kwargs)
 
 
 def _refuse_distribute_tensor(name: str, tensor: Tensor) -> None:
@@ -97,15 +98,14 @@ def _refuse_distribute_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if _name(_caller()) == "torch.distributed.fsdp._flat_param":
         raise NotImplementedError(
             f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
             f"{type(input).__name__} would silently compute in high precision: shard the converted "
             f"model with torch.distributed.fsdp.fully_shard (FSDP2)"
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.flatten(input, *args, **kwargs)
+    return _as_usual(torch.flatten, input, *args, **kwargs)
 
 
 BY_CALLER: dict[Any, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ from .holders import needs_values
 from .linears import fp8_part, sizes_of
 from .lm_head import heads_of
 from .matrices import Matrix
+from .module_names import with_all_above
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -54,7 +55,7 @@ class ConversionPlan:
             left = {first: "already converted"}
         if not left:
             name = f"the weight of {first.label!r}" if first.label else "the weight"
-            above = self._with_all_above(first.name)
+            above = [self.modules[part] for part in ("", *with_all_above(first.name))]
             conversion_checks.castable(first.parameter, name, self.recipe, above)
         for matrix in tied:
             if matrix in left:
@@ -111,12 +112,6 @@ class ConversionPlan:
             if matrix.unconvertible is not None:
                 return type(matrix.module).__name__
         return needs_values(linear.module, len(tied))
-
-    def _with_all_above(self, name: str) -> list[nn.Module]:
-        found = [self.modules[""], self.modules[name]]
-        while name := name.rpartition(".")[0]:
-            found.append(self.modules[name])
-        return found
 
 
 def is_to_be_cast(linear: nn.Module, recipe: Recipe | None) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from .linears import is_linear, sizes_of, why_unconvertible
+from .module_names import with_all_above
 
 HEAD_NAMES = (
     *("lm_head", "output", "output_layer", "head", "embed_out", "output_projection", "logits"),
@@ -61,10 +62,8 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 def _levels(name: str) -> Iterator[tuple[str, str]]:
     """The names of a module and of all above it, from below, each with its parent's."""
-    while name:
-        parent = name.rpartition(".")[0]
-        yield name, parent
-        name = parent
+    for above in reversed(with_all_above(name)):
+        yield above, above.rpartition(".")[0]
 
 
 def _is_repeated(name: str, modules: dict[str, nn.Module]) -> bool:

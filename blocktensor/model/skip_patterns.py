@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from .linears import is_linear, why_unconvertible
+from .module_names import with_all_above
 
 
 def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module, str]:
@@ -41,7 +42,7 @@ def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module
     skipped: dict[nn.Module, str] = {}
     for pattern in patterns:
         matches = re.compile(fnmatch.translate(pattern)).match
-        named = [m for name, m in linears.items() if any(map(matches, _and_above(name)))]
+        named = [m for name, m in linears.items() if any(map(matches, with_all_above(name)))]
         if not named:
             raise ValueError(_complaint(model, pattern, modules, linears))
         for module in named:
@@ -49,17 +50,11 @@ def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module
     return skipped
 
 
-def _and_above(name: str) -> list[str]:
-    """The name of a module and those of all above it but the model itself."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
 def _complaint(
     model: nn.Module, pattern: str, modules: dict[str, nn.Module], linears: dict[str, nn.Module]
 ) -> str:
     found = fnmatch.filter(modules, pattern)
-    known = dict.fromkeys(above for name in linears for above in _and_above(name) if above)
+    known = dict.fromkeys(above for name in linears for above in with_all_above(name) if above)
     last = dict.fromkeys(name.rpartition(".")[2] for name in known)
     near = difflib.get_close_matches(pattern, known, n=3) or [
         f"*.{name}" for name in difflib.get_close_matches(pattern.split(".")[-1], last, n=3)

@@ -101,8 +101,7 @@ class FP8Cache:
 
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
         """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds."""
-        version = 0 if self.counted.is_inference() else self.counted._version
-        waiting = None
+        version, waiting = self._version(), None
         if self.recipe.cache_weight == "backward":
             waiting = None if self._waiting is None else self._waiting()
             if waiting is None:
@@ -124,7 +123,7 @@ class FP8Cache:
         # weight.data = … makes another cache: plain PyTorch too would use the new values
         if cast is None or cast.cache is not self:
             return self.get(user)
-        now = 0 if self.counted.is_inference() else self.counted._version
+        now = self._version()
         if now != cast.version:
             raise RuntimeError(
                 f"the FP8 weight {list(self.master.shape)} was modified by an in-place operation "
@@ -168,6 +167,10 @@ class FP8Cache:
     def nbytes(self) -> int:
         """Bytes of the FP8 form held right now."""
         return self.held().nbytes()
+
+    def _version(self) -> int:
+        """The count of writes to the master; inference tensors have none."""
+        return 0 if self.counted.is_inference() else self.counted._version
 
     def _cast(self) -> Operand:
         self.casts += 1

@@ -25,6 +25,7 @@ from tests.support.checkpoint_folders import (
     SINGLE,
     content,
     files,
+    folder,
     found,
     save,
     seed_in,
@@ -33,14 +34,7 @@ from tests.support.checkpoint_folders import (
 from tests.support.checkpoint_models import filled
 from tests.support.disk_steps import disk_steps
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint of three shards."""
-    save(OLD, tmp_path / "fp8")
-    assert found(tmp_path / "fp8") == files(3)
-    return tmp_path / "fp8"
-
+__all__ = ["folder"]
 
 # Which files go and which stay
 

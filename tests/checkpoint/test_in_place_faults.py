@@ -31,6 +31,7 @@ from tests.support.checkpoint_folders import (
     SINGLE,
     content,
     files,
+    folder,
     found,
     save,
     seed_in,
@@ -38,14 +39,7 @@ from tests.support.checkpoint_folders import (
 from tests.support.checkpoint_models import filled
 from tests.support.disk_steps import Killed, disk_steps
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint of three shards."""
-    save(OLD, tmp_path / "fp8")
-    assert found(tmp_path / "fp8") == files(3)
-    return tmp_path / "fp8"
-
+__all__ = ["folder"]
 
 # A step that is the last, or that fails
 

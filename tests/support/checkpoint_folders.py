@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from blocktensor import load_fp8, save_fp8
 from tests.support.checkpoint_models import assert_same, filled, state
 
@@ -42,3 +44,11 @@ def seed_in(folder: Path) -> int:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of three shards."""
+    save(OLD, tmp_path / "fp8")
+    assert found(tmp_path / "fp8") == files(3)
+    return tmp_path / "fp8"

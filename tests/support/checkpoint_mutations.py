@@ -56,34 +56,28 @@ def _damaged(draw: random.Random, data: bytes, first: int, stop: int) -> bytes:
     return made
 
 
-def header_bytes(draw: random.Random, folder: Path) -> bool:
-    if not shards(folder):
+def _damage(
+    draw: random.Random, files: list[Path], part: Callable[[bytes], tuple[int, int]]
+) -> bool:
+    """Damage one of ``files`` within the ``part`` of its bytes."""
+    if not files:
         return False
-    file = draw.choice(shards(folder))
+    file = draw.choice(files)
     data = file.read_bytes()
-    changed = _damaged(draw, data, 0, header_size(data))
-    file.write_bytes(changed)
+    file.write_bytes(_damaged(draw, data, *part(data)))
     return True
+
+
+def header_bytes(draw: random.Random, folder: Path) -> bool:
+    return _damage(draw, shards(folder), lambda data: (0, header_size(data)))
 
 
 def payload_bytes(draw: random.Random, folder: Path) -> bool:
-    if not shards(folder):
-        return False
-    file = draw.choice(shards(folder))
-    data = file.read_bytes()
-    changed = _damaged(draw, data, header_size(data), len(data))
-    file.write_bytes(changed)
-    return True
+    return _damage(draw, shards(folder), lambda data: (header_size(data), len(data)))
 
 
 def json_bytes(draw: random.Random, folder: Path) -> bool:
-    if not json_files(folder):
-        return False
-    file = draw.choice(json_files(folder))
-    data = file.read_bytes()
-    changed = _damaged(draw, data, 0, len(data))
-    file.write_bytes(changed)
-    return True
+    return _damage(draw, json_files(folder), lambda data: (0, len(data)))
 
 
 # JSON

@@ -14,7 +14,7 @@ from ...ops.cast.shard_ops import quantize_shard
 from ...ops.formats import ceil_div
 from ...ops.scale_layouts import empty_scale
 from ...recipe import Recipe
-from ...tensor.base import FP8Base, MasterBase, on_master
+from ...tensor.base import MasterBase, on_master
 from ...tensor.fp8_tensor import Generation
 from ..compare_ranks import agree
 from ..dtensor import local_of
@@ -158,11 +158,6 @@ def shard_of(x: Any) -> FP8Shard | None:
     """The local part of a DTensor, if that is an :class:`FP8Shard`."""
     local = local_of(x)
     return local if isinstance(local, FP8Shard) else None
-
-
-def is_converted(weight: Any) -> bool:
-    """True for the FP8 types, and for a DTensor that holds the shard of a trainable one."""
-    return isinstance(weight, FP8Base) or shard_of(weight) is not None
 
 
 def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
