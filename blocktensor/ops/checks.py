@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, dtype, float16, float32
+from torch import Tensor, dtype, float16, float32, int32, int64
 from torch import bfloat16 as bf16
 
 from .formats import BlockFormat, Quantized
@@ -38,11 +38,36 @@ def castable(x: Tensor, format: BlockFormat) -> None:
     rank(x, format.ranks, "the tensor to quantize", remedy)
 
 
-def gemm_operand(x: Quantized, what: str) -> None:
-    """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError."""
+def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
+    """``offs`` is int32 ``[E]`` on the device of ``x``, with E > 0, else TypeError or ValueError."""
+    if offs.dtype != int32:
+        raise TypeError(f"offs has dtype {offs.dtype}: expected torch.int32; use .to(torch.int32)")
+    if offs.ndim != 1 or len(offs) == 0:
+        raise ValueError(
+            f"offs has shape {list(offs.shape)}: expected [E], the cumulative end of each of E > 0 "
+            f"groups of rows"
+        )
+    same_device(x, offs, what, "offs")
+
+
+def row_index(index: Tensor, x: Tensor) -> None:
+    """``index`` is ``[T]`` of integers on the device of ``x``, else TypeError or ValueError."""
+    if index.dtype not in (int32, int64):
+        raise TypeError(f"index has dtype {index.dtype}: expected torch.int32 or torch.int64")
+    if index.ndim != 1:
+        raise ValueError(f"index has shape {list(index.shape)}: expected [T], a row for each token")
+    same_device(x, index, "the tensor to quantize", "index")
+
+
+def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
+    """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError.
+
+    With ``ndim`` 3, a stack of such matrices.
+    """
     _cast_dtypes(x, what, f"the scale of {what} has")
     data, scale, format = x
-    rank(data, (2,), what, "stacks of matrices are not supported here")
+    remedy = "a grouped GEMM multiplies stacks" if ndim == 2 else "expected a stack [E, N, K]"
+    rank(data, (ndim,), what, remedy)
     if not data.is_contiguous():
         raise ValueError(
             f"{what} {list(data.shape)} has strides {data.stride()}: FP8 GEMMs read operands "

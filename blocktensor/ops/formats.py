@@ -30,6 +30,14 @@ def num_blocks(size: int) -> int:
     return ceil_div(size, BLOCK)
 
 
+def group_blocks(rows: int, groups: int) -> int:
+    """The most blocks that ``rows`` rows can take in ``groups`` groups, each in blocks of its own.
+
+    The sizes of groups are numbers on a device: what holds their blocks is sized by this bound.
+    """
+    return (rows + (BLOCK - 1) * groups) // BLOCK
+
+
 @dataclass(frozen=True, eq=False)
 class BlockFormat:
     """One format. There is one object for each name, so that formats compare by identity.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BlockFormat, Quantized, ceil_div
+from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_blocks
 from .scale_layouts import empty_quantized
 
 
@@ -142,6 +142,96 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
         partial *= row_scale[:, first // a.format.cols, None]
         acc.addcmul_(partial, col_scale[:, first // b.format.cols])
     return acc if bias is None else acc.add_(bias.float())
+
+
+def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
+    """The first row of each group and the row after its last.
+
+    Args:
+        offs: ``[E]``, the cumulative ends of the groups. An end before that of the last group, or
+            beyond ``rows``, counts as that one.
+        rows: that there are. Those from the last end on belong to no group.
+    """
+    ranges, begin = [], 0
+    for end in offs.tolist():
+        end = min(max(begin, end), rows)
+        ranges.append((begin, end))
+        begin = end
+    return ranges
+
+
+def quantize_grouped_columnwise(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> Quantized:
+    """Cast the transpose of ``x[T, K]`` (or of ``x[index]``) with blocks of its own for each group.
+
+    Data ``[K, P]`` of 1x128 blocks, where P is 128 :func:`group_blocks` ``(T, E)``: the columnwise
+    cast of each group, filled up with zeros to whole blocks, one after the other. Blocks after
+    those of the last group may hold anything.
+    """
+    x = x if index is None else x[index]
+    rows, k = x.shape
+    wide = x.new_zeros((group_blocks(rows, len(offs)) * BLOCK, k))
+    block = 0
+    for begin, end in group_ranges(offs, rows):
+        wide[block * BLOCK :][: end - begin] = x[begin:end]
+        block += ceil_div(end - begin, BLOCK)
+    return quantize_columnwise(wide, format)
+
+
+def quantize_grouped(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> tuple[Quantized, Quantized]:
+    """The rowwise cast of ``x[T, K]`` (or of ``x[index]``), and its columnwise cast by groups."""
+    rowwise = quantize_rowwise(x if index is None else x[index], format)
+    return rowwise, quantize_grouped_columnwise(x, offs, index, format)
+
+
+def grouped_gemm(
+    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``out[T, N]``: rows of group e are ``A[T, K]``'s by ``B[e, N, K]^T (+ bias[e, N])``.
+
+    Rows of no group are zeros.
+    """
+    rows = a.data.shape[0]
+    out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
+    for e, (begin, end) in enumerate(group_ranges(offs, rows)):
+        if begin < end:
+            of_group = Quantized(a.data[begin:end], a.scale[begin:end], a.format)
+            expert = Quantized(b.data[e], b.scale[e], b.format)
+            out[begin:end] = gemm(of_group, expert, None if bias is None else bias[e], out_dtype)
+    return out
+
+
+def grouped_gemm_wgrad(
+    a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
+) -> Tensor:
+    """``out[E, N, K]``, where ``out[e]`` contracts the tokens of group e of ``A[N, P] B[K, P]^T``.
+
+    Both are cast by :func:`quantize_grouped_columnwise` from matrices of ``tokens`` rows. A group
+    without tokens gives zeros.
+    """
+    shape = len(offs), a.data.shape[0], b.data.shape[0]
+    out = torch.zeros(shape, dtype=torch.float32, device=a.data.device)
+    grouped_gemm_wgrad_add_(out, a, b, offs, tokens)
+    return out.to(out_dtype)
+
+
+def grouped_gemm_wgrad_add_(
+    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
+) -> None:
+    """``out[E, N, K] +=`` :func:`grouped_gemm_wgrad`; ``out`` is fp32."""
+    first = 0
+    for e, (begin, end) in enumerate(group_ranges(offs, tokens)):
+        last = first + ceil_div(end - begin, BLOCK)
+        of_group = (
+            Quantized(x.data[:, first * BLOCK : last * BLOCK], x.scale[:, first:last], x.format)
+            for x in (a, b)
+        )
+        if first < last:
+            gemm_add_(out[e], *of_group)
+        first = last
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:

@@ -18,7 +18,7 @@ Pretend = Callable[..., None]
 
 
 def _forget() -> None:
-    for cached in (choose_backend._choose, choose_backend._warn_slow):
+    for cached in (choose_backend._choose, choose_backend.warn_slow):
         cached.cache_clear()
 
 

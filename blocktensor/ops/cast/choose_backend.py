@@ -32,6 +32,8 @@ class CastKernels:
     quantize_both: Callable[..., tuple[Quantized, Quantized]]
     transpose: Callable[..., Quantized]
     dequantize: Callable[..., Tensor]
+    quantize_grouped: Callable[..., tuple[Quantized, Quantized]]
+    quantize_grouped_columnwise: Callable[..., Quantized]
     shard_amax: Callable[..., Tensor]
     quantize_shard: Callable[..., Tensor]
     launches: bool
@@ -39,19 +41,28 @@ class CastKernels:
 
 @dataclass(frozen=True)
 class CastProblem:
-    """The tensor that is read, and the format that is written or read."""
+    """The tensor that is read, and the format that is written or read.
+
+    Attributes:
+        grouped: its columnwise blocks begin anew at groups, and are whole in memory.
+    """
 
     x: Tensor
     format: BlockFormat
+    grouped: bool = False
 
 
-def _kernels(casts: Any, transposes: Any, parts: Any, launches: bool) -> CastKernels:
+def _kernels(
+    casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool
+) -> CastKernels:
     return CastKernels(
         casts.quantize_rowwise,
         casts.quantize_columnwise,
         casts.quantize_both,
         transposes.transpose,
         transposes.dequantize,
+        groups.quantize_grouped,
+        groups.quantize_grouped_columnwise,
         parts.shard_amax,
         parts.quantize_shard,
         launches,
@@ -61,7 +72,7 @@ def _kernels(casts: Any, transposes: Any, parts: Any, launches: bool) -> CastKer
 def _load_reference() -> CastKernels:
     from .. import reference
 
-    return _kernels(reference, reference, reference, launches=False)
+    return _kernels(reference, reference, reference, reference, launches=False)
 
 
 def _load_triton() -> CastKernels:
@@ -107,7 +118,7 @@ def _gluon_declines(problem: CastProblem) -> str | None:
     in_words = (
         x.stride(-1) == 1
         and x.shape[-1] % per_word == 0
-        and x.shape[-2] % 4 == 0
+        and (problem.grouped or x.shape[-2] % 4 == 0)
         and x.data_ptr() % 4 == 0
         and all(stride % per_word == 0 for stride in x.stride()[:-1])
     )
@@ -133,6 +144,12 @@ def cast_backend(x: Tensor, format: BlockFormat) -> Backend[CastProblem, CastKer
 def cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
     """The functions of :func:`cast_backend`."""
     return _loaded(cast_backend(x, format))
+
+
+def grouped_cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
+    """The functions of the backend that reads ``x`` to cast it in groups."""
+    problem = CastProblem(x, format, grouped=True)
+    return _loaded(first_choice(CAST_BACKENDS, problem, x.device).backend)
 
 
 @functools.cache

@@ -109,7 +109,8 @@ def _cublas_declines(p: GemmProblem) -> str | None:
     return None
 
 
-def _gluon_unusable(device: torch.device) -> str | None:
+def gluon_unusable(device: torch.device) -> str | None:
+    """The reason why the Hopper kernel cannot run on ``device``; None if it can."""
     if reason := lacks_triton(device):
         return reason
     if capability(device) != HOPPER:
@@ -151,7 +152,7 @@ GemmBackend = Backend[GemmProblem, GemmKernels]
 GemmChoice = Choice[GemmProblem, GemmKernels]
 
 GEMM_BACKENDS: tuple[GemmBackend, ...] = (
-    Backend("gluon", _load_hopper, _gluon_unusable, _gluon_declines, _gluon_yields, why=_gluon_why),
+    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines, _gluon_yields, why=_gluon_why),
     Backend(
         "cublas", _load_cublas, _cublas_unusable, _cublas_declines, why=lambda _: "takes this shape"
     ),
@@ -186,7 +187,7 @@ def _choose(problem: GemmProblem, forced: str | None) -> GemmChoice:
     if forced is None:
         choice = first_choice(GEMM_BACKENDS, problem, problem.device)
         if choice.name == "reference" and problem.device.type == "cuda":
-            _warn_slow(problem.device, choice.others)
+            warn_slow(problem.device, choice.others)
         return choice
     objections = {b.name: b.unusable(problem.device) or b.declines(problem) for b in GEMM_BACKENDS}
     objection = objections.get(forced, "no backend of this name")
@@ -200,7 +201,8 @@ def _choose(problem: GemmProblem, forced: str | None) -> GemmChoice:
 
 
 @functools.cache
-def _warn_slow(device: torch.device, why: str) -> None:
+def warn_slow(device: torch.device, why: str) -> None:
+    """Warn once that products run in the reference on a GPU."""
     warnings.warn(
         f"blocktensor: FP8 GEMMs on {device} run in the slow pure-torch reference ({why})",
         stacklevel=2,

@@ -156,7 +156,8 @@ _gemm = Specialized(_decide_gemm, _dispatch_gemm)
 _gemm_add_ = Specialized(_decide_sum, _dispatch_sum)
 
 
-_OPERANDS = "Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, str b_format"
+OPERANDS = "Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, str b_format"
+"""Parameters of a registered op that takes two operands; see :func:`operands_of`."""
 
 
 def operands_of(
@@ -179,13 +180,13 @@ _gemm_op = torch.library.custom_op(
     "blocktensor::gemm",
     _gemm_body,
     mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    schema=f"({OPERANDS}, Tensor? bias, ScalarType out_dtype) -> Tensor",
 )
 _gemm_add_op = torch.library.custom_op(
     "blocktensor::gemm_add_",
     _gemm_add_body,
     mutates_args=("out",),
-    schema=f"(Tensor(a!) out, {_OPERANDS}) -> ()",
+    schema=f"(Tensor(a!) out, {OPERANDS}) -> ()",
 )
 
 

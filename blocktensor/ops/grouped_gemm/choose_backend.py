@@ -1,0 +1,142 @@
+"""The registry of backends of grouped GEMMs, and the choice of one for a problem."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..devices import lacks_triton
+from ..formats import KERNEL_FORMATS, BlockFormat
+from ..gemm.choose_backend import gluon_unusable, warn_slow
+from ..registry import Backend, Choice, first_choice
+from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """A grouped GEMM as far as the choice of backend depends on it; sizes of groups are unknown.
+
+    Attributes:
+        kind: ``"gemm"``: ``[T, K] x [E, N, K]^T``. ``"wgrad"``: ``[E, N, K]`` from T tokens.
+    """
+
+    kind: Literal["gemm", "wgrad"]
+    tokens: int
+    n: int
+    k: int
+    experts: int
+    a_format: BlockFormat
+    b_format: BlockFormat
+    out_dtype: torch.dtype
+    device: torch.device
+    bias: torch.dtype | None = None
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedKernels:
+    """The functions of a backend, each with the signature of its namesake in ``reference.py``.
+
+    Attributes:
+        launches: True if they only allocate and launch kernels, so that calls can be recorded.
+    """
+
+    grouped_gemm: Callable[..., Tensor]
+    grouped_gemm_wgrad: Callable[..., Tensor]
+    grouped_gemm_wgrad_add_: Callable[..., None]
+    launches: bool
+
+
+def _load_hopper() -> GroupedKernels:
+    from . import hopper
+
+    return GroupedKernels(
+        hopper.grouped_gemm, hopper.grouped_gemm_wgrad, hopper.grouped_gemm_wgrad_add_, True
+    )
+
+
+def _load_triton() -> GroupedKernels:
+    from . import triton_gemm
+
+    return GroupedKernels(
+        triton_gemm.grouped_gemm,
+        triton_gemm.grouped_gemm_wgrad,
+        triton_gemm.grouped_gemm_wgrad_add_,
+        True,
+    )
+
+
+def _load_reference() -> GroupedKernels:
+    from .. import reference
+
+    return GroupedKernels(
+        reference.grouped_gemm,
+        reference.grouped_gemm_wgrad,
+        reference.grouped_gemm_wgrad_add_,
+        False,
+    )
+
+
+def _unknown_format(p: GroupedProblem) -> str | None:
+    for format in (p.a_format, p.b_format):
+        if format not in KERNEL_FORMATS:
+            return f"no kernels for format {format.name}"
+    return None
+
+
+def _gluon_declines(p: GroupedProblem) -> str | None:
+    if reason := _unknown_format(p):
+        return reason
+    if p.a_format.rows > 1:
+        return "no 128x128 blocks on the left"
+    return "nothing to contract" if p.kind == "gemm" and p.k == 0 else None
+
+
+GroupedBackend = Backend[GroupedProblem, GroupedKernels]
+GroupedChoice = Choice[GroupedProblem, GroupedKernels]
+
+GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
+    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines),
+    Backend("triton", _load_triton, lacks_triton, _unknown_format, why=lambda _: "takes any shape"),
+    Backend("reference", _load_reference, why=lambda _: "runs on any device"),
+)
+"""In order of preference; the reference takes every problem."""
+
+
+def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
+    """The backend that will run ``problem``, and why.
+
+    ``BLOCKTENSOR_GEMM`` forces one of its name, where grouped GEMMs have one ("cublas" does not).
+
+    Raises:
+        ValueError: the forced backend cannot run here or cannot take this problem.
+    """
+    return _choose(problem, forced_gemm())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: GroupedProblem, forced: str | None) -> GroupedChoice:
+    found = {backend.name: backend for backend in GROUPED_BACKENDS}
+    if forced not in found:
+        choice = first_choice(GROUPED_BACKENDS, problem, problem.device)
+        if choice.name == "reference" and problem.device.type == "cuda":
+            warn_slow(problem.device, choice.others)
+        return choice
+    backend = found[forced]
+    objection = backend.unusable(problem.device) or backend.declines(problem)
+    if objection is None:
+        return Choice(backend, f"forced by {GEMM_VARIABLE}")
+    raise ValueError(
+        f"{GEMM_VARIABLE}={forced}: {objection}. Unset {GEMM_VARIABLE} to let blocktensor choose."
+    )
+
+
+@functools.cache
+def grouped_kernels(backend: GroupedBackend) -> GroupedKernels:
+    """The functions of a backend, imported once."""
+    return backend.load()
