@@ -39,8 +39,8 @@ def cast_1x128_kernel(
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, a separate argument so that
-    # its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups` groups, and
-    # fills one of `col_blocks` whole blocks of the columnwise form.
+    # its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups` groups
+    # and fills one of `col_blocks` whole blocks of the columnwise form.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -51,9 +51,9 @@ def cast_1x128_kernel(
         k = k.to(tl.int64)
     col_m = tile_m.to(tl.int64) * TILE_M
     if GROUPS:
-        first_m, rows_left, has_group = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
+        first_m, rows_left, group = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
         first_m = first_m.to(tl.int64)
-        col_left = tl.where(has_group & (tile_m < col_blocks), 128, 0)
+        col_left = tl.where((group >= 0) & (tile_m < col_blocks), 128, 0)
     else:
         first_m = col_m
         rows_left = rows - tile_m * TILE_M

@@ -17,7 +17,7 @@ one: more than the stages of any tile."""
 
 BLOCKS = gl.constexpr(0)  # k blocks; 0: no more items
 ROW = gl.constexpr(1)  # the first row of the tile in the output
-BEGIN = gl.constexpr(2)  # the first row that the tile may store
+BEGIN = gl.constexpr(2)  # the first row that it may store, where groups cut rows
 END = gl.constexpr(3)  # the row after the last one that it may store
 TILE_N = gl.constexpr(4)  # the number of the tile along the columns
 EXPERT = gl.constexpr(5)  # whose bias is added; -1 for rows of no group
@@ -104,8 +104,8 @@ def _load_blocks(
 
 @gluon.jit
 def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
-    # The producer warp: every k block of every item of this program, in order. Products with 128x128
-    # blocks in B (fprop, dgrad) cut the rows of A at groups; those with 1x128 blocks (wgrad) cut K.
+    # The producer warp: every k block of every item of this program, in order. Products with
+    # 128x128 blocks in B (fprop, dgrad) cut the rows of A at groups; those with 1x128 (wgrad), K.
     _, _, _, _, full, empty = stages
     _, _, _, _, a_scale_ld, b_scale_ld = maps
     offs, groups, tokens, expert_rows, tiles_m, tiles_n, blocks_k, blocks_n = work
@@ -124,53 +124,69 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
         blocks = blocks_k
         # Copies of scales start at multiples of 16 bytes, so tiles at rows that are multiples of 4.
         aligned = begin // 4 * 4
+        pairs = 0
         if CUTS_ROWS:
-            tiles_m = gl.where(end > begin, (end - aligned + T.m - 1) // T.m, 0)
+            height = gl.where(end > begin, end - aligned, 0)
+            tiles_m = (height + T.m - 1) // T.m
+            if T.halves:
+                # A row of half tiles at the end: two of them make one item, of a whole tile's time,
+                # so that programs of as many items take as long.
+                tiles_m = (height + T.m // 2 - 1) // T.m
+                pairs = gl.where(height > tiles_m * T.m, (tiles_n + 1) // 2, 0)
         else:
             blocks = (end - begin + 127) // 128
-        count = tiles_m * tiles_n
+        count = tiles_m * tiles_n + pairs
         if OUT.add is not None:
             count = gl.where(blocks > 0, count, 0)
         if item < before + count:
-            tile_m, tile_n = tile_of(item - before, tiles_m, tiles_n, T.group)
-            col = tile_n * T.n
+            within = item - before
+            parts = 1
+            half = 0
+            tile_m, tile_n = tile_of(within, gl.maximum(tiles_m, 1), tiles_n, T.group)
+            if T.halves:
+                of_pairs = within - tiles_m * tiles_n
+                if of_pairs >= 0:
+                    half = 1
+                    tile_m = tiles_m
+                    tile_n = 2 * of_pairs
+                    parts = gl.minimum(2, tiles_n - tile_n)
             # Rows of no group, and gradients of a group without tokens, are zeros: the sum of one
             # block that lies beyond the operands, where TMA fills in zeros.
-            if CUTS_ROWS:
-                none = group == groups
-                row = aligned + tile_m * T.m
-                row_begin = begin
-                row_end = end
-                k0 = 0
-                a_row = gl.where(none, tokens, row)
-                a_scale_at = gl.where(none, blocks * a_scale_ld, row)
-                b_row = group * expert_rows + col
-                b_scale_at = (group * blocks_n + tile_n) * b_scale_ld
-            else:
-                none = blocks == 0
-                row_begin = group * expert_rows
-                row_end = row_begin + expert_rows
-                a_row = tile_m * T.m
-                row = row_begin + a_row
-                k0 = gl.where(none, blocks_k, first)
-                a_scale_at = a_row + k0 * a_scale_ld
-                b_row = col
-                b_scale_at = col + k0 * b_scale_ld
+            none = group == groups if CUTS_ROWS else blocks == 0
             blocks = gl.where(none, 1, blocks)
-            half = (row + T.m // 2 >= row_end).to(gl.int32) if T.halves else 0
-            _describe(items, slot, BLOCKS, blocks)
-            _describe(items, slot, ROW, row)
-            _describe(items, slot, BEGIN, row_begin)
-            _describe(items, slot, END, row_end)
-            _describe(items, slot, TILE_N, tile_n)
-            _describe(items, slot, EXPERT, gl.where(group < groups, group, -1))
-            if T.halves:
-                _describe(items, slot, HALF, half)
-            stage, phase = _load_blocks(
-                stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), k0, blocks, half,
-                (row, row_end, col), out, OUT, T,
-            )  # fmt: skip
-            slot = (slot + 1) % SLOTS
+            for part in range(parts):
+                col = (tile_n + part) * T.n
+                if CUTS_ROWS:
+                    row = aligned + tile_m * T.m
+                    row_end = end
+                    k0 = 0
+                    a_row = gl.where(none, tokens, row)
+                    a_scale_at = gl.where(none, blocks_k * a_scale_ld, row)
+                    b_row = group * expert_rows + col
+                    b_scale_at = (group * blocks_n + tile_n + part) * b_scale_ld
+                else:
+                    a_row = tile_m * T.m
+                    row = group * expert_rows + a_row
+                    row_end = (group + 1) * expert_rows
+                    k0 = gl.where(none, blocks_k, first)
+                    a_scale_at = a_row + k0 * a_scale_ld
+                    b_row = col
+                    b_scale_at = col + k0 * b_scale_ld
+                _describe(items, slot, BLOCKS, blocks)
+                _describe(items, slot, ROW, row)
+                if CUTS_ROWS:
+                    _describe(items, slot, BEGIN, begin)
+                _describe(items, slot, END, row_end)
+                _describe(items, slot, TILE_N, tile_n + part)
+                if OUT.bias:
+                    _describe(items, slot, EXPERT, gl.where(none, -1, group))
+                if T.halves:
+                    _describe(items, slot, HALF, half)
+                stage, phase = _load_blocks(
+                    stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), k0, blocks,
+                    half, (row, row_end, col), out, OUT, T,
+                )  # fmt: skip
+                slot = (slot + 1) % SLOTS
             item += gl.num_programs(0)
         else:
             before += count

@@ -5,8 +5,6 @@ blocks (fprop, dgrad); ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns 
 both have 1x128 blocks (wgrad).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -55,7 +53,7 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
     out, out_ptr, out_ld, out_s, bias = target
     row = field(items, slot, ROW) + (WG * WAVES * 64 if T.split == "m" else 0)
     col = field(items, slot, TILE_N) * T.n + (WG * T.cols * T.width if T.split == "n" else 0)
-    begin = field(items, slot, BEGIN)
+    begin = field(items, slot, BEGIN) if T.b_block == 128 else 0
     end = field(items, slot, END)
     biased = N
     if OUT.bias:
@@ -100,7 +98,9 @@ def _item_of_squares(
 
 
 @gluon.jit
-def _consume_squares(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
+def _consume_squares(
+    stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
+):
     # Consumer warpgroup WG: its share of every item. After the last item the producer fills one
     # more stage with nothing, so that the next stage may always be awaited.
     _, _, _, _, full, _ = stages

@@ -212,7 +212,7 @@ def store_wave(
 ):  # fmt: skip
     # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64 or 32] from left to right.
     # A bias is added to columns below `biased`. `begin` is read if OUT.clip.
-    out, out_ptr, out_ld, out_s, bias, biased = target
+    _, out_ptr, out_ld, _, bias, biased = target
     PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.bias:
         for i in gl.static_range(PARTS):

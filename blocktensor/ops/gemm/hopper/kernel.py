@@ -14,6 +14,7 @@ from .epilogue import store_wave
 from .pipeline import advance, produce, unknown, work_of
 from .products import column_scales, pieces, row_scales
 
+
 @gluon.jit
 def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
     # Consumer warpgroup WG: its share of every item of this program.
