@@ -117,7 +117,7 @@ def dgrad_as_one_op(
     """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py)."""
     if not names and isinstance(saved[0], BlockwiseFP8Weight):
         w = saved[0]
-        return dgrad_of_master(g, w.master, w.format, out_dtype)
+        return dgrad_of_master(g, w.cast_from, w.format, out_dtype)
     operand = _operand(saved, names, format)
     if operand.columnwise is not None:
         return gemm(g, operand.columnwise, None, out_dtype)
