@@ -34,8 +34,15 @@ def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
 
     ``needs_input_grad`` says which gradients could be needed. Adding is a side effect: it must not
     happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.
+
+    A stack of experts may be a transpose of the weight, as grouped products take it: the buffer is
+    then transposed alike.
     """
     (node, _) = ctx.next_functions[1]
+    while main_grad.ndim == 3 and node.name() == "TransposeBackward0":
+        # of the last two dimensions: other views share no buffer
+        ((node, _),) = node.next_functions
+        main_grad = main_grad.transpose(1, 2)
     if not hasattr(node, "variable"):  # a view of the weight, whose gradient autograd passes on
         return None, True
     try:
