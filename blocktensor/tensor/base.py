@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``."""
+"""Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
+
+An op of another library, which may not be imported yet, goes by its name.
+"""
+
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 _GRAD: Any = Tensor.grad  # the descriptor
 
@@ -117,6 +122,8 @@ class FP8Base(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         override = TORCH_FUNCTIONS.get(func)
+        if override is None and isinstance(func, _OPS):
+            override = TORCH_FUNCTIONS.get(str(getattr(func, "overloadpacket", func)))
         if override is not None:
             return override(*args, **kwargs) if kwargs else override(*args)
         with torch._C.DisableTorchFunctionSubclass():

@@ -46,7 +46,7 @@ class LateCopy(FP8Cache):
         """A copy of ``source``; ``whole``, ``cut``: of which copy it is a part, and which."""
         self.source, self.dtype = source, dtype
         self.recipe, self.format = source.recipe, source.format
-        self.casts, self.main_grad = 0, None
+        self.casts, self.main_grad = 0, source.main_grad if whole is None else None
         self._parts, self._copies = {}, None
         self._version = source.version()
         self._copy: Tensor | None = None
