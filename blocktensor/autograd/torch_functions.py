@@ -129,8 +129,7 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 _PRODUCTS_WITHOUT_FP8 = {
     torch: "einsum tensordot inner addbmm mv addmv dot vdot chain_matmul bilinear "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
-    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward "
-    "scaled_dot_product_attention",
+    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
     torch.sparse: "mm addmm",
     Tensor: "inner addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",

@@ -90,7 +90,6 @@ class LateCopy(FP8Cache):
         if self._own is None:
             counted = None if self._whole is None else self._whole.own().counted
             self._own = FP8Cache(self.values(), self.recipe, counted=counted)
-            self._own.main_grad = self.main_grad
         return self._own
 
     def _read(self) -> FP8Cache:
