@@ -90,6 +90,15 @@ def test_evaluation_has_the_bits_of_training() -> None:
     assert torch.equal(model(x), wanted)
 
 
+def test_an_audit_leaves_copies_unmade() -> None:
+    model = TitanMoE()
+    convert(model, auto_filter_small_kn=False, skip=["gate"])
+    report = audit(model, randn(60, 128, dtype=torch.float32))
+    assert report.marked == ()
+    kinds = [(e.kind, e.precision) for e in report.entries if e.module == "experts"]
+    assert sorted(kinds) == sorted([(kind, "FP8") for kind in ("fprop", "dgrad", "wgrad")] * 3)
+
+
 def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:
     experts = GroupedExperts(3, 128, 256)
     convert(experts, auto_filter_small_kn=False)
@@ -120,11 +129,11 @@ def test_compiled_experts_have_eager_s_bits() -> None:
     experts = GroupedExperts(3, 128, 256)
     convert(experts, auto_filter_small_kn=False)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    for sizes in ([4, 0, 6], [1, 9, 0]):
+    for sizes in (torch.tensor([4, 0, 6]), torch.tensor([1, 9, 0])):
         results = []
         for run in (compiled, experts):
             experts.zero_grad()
-            y, dx = step(lambda x, run=run: run(x, torch.tensor(sizes)), randn(10, 128).float())
+            y, dx = step(lambda x, f=run, sizes=sizes: f(x, sizes), randn(10, 128).float())
             results.append((y, dx, *(w.grad for w in experts.parameters())))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert graphs() == 1

@@ -108,7 +108,7 @@ unknown.table                 3x128        float32  <0.1%  -        not the weig
 named.up                      3x256x128    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=256, K=128)
 named.down                    3x128x256    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=128, K=256)
 named.table                   3x128        float32  <0.1%  -        not the weight of a linear: in Unknown
-10 converted, 11 skipped; 62.8% of 1,642,752 parameters in FP8; 6.3 MiB before, 6.9 MiB after""",
+10 converted, 11 skipped; 62.8% of 1,642,752 parameters in FP8; 6.3 MiB before, 6.9 MiB after""",  # noqa: E501
     )
     converted = {entry.name for entry in report.converted}
     assert set(fp8_names(model)) == converted
@@ -325,7 +325,7 @@ b.gate_up_proj  fprop    100 x 512 x 128 in 3 groups  reference  runs on any dev
 b.gate_up_proj  dgrad    100 x 128 x 512 in 3 groups  reference  runs on any device; gluon, triton: needs a CUDA device, got 'cpu'
 b.gate_up_proj  wgrad    512 x 128 x 100 in 3 groups  reference  runs on any device; gluon, triton: needs a CUDA device, got 'cpu'
 b.down_proj     fprop    100 x 128 x 256 in 3 groups  reference  runs on any device; gluon, triton: needs a CUDA device, got 'cpu'
-b.down_proj     dgrad    100 x 256 x 128 in 3 groups  reference  runs on any device; gluon, triton: needs a CUDA device, got 'cpu'""",
+b.down_proj     dgrad    100 x 256 x 128 in 3 groups  reference  runs on any device; gluon, triton: needs a CUDA device, got 'cpu'""",  # noqa: E501
     )
 
 

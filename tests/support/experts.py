@@ -23,6 +23,9 @@ class GroupedExperts(nn.Module):
     def __init__(self, e: int, k: int, n: int, before: bool = False) -> None:
         super().__init__()
         self.before = before
+        self.w1_EFD: Tensor
+        self.w2_EDF: Tensor
+        self.w3_EFD: Tensor
         for seed, (name, shape) in enumerate(
             {"w1_EFD": (e, n, k), "w2_EDF": (e, k, n), "w3_EFD": (e, n, k)}.items()
         ):
@@ -60,23 +63,11 @@ class TitanMoE(nn.Module):
         return torch.zeros_like(x).index_add(0, order // 2, y)
 
 
-def per_expert(x: Tensor, w: Any, offs: Tensor) -> Tensor:
-    """Rows of group e by expert e, one dense FP8 linear for each; ``w`` is ``[E, N, K]``."""
-    from blocktensor import functional
-
-    ends = [0, *offs.tolist()]
-    parts = [
-        functional.linear(x[begin:end], w[e])
-        for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))
-    ]
-    return torch.cat(parts)
-
-
 def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: Any) -> Any:
     """A model of two layers: ``qwen3``, ``mixtral``, ``deepseek``, ``gpt_oss`` or ``llama4``."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "qwen3": (
             transformers.Qwen3MoeConfig,

@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor.tensor.fp8_tensor import Generation
 from tests.support.compiling import afresh, graphs
 from tests.support.models import SQUARE, complaint, linear, plain, randn
 
@@ -345,6 +346,8 @@ def test_compiled_products_have_eager_s_bits(how: str) -> None:
 
 def test_a_frozen_weight_shares_its_bytes() -> None:
     frozen = BlockwiseFP8Tensor.quantize(randn(3, N, K, dtype=torch.float32), SQUARE)
+    frozen.generation = Generation()  # as of a weight that FSDP2 has gathered
+    assert frozen.bfloat16().generation is frozen.generation
     narrow = frozen.bfloat16().transpose(-2, -1)
     assert (narrow.dtype, narrow.shape) == (torch.bfloat16, (3, K, N))
     assert narrow.columnwise_data.data_ptr() == frozen.rowwise_data.data_ptr()
