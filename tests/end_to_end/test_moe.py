@@ -90,13 +90,23 @@ def test_evaluation_has_the_bits_of_training() -> None:
     assert torch.equal(model(x), wanted)
 
 
-def test_an_audit_leaves_copies_unmade() -> None:
+def test_an_audit_changes_no_bit_and_finds_every_product() -> None:
     model = TitanMoE()
     convert(model, auto_filter_small_kn=False, skip=["gate"])
-    report = audit(model, randn(60, 128, dtype=torch.float32))
+    outputs: list[Tensor] = []
+    model.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    x = randn(60, 128, dtype=torch.float32)
+    report = audit(model, x)
+    model(x)
+    assert torch.equal(*outputs)
     assert report.marked == ()
     kinds = [(e.kind, e.precision) for e in report.entries if e.module == "experts"]
-    assert sorted(kinds) == sorted([(kind, "FP8") for kind in ("fprop", "dgrad", "wgrad")] * 3)
+    sizes = {(e.kind, e.m, e.n, e.k) for e in report.entries if e.module == "experts"}
+    assert sizes == {
+        *(("fprop", 120, 256, 128), ("fprop", 120, 128, 256), ("dgrad", 120, 256, 128)),
+        *(("wgrad", 256, 128, 120), ("wgrad", 128, 256, 120)),
+    }
+    assert sorted(kinds) == [("dgrad", "FP8"), *[("fprop", "FP8")] * 3, *[("wgrad", "FP8")] * 3]
 
 
 def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:

@@ -257,6 +257,23 @@ def test_copies_of_a_copy() -> None:
     assert type(late.double()) is Tensor
 
 
+def test_a_copy_of_a_handed_out_copy_keeps_its_values_too() -> None:
+    late = fp32_weight().bfloat16()
+    wide = late.detach().float()
+    values = late.detach().clone().float()
+    with torch.no_grad():
+        late.add_(1)
+    assert torch.equal(wide.detach(), values)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_copy_on_another_device_is_there(frozen: bool) -> None:
+    w = linear(N, K, dtype=torch.float32, frozen=frozen).weight
+    for made in (w.to("meta", torch.bfloat16), w.to("meta")):
+        assert made.is_meta
+    assert w.to("meta", torch.bfloat16).dtype == torch.bfloat16
+
+
 def test_what_is_not_a_copy_in_one_block_is_copied_at_once() -> None:
     w = linear(N, 2 * K, dtype=torch.float32).weight
     late = w[:, :K].bfloat16()
