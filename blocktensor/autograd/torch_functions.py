@@ -119,7 +119,8 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with "
+            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
+            f"or torch.bmm; or say so on purpose with "
             f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
         )
 
