@@ -84,8 +84,7 @@ def grouped_linears(
         assert row is not None
         cast = *row[:2], *(col[:2] if col is not None else ())
         return tuple(
-            _apply(x, w, offs, b, plan, cast)
-            for w, b, plan in zip(ws, biases, plans, strict=True)
+            _apply(x, w, offs, b, plan, cast) for w, b, plan in zip(ws, biases, plans, strict=True)
         )
 
 
@@ -112,9 +111,7 @@ def _apply(
     return y
 
 
-def _forms(
-    x: Tensor, offs: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
-) -> Forms:
+def _forms(x: Tensor, offs: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool) -> Forms:
     """The forms of an activation or gradient ``[T, ...]``, cast now unless it is FP8 already."""
     if isinstance(x, BlockwiseFP8Tensor):
         if columnwise:

@@ -47,8 +47,9 @@ def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None)
         return linear(other.t(), input).t()
     raise NotImplementedError(
         f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; call .dequantize(), or "
-        f".high_precision() of a BlockwiseFP8Weight, to compute in high precision"
+        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
+        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
+        f"precision"
     )
 
 
@@ -130,8 +131,7 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 _PRODUCTS_WITHOUT_FP8 = {
     torch: "einsum tensordot inner addbmm mv addmv dot vdot chain_matmul bilinear "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
-    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward "
-    "scaled_dot_product_attention",
+    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
     torch.sparse: "mm addmm",
     Tensor: "inner addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",

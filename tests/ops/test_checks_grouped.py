@@ -146,9 +146,7 @@ quantize_grouped_columnwise""",
         (torch.zeros(2, 200, 130), ValueError),
         (torch.zeros(2, 200, 130).mT, ValueError),
     ):
-        text = complaint(
-            kind, lambda out=out: grouped_gemm_wgrad_add_(out, G_COL, X_COL, OFFS, 40)
-        )
+        text = complaint(kind, lambda out=out: grouped_gemm_wgrad_add_(out, G_COL, X_COL, OFFS, 40))
         if kind is TypeError:
             assert text == "grouped_gemm_wgrad_add_ adds into torch.float32, got torch.bfloat16"
     assert_expected_inline(

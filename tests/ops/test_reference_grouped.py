@@ -122,9 +122,7 @@ def test_the_bound_on_blocks_is_reached(rows: int, groups: int) -> None:
 
 @every_grouping
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_group_is_multiplied_by_its_expert(
-    groups: str, bias: bool, rng: torch.Generator
-) -> None:
+def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: torch.Generator) -> None:
     rows, sizes = GROUPS[groups]
     a, b, offs = operand(rows, K, 1, rng), stack(len(sizes), N, K, rng), ends(*sizes)
     added = torch.randn(len(sizes), N, generator=rng) if bias else None
@@ -151,9 +149,7 @@ def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Genera
     for e, inside in enumerate(ranges(offs)):
         exact = g[inside].double().T @ x[inside].double()
         assert relative_error(out[e], exact) <= 0.06
-        parts = [
-            expand(reference.quantize_columnwise(t[inside], BLOCKS_1X128)) for t in (g, x)
-        ]
+        parts = [expand(reference.quantize_columnwise(t[inside], BLOCKS_1X128)) for t in (g, x)]
         assert relative_error(out[e], parts[0] @ parts[1].T) <= 1e-6
     torch.testing.assert_close(total, start + out, rtol=1e-5, atol=1e-4)
     empty = [e for e, size in enumerate(sizes) if size == 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def ends(*sizes: int, device: torch.device | str = "cpu") -> Tensor:
 def ranges(offs: Tensor) -> list[slice]:
     """The rows of each group."""
     bounds = [0, *offs.tolist()]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:

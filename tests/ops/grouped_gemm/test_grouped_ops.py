@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast.grouped_ops import (
@@ -125,7 +124,9 @@ def test_groups_do_not_depend_on_each_other(groups: str, rng: torch.Generator) -
     y = ops.grouped_gemm(row, b, offs)
     dw = ops.grouped_gemm_wgrad(quantize_grouped_columnwise(g, offs, BLOCKS_1X128), col, offs, rows)
     row, col = quantize_grouped(x, flipped, BLOCKS_1X128, order)
-    reverse = Quantized(b.data.view(torch.uint8).flip(0).view(b.data.dtype), b.scale.flip(0), b.format)
+    reverse = Quantized(
+        b.data.view(torch.uint8).flip(0).view(b.data.dtype), b.scale.flip(0), b.format
+    )
     assert_same(ops.grouped_gemm(row, reverse, flipped), y[order])
     form = quantize_grouped_columnwise(g, flipped, BLOCKS_1X128, order)
     assert_same(ops.grouped_gemm_wgrad(form, col, flipped, len(order)), dw.flip(0))
@@ -166,10 +167,8 @@ def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
     assert trace.count("item") == trace.count("_local_scalar_dense") == 0
 
 
-def defaults(a: Quantized, b: Quantized, offs: Tensor) -> Tensor:
-    return ops.grouped_gemm(a, b, offs)
-
-
 def test_a_product_defaults_to_bf16_without_bias(rng: torch.Generator) -> None:
     a, b, offs = operand(30, K, 1, rng), stack(2, N, K, rng), ends(10, 10)
-    assert_same(ops.grouped_gemm(a, b, offs), reference.grouped_gemm(a, b, offs, None, torch.bfloat16))
+    assert_same(
+        ops.grouped_gemm(a, b, offs), reference.grouped_gemm(a, b, offs, None, torch.bfloat16)
+    )
