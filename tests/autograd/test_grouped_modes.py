@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import blocktensor
-from blocktensor import BlockwiseFP8Tensor, functional
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional
+from blocktensor.ops import reference
 from tests.support.experts import N, grads, sample, stack, way_of_grouped_linears
 from tests.support.models import SQUARE, complaint, plain, randn
 from tests.support.numeric import assert_same
+from tests.support.reference_ops import replace_op
 
 __all__ = ["way_of_grouped_linears"]
 
@@ -209,3 +212,67 @@ def test_rowwise_bytes_of_a_weight_are_gone_after_backward() -> None:
     y.backward(grad)
     gc.collect()
     assert w.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_gradient_is_gone_when_the_products_run(
+    bias: bool, way_of_grouped_linears: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a bias sums it."""
+    gradients: list[StorageWeakRef] = []
+    gone: list[bool] = []
+    product = reference.grouped_gemm
+
+    def watched(*args: Any) -> Tensor:
+        gone.extend(gradient.expired() for gradient in gradients)
+        return product(*args)
+
+    replace_op(monkeypatch, "grouped_gemm", watched)
+    x, _, offs = sample("ragged")
+    w, added = stack(len(offs)), randn(len(offs), N, seed=2, grad=True) if bias else None
+    y = functional.grouped_linear(x.requires_grad_(), w, offs, added)
+    y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
+    y.square().sum().backward()
+    assert gone == [way_of_grouped_linears == "early" and not bias]
+
+
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(
+    columnwise: Any, kn: bool
+) -> None:
+    w = stack(5, recipe=Recipe(cache_weight="step", columnwise=columnwise), kn=kn)
+    x, grad, offs = sample("ragged")
+    want = grads(
+        lambda t: functional.grouped_linear(t, plain(w).mT if kn else plain(w), offs), x, grad
+    )
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    for _ in range(2):
+        casts = w.cache.casts
+        for _ in range(2):
+            got = grads(lambda t: functional.grouped_linear(t, w.mT if kn else w, offs), x, grad)
+            for a, b in zip(got, want, strict=True):
+                assert_same(a, b)
+        assert w.cache.casts <= casts + 2
+        optimizer.step()
+        optimizer.zero_grad()
+    assert w.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+@pytest.mark.parametrize("kn", [False, True])
+def test_an_fp8_stack_that_requires_a_gradient(kn: bool, columnwise: Any) -> None:
+    """As FSDP2 gathers one: a BlockwiseFP8Tensor."""
+    w = stack(5, recipe=Recipe(columnwise=columnwise), kn=kn)
+    gathered = nn.Parameter(w.quantized())
+    x, grad, offs = sample("ragged")
+    for _ in range(3):
+        results = [
+            grads(
+                lambda t, each=each: functional.grouped_linear(t, each.mT if kn else each, offs),
+                x, grad, each,
+            )
+            for each in (w, gathered)
+        ]  # fmt: skip
+        for a, b in zip(*results, strict=True):
+            assert_same(a, b)
