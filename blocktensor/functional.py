@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
 from .autograd.quantize import quantize
 from .recipe import Recipe
+from .tensor.base import FP8Base
 
 __all__ = ["grouped_linear", "linear", "quantize"]
 
@@ -38,7 +41,18 @@ def linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    if _stays_whole(w):
+        return torch.nn.functional.linear(x, w, bias)
     return _linear.linear(x, w, bias, recipe=recipe)
+
+
+def _stays_whole(w: Tensor) -> bool:
+    """Whether a product with ``w`` has to be a torch function, whose override is called later.
+
+    Dynamo looks into other functions, and would read the casts that a weight makes as inputs of its
+    graph, made anew in every evaluation of its guards.
+    """
+    return is_dynamo_compiling() and isinstance(w, FP8Base)
 
 
 @overload
@@ -99,6 +113,9 @@ def grouped_linear(
     if isinstance(w, Tensor):
         if bias is not None and not isinstance(bias, Tensor):
             raise TypeError(f"one weight has one bias [E, N], got a {type(bias).__name__}")
+        if _stays_whole(w):
+            made: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs, bias)
+            return made
         return _grouped_linear.grouped_linear(x, w, offs, bias, recipe=recipe)
     biases = [None] * len(w) if bias is None else bias
     if isinstance(biases, Tensor) or len(biases) != len(w) or not len(w):
@@ -107,4 +124,7 @@ def grouped_linear(
             f"{'a single bias' if isinstance(biases, Tensor) else f'{len(biases)} biases'}: "
             f"expected one for each of at least one weight, or bias=None"
         )
+    if any(map(_stays_whole, w)):  # compilers find that the casts of x are one
+        pairs = zip(w, biases, strict=True)
+        return tuple(grouped_linear(x, each, offs, b, recipe=recipe) for each, b in pairs)
     return _grouped_linear.grouped_linears(x, w, offs, biases, recipe)

@@ -76,10 +76,9 @@ def baddbmm(
     out_dtype: Any = None,
 ) -> Tensor:
     """``torch.baddbmm``; one row ``[E, 1, N]`` that is added as it is joins the product."""
-    is_row = input.ndim == 3 and input.shape[:2] == (len(batch2), 1)
-    if is_row and beta == 1 and alpha == 1 and is_stack(batch2):
-        if input.shape[2] == batch2.shape[2]:
-            return _bmm(batch1, batch2, input.squeeze(1), out, out_dtype)
+    as_bias = is_stack(batch2) and input.shape == (len(batch2), 1, batch2.shape[2])
+    if as_bias and beta == 1 and alpha == 1:
+        return _bmm(batch1, batch2, input.squeeze(1), out, out_dtype)
     return _bmm(batch1, batch2, None, out, out_dtype).mul(alpha).add(input, alpha=beta)
 
 

@@ -145,8 +145,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.plan, ctx.early, ctx.casts = plan, early, len(cast)
         w_row, w_saved = read_weight(ctx, w, plan)
         if cast:
-            x_row: Quantized | None = Quantized(*cast[:2], plan.format)
-            x_col = Quantized(*cast[2:], plan.format) if needs_dw else None
+            x_row: Quantized | None = Quantized(cast[0], cast[1], plan.format)
+            x_col = Quantized(cast[2], cast[3], plan.format) if needs_dw else None
         else:
             x_row, x_col = _forms(x, offs, plan.format, True, needs_dw)
         assert x_row is not None

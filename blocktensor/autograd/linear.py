@@ -132,15 +132,13 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
         ctx.cache = w.cache
         if w.cache.main_grad is not None and needs_dw:
             check_main_grad(plan.tracing)
-        # Dynamo may take a method of a tensor for an op, which returns tensors alone
-        if plan.tracing:
-            w_row = w.operand.need_rowwise()
-        elif needs_dx:
+        if needs_dx and not plan.tracing:
             w_row, ctx.cast = w.rowwise_for_backward()
         else:
             w_row = w.rowwise(before_backward=needs_dw)
         return w_row, (w,)
     if isinstance(w, BlockwiseFP8Tensor):
+        # Dynamo may take a method of a tensor for an op, which returns tensors alone
         w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
         if w.generation is not None and not plan.tracing:
             ctx.cast = saved_weight.gathered_cast(w.generation)

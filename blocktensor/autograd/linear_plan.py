@@ -22,7 +22,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast
 from .check_operands import autocast_dtype, check_linear
 
-_FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
 class Plan:
@@ -134,7 +134,7 @@ def key_of_operands(
         _refuse_surroundings(x)
     x_inner, w_inner = inner(x), inner(w)
     if (
-        not isinstance(w, _FP8_TYPES)
+        not isinstance(w, FP8_TYPES)
         or must_dispatch(x_inner)
         or type(w_inner) not in PLAIN
         or w_inner.is_meta
@@ -175,8 +175,8 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
     """The recipe of a linear: as given, or that of the operand that has one."""
     if recipe is not None:
         return recipe
-    known = w if isinstance(w, _FP8_TYPES) else x
-    return known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
+    known = w if isinstance(w, FP8_TYPES) else x
+    return known.recipe if isinstance(known, FP8_TYPES) else DEFAULT_RECIPE
 
 
 def inner(x: Any) -> Tensor:

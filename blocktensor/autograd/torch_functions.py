@@ -47,8 +47,9 @@ def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None)
         return linear(other.t(), input).t()
     raise NotImplementedError(
         f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; call .dequantize(), or "
-        f".high_precision() of a BlockwiseFP8Weight, to compute in high precision"
+        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
+        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
+        f"precision"
     )
 
 
@@ -119,7 +120,8 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with "
+            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
+            f"or torch.bmm; or say so on purpose with "
             f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
         )
 

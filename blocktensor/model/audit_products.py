@@ -44,6 +44,8 @@ _LEFT_OPERAND = {
     ours.dgrad_of_rowwise: 0,
     ours.dgrad_of_master: 0,
     ours.grouped_gemm: 0,
+    ours.grouped_gemm_wgrad: 0,
+    ours.grouped_gemm_wgrad_add_: 1,
     ours.grouped_dgrad_of_rowwise: 0,
     ours.grouped_dgrad_of_master: 0,
     **{
@@ -58,10 +60,16 @@ _LEFT_OPERAND = {
 }
 """Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
 
-_GROUPED_WGRAD = {ours.grouped_gemm_wgrad: 0, ours.grouped_gemm_wgrad_add_: 1}
-"""Products of columnwise forms in groups: the position of the left operand."""
+_FORMAT_OF_B = {
+    ours.gemm: 5,
+    ours.gemm_add_: 6,
+    ours.grouped_gemm: 5,
+    ours.grouped_gemm_wgrad: 5,
+    ours.grouped_gemm_wgrad_add_: 6,
+}
 
-_FORMAT_OF_B = {ours.gemm: 5, ours.gemm_add_: 6}
+_CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
+"""Where the operand is wider than what is contracted: the number of tokens."""
 
 _ATTENTION = {
     *(packet for packet in flop_registry if "attention" in str(packet)),
@@ -105,8 +113,6 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     left = _LEFT_OPERAND.get(packet)
     if left is not None:
         return _of_matrices(packet, left, args, out)
-    if packet in _GROUPED_WGRAD:
-        return _of_groups(packet, args[_GROUPED_WGRAD[packet] :])
     if packet in _ATTENTION:
         return _of_attention(packet, args, kwargs, out)
     formula = flop_registry.get(packet)
@@ -138,6 +144,8 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     if out is None:  # gemm_add_
         out = args[0]
     *lead, k = a.shape
+    if packet in _CONTRACTION:
+        k = args[_CONTRACTION[packet]]
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
     batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
@@ -152,12 +160,6 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
         is_dgrad=of_b is None or named(args[of_b]).transposes,
         is_batched=a.ndim == b.ndim == 3,
     )
-
-
-def _of_groups(packet: Any, args: Sequence[Any]) -> Product:
-    a, _a_scale, _a_format, b, _b_scale, _b_format, _offs, tokens, *_ = args
-    m, n = a.shape[0], b.shape[0]
-    return Product(1, m, n, tokens, _precision(packet, a), 2 * m * n * tokens)
 
 
 def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product:

@@ -39,7 +39,7 @@ def castable(x: Tensor, format: BlockFormat) -> None:
 
 
 def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
-    """``offs`` is int32 ``[E]`` on the device of ``x``, with E > 0, else TypeError or ValueError."""
+    """``offs`` is int32 ``[E]`` on the device of ``x``, E > 0, else TypeError or ValueError."""
     if offs.dtype != int32:
         raise TypeError(f"offs has dtype {offs.dtype}: expected torch.int32; use .to(torch.int32)")
     if offs.ndim != 1 or len(offs) == 0:
@@ -138,7 +138,8 @@ def main_grad(buffer: Tensor, weight: Tensor) -> None:
         )
     if buffer.ndim == 3 and not buffer.is_contiguous():
         raise ValueError(
-            f"main_grad has strides {buffer.stride()}: expected a contiguous stack {list(buffer.shape)}"
+            f"main_grad has strides {buffer.stride()}: expected a contiguous stack "
+            f"{list(buffer.shape)}"
         )
     if buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
         raise ValueError(f"main_grad has strides {buffer.stride()}: expected contiguous rows")

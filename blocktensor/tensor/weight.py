@@ -24,7 +24,7 @@ from .operand import Operand
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
-"""Ops that do more than act on the master, from ``aten_*.py``."""
+"""Ops that do more than act on the master, from ``aten_*.py``; those of other libraries by name."""
 
 
 _aten = torch.ops.aten
@@ -252,7 +252,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        special = WEIGHT_OPS.get(func)
+        special = WEIGHT_OPS.get(func) or WEIGHT_OPS.get(func.name())
         if special is not None:
             return special(func, *args, **(kwargs or {}))
         if is_composite(func):

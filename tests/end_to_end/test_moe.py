@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, freeze, functional
 from tests.support.compiling import afresh, graphs
-from tests.support.experts import TOKENS, GroupedExperts, TitanMoE, transformers_moe
 from tests.support.models import plain, randn
+from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
 
 __all__ = ["afresh"]
 

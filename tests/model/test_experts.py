@@ -23,8 +23,8 @@ from blocktensor import (
     to_blockwise_fp8_weights,
     unfreeze,
 )
-from tests.support.experts import GroupedExperts, TitanMoE
 from tests.support.models import POWER_OF_TWO, complaint, plain, randn, reasons
+from tests.support.moe_models import GroupedExperts, TitanMoE
 
 E, N, K = 3, 256, 128
 TITAN = ["w1_EFD", "w2_EDF", "w3_EFD"]

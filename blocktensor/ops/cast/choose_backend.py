@@ -52,9 +52,7 @@ class CastProblem:
     grouped: bool = False
 
 
-def _kernels(
-    casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool
-) -> CastKernels:
+def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool) -> CastKernels:
     return CastKernels(
         casts.quantize_rowwise,
         casts.quantize_columnwise,

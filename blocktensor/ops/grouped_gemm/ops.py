@@ -1,4 +1,4 @@
-"""Products of tokens in groups with a stack of experts, checked and decided once for a kind of call.
+"""Products of tokens in groups with a stack of experts, checked and decided once for each kind.
 
 The rows of ``A[T, K]`` belong to groups, one after the other, which end at ``offs`` ``[E]`` (int32,
 cumulative, on the device). Nothing here reads ``offs`` on the host.

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert
 from blocktensor.distributed import FP8Shard
-from tests.support.experts import TitanMoE
 from tests.support.models import SQUARE, randn
+from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 
