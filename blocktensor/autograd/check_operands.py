@@ -1,4 +1,4 @@
-"""Whether the operands of a linear fit together, and the dtype of its output."""
+"""Whether the operands of a linear, dense or grouped, fit together; the dtype of its output."""
 
 from __future__ import annotations
 
@@ -30,6 +30,50 @@ def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> t
     checks.rank(w, (2,), "the weight of an FP8 linear", "stacks of experts need grouped_mm")
     if x.ndim == 0:
         raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
+    _check_blocks(x, w, recipe)
+    _check_bias(x, w, bias)
+    return _output_dtype(x, w, bias)
+
+
+def check_grouped(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, recipe: Recipe
+) -> torch.dtype:
+    """The output dtype of ``grouped_linear(x, w, offs, bias, recipe=recipe)``.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+    """
+    for tensor, what in ((x, "the input"), (w, "the weight")):
+        checks.high_precision(tensor, f"{what} of a grouped FP8 linear")
+    checks.rank(x, (2,), "the input of a grouped FP8 linear", "flatten tokens to [T, K]")
+    checks.rank(
+        w, (3,), "the weight of a grouped FP8 linear", "stacks of experts are [E, N, K]; a matrix "
+        "needs functional.linear",
+    )  # fmt: skip
+    _check_blocks(x, w, recipe)
+    if isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
+        raise ValueError(
+            f"the weight of a grouped FP8 linear has blocks of {w.block_shape}: expected "
+            f"{recipe.weight_format.block_shape}"
+        )
+    checks.group_ends(offs, x, "the input")
+    if len(offs) != len(w):
+        raise ValueError(
+            f"offs ends {len(offs)} groups, and the weight {list(w.shape)} is a stack of {len(w)} "
+            f"experts: expected one end for each"
+        )
+    is_cast = isinstance(x, BlockwiseFP8Tensor)
+    if is_cast and torch.is_grad_enabled() and w.requires_grad:
+        raise ValueError(
+            "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which "
+            "the gradient of the weight needs, ignore the groups: pass the high-precision tensor; "
+            "functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights"
+        )
+    _check_bias(x, w, bias)
+    return _output_dtype(x, w, bias)
+
+
+def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
     checks.same_k(x, w, "input", "weight")
     checks.same_device(x, w, "the input", "the weight")
     expected = recipe.activation_format.block_shape
@@ -41,10 +85,17 @@ def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> t
     for tensor in (x, w):
         if isinstance(tensor, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
             check_same_scaling(recipe.activation_format, tensor.format)
+
+
+def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         checks.same_device(x, bias, "the input", "the bias")
-        if bias.shape != w.shape[:1]:
-            raise ValueError(f"the bias has shape {list(bias.shape)}: expected [{w.shape[0]}]")
+        if bias.shape != w.shape[:-1]:
+            expected = list(w.shape[:-1])
+            raise ValueError(f"the bias has shape {list(bias.shape)}: expected {expected}")
+
+
+def _output_dtype(x: Tensor, w: Tensor, bias: Tensor | None) -> torch.dtype:
     autocast = autocast_dtype(x)
     if autocast is not None:
         return autocast

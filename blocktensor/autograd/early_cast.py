@@ -6,13 +6,13 @@ the high-precision gradient by its FP8 forms, so that its memory is free during 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
 
 import torch
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_forms
-from ..ops.formats import BlockFormat, Quantized
+from ..ops.formats import Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 Forms = tuple[Quantized | None, Quantized | None]
@@ -26,11 +26,11 @@ the memory of a small gradient counts less."""
 class EarlyCast:
     """The pre-hook of one node; its backward reads the cast by :meth:`take`."""
 
-    __slots__ = ("_format", "_forms", "_needs")
+    __slots__ = ("_cast", "_forms")
 
-    def __init__(self, format: BlockFormat, needs: tuple[bool, bool]) -> None:
-        """``needs``: whether dgrad (rowwise) and wgrad (columnwise) will read the gradient."""
-        self._format, self._needs = format, needs
+    def __init__(self, cast: Callable[[Tensor], Forms]) -> None:
+        """``cast``: makes the forms of a gradient that dgrad and wgrad will read."""
+        self._cast = cast
         # by thread: two may run backward through one graph at once
         self._forms: dict[int, Forms] = {}
 
@@ -42,7 +42,7 @@ class EarlyCast:
         if grad is None or is_fp8 or torch.is_grad_enabled():
             self._forms.pop(get_ident(), None)  # of a backward that failed
             return None
-        self._forms[get_ident()] = quantize_forms(grad, self._format, *self._needs)
+        self._forms[get_ident()] = self._cast(grad)
         return (None,)
 
     def take(self) -> Forms | None:

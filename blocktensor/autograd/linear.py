@@ -11,7 +11,7 @@ Saved for backward: the FP8 columnwise form of x, and the weight (``saved_weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
-from .linear_plan import LinearPlan, plan_linear
+from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 
 Gradients = tuple[Tensor | None, ...]
@@ -51,7 +51,9 @@ def linear(
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
-        early = EarlyCast(plan.format, plan.needs) if plan.casts_grad_early else None
+        early = None
+        if plan.casts_grad_early:
+            early = EarlyCast(lambda grad: quantize_forms(grad, plan.format, *plan.needs))
         apply = _Linear.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, w, bias, plan, early)
         if early is not None:
@@ -103,27 +105,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = plan.needs
         ctx.plan, ctx.early = plan, early
-        ctx.cache = ctx.cast = None
-        w_saved: Sequence[Tensor] = (w,)
-        ctx.names = ()
-        if isinstance(w, BlockwiseFP8Weight):
-            ctx.cache = w.cache
-            if w.cache.main_grad is not None and needs_dw:
-                check_main_grad(plan.tracing)
-            if needs_dx and not plan.tracing:
-                w_row, ctx.cast = w.rowwise_for_backward()
-            else:
-                w_row = w.rowwise(before_backward=needs_dw)
-        elif isinstance(w, BlockwiseFP8Tensor):
-            # Dynamo may take a method of a tensor for an op, which returns tensors alone
-            w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
-            if w.generation is not None and not plan.tracing:
-                ctx.cast = saved_weight.gathered_cast(w.generation)
-            if needs_dx and not plan.tracing:
-                w_saved, ctx.names = saved_weight.inner_tensors(w)
-        else:
-            w_row = quantize_rowwise(w, plan.weight_format)
-            w_saved, ctx.names = w_row[:2], saved_weight.ROWWISE
+        w_row, w_saved = read_weight(ctx, w, plan)
         if plan.fprop is None:
             plan.fprop = recorded(_fprop, plan.records_forward)
         y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, needs_dw)
@@ -135,13 +117,51 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
-        if not torch.is_grad_enabled():
-            with torch._C.DisableTorchFunctionSubclass():
-                return _gradients(ctx, saved, grad)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            gradients = _gradients(ctx, saved, grad)
-        return raise_on_double_backward(gradients)  # create_graph=True
+        return run_backward(ctx, grad, _gradients)
+
+
+def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Tensor]]:
+    """The rowwise form of the weight in a forward, and what to save of the weight for dgrad.
+
+    ``ctx`` takes what backward has to know of it: ``cache``, ``cast`` and ``names``.
+    """
+    needs_dx, needs_dw = plan.needs
+    ctx.cache = ctx.cast = None
+    ctx.names = ()
+    if isinstance(w, BlockwiseFP8Weight):
+        ctx.cache = w.cache
+        if w.cache.main_grad is not None and needs_dw:
+            check_main_grad(plan.tracing)
+        if needs_dx and not plan.tracing:
+            w_row, ctx.cast = w.rowwise_for_backward()
+        else:
+            w_row = w.rowwise(before_backward=needs_dw)
+        return w_row, (w,)
+    if isinstance(w, BlockwiseFP8Tensor):
+        # Dynamo may take a method of a tensor for an op, which returns tensors alone
+        w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
+        if w.generation is not None and not plan.tracing:
+            ctx.cast = saved_weight.gathered_cast(w.generation)
+        saved: Sequence[Tensor] = (w,)
+        if needs_dx and not plan.tracing:
+            saved, ctx.names = saved_weight.inner_tensors(w)
+        return w_row, saved
+    w_row = quantize_rowwise(w, plan.weight_format)
+    ctx.names = saved_weight.ROWWISE
+    return w_row, w_row[:2]
+
+
+def run_backward(
+    ctx: Any, grad: Tensor | None, gradients: Callable[[Any, Sequence[Tensor], Any], Gradients]
+) -> Gradients:
+    """``gradients(ctx, saved, grad)`` without overrides; their own backward raises."""
+    saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
+    if not torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            return gradients(ctx, saved, grad)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        made = gradients(ctx, saved, grad)
+    return raise_on_double_backward(made)  # create_graph=True
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:

@@ -6,7 +6,7 @@ They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast
 from .check_operands import autocast_dtype, check_linear
 
-_FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
-class LinearPlan:
-    """One kind of linear.
+class Plan:
+    """What one kind of linear and one kind of grouped linear have in common.
 
     Attributes:
         format: of x and of the output's gradient.
@@ -36,15 +36,48 @@ class LinearPlan:
         needs: whether the gradients of x and w will be asked for.
         casts_grad_early: whether the output's gradient is cast before backward begins.
         tracing: True while a compiler or functorch traces.
+        x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
+    """
+
+    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "needs", "out_dtype",
+                 "tracing", "w_dtype", "weight_format", "x_dtype")  # fmt: skip
+
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+    ) -> None:
+        self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        self.out_dtype = out_dtype
+        # as autocast does for every linear; 16-bit casts are also faster
+        self.casts_x = x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor)
+        has_graph = torch.is_grad_enabled()
+        self.needs = has_graph and x.requires_grad, has_graph and w.requires_grad
+        self.tracing = (
+            is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or type(inner(x)) not in PLAIN
+            or type(inner(w)) not in PLAIN
+        )
+        sums_grad = bias is not None and bias.requires_grad  # which then has to stay
+        self.casts_grad_early = any(self.needs) and not (sums_grad or self.tracing)
+        if self.casts_grad_early:  # a compiler would guard on the comparison of sizes
+            grad_bytes = math.prod(x.shape[:-1]) * w.shape[-2] * out_dtype.itemsize
+            self.casts_grad_early = grad_bytes >= early_cast.EARLY_BYTES
+        self.x_dtype = out_dtype if self.casts_x else x.dtype
+        self.w_dtype = w.dtype
+        self.bias_dtype = None if bias is None else bias.dtype
+
+
+class LinearPlan(Plan):
+    """One kind of linear.
+
+    Attributes:
         records_forward: whether forward may run as one recorded sequence of launches.
         records_backward: whether backward may; it then holds its intermediates until it ends.
         fprop: the function that runs forward, once it has been called.
-        x_shape, x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
+        x_shape: of the input.
     """
 
-    __slots__ = ("_backwards", "bias_dtype", "casts_grad_early", "casts_x", "format", "fprop",
-                 "needs", "out_dtype", "records_backward", "records_forward", "tracing", "w_dtype",
-                 "weight_format", "x_dtype", "x_shape")  # fmt: skip
+    __slots__ = ("_backwards", "fprop", "records_backward", "records_forward", "x_shape")
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, records: bool = False
@@ -54,26 +87,9 @@ class LinearPlan:
         Raises:
             TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
         """
-        self.format, self.weight_format = recipe.activation_format, recipe.weight_format
-        self.out_dtype = check_linear(x, w, bias, recipe)
+        super().__init__(x, w, bias, recipe, check_linear(x, w, bias, recipe))
+        self.x_shape = x.shape
         is_cast = isinstance(x, BlockwiseFP8Tensor)
-        # as autocast does for every linear; 16-bit casts are also faster
-        self.casts_x = x.dtype != self.out_dtype and not is_cast
-        has_graph = torch.is_grad_enabled()
-        self.needs = has_graph and x.requires_grad, has_graph and w.requires_grad
-        self.tracing = (
-            is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or type(_inner(x)) not in PLAIN
-            or type(_inner(w)) not in PLAIN
-        )
-        sums_grad = bias is not None and bias.requires_grad  # which then has to stay
-        grad_bytes = math.prod(x.shape[:-1]) * w.shape[0] * self.out_dtype.itemsize
-        is_large = grad_bytes >= early_cast.EARLY_BYTES
-        self.casts_grad_early = any(self.needs) and is_large and not (sums_grad or self.tracing)
-        self.x_shape, self.x_dtype = x.shape, self.out_dtype if self.casts_x else x.dtype
-        self.w_dtype = w.dtype
-        self.bias_dtype = None if bias is None else bias.dtype
         launches = records and lacks_triton(x.device) is None
         self.records_forward = launches and not is_cast and 0 not in (x.numel(), w.numel())
         self.records_backward = launches and _is_small(x, w)
@@ -100,17 +116,31 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    key = key_of_operands(x, w, bias, recipe)
+    if key is None:
+        return LinearPlan(x, w, bias, recipe_of(x, w, recipe))
+    return _PLANS.find_by(key, x, w, bias, recipe)
+
+
+def key_of_operands(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
+) -> Hashable | None:
+    """What the plan of eager calls like this depends on; None where each makes its own.
+
+    Raises:
+        NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
+    """
     if not is_compiling():
         _refuse_surroundings(x)
-    x_inner, w_inner = _inner(x), _inner(w)
+    x_inner, w_inner = inner(x), inner(w)
     if (
-        not isinstance(w, _FP8_TYPES)
+        not isinstance(w, FP8_TYPES)
         or must_dispatch(x_inner)
         or type(w_inner) not in PLAIN
         or w_inner.is_meta
     ):
-        return LinearPlan(x, w, bias, _recipe_of(x, w, recipe))
-    key = (  # every eager call builds it
+        return None
+    return (  # every eager call builds it
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
         x.format if isinstance(x, BlockwiseFP8Tensor) else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
@@ -121,7 +151,6 @@ def plan_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
     )
-    return _PLANS.find_by(key, x, w, bias, recipe)
 
 
 def _refuse_surroundings(x: Tensor) -> None:
@@ -142,21 +171,22 @@ def _refuse_surroundings(x: Tensor) -> None:
         )
 
 
-def _recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
+def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
+    """The recipe of a linear: as given, or that of the operand that has one."""
     if recipe is not None:
         return recipe
-    known = w if isinstance(w, _FP8_TYPES) else x
-    return known.recipe if isinstance(known, _FP8_TYPES) else DEFAULT_RECIPE
+    known = w if isinstance(w, FP8_TYPES) else x
+    return known.recipe if isinstance(known, FP8_TYPES) else DEFAULT_RECIPE
 
 
-def _inner(x: Any) -> Tensor:
+def inner(x: Any) -> Tensor:
     """A tensor that ``x`` is made of, whose type tells whether it has memory."""
     if type(x) is BlockwiseFP8Weight:
-        return x.master
+        return x.cast_from
     if type(x) is BlockwiseFP8Tensor:
         x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
-    inner: Tensor = x
-    return inner
+    plain: Tensor = x
+    return plain
 
 
 def _is_small(x: Tensor, w: Tensor) -> bool:
@@ -165,7 +195,7 @@ def _is_small(x: Tensor, w: Tensor) -> bool:
 
 
 def _decide(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None) -> LinearPlan:
-    return LinearPlan(x, w, bias, _recipe_of(x, w, recipe), records=True)
+    return LinearPlan(x, w, bias, recipe_of(x, w, recipe), records=True)
 
 
 _PLANS = Specialized(_decide)

@@ -17,6 +17,8 @@ from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
 from ..ops.gemm.ops import gemm
+from ..ops.grouped_gemm.dgrad_ops import grouped_dgrad_of_master, grouped_dgrad_of_rowwise
+from ..ops.grouped_gemm.ops import grouped_gemm
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation, operand_of
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
@@ -112,13 +114,27 @@ def rowwise_alone(
 
 
 def dgrad_as_one_op(
-    g: Quantized, saved: Sequence[Tensor], names: Names, format: BlockFormat, out_dtype: torch.dtype
+    g: Quantized,
+    saved: Sequence[Tensor],
+    names: Names,
+    format: BlockFormat,
+    out_dtype: torch.dtype,
+    offs: Tensor | None = None,
 ) -> Tensor:
-    """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py)."""
+    """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py).
+
+    ``offs``: of a grouped linear, whose weight is a stack.
+    """
     if not names and isinstance(saved[0], BlockwiseFP8Weight):
         w = saved[0]
-        return dgrad_of_master(g, w.master, w.format, out_dtype)
+        if offs is None:
+            return dgrad_of_master(g, w.cast_from, w.format, out_dtype)
+        return grouped_dgrad_of_master(g, w.cast_from, w.format, offs, out_dtype)
     operand = _operand(saved, names, format)
     if operand.columnwise is not None:
-        return gemm(g, operand.columnwise, None, out_dtype)
-    return dgrad_of_rowwise(g, operand.need_rowwise(), out_dtype)
+        if offs is None:
+            return gemm(g, operand.columnwise, None, out_dtype)
+        return grouped_gemm(g, operand.columnwise, offs, None, out_dtype)
+    if offs is None:
+        return dgrad_of_rowwise(g, operand.need_rowwise(), out_dtype)
+    return grouped_dgrad_of_rowwise(g, operand.need_rowwise(), offs, out_dtype)

@@ -19,6 +19,15 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
+from .grouped_functions import (
+    TRANSFORMERS_FALLBACK,
+    baddbmm,
+    bmm,
+    grouped_mm,
+    grouped_mm_fallback,
+    is_stack,
+    is_weight,
+)
 from .linear import linear
 from .torch_callers import BY_CALLER
 
@@ -30,20 +39,18 @@ def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         raise NotImplementedError("FP8 products return a new tensor: out= is not supported")
-    if other.ndim == 2 and not _is_weight(input):
+    if other.ndim == 2 and not is_weight(input):
         return linear(input, other.t())
+    if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
+        return bmm(input, other)
     if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
         return linear(other.t(), input).t()
     raise NotImplementedError(
         f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N] (stacks of experts need grouped_mm); call .dequantize(), or "
-        f".high_precision() of a BlockwiseFP8Weight, to compute in high precision"
+        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
+        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
+        f"precision"
     )
-
-
-def _is_weight(x: Tensor) -> bool:
-    square = isinstance(x, BlockwiseFP8Tensor) and x.format.transposes
-    return square or isinstance(x, BlockwiseFP8Weight)
 
 
 def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
@@ -54,7 +61,7 @@ def _addmm_override(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
 ) -> Tensor:
     as_bias = input.ndim == 1 and beta == 1 and alpha == 1
-    if as_bias and out is None and not _is_weight(mat1):
+    if as_bias and out is None and not is_weight(mat1):
         return linear(mat1, mat2.t(), input)
     product = _matmul_override(mat1, mat2, out=out)
     return product.mul(alpha).add(input, alpha=beta)
@@ -113,7 +120,8 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm; or say so on purpose with "
+            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
+            f"or torch.bmm; or say so on purpose with "
             f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
         )
 
@@ -121,14 +129,12 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 
 
 _PRODUCTS_WITHOUT_FP8 = {
-    torch: "einsum tensordot inner bmm baddbmm addbmm mv addmv dot vdot chain_matmul bilinear "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm "
-    "cdist cov corrcoef",
-    F: "bilinear conv1d conv2d conv3d grouped_mm multi_head_attention_forward "
-    "scaled_dot_product_attention",
+    torch: "einsum tensordot inner addbmm mv addmv dot vdot chain_matmul bilinear "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
+    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
     torch.sparse: "mm addmm",
-    Tensor: "inner bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
+    Tensor: "inner addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
 }
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
@@ -141,6 +147,12 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: _rmatmul_override,
     torch.addmm: _addmm_override,
     Tensor.addmm: _addmm_override,
+    torch._grouped_mm: grouped_mm,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.baddbmm: baddbmm,
+    Tensor.baddbmm: baddbmm,
+    TRANSFORMERS_FALLBACK: grouped_mm_fallback,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,

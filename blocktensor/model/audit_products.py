@@ -43,6 +43,11 @@ _LEFT_OPERAND = {
     ours.gemm_add_: 1,
     ours.dgrad_of_rowwise: 0,
     ours.dgrad_of_master: 0,
+    ours.grouped_gemm: 0,
+    ours.grouped_gemm_wgrad: 0,
+    ours.grouped_gemm_wgrad_add_: 1,
+    ours.grouped_dgrad_of_rowwise: 0,
+    ours.grouped_dgrad_of_master: 0,
     **{
         getattr(aten, name): index
         for index, names in (
@@ -55,7 +60,16 @@ _LEFT_OPERAND = {
 }
 """Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
 
-_FORMAT_OF_B = {ours.gemm: 5, ours.gemm_add_: 6}
+_FORMAT_OF_B = {
+    ours.gemm: 5,
+    ours.gemm_add_: 6,
+    ours.grouped_gemm: 5,
+    ours.grouped_gemm_wgrad: 5,
+    ours.grouped_gemm_wgrad_add_: 6,
+}
+
+_CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
+"""Where the operand is wider than what is contracted: the number of tokens."""
 
 _ATTENTION = {
     *(packet for packet in flop_registry if "attention" in str(packet)),
@@ -130,6 +144,8 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     if out is None:  # gemm_add_
         out = args[0]
     *lead, k = a.shape
+    if packet in _CONTRACTION:
+        k = args[_CONTRACTION[packet]]
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
     batch = a.shape[0] if a.ndim == b.ndim == 3 else 1

@@ -104,7 +104,8 @@ def _addmm(
 def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
-        f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm, or pass "
+        f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "
+        f"experts F.grouped_mm or torch.bmm), or pass "
         f"weight.high_precision() to compute in high precision on purpose"
     )
 
@@ -138,4 +139,6 @@ UNSUPPORTED_PRODUCTS: dict[Any, Callable[..., Any]] = {
     )
     if op not in PRODUCTS
 }
+# of transformers, which may be imported later
+UNSUPPORTED_PRODUCTS["transformers::grouped_mm_fallback"] = _unsupported_product
 """Products of a BlockwiseFP8Weight that have no FP8 path: refused."""

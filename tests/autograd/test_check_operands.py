@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from tests.support.models import FP32_SCALES, POWER_OF_TWO, complaint, linear, randn
+from tests.support.experts import N, sample, stack
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, complaint, linear, plain, randn
 
 W = randn(256, 384, seed=1)
 
@@ -197,4 +200,107 @@ other""",
     assert_expected_inline(
         complaint(ValueError, lambda: module(X.to("meta"))),
         """the input is on meta and the weight on cpu: move them to one device""",
+    )
+
+
+# Grouped linears
+
+
+def test_operands_of_grouped_linears() -> None:
+    x, _, offs = sample("ragged")
+    w = plain(stack(len(offs)))
+
+    def said(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
+        return complaint(kind, lambda: functional.grouped_linear(*args, **kwargs))
+
+    assert_expected_inline(
+        said(ValueError, x, w[0], offs),
+        """\
+the weight of a grouped FP8 linear has 2 dimensions, shape [144, 192]: expected 3;
+stacks of experts are [E, N, K]; a matrix needs functional.linear""",
+    )
+    assert_expected_inline(
+        said(ValueError, x[None], w, offs),
+        """\
+the input of a grouped FP8 linear has 3 dimensions, shape [1, 270, 192]: expected 2;
+flatten tokens to [T, K]""",
+    )
+    assert_expected_inline(
+        said(TypeError, x.double(), w, offs),
+        """\
+the input of a grouped FP8 linear has dtype torch.float64: blocktensor casts
+torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
+.to(torch.bfloat16)""",
+    )
+    assert_expected_inline(
+        said(ValueError, x[:, 1:], w, offs),
+        """\
+cannot contract input [270, 191] with weight [5, 144, 192]: K is 191 in one and 192
+in the other""",
+    )
+    assert_expected_inline(
+        said(TypeError, x, w, offs.long()),
+        """offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)""",
+    )
+    assert_expected_inline(
+        said(ValueError, x, w, offs[1:]),
+        """\
+offs ends 4 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
+one end for each""",
+    )
+    assert_expected_inline(
+        said(ValueError, x, w, offs.to("meta")),
+        """the input is on cpu and offs on meta: move them to one device""",
+    )
+    assert_expected_inline(
+        said(ValueError, x, w, offs, torch.zeros(N).bfloat16()),
+        """the bias has shape [144]: expected [5, 144]""",
+    )
+    assert_expected_inline(
+        said(TypeError, x.float(), w, offs),
+        """\
+the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
+run under torch.autocast""",
+    )
+    rows = BlockwiseFP8Tensor.quantize(w)
+    assert_expected_inline(
+        said(ValueError, x, rows, offs),
+        """\
+the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)""",
+    )
+    shared = blocktensor.quantize(x)
+    assert "mixed recipes" in said(ValueError, shared, w, offs, recipe=POWER_OF_TWO)
+    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    assert "nested" in said(NotImplementedError, nested, w, offs)
+
+
+def test_several_weights_that_do_not_fit() -> None:
+    x, _, offs = sample("ragged")
+    a, b = stack(len(offs)), stack(len(offs), recipe=POWER_OF_TWO)
+    assert_expected_inline(
+        complaint(ValueError, lambda: functional.grouped_linear(x, [a, b], offs)),
+        """\
+weights of one input were cast in 1x128 and 1x128_pow2 blocks: give them one recipe,
+or call grouped_linear(x, w, offs) for each""",
+    )
+    assert_expected_inline(
+        complaint(ValueError, lambda: functional.grouped_linear(x, [], offs)),
+        """\
+0 weights with 0 biases: expected one for each of at least one weight, or bias=None""",
+    )
+    bias = torch.zeros(len(offs), N)
+    assert_expected_inline(
+        complaint(ValueError, lambda: functional.grouped_linear(x, [a, a], offs, [bias])),
+        """\
+2 weights with 1 biases: expected one for each of at least one weight, or bias=None""",
+    )
+    assert_expected_inline(
+        complaint(ValueError, lambda: functional.grouped_linear(x, [a, a], offs, bias)),
+        """\
+2 weights with a single bias: expected one for each of at least one weight, or
+bias=None""",
+    )
+    assert_expected_inline(
+        complaint(TypeError, lambda: functional.grouped_linear(x, a, offs, [bias])),
+        """one weight has one bias [E, N], got a list""",
     )

@@ -97,6 +97,18 @@ def test_a_plain_weight() -> None:
     assert_as_eager(lambda x: functional.linear(x, w))
 
 
+def test_fp8_weights_given_to_functional_linear() -> None:
+    """Dynamo meets them in our own function."""
+    a, b = linear(128, K, bias=True), linear(128, K)
+    w = b.weight
+
+    def both(x: Tensor) -> Tensor:
+        return functional.linear(x, a.weight, a.bias) + functional.linear(x, w)
+
+    assert_as_eager(both, a, b)
+    assert a.weight.cache.casts == b.weight.cache.casts == 2  # of the two eager runs
+
+
 def test_a_shared_cast() -> None:
     q, k = linear(128, K, bias=True), linear(128, K)
 

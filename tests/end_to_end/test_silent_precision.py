@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import AuditReport, Recipe, audit_step
+from tests.support.groups import ends
 from tests.support.models import linear, randn
 
 N = K = 256
@@ -130,6 +131,8 @@ FP8: dict[str, Way] = {
     "flatten": lambda m, x: F.linear(x, m.weight.flatten(1)),
     "unflatten": lambda m, x: F.linear(x, m.weight.unflatten(0, (2, 128)).flatten(0, 1)),
     "squeeze": lambda m, x: F.linear(x, m.weight[None].squeeze(0)),
+    "heads by bmm": lambda m, x: torch.bmm(x.expand(2, 6, K), m.weight.view(2, 128, K).mT),
+    "grouped_mm": lambda m, x: F.grouped_mm(x, m.weight.view(2, 128, K).mT, offs=ends(2, 3)),
     "stack of one": lambda m, x: F.linear(x, m.weight[None][0]),
     "unbind": lambda m, x: F.linear(x, m.weight[None].unbind()[0]),
     "expand": lambda m, x: F.linear(x, m.weight.expand(N, K)),
@@ -210,7 +213,6 @@ ERRORS: dict[str, Way] = {
     "einsum": lambda m, x: torch.einsum("ij,kj->ik", x, m.weight),
     "heads by einsum": lambda m, x: torch.einsum("ij,hkj->ihk", x, m.weight.view(4, 64, K)),
     "heads by matmul": lambda m, x: x @ m.weight.view(4, 64, K).mT,
-    "heads by bmm": lambda m, x: torch.bmm(x.expand(2, 6, K), m.weight.view(2, 128, K).mT),
     "mv": lambda m, x: torch.mv(m.weight, x[0]),
     "cdist": lambda m, x: torch.cdist(m.weight, m.weight + 1),
     "corrcoef": lambda m, x: torch.corrcoef(m.weight),

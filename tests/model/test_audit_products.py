@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocktensor import functional
-from blocktensor.model.audit import audit_step
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from blocktensor.model.audit import audit, audit_step
 from blocktensor.model.audit_products import Product, product_of
 from tests.support.models import randn
 
@@ -77,6 +77,61 @@ def test_grouped_products() -> None:
     assert found(lambda: F.grouped_mm(x, w, offs=offs)) == [(1, 32, 8, 16)]
     assert found(lambda: F.grouped_mm(x.t(), g, offs=offs)) == [(1, 16, 8, 32)]
     assert found(lambda: F.grouped_mm(w.mT, x.t(), offs=offs)) == [(1, 8, 32, 16)]
+
+
+class Experts(nn.Module):
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(BlockwiseFP8Weight(randn(3, n, k)))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight.mT, offs=offs)
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Experts(256, 128), Experts(128, 256)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x, offs)), offs)
+
+
+def test_grouped_products_in_fp8() -> None:
+    """The contraction of wgrad is that of tokens, not of the blocks that they are cast in."""
+    model, offs = MoE(), torch.tensor([3, 3, 50], dtype=torch.int32)
+    assert_expected_inline(
+        str(audit(model, randn(50, 128, grad=True), offs)),
+        """\
+module  product  M x N x K       precision  FLOPs
+------  -------  --------------  ---------  -----
+up      fprop    50 x 256 x 128  FP8        16.7%
+up      dgrad    50 x 128 x 256  FP8        16.7%
+up      wgrad    256 x 128 x 50  FP8        16.7%
+down    fprop    50 x 128 x 256  FP8        16.7%
+down    dgrad    50 x 256 x 128  FP8        16.7%
+down    wgrad    128 x 256 x 50  FP8        16.7%
+FP8: 100.0% of FLOPs""",
+    )
+    for weight in model.parameters():
+        weight.main_grad = torch.zeros(weight.shape)
+    report = audit(model, randn(50, 128, grad=True), offs)
+    found = [(e.m, e.n, e.k) for e in report.entries if e.kind == "wgrad"]
+    assert found == [(128, 256, 50), (256, 128, 50)]
+
+
+def test_the_grouped_dgrad_of_compiled_graphs() -> None:
+    given = torch.ones(50, 128).to(torch.float8_e4m3fn), torch.ones(50, 1), "1x128"
+    w, offs = randn(3, 128, 256), torch.tensor([3, 3, 50], dtype=torch.int32)
+    fp8 = BlockwiseFP8Tensor.quantize(w, (128, 128))
+    rest = offs, torch.bfloat16
+    ours = torch.ops.blocktensor
+    with Found() as mode:
+        ours.grouped_dgrad_of_master(*given, w, "128x128", *rest)
+        ours.grouped_dgrad_of_rowwise(*given, *fp8.rowwise()[:2], "128x128", *rest)
+    assert [(p[:5], p.is_dgrad, p.is_batched) for p in mode.products] == [
+        ((1, 50, 256, 128, "FP8"), True, False)
+    ] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

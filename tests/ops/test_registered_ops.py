@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor.ops import reference
+from blocktensor.ops.cast import grouped_ops, shard_ops
 from blocktensor.ops.cast import ops as cast_ops
-from blocktensor.ops.cast import shard_ops
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
@@ -29,6 +29,9 @@ from blocktensor.ops.formats import (
 from blocktensor.ops.gemm import dgrad_ops
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.grouped_gemm import dgrad_ops as grouped_dgrad_ops
+from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
+from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, assert_same, operand, values
 
 OPS = torch.ops.blocktensor
@@ -62,16 +65,58 @@ def gemm_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     return {"gemm": (a, b, bias, torch.float32), "gemm_add_": (out, a, b)}
 
 
+def grouped_cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
+    rng = torch.Generator().manual_seed(0)
+    x, offs = values("normal", *shape, torch.bfloat16, rng), grouped(shape[0])
+    index = torch.arange(shape[0] - 1, -1, -1)
+    return {
+        "quantize_grouped": (x, offs, BLOCKS_1X128),
+        "quantize_grouped with an index": (x, offs, BLOCKS_1X128_POW2, index),
+        "quantize_grouped_columnwise": (x, offs, BLOCKS_1X128_POW2),
+        "quantize_grouped_columnwise with an index": (x, offs, BLOCKS_1X128, index),
+    }
+
+
+def grouped_gemm_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
+    rng = torch.Generator().manual_seed(0)
+    (m, k), n, offs = shape, 129, grouped(shape[0])
+    bias, out = torch.randn(3, n, generator=rng), torch.randn(3, n, k, generator=rng)
+    g, x = (columnwise(torch.randn(m, c, generator=rng), offs) for c in (n, k))
+    return {
+        "grouped_gemm": (operand(m, k, 1, rng), stack(3, n, k, rng), offs, bias, torch.float32),
+        "grouped_gemm_wgrad": (g, x, offs, m, torch.float16),
+        "grouped_gemm_wgrad_add_": (out, g, x, offs, m),
+    }
+
+
+def grouped(rows: int) -> Tensor:
+    """The ends of three groups, of which one is empty; the last row belongs to none."""
+    return ends(rows // 3, 0, max(rows - rows // 3 - 1, 0))
+
+
 def samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
-    return {**cast_samples(shape), **gemm_samples(shape)}
+    return {
+        **cast_samples(shape),
+        **gemm_samples(shape),
+        **grouped_cast_samples(shape),
+        **grouped_gemm_samples(shape),
+    }
 
 
-def op_args(*args: Any) -> tuple[Any, ...]:
+def op_samples(label: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The arguments of a registered op: a format goes by its name, ``Quantized`` as three."""
+    args = samples(shape)[label]
+    if label.startswith("quantize_grouped"):  # the op takes the format last
+        x, offs, format, *index = args
+        args = x, offs, index[0] if index else None, format
+    return in_parts(*args)
+
+
+def in_parts(*args: Any) -> tuple[Any, ...]:
     flat: list[Any] = []
     for x in args:
         if isinstance(x, Quantized):
-            flat.extend(op_args(*x))
+            flat.extend(in_parts(*x))
         else:
             flat.append(x.name if isinstance(x, BlockFormat) else x)
     return tuple(flat)
@@ -89,7 +134,8 @@ def op_of(label: str) -> Any:
 def public(label: str) -> Callable[..., Any]:
     """The function of the package."""
     name = label.split()[0]
-    function: Callable[..., Any] = getattr(gemm_ops if "gemm" in name else cast_ops, name)
+    modules = (cast_ops, grouped_ops, gemm_ops, grouped_gemm_ops)
+    function: Callable[..., Any] = next(vars(m)[name] for m in modules if name in vars(m))
     return function
 
 
@@ -98,11 +144,13 @@ def outputs(result: object) -> list[Tensor]:
 
 
 def test_every_registered_op_is_tested() -> None:
-    """Here; those of parts in test_part_ops.py, those of the data gradient in test_dgrad_ops.py."""
+    """Here; those of parts in test_shard_ops.py, those of data gradients in test_dgrad_ops.py."""
     modules = (cast_ops, gemm_ops, shard_ops, dgrad_ops)
+    modules += (grouped_ops, grouped_gemm_ops, grouped_dgrad_ops)
     members = [x for module in modules for x in vars(module).values()]
     ops = {x._opoverload for x in members if isinstance(x, torch.library.CustomOpDef)}
     elsewhere = ("shard_amax", "quantize_shard", "dgrad_of_rowwise", "dgrad_of_master")
+    elsewhere += ("grouped_dgrad_of_rowwise", "grouped_dgrad_of_master")
     assert ops == {op_of(name) for name in (*LABELS, *elsewhere)}
 
 
@@ -120,7 +168,7 @@ def test_a_format_goes_by_its_name() -> None:
 @every_op
 @every_shape
 def test_opcheck(label: str, shape: tuple[int, int]) -> None:
-    args, before = (op_args(*samples(shape)[label]) for _ in range(2))
+    args, before = (op_samples(label, shape) for _ in range(2))
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if label.startswith("quantize"):  # this one multiplies the inputs: e4m3 cannot
         checks.append("test_schema")
@@ -133,23 +181,30 @@ def test_opcheck(label: str, shape: tuple[int, int]) -> None:
 @every_op
 @every_shape
 def test_the_op_and_the_direct_call_give_the_same_bits(label: str, shape: tuple[int, int]) -> None:
-    direct, registered = samples(shape)[label], op_args(*samples(shape)[label])
+    direct, registered = samples(shape)[label], op_samples(label, shape)
     got = outputs(public(label)(*direct))
-    want = outputs(op_of(label)(*registered)) or [registered[0]]  # gemm_add_ returns nothing
+    want = outputs(op_of(label)(*registered)) or [registered[0]]  # additions return nothing
     for x, y in zip(got, want, strict=True):
         assert_same(x, y)
         assert x.stride() == y.stride()
 
 
-@pytest.mark.parametrize("label", [x for x in cast_samples((1, 1)) if "dequantize" not in x])
+@pytest.mark.parametrize(
+    "label",
+    [x for x in (*cast_samples((1, 1)), *grouped_cast_samples((1, 1))) if "dequantize" not in x],
+)
 @every_shape
 def test_the_format_of_a_result_is_that_of_its_argument(label: str, shape: tuple[int, int]) -> None:
     args = samples(shape)[label]
-    format = args[-1] if label.startswith("quantize") else args[0].format
+    (format,) = (x.format if isinstance(x, Quantized) else x for x in args if is_typed(x))
     for moved in (args, tree_map_only(Tensor, lambda t: t.to("meta"), args)):
         made = public(label)(*moved)
         forms = (made,) if isinstance(made, Quantized) else made
         assert [form.format for form in forms] == [format] * len(forms)
+
+
+def is_typed(x: object) -> bool:
+    return isinstance(x, (Quantized, BlockFormat))
 
 
 def laid_out_alike(got: object, want: object) -> None:
@@ -245,9 +300,19 @@ def test_flops_of_a_gemm_are_counted(m: int, n: int, k: int) -> None:
     assert counter.get_total_flops() == 2 * 2 * m * n * k
 
 
-def test_gemm_add_returns_its_output() -> None:
-    out, a, b = gemm_samples((130, 300))["gemm_add_"]
-    assert gemm_add_(out, a, b) is out
+@pytest.mark.parametrize(("rows", "k"), [(130, 300), (0, 5), (2, 0)])
+def test_flops_of_grouped_products_are_counted(rows: int, k: int) -> None:
+    """As if every row belonged to a group: their sizes are on the device."""
+    for label in ("grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm_wgrad_add_"):
+        with FlopCounterMode(display=False) as counter:
+            public(label)(*samples((rows, k))[label])
+        assert counter.get_total_flops() == 2 * rows * 129 * k
+
+
+@pytest.mark.parametrize("label", ["gemm_add_", "grouped_gemm_wgrad_add_"])
+def test_an_addition_returns_its_output(label: str) -> None:
+    out, *args = samples((130, 300))[label]
+    assert public(label)(out, *args) is out
 
 
 def test_gemm_defaults_to_bf16_without_bias() -> None:
@@ -267,7 +332,8 @@ def test_an_empty_contraction_gives_the_bias(m: int, n: int) -> None:
 
 
 def test_autocast_leaves_the_products_alone() -> None:
-    args = gemm_samples((130, 300))["gemm"]
-    want = public("gemm")(*args)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(public("gemm")(*args), want)
+    for label in ("gemm", "grouped_gemm", "grouped_gemm_wgrad"):
+        args = samples((130, 300))[label]
+        want = public(label)(*args)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(public(label)(*args), want)

@@ -1,83 +1,46 @@
-"""Tokens in groups: sizes, ends, and operands of grouped products."""
+"""What tests of grouped products share: awkward group sizes, stacks, and operands by groups."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, Quantized
+from tests.support.numeric import FORMATS, operand
 
-SIZES = (0, 1, 3, 127, 128, 129, 300, 700)
-"""Sizes of groups at and around those of blocks and tiles."""
+GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "ragged": (270, (1, 0, 127, 129, 13)),
+    "whole blocks": (384, (128, 0, 256)),
+    "rows of no group": (200, (70, 0, 60)),
+    "all in one": (150, (0, 150, 0)),
+    "one group": (150, (150,)),
+    "all empty": (5, (0, 0)),
+    "no rows": (0, (0, 0, 0)),
+}
+"""Rows that there are, and the sizes of the groups."""
 
 
-def ends(sizes: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def ends(*sizes: int, device: torch.device | str = "cpu") -> Tensor:
     """``offs`` of groups of these sizes."""
-    return torch.tensor(sizes).cumsum(0).to(torch.int32).to(device)
+    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def blocks_of(sizes: Sequence[int]) -> int:
-    """Blocks that groups of these sizes fill in a columnwise cast."""
-    return sum(-(-size // 128) for size in sizes)
+def ranges(offs: Tensor) -> list[slice]:
+    """The rows of each group."""
+    bounds = [0, *offs.tolist()]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
-class Groups(NamedTuple):
-    """Groups of tokens, some of which may belong to none, and the sizes of an expert."""
-
-    sizes: tuple[int, ...]
-    left_over: int
-    n: int
-    k: int
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.sizes) + self.left_over
+def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:
+    """A stack ``[E, N, K]`` in 128x128 blocks, with ordinary data and scales."""
+    parts = [operand(n, k, 128, rng) for _ in range(experts)]
+    data, scale = (torch.stack([part[i] for part in parts]) for i in (0, 1))
+    return Quantized(data, scale, FORMATS[128])
 
 
-def drawn(seed: int, count: int, n: Sequence[int], k: Sequence[int]) -> Iterator[Groups]:
-    """``count`` seeded cases; each of ``n`` and ``k`` is met in turn."""
-    draw = random.Random(seed)
-    for i in range(count):
-        experts = draw.choice((1, 2, 3, 8, 33))
-        sizes = tuple(draw.choice(SIZES) for _ in range(experts))
-        if i % 7 == 3:  # all tokens in one group
-            sizes = tuple(sum(sizes) * (j == experts // 2) for j in range(experts))
-        left_over = draw.choice((0, 0, 1, 200))
-        yield Groups(sizes, left_over if sum(sizes) else 5, n[i % len(n)], k[i % len(k)])
-
-
-class Operands(NamedTuple):
-    """The casts of ``x[T, K]``, ``g[T, N]`` and ``w[E, N, K]``; rows of no group are NaN."""
-
-    offs: Tensor
-    x: tuple[Quantized, Quantized]
-    g: tuple[Quantized, Quantized]
-    w: Quantized
-
-
-def operands(
-    case: Groups,
-    device: torch.device | str,
-    format: BlockFormat = BLOCKS_1X128,
-    weight_format: BlockFormat = BLOCKS_128X128,
-) -> Operands:
-    rng = torch.Generator(device).manual_seed(case.tokens)
-    offs = ends(case.sizes, device)
-
-    def tokens(width: int) -> Tensor:
-        made = torch.randn(case.tokens, width, generator=rng, device=device).bfloat16()
-        made[sum(case.sizes) :] = float("nan")
-        return made
-
-    w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
-    return Operands(
-        offs,
-        reference.quantize_grouped(tokens(case.k), offs, None, format),
-        reference.quantize_grouped(tokens(case.n), offs, None, format),
-        reference.quantize_rowwise(w, weight_format),
-    )
+def columnwise(x: Tensor, offs: Tensor) -> Quantized:
+    """The columnwise cast of ``x[T, K]`` in groups."""
+    return reference.quantize_grouped_columnwise(x, offs, None, BLOCKS_1X128)

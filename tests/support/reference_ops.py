@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from blocktensor.autograd import linear_plan
+from blocktensor.autograd import grouped_plan, linear_plan
 from blocktensor.ops import reference
 from blocktensor.ops.cast import choose_backend as choose_cast
+from blocktensor.ops.cast import grouped_ops as grouped_cast
 from blocktensor.ops.cast import ops as cast
 from blocktensor.ops.gemm import ops as gemm
+from blocktensor.ops.grouped_gemm import ops as grouped_gemm
 from blocktensor.ops.runtime.specialize import Specialized
 
 TABLES: tuple[Specialized[Any], ...] = (
@@ -20,9 +22,15 @@ TABLES: tuple[Specialized[Any], ...] = (
     cast._both,
     cast._transpose,
     cast._dequantize,
+    grouped_cast._both,
+    grouped_cast._columnwise,
     gemm._gemm,
     gemm._gemm_add_,
+    grouped_gemm._gemm,
+    grouped_gemm._wgrad,
+    grouped_gemm._wgrad_add_,
     linear_plan._PLANS,
+    grouped_plan._PLANS,
 )
 
 
@@ -38,4 +46,5 @@ def replace_op(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..
     # a backend's functions are looked up once, and decisions keep what they found
     monkeypatch.setattr(choose_cast, "_loaded", lambda backend: backend.load())
     monkeypatch.setattr(gemm, "gemm_kernels", lambda backend: backend.load())
+    monkeypatch.setattr(grouped_gemm, "grouped_kernels", lambda backend: backend.load())
     decide_anew(monkeypatch)

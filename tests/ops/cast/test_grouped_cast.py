@@ -12,7 +12,8 @@ from blocktensor.ops import reference
 from blocktensor.ops.cast import gluon_columnwise, triton_cast
 from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
-from tests.support.groups import blocks_of, drawn, ends
+from tests.support.drawn_groups import blocks_of, drawn
+from tests.support.groups import ends
 from tests.support.numeric import KINDS, assert_same, values
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ def assert_same_cast(made: Quantized, wanted: Quantized, blocks: int | None = No
 def check(
     module: object, x: Tensor, sizes: tuple[int, ...], index: Tensor | None, format: BlockFormat
 ) -> None:
-    offs, blocks = ends(sizes, CUDA), blocks_of(sizes)
+    offs, blocks = ends(*sizes, device=CUDA), blocks_of(sizes)
     rowwise, columnwise = reference.quantize_grouped(x, offs, index, format)
     row, col = module.quantize_grouped(x, offs, index, format)  # type: ignore[attr-defined]
     assert_same_cast(row, rowwise)
@@ -63,7 +64,7 @@ def test_any_groups(module: object, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_values(kind: str) -> None:
     rng = torch.Generator().manual_seed(0)
-    x = values((300, 264), torch.bfloat16, kind, rng).to(CUDA)
+    x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
     for module in (gluon_columnwise, triton_cast):
         check(module, x, (0, 130, 1, 128, 30), None, BLOCKS_1X128)
 
@@ -71,7 +72,7 @@ def test_any_values(kind: str) -> None:
 def test_strided_rows() -> None:
     wide = torch.randn(300, 600, device=CUDA).bfloat16()
     x = wide[:, 8:520]
-    offs = ends((129, 171), CUDA)
+    offs = ends(129, 171, device=CUDA)
     row, col = quantize_grouped(x, offs, BLOCKS_1X128)
     rowwise, columnwise = reference.quantize_grouped(x.contiguous(), offs, None, BLOCKS_1X128)
     assert_same_cast(row, rowwise)

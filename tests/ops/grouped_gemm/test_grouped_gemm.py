@@ -18,7 +18,8 @@ from blocktensor.ops.grouped_gemm.ops import (
 )
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.gemms import TOLERANCE
-from tests.support.groups import Groups, Operands, drawn, ends, operands
+from tests.support.drawn_groups import Groups, Operands, drawn, operands
+from tests.support.groups import ends
 from tests.support.numeric import assert_same, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -145,7 +146,7 @@ def test_results_do_not_depend_on_other_groups() -> None:
     experts = Quantized(
         w.data.view(torch.uint8)[order].view(w.data.dtype), w.scale[order].contiguous(), w.format
     )
-    permuted_offs = ends([case.sizes[e] for e in order], CUDA)
+    permuted_offs = ends(*(case.sizes[e] for e in order), device=CUDA)
     assert_same(grouped_gemm(permuted, experts, permuted_offs), y[rows])
 
     def blocks(form: Quantized) -> Quantized:
@@ -182,7 +183,7 @@ def test_one_graph_serves_other_groups() -> None:
     with torch.cuda.graph(graph):
         y = grouped_gemm(x, w, offs)
     for sizes in ((300, 128, 84), (0, 512, 0), (1, 2, 3), (512, 0, 0)):
-        offs.copy_(ends(sizes, CUDA))
+        offs.copy_(ends(*sizes, device=CUDA))
         graph.replay()
         assert_close(y, reference.grouped_gemm(x, w, offs, None, FP32), sizes)
 

@@ -1,0 +1,234 @@
+"""The differentiable grouped linear: rows of group e by expert e; fprop, dgrad and wgrad in FP8.
+
+::
+
+    fprop  y[T, N]      = x[T, K] · w[e]ᵀ    x.rowwise     w.rowwise       1x128 · 128x128
+    dgrad  dx[T, K]     = g[T, N] · w[e]     g.rowwise     w.columnwise    1x128 · 128x128
+    wgrad  dw[e, N, K]  = gᵀ · x of group e  g.columnwise  x.columnwise    1x128 · 1x128
+
+Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here reads
+it on the host. The columnwise blocks of x and g begin anew in every group. Rows of no group, from
+``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
+
+Saved for backward: the FP8 columnwise form of x, ``offs``, and the weight (``saved_weight.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
+from ..ops.cast.ops import quantize_rowwise
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_add_
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from . import saved_weight
+from .early_cast import EarlyCast, Forms
+from .grouped_plan import GroupedPlan, plan_grouped
+from .linear import Gradients, read_weight, run_backward
+from .main_grad import where_to_add
+
+
+def grouped_linear(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """:func:`blocktensor.functional.grouped_linear` with one weight.
+
+    Args:
+        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor if w needs no gradient.
+        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
+        offs: int32 ``[E]``, the cumulative ends of the groups.
+        bias: ``[E, N]``, added in fp32 before the one rounding of the output.
+        recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        x = _as_input(x)
+        plan = plan_grouped(x, w, offs, bias, recipe)
+        return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan)
+
+
+def grouped_linears(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    offs: Tensor,
+    biases: Sequence[Tensor | None],
+    recipe: Recipe | None = None,
+) -> tuple[Tensor, ...]:
+    """:func:`grouped_linear` of one input by each weight; x is cast once for all of them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        x = _as_input(x)
+        plans = [plan_grouped(x, w, offs, b, recipe) for w, b in zip(ws, biases, strict=True)]
+        first = plans[0]
+        for plan in plans:
+            if plan.format is not first.format:
+                raise ValueError(
+                    f"weights of one input were cast in {first.format.name} and "
+                    f"{plan.format.name} blocks: give them one recipe, or call "
+                    f"grouped_linear(x, w, offs) for each"
+                )
+        if first.casts_x:
+            x = x.to(first.out_dtype)
+        needs_columnwise = any(plan.needs[1] for plan in plans)
+        row, col = _forms(x.detach(), offs, first.format, True, needs_columnwise)
+        assert row is not None
+        cast = *row[:2], *(col[:2] if col is not None else ())
+        return tuple(
+            _apply(x, w, offs, b, plan, cast) for w, b, plan in zip(ws, biases, plans, strict=True)
+        )
+
+
+def _as_input(x: Tensor) -> Tensor:
+    return x.high_precision() if type(x) is BlockwiseFP8Weight else x
+
+
+def _apply(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    plan: GroupedPlan,
+    cast: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """The grouped linear of this plan; ``cast``: data and scale of the forms of x, if made."""
+    early = None
+    if plan.casts_grad_early:
+        early = EarlyCast(lambda grad: _forms(grad, offs, plan.format, *plan.needs))
+    apply = _GroupedLinear.apply if plan.tracing else _apply_eagerly
+    y: Tensor = apply(x, w, offs, bias, plan, early, *cast)
+    if early is not None:
+        y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+    return y
+
+
+def _forms(x: Tensor, offs: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool) -> Forms:
+    """The forms of an activation or gradient ``[T, ...]``, cast now unless it is FP8 already."""
+    if isinstance(x, BlockwiseFP8Tensor):
+        if columnwise:
+            raise NotImplementedError(
+                "a gradient of a grouped FP8 linear that is FP8 already: its columnwise blocks, "
+                "which the gradient of the weight needs, ignore the groups; pass it in high "
+                "precision (.dequantize())"
+            )
+        return x.rowwise() if rowwise else None, None
+    if rowwise and columnwise:
+        return quantize_grouped(x, offs, format)
+    return (
+        quantize_rowwise(x, format) if rowwise else None,
+        quantize_grouped_columnwise(x, offs, format) if columnwise else None,
+    )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        offs: Tensor,
+        bias: Tensor | None,
+        plan: GroupedPlan,
+        early: EarlyCast | None,
+        *cast: Tensor,
+    ) -> Tensor:
+        needs_dx, needs_dw = plan.needs
+        ctx.plan, ctx.early, ctx.casts = plan, early, len(cast)
+        w_row, w_saved = read_weight(ctx, w, plan)
+        if cast:
+            x_row: Quantized | None = Quantized(cast[0], cast[1], plan.format)
+            x_col = Quantized(cast[2], cast[3], plan.format) if needs_dw else None
+        else:
+            x_row, x_col = _forms(x, offs, plan.format, True, needs_dw)
+        assert x_row is not None
+        y = grouped_gemm(x_row, w_row, offs, bias, plan.out_dtype)
+        x_saved = (None, None) if x_col is None else x_col[:2]
+        ctx.save_for_backward(offs, *x_saved, *(w_saved if needs_dx else ()))
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        return run_backward(ctx, grad, _gradients)
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+    """The gradients of the arguments of :meth:`_GroupedLinear.forward`."""
+    plan: GroupedPlan = ctx.plan
+    needs_dx, needs_dw, _, needs_dbias, *_ = ctx.needs_input_grad
+    offs, x_data, x_scale, *weight = saved
+    dx = dw = dbias = None
+    rest = (None,) * (2 + ctx.casts)
+    if needs_dbias and grad is not None:
+        dbias = sum_groups(grad, offs).to(plan.bias_dtype)
+    if not (needs_dx or needs_dw):
+        return dx, dw, None, dbias, *rest
+
+    main_grad = None if ctx.cache is None else ctx.cache.main_grad
+    if main_grad is not None and needs_dw:
+        main_grad, needs_dw = where_to_add(ctx, main_grad)
+    g = None if ctx.early is None else ctx.early.take()
+    if g is None and grad is not None:
+        g = _forms(grad, offs, plan.format, needs_dx, needs_dw)
+    w_col = None
+    if needs_dx and g is not None and not plan.tracing:
+        w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format, ctx.cast)
+    ctx.cast = None  # frees the rowwise form before the GEMM allocates its output
+    if ctx.cache is not None:
+        ctx.cache.after_backward()
+    if g is None:  # no gradient came back to this output
+        return dx, dw, None, dbias, *rest
+
+    g_row, g_col = g
+    del g
+    if needs_dx:
+        assert g_row is not None
+        if w_col is None:
+            dx = saved_weight.dgrad_as_one_op(
+                g_row, weight, ctx.names, plan.weight_format, plan.x_dtype, offs
+            )
+        else:
+            dx = grouped_gemm(g_row, w_col, offs, None, plan.x_dtype)
+        del w_col, g_row
+    if needs_dw:
+        assert g_col is not None
+        x_col = Quantized(x_data, x_scale, plan.format)
+        if main_grad is not None:
+            _add_wgrad(main_grad, g_col, x_col, offs, plan.tokens)
+        elif plan.w_is_transposed:
+            dw = grouped_gemm_wgrad(x_col, g_col, offs, plan.tokens, plan.w_dtype).transpose(1, 2)
+        else:
+            dw = grouped_gemm_wgrad(g_col, x_col, offs, plan.tokens, plan.w_dtype)
+    return dx, dw, None, dbias, *rest
+
+
+def _add_wgrad(out: Tensor, g: Quantized, x: Quantized, offs: Tensor, tokens: int) -> None:
+    """``out[E, N, K] += gᵀ x``; ``out`` may lie in memory as ``[E, K, N]``."""
+    if out.is_contiguous():
+        grouped_gemm_wgrad_add_(out, g, x, offs, tokens)
+    else:
+        grouped_gemm_wgrad_add_(out.transpose(1, 2), x, g, offs, tokens)
+
+
+def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """The sums ``[E, N]`` of the rows of each group of ``x[T, N]``, in fp32.
+
+    Deterministic and without a synchronisation; rows of no group are not read.
+    """
+    ends = offs.clamp(0, x.shape[0]).cummax(0).values  # what is beyond would be read from memory
+    begins_and_end = torch.nn.functional.pad(ends, (1, 0))
+    rows = x.contiguous().float()
+    return torch.segment_reduce(rows, "sum", offsets=begins_and_end, unsafe=True, initial=0)
+
+
+# _GroupedLinear.apply without its preparations for functorch, which would refuse it anyway
+_apply_eagerly = super(torch.autograd.Function, _GroupedLinear).apply

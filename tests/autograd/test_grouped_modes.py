@@ -1,0 +1,278 @@
+"""How a grouped linear lives in autograd: modes, gradients of all kinds, writes in between."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import blocktensor
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional
+from blocktensor.ops import reference
+from tests.support.experts import N, grads, sample, stack, way_of_grouped_linears
+from tests.support.models import SQUARE, complaint, plain, randn
+from tests.support.numeric import assert_same
+from tests.support.reference_ops import replace_op
+
+__all__ = ["way_of_grouped_linears"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# Modes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_grad_and_inference_mode(mode: Callable[[], Any], frozen: bool) -> None:
+    x, _, offs = sample("ragged")
+    w: Tensor = stack(len(offs))
+    w = BlockwiseFP8Tensor.quantize(plain(w), SQUARE) if frozen else w
+    want = functional.grouped_linear(x, w, offs)
+    with mode():
+        y = functional.grouped_linear(x, w, offs)
+    assert not y.requires_grad
+    assert_same(y, want.detach())
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
+    dtype: torch.dtype, autocast: torch.dtype
+) -> None:
+    x, grad, offs = sample("ragged", dtype)
+    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
+    with torch.autocast("cpu", dtype=autocast):
+        y, dx, dw, db = grads(
+            lambda t: functional.grouped_linear(t, w, offs, bias), x, grad.to(autocast), w, bias
+        )
+    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (autocast, dtype, *[torch.bfloat16] * 2)
+    values = x.to(autocast), plain(w).to(autocast), offs, bias.detach().to(autocast)
+    assert_same(y, functional.grouped_linear(*values))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    x, grad, offs = sample("ragged")
+    w = stack(len(offs))
+
+    def run(t: Tensor) -> Tensor:
+        return functional.grouped_linear(t, w, offs)
+
+    want = grads(run, x, grad, w)
+    got = grads(lambda t: checkpoint(run, t, use_reentrant=reentrant), x, grad, w)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+
+
+def test_offloading_saved_tensors() -> None:
+    x, grad, offs = sample("ragged")
+    for w in (stack(len(offs)), plain(stack(len(offs))).requires_grad_()):
+        want = grads(lambda t, w=w: functional.grouped_linear(t, w, offs), x, grad, w)
+        with torch.autograd.graph.save_on_cpu():
+            got = grads(lambda t, w=w: functional.grouped_linear(t, w, offs), x, grad, w)
+        for a, b in zip(got, want, strict=True):
+            assert_same(a, b)
+
+
+# Gradients of other kinds
+
+
+def test_an_expanded_gradient() -> None:
+    x, _, offs = sample("ragged")
+    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
+    run = lambda t: functional.grouped_linear(t, w, offs, bias)  # noqa: E731
+    want = grads(run, x, torch.ones(len(x), N).bfloat16(), w, bias)
+    leaf = x.clone().requires_grad_()
+    w.grad = bias.grad = None
+    run(leaf).sum().backward()
+    for a, b in zip((leaf.grad, w.grad, bias.grad), want[1:], strict=True):
+        assert_same(a, b)
+
+
+class Ends(torch.autograd.Function):
+    """The identity, whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_where_no_gradient_arrives_none_leaves() -> None:
+    x, _, offs = sample("ragged")
+    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
+    x.requires_grad_()
+    Ends.apply(functional.grouped_linear(x, w, offs, bias)).sum().backward()
+    assert x.grad is w.grad is bias.grad is None
+    assert w.cache.nbytes() == 0
+
+
+def test_an_fp8_input_and_an_fp8_gradient() -> None:
+    """Blocks along K know nothing of groups: they serve fprop and dgrad, and no wgrad."""
+    x, grad, offs = sample("whole blocks")
+    w = stack(len(offs)).requires_grad_(False)
+    want = grads(lambda t: functional.grouped_linear(t, w, offs), x, grad)
+    got = grads(
+        lambda t: functional.grouped_linear(blocktensor.quantize(t), w, offs),
+        x, BlockwiseFP8Tensor.quantize(grad),
+    )  # fmt: skip
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    trainable = stack(len(offs))
+    assert_expected_inline(
+        complaint(
+            ValueError,
+            lambda: functional.grouped_linear(blocktensor.quantize(x), trainable, offs),
+        ),
+        """\
+the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which
+the gradient of the weight needs, ignore the groups: pass the high-precision tensor;
+functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights""",
+    )
+    y = functional.grouped_linear(x, trainable, offs)
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: y.backward(BlockwiseFP8Tensor.quantize(grad))),
+        """\
+a gradient of a grouped FP8 linear that is FP8 already: its columnwise blocks, which
+the gradient of the weight needs, ignore the groups; pass it in high precision
+(.dequantize())""",
+    )
+
+
+def test_a_second_backward_raises() -> None:
+    x, grad, offs = sample("ragged")
+    w = stack(len(offs))
+    y = functional.grouped_linear(x.requires_grad_(), w, offs)
+    (dx,) = torch.autograd.grad(y, [x], grad, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dx.sum().backward()
+
+
+def test_retained_graphs_and_accumulation() -> None:
+    x, grad, offs = sample("ragged", torch.float32)
+    w = stack(len(offs), dtype=torch.float32)
+    y = functional.grouped_linear(x.requires_grad_(), w, offs)
+    first = torch.autograd.grad(y, [x, w], grad, retain_graph=True)
+    second = torch.autograd.grad(y, [x, w], grad)
+    for a, b in zip(first, second, strict=True):
+        assert_same(a, b)
+    for _ in range(2):
+        functional.grouped_linear(x, w, offs).backward(grad)
+    assert_same(w.grad, first[1] + first[1])
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    x, grad, offs = sample("ragged")
+    w = stack(len(offs))
+    changed = grads(lambda t: functional.grouped_linear(t, w, offs).mul_(2).relu_(), x, grad, w)
+    want = grads(lambda t: (functional.grouped_linear(t, w, offs) * 2).relu(), x, grad, w)
+    for a, b in zip(changed, want, strict=True):
+        assert_same(a, b)
+
+
+# Never stale
+
+
+def test_a_write_between_forward_and_backward_raises() -> None:
+    x, grad, offs = sample("ragged")
+    x.requires_grad_()
+    w = stack(len(offs))
+    for written in (w, w.master, offs):
+        y = functional.grouped_linear(x, w, offs)
+        with torch.no_grad():
+            written.mul_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            y.backward(grad)
+
+
+def test_every_forward_sees_the_weight_as_it_is() -> None:
+    x, _, offs = sample("ragged")
+    w = stack(len(offs))
+    before = functional.grouped_linear(x, w, offs)
+    w.data.view(-1).mul_(2)
+    assert_same(functional.grouped_linear(x, w, offs).detach(), 2 * before.detach())
+
+
+def test_rowwise_bytes_of_a_weight_are_gone_after_backward() -> None:
+    x, grad, offs = sample("ragged")
+    w = stack(len(offs))
+    y = functional.grouped_linear(x.requires_grad_(), w, offs)
+    assert w.cache.nbytes() > 0
+    y.backward(grad)
+    gc.collect()
+    assert w.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_gradient_is_gone_when_the_products_run(
+    bias: bool, way_of_grouped_linears: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a bias sums it."""
+    gradients: list[StorageWeakRef] = []
+    gone: list[bool] = []
+    product = reference.grouped_gemm
+
+    def watched(*args: Any) -> Tensor:
+        gone.extend(gradient.expired() for gradient in gradients)
+        return product(*args)
+
+    replace_op(monkeypatch, "grouped_gemm", watched)
+    x, _, offs = sample("ragged")
+    w, added = stack(len(offs)), randn(len(offs), N, seed=2, grad=True) if bias else None
+    y = functional.grouped_linear(x.requires_grad_(), w, offs, added)
+    y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
+    y.square().sum().backward()
+    assert gone == [way_of_grouped_linears == "early" and not bias]
+
+
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(
+    columnwise: Any, kn: bool
+) -> None:
+    w = stack(5, recipe=Recipe(cache_weight="step", columnwise=columnwise), kn=kn)
+    x, grad, offs = sample("ragged")
+    want = grads(
+        lambda t: functional.grouped_linear(t, plain(w).mT if kn else plain(w), offs), x, grad
+    )
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    for _ in range(2):
+        casts = w.cache.casts
+        for _ in range(2):
+            got = grads(lambda t: functional.grouped_linear(t, w.mT if kn else w, offs), x, grad)
+            for a, b in zip(got, want, strict=True):
+                assert_same(a, b)
+        assert w.cache.casts <= casts + 2
+        optimizer.step()
+        optimizer.zero_grad()
+    assert w.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+@pytest.mark.parametrize("kn", [False, True])
+def test_an_fp8_stack_that_requires_a_gradient(kn: bool, columnwise: Any) -> None:
+    """As FSDP2 gathers one: a BlockwiseFP8Tensor."""
+    w = stack(5, recipe=Recipe(columnwise=columnwise), kn=kn)
+    gathered = nn.Parameter(w.quantized())
+    x, grad, offs = sample("ragged")
+    for _ in range(3):
+        results = [
+            grads(
+                lambda t, each=each: functional.grouped_linear(t, each.mT if kn else each, offs),
+                x, grad, each,
+            )
+            for each in (w, gathered)
+        ]  # fmt: skip
+        for a, b in zip(*results, strict=True):
+            assert_same(a, b)

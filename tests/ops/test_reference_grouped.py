@@ -1,0 +1,174 @@
+"""The reference of grouped casts and products against explicit loops over groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BlockFormat,
+    Quantized,
+    group_blocks,
+)
+from tests.support.groups import GROUPS, columnwise, ends, ranges, stack
+from tests.support.numeric import (
+    DTYPES,
+    E4M3,
+    KINDS,
+    assert_same,
+    cast_by_blocks,
+    expand,
+    operand,
+    relative_error,
+    values,
+)
+
+N, K = 130, 200
+every_grouping = pytest.mark.parametrize("groups", GROUPS)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+# Casts
+
+
+def check_columnwise(x: Tensor, offs: Tensor, got: Quantized) -> None:
+    """Each group's blocks are the oracle's cast of its transpose, followed by zeros.
+
+    After a NaN, zeros divided by the scale of its block are NaN too.
+    """
+    rows, k = x.shape
+    assert got.data.shape == (k, 128 * group_blocks(rows, len(offs)))
+    assert got.data.is_contiguous()
+    first = 0
+    for inside in ranges(offs):
+        group = x[inside].t()
+        count = -(-group.shape[1] // 128)
+        data, scale = cast_by_blocks(group, (1, 128), got.format.power_of_two)
+        of_group = got.data[:, 128 * first :][:, : 128 * count]
+        assert_same(of_group[:, : group.shape[1]], torch.from_numpy(data).view(E4M3))
+        tail = of_group[:, group.shape[1] :]
+        if tail.numel():
+            has_nan = group[:, group.shape[1] // 128 * 128 :].isnan().any(1)
+            assert not tail[~has_nan].view(torch.uint8).any()
+        assert_same(got.scale[:, first : first + count], torch.from_numpy(scale))
+        first += count
+
+
+@every_grouping
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_1X128_POW2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columnwise_blocks_begin_anew_in_every_group(
+    groups: str, dtype: torch.dtype, format: BlockFormat, rng: torch.Generator
+) -> None:
+    rows, sizes = GROUPS[groups]
+    x, offs = values("bits", rows, K, dtype, rng), ends(*sizes)
+    check_columnwise(x, offs, reference.quantize_grouped_columnwise(x, offs, None, format))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    beyond=st.integers(0, 130),
+    k=st.integers(1, 140),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_groups(sizes: list[int], beyond: int, k: int, kind: str, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x, offs = values(kind, sum(sizes) + beyond, k, torch.bfloat16, rng), ends(*sizes)
+    check_columnwise(x, offs, columnwise(x, offs))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_both_forms(indexed: bool, rng: torch.Generator) -> None:
+    rows, sizes = GROUPS["ragged"]
+    offs, index = ends(*sizes), torch.randint(0, 90, (rows,), generator=rng) if indexed else None
+    x = values("nan", 90 if indexed else rows, K, torch.bfloat16, rng)
+    permuted = x if index is None else x[index]
+    row, col = reference.quantize_grouped(x, offs, index, BLOCKS_1X128)
+    for got, want in (
+        (row, reference.quantize_rowwise(permuted, BLOCKS_1X128)),
+        (col, columnwise(permuted, offs)),
+        (reference.quantize_grouped_columnwise(x, offs, index, BLOCKS_1X128), col),
+    ):
+        assert_same(got.data, want.data)
+        assert_same(got.scale, want.scale)
+
+
+def test_ends_that_are_out_of_order_or_of_range_are_moved() -> None:
+    offs = torch.tensor([3, 1, -4, 9, 12], dtype=torch.int32)
+    assert reference.group_ranges(offs, 10) == [(0, 3), (3, 3), (3, 3), (3, 9), (9, 10)]
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (128, 1), (129, 2), (300, 5), (7, 7)])
+def test_the_bound_on_blocks_is_reached(rows: int, groups: int) -> None:
+    """By groups of one row and one of all others; test_any_groups meets no grouping beyond it."""
+    sizes = [1] * (groups - 1) + [rows - groups + 1]
+    assert group_blocks(rows, groups) == sum(-(-size // 128) for size in sizes)
+
+
+# Products
+
+
+@every_grouping
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: torch.Generator) -> None:
+    rows, sizes = GROUPS[groups]
+    a, b, offs = operand(rows, K, 1, rng), stack(len(sizes), N, K, rng), ends(*sizes)
+    added = torch.randn(len(sizes), N, generator=rng) if bias else None
+    out = reference.grouped_gemm(a, b, offs, added, torch.float32)
+    assert (out.shape, out.dtype) == ((rows, N), torch.float32)
+    wide = expand(a)
+    for e, inside in enumerate(ranges(offs)):
+        want = wide[inside] @ expand(Quantized(b.data[e], b.scale[e], b.format)).T
+        want += 0 if added is None else added[e].double()
+        assert relative_error(out[inside], want) <= 1e-6
+    assert not out[sum(sizes) :].any()
+
+
+@every_grouping
+def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Generator) -> None:
+    rows, sizes = GROUPS[groups]
+    offs = ends(*sizes)
+    g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
+    a, b = columnwise(g, offs), columnwise(x, offs)
+    start = torch.randn(len(sizes), N, K, generator=rng)
+    out = reference.grouped_gemm_wgrad(a, b, offs, rows, torch.float32)
+    total = start.clone()
+    reference.grouped_gemm_wgrad_add_(total, a, b, offs, rows)
+    for e, inside in enumerate(ranges(offs)):
+        exact = g[inside].double().T @ x[inside].double()
+        assert relative_error(out[e], exact) <= 0.06
+        parts = [expand(reference.quantize_columnwise(t[inside], BLOCKS_1X128)) for t in (g, x)]
+        assert relative_error(out[e], parts[0] @ parts[1].T) <= 1e-6
+    torch.testing.assert_close(total, start + out, rtol=1e-5, atol=1e-4)
+    empty = [e for e, size in enumerate(sizes) if size == 0]
+    assert not out[empty].any()
+    assert torch.equal(total[empty], start[empty])
+
+
+def test_bad_rows_of_no_group_reach_nothing(rng: torch.Generator) -> None:
+    rows, sizes = GROUPS["rows of no group"]
+    offs, inside = ends(*sizes), slice(0, sum(sizes))
+    g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
+    b = stack(len(sizes), N, K, rng)
+    results = []
+    for bad in (0.0, float("nan")):
+        g[sum(sizes) :] = x[sum(sizes) :] = bad
+        row, col = reference.quantize_grouped(x, offs, None, BLOCKS_1X128)
+        y = reference.grouped_gemm(row, b, offs, None, torch.bfloat16)
+        dw = reference.grouped_gemm_wgrad(columnwise(g, offs), col, offs, rows, torch.bfloat16)
+        results.append((y, dw))
+    for clean, spoiled in zip(*results, strict=True):
+        assert_same(spoiled, clean)
+    assert results[0][0][inside].any()
