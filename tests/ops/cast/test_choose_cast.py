@@ -46,7 +46,9 @@ def test_gluon_has_kernels_of_its_own_where_they_are_faster() -> None:
     pytest.importorskip("triton")
     triton, gluon = (dataclasses.asdict(kernels(name)) for name in ("triton", "gluon"))
     own = {name for name, function in gluon.items() if function is not triton[name]}
-    assert own == {"quantize_rowwise", "quantize_columnwise", "quantize_both", "transpose"}
+    columnwise = {"quantize_columnwise", "quantize_both"}
+    grouped = {"quantize_grouped", "quantize_grouped_columnwise"}
+    assert own == {"quantize_rowwise", "transpose"} | columnwise | grouped
 
 
 def test_the_functions_of_a_backend_are_loaded_once() -> None:

@@ -17,8 +17,8 @@ from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm_wgrad_add_,
 )
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.gemms import TOLERANCE
 from tests.support.drawn_groups import Groups, Operands, drawn, operands
+from tests.support.gemms import TOLERANCE
 from tests.support.groups import ends
 from tests.support.numeric import assert_same, relative_error
 
