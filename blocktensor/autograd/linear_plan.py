@@ -182,7 +182,7 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
 def inner(x: Any) -> Tensor:
     """A tensor that ``x`` is made of, whose type tells whether it has memory."""
     if type(x) is BlockwiseFP8Weight:
-        return x.master
+        return x.cast_from
     if type(x) is BlockwiseFP8Tensor:
         x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
     plain: Tensor = x

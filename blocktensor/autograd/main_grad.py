@@ -36,13 +36,16 @@ def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
     happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.
 
     A stack of experts may be a transpose of the weight, as grouped products take it: the buffer is
-    then transposed alike.
+    then transposed alike. ``weight.to(dtype)`` has the buffer of the weight (``late_copy.py``).
     """
     (node, _) = ctx.next_functions[1]
-    while main_grad.ndim == 3 and node.name() == "TransposeBackward0":
+    while True:
         # of the last two dimensions: other views share no buffer
+        is_transpose = main_grad.ndim == 3 and node.name() == "TransposeBackward0"
+        if not is_transpose and node.name() != "ToCopyBackward0":  # weight.to(dtype)
+            break
         ((node, _),) = node.next_functions
-        main_grad = main_grad.transpose(1, 2)
+        main_grad = main_grad.transpose(1, 2) if is_transpose else main_grad
     if not hasattr(node, "variable"):  # a view of the weight, whose gradient autograd passes on
         return None, True
     try:

@@ -128,8 +128,8 @@ def dgrad_as_one_op(
     if not names and isinstance(saved[0], BlockwiseFP8Weight):
         w = saved[0]
         if offs is None:
-            return dgrad_of_master(g, w.master, w.format, out_dtype)
-        return grouped_dgrad_of_master(g, w.master, w.format, offs, out_dtype)
+            return dgrad_of_master(g, w.cast_from, w.format, out_dtype)
+        return grouped_dgrad_of_master(g, w.cast_from, w.format, offs, out_dtype)
     operand = _operand(saved, names, format)
     if operand.columnwise is not None:
         if offs is None:

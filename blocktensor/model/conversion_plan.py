@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -12,10 +13,12 @@ from ..recipe import Recipe
 from . import conversion_checks
 from .conversion_report import SmallKN
 from .holders import needs_values
-from .linears import fp8_part, sizes_of
+from .linears import fp8_part
 from .lm_head import heads_of
 from .matrices import Matrix
 from .module_names import with_all_above
+from .product_weights import sizes_of
+from .skip_patterns import Weight
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -28,7 +31,7 @@ class ConversionPlan:
         model: nn.Module,
         recipe: Recipe | None,
         filter: Filter | None,
-        skipped: dict[nn.Module, str],
+        skipped: dict[Weight, str],
         small: bool | SmallKN,
     ) -> None:
         self.modules = dict(model.named_modules())
@@ -37,7 +40,7 @@ class ConversionPlan:
         self.thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
 
     def choose(self, tied: Sequence[Matrix], why: dict[Matrix, str]) -> Matrix | None:
-        """The linear whose weight is to be cast; None if this parameter stays as it is.
+        """The matrix that is to be cast; None if this parameter stays as it is.
 
         Args:
             tied: all that hold one parameter, in the order of modules.
@@ -77,10 +80,11 @@ class ConversionPlan:
         weight, module = linear.parameter, linear.module
         if linear.unconvertible is not None:
             return linear.unconvertible
-        if not is_to_be_cast(module, self.recipe):
+        if not is_to_be_cast(weight, self.recipe):
             return "already converted"
-        if module in self.skipped:
-            return f"skip pattern {self.skipped[module]!r}"
+        pattern = self.skipped.get((module, linear.key))
+        if pattern is not None:
+            return f"skip pattern {pattern!r}"
         is_fp8 = fp8_part(weight) is not None
         if not is_fp8:
             for other in others:
@@ -91,17 +95,18 @@ class ConversionPlan:
             if weight.dtype not in HIGH_PRECISION:
                 return f"dtype {weight.dtype}"
         if self.filter is not None:
-            wanted = self.filter(module, linear.name)
+            wanted = self.filter(module, linear.label)
             if wanted is None:
                 raise TypeError(
-                    f"filter returned None for {linear.name!r}: expected True to convert it, False "
-                    f"to skip it"
+                    f"filter returned None for {linear.label!r}: expected True to convert it, "
+                    f"False to skip it"
                 )
             if not wanted:
                 return "filter"
         if is_fp8 or is_lazy(weight) or self.thresholds is None:
             return None
-        small = self.thresholds.undercut(*sizes_of(module, weight))
+        sizes, is_stack = sizes_of(module, linear.key, weight), weight.ndim == 3
+        small = (self.thresholds.experts() if is_stack else self.thresholds).undercut(*sizes)
         return f"small: {' and '.join(small)} (auto_filter_small_kn)" if small else None
 
     def _holder_in_need(self, linear: Matrix, tied: Sequence[Matrix]) -> str | None:
@@ -111,10 +116,10 @@ class ConversionPlan:
         for matrix in tied:
             if matrix.unconvertible is not None:
                 return type(matrix.module).__name__
-        return needs_values(linear.module, len(tied))
+        return needs_values(linear.module, len(tied), linear.key)
 
 
-def is_to_be_cast(linear: nn.Module, recipe: Recipe | None) -> bool:
-    """Whether the weight of a linear is not FP8 yet, or is asked to take another recipe."""
-    fp8 = fp8_part(linear.weight)
+def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
+    """Whether a weight is not FP8 yet, or is asked to take another recipe."""
+    fp8 = fp8_part(weight)
     return fp8 is None or (recipe is not None and fp8.recipe != recipe)

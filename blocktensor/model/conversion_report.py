@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ..ops.formats import BLOCK
 from ..text_table import collapse, human_bytes, text_table
+
+EXPERT_N = EXPERT_K = BLOCK
+"""Sizes of an expert from which its stack is converted: one block. To be measured; what matters
+with it is the number of tokens that an expert gets, which a conversion does not know."""
 
 
 @dataclass(frozen=True)
 class SmallKN:
     """Sizes below which FP8 is slower: ``[N, K]`` is skipped if N < n, K < k or N K < size.
+
+    A stack of experts ``[E, N, K]`` is skipped if N < expert_n or K < expert_k.
 
     The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
     faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
@@ -20,6 +27,12 @@ class SmallKN:
     n: int = 1024
     k: int = 1024
     size: int = 2048 * 2048
+    expert_n: int = EXPERT_N
+    expert_k: int = EXPERT_K
+
+    def experts(self) -> SmallKN:
+        """The sizes for the matrices of a stack of experts, which one product multiplies by."""
+        return SmallKN(self.expert_n, self.expert_k, 0)
 
     def undercut(self, n: int, k: int) -> list[str]:
         """The sizes of a weight ``[n, k]`` that are too small, each with its threshold."""

@@ -1,4 +1,4 @@
-"""Conversion of a model's linear weights to FP8, in place, with a report."""
+"""Conversion of a model's weights to FP8, linears and experts, in place, with a report."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import conversion_checks
 from .conversion_plan import ConversionPlan, Filter, is_to_be_cast
 from .conversion_report import ConversionReport, Entry, SmallKN
+from .experts import Experts, named_experts
 from .holders import needs_values
-from .linears import fp8_part, frozen_form, is_conv1d, is_linear, kind_of, why_unconvertible
+from .linears import fp8_part, is_conv1d, kind_of
 from .matrices import Matrix, elements_of, matrices_of
-from .skip_patterns import linears_to_skip
+from .product_weights import frozen_form, is_transposed, sizes_of, weights_of, why_unconvertible
+from .skip_patterns import weights_to_skip
 from .state_dict import register_state_hooks
 
 
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) -> None:
-    """Convert the weight of one linear in place: ``model.apply(to_blockwise_fp8_weights)``.
+    """Convert the weights of one module in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Linears are nn.Linear and transformers' Conv1D. Other modules, parametrized weights, weights of
-    another library's tensor type, and the output projection of nn.MultiheadAttention (which
-    multiplies by it without calling it) are left unchanged. The parameter keeps its identity: tied
-    modules, optimizers and parameter groups hold the FP8 weight. A weight that requires a gradient
+    Linears are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or
+    ``[E, K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of
+    torchtitan's GroupedExperts. Other modules, parametrized weights, weights of another library's
+    tensor type, stacks of four dimensions, and the output projection of nn.MultiheadAttention
+    (which multiplies by it without calling it) are left unchanged. The parameter keeps its
+    identity: tied modules, optimizers and parameter groups hold the FP8 weight. A weight that
+    requires a gradient
     becomes a :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose
     high-precision copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised
     later). A frozen weight that another module needs in high precision (an embedding, say) is left
@@ -53,28 +58,39 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
     conversion_checks.is_recipe(recipe)
-    if not is_linear(module):
+    keys = weights_of(module)
+    if not keys:
         return
     conversion_checks.not_fake(module.parameters(recurse=False))
-    if why_unconvertible(module) is not None:
-        return
-    if is_to_be_cast(module, recipe):
-        weight = module._parameters["weight"]
+    keys = tuple(key for key in keys if why_unconvertible(module, key) is None)
+    chosen = [key for key in keys if is_to_be_cast(module._parameters[key], recipe)]
+    for key in chosen:
+        what = "the weight" if key == "weight" else f"the stack {key!r}"
+        weight = module._parameters[key]
         assert weight is not None
-        conversion_checks.castable(weight, "the weight", recipe, [module])
-        is_dropped, shape = not (weight.requires_grad or weight.is_meta), list(weight.shape)
+        conversion_checks.castable(weight, what, recipe, [module])
         del weight  # references to it are counted
-        holder = needs_values(module) if is_dropped else None
-        if holder is not None:
-            warnings.warn(
-                f"a frozen weight {shape} stays in high precision, because another module holds it "
-                f"too ({holder}): give the linear a copy of its own, or let the weight require a "
-                f"gradient",
-                stacklevel=2,
-            )
-            return
-        _cast(module, recipe)
+    for key in chosen:
+        if not _leave_to_holder(module, key):
+            _cast(module, key, recipe)
     _register_hooks(module)
+
+
+def _leave_to_holder(module: nn.Module, key: str) -> bool:
+    """Whether another module needs the values of a weight that would be dropped; warns then."""
+    weight = module._parameters[key]
+    assert weight is not None
+    is_dropped, shape = not (weight.requires_grad or weight.is_meta), list(weight.shape)
+    del weight  # references to it are counted
+    holder = needs_values(module, key=key) if is_dropped else None
+    if holder is not None:
+        warnings.warn(
+            f"a frozen weight {shape} stays in high precision, because another module holds it "
+            f"too ({holder}): give the linear a copy of its own, or let the weight require a "
+            f"gradient",
+            stacklevel=3,
+        )
+    return holder is not None
 
 
 def convert(
@@ -83,10 +99,14 @@ def convert(
     filter: Filter | None = None,
     skip: Sequence[str] = (),
     auto_filter_small_kn: bool | SmallKN = True,
+    *,
+    experts: Experts | None = None,
 ) -> ConversionReport:
-    """Convert a model's linear weights to FP8 in place, and report on every matrix.
+    """Convert a model's weights to FP8 in place, and report on every matrix.
 
-    Linears are nn.Linear and transformers' Conv1D. Embeddings and the head (a linear that is tied
+    These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
+    modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
+    that ``experts`` names). Embeddings and the head (a linear that is tied
     to an embedding, or maps to as many outputs as one has entries, or has a usual name in the
     place of a head) are left alone. All checks come before the first change: a call that raises
     leaves the model as it was.
@@ -96,11 +116,15 @@ def convert(
         recipe: numeric choices for all converted layers; by default ``Recipe()``, and weights that
             are FP8 already stay as they are. A recipe that is given is also taken by trainable
             weights that are FP8 already.
-        filter: ``filter(module, name) -> bool``; False skips a linear.
+        filter: ``filter(module, name) -> bool``; False skips a linear, or a stack, whose name is
+            that of the parameter.
         skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
-            modules of these names and all below them are skipped.
+            modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
+            name of a stack.
         auto_filter_small_kn: skip weights that are too small to be faster in FP8: True for the
             measured sizes, False for none, or a :class:`SmallKN`.
+        experts: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
+            module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
 
     Returns:
         The report; ``print`` it.
@@ -108,7 +132,8 @@ def convert(
     Raises:
         TypeError, NotImplementedError, RuntimeError: as :func:`to_blockwise_fp8_weights`; an
             argument of another type, a filter that returns None.
-        ValueError: as :func:`to_blockwise_fp8_weights`; a pattern in ``skip`` that names no linear.
+        ValueError: as :func:`to_blockwise_fp8_weights`; a pattern in ``skip`` that names no weight;
+            ``experts`` that name no module, or no stack.
 
     Warns:
         UserWarning: no weight of the model is in FP8 afterwards.
@@ -120,9 +145,10 @@ def convert(
         raise TypeError(
             f"auto_filter_small_kn={auto_filter_small_kn!r}: expected True, False or a SmallKN"
         )
-    skipped = linears_to_skip(model, skip)
+    named = {} if experts is None else named_experts(model, experts)
+    skipped = weights_to_skip(model, skip, named)
     conversion_checks.not_fake(model.parameters())
-    matrices = matrices_of(model)
+    matrices = matrices_of(model, named)
     plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn)
     tied: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
@@ -136,7 +162,7 @@ def convert(
 
     before = [_bytes_of(matrix) for matrix in matrices]
     for linear in chosen:
-        _cast(linear.module, recipe)
+        _cast(linear.module, linear.key, recipe)
     entries = []
     for matrix, bytes_before in zip(matrices, before, strict=True):
         weight = matrix.parameter
@@ -159,25 +185,25 @@ def convert(
     return report
 
 
-def _cast(linear: nn.Module, recipe: Recipe | None) -> None:
-    weight: Tensor = linear._parameters["weight"]  # type: ignore[assignment]
-    swap_in(weight, _converted_weight(linear, weight, recipe or DEFAULT_RECIPE))
+def _cast(module: nn.Module, key: str, recipe: Recipe | None) -> None:
+    weight: Tensor = module._parameters[key]  # type: ignore[assignment]
+    swap_in(weight, _converted_weight(module, key, weight, recipe or DEFAULT_RECIPE))
 
 
 def _register_hooks(module: nn.Module) -> None:
-    """Of a linear, or of another module that holds its weight."""
+    """Of a module that holds FP8 weights, its own or tied ones."""
     if any(fp8_part(weight) is not None for weight in module._parameters.values()):
         register_state_hooks(module)
 
 
-def _converted_weight(linear: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
+def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
         return with_local(weight, FP8Shard(local.detach(), recipe))
     if weight.requires_grad or weight.is_meta:
         return BlockwiseFP8Weight(weight.detach(), recipe)
-    return frozen_form(linear, weight, recipe)
+    return frozen_form(module, key, weight, recipe)
 
 
 def _why_converted(linear: Matrix) -> str:
@@ -188,6 +214,10 @@ def _why_converted(linear: Matrix) -> str:
         why = "trainable, gathered in FP8"
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
+    if weight.ndim == 3:
+        n, k = sizes_of(linear.module, linear.key, weight)
+        order = "E x K x N" if is_transposed(linear.module, linear.key) else "E x N x K"
+        return f"{why} (experts, {order}: E={len(weight)}, N={n}, K={k})"
     kind = kind_of(linear.module)
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
@@ -197,8 +227,8 @@ def _why_converted(linear: Matrix) -> str:
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
-    if not any(is_linear(module) for module in model.modules()):
-        remedy = "it has no nn.Linear and no Conv1D, which are all that convert changes"
+    if not any(weights_of(module) for module in model.modules()):
+        remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"
     elif "small" in kinds:
         remedy = "auto_filter_small_kn=False converts small weights too"
     else:

@@ -15,17 +15,18 @@ from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .conversion_checks import swappable
 from .holders import needs_values
-from .linears import fp8_part, frozen_form, is_linear
+from .linears import fp8_part
+from .product_weights import fp8_weights, frozen_form, label_of
 from .state_dict import register_state_hooks
 
 
 def freeze(model: nn.Module) -> list[str]:
-    """Drop the high-precision masters of a model's FP8 linears: 1 byte a weight, no gradient.
+    """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
     Forward and dgrad keep their bits, since they read the same cast. A ``main_grad`` is dropped.
 
     Returns:
-        The names of the modules whose weights were frozen.
+        The names of the linears, and of the stacks of experts, that were frozen.
 
     Raises:
         ValueError: another module, an embedding say, holds the weight too.
@@ -33,29 +34,29 @@ def freeze(model: nn.Module) -> list[str]:
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
 
-    def frozen(linear: nn.Module, weight: Tensor) -> Tensor | None:
+    def frozen(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
             return None
-        return frozen_form(linear, weight.master, weight.recipe)
+        return frozen_form(module, key, weight.master, weight.recipe)
 
     return _swap_all(model, frozen, trains=False)
 
 
 def unfreeze(model: nn.Module) -> list[str]:
-    """Make a model's frozen FP8 linears trainable, with masters of their present values.
+    """Make a model's frozen FP8 weights trainable, with masters of their present values.
 
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
     rounded to the weight's dtype, gives a new scale.
 
     Returns:
-        The names of the modules whose weights are now trainable.
+        The names of the linears, and of the stacks of experts, that are now trainable.
 
     Raises:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
 
-    def trainable(linear: nn.Module, weight: Tensor) -> Tensor | None:
+    def trainable(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         if not isinstance(weight, BlockwiseFP8Tensor):
             return None
         return BlockwiseFP8Weight(weight.dequantize().contiguous(), weight.recipe)
@@ -64,36 +65,40 @@ def unfreeze(model: nn.Module) -> list[str]:
 
 
 def _swap_all(
-    model: nn.Module, swapped: Callable[[nn.Module, Tensor], Tensor | None], trains: bool
+    model: nn.Module, swapped: Callable[[nn.Module, str, Tensor], Tensor | None], trains: bool
 ) -> list[str]:
-    linears = [(name, module) for name, module in model.named_modules() if is_linear(module)]
-    users = Counter(id(module.weight) for _, module in linears)
-    for name, module in linears:
-        _check(name, module)
+    weights = [
+        (label_of(name, key), module, key)
+        for name, module in model.named_modules()
+        for key in fp8_weights(module)
+    ]
+    users = Counter(id(module._parameters[key]) for _, module, key in weights)
+    for label, module, key in weights:
+        _check(label, module, key)
         if not trains:
-            _check_holders(name, module, users[id(module.weight)])
+            _check_holders(label, module, key, users[id(module._parameters[key])])
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
-    for name, module in linears:
-        weight: Any = module.weight
-        new = None if id(weight) in done else swapped(module, weight)
+    for label, module, key in weights:
+        weight: Any = module._parameters[key]
+        new = None if id(weight) in done else swapped(module, key, weight)
         if new is not None:
             weight.grad = None
             swap_in(weight, new)
             weight.requires_grad_(trains)
             done.add(id(weight))
         if id(weight) in done:
-            names.append(name)
+            names.append(label)
             register_state_hooks(module)
     return names
 
 
-def _check(name: str, linear: nn.Module) -> None:
-    """Raise if the FP8 weight of a linear cannot be exchanged."""
-    weight: Any = linear.weight
+def _check(label: str, module: nn.Module, key: str) -> None:
+    """Raise if an FP8 weight cannot be exchanged."""
+    weight: Any = module._parameters[key]
     if fp8_part(weight) is None:
         return
-    what = f"the weight of {name!r}" if name else "the weight"
+    what = f"the weight of {label!r}" if label else "the weight"
     # what FSDP2 gathers of a trainable weight is of the frozen kind, but requires a gradient
     looks_gathered = isinstance(weight, BlockwiseFP8Tensor) and weight.requires_grad
     if local_of(weight) is not None or (looks_gathered and _has_ranks()):
@@ -104,15 +109,17 @@ def _check(name: str, linear: nn.Module) -> None:
     swappable(weight, what)
 
 
-def _check_holders(name: str, linear: nn.Module, linears: int) -> None:
+def _check_holders(label: str, module: nn.Module, key: str, known: int) -> None:
     """Raise if another module needs the master of a weight that is to be frozen."""
-    if not isinstance(linear.weight, BlockwiseFP8Weight) or linear.weight.is_meta:
+    weight: Any = module._parameters[key]
+    if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
         return
-    holder = needs_values(linear, linears)
+    del weight  # references to it are counted
+    holder = needs_values(module, known, key)
     if holder is not None:
         raise ValueError(
-            f"the weight of {name!r} cannot be frozen, because another module reads its values too "
-            f"({holder}): give the linear a copy of its own, or leave it trainable"
+            f"the weight of {label!r} cannot be frozen, because another module reads its values "
+            f"too ({holder}): give the linear a copy of its own, or leave it trainable"
         )
 
 

@@ -10,9 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
-from ..recipe import Recipe
 from ..tensor.base import FP8Base
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -73,16 +71,3 @@ def why_unconvertible(module: nn.Module) -> str | None:
     if not is_lazy(weight) and weight.ndim != 2:
         return f"its weight has {weight.ndim} dimensions"
     return None
-
-
-def frozen_form(linear: nn.Module, master: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
-    """The FP8 form of a linear's high-precision weight, without the master.
-
-    It holds the bytes that the forward reads: for a Conv1D, whose weight is ``[K, N]``, those of
-    the columnwise form.
-    """
-    weight, format = master.detach(), recipe.weight_format
-    if not is_conv1d(linear):
-        return BlockwiseFP8Tensor.cast(weight, format, recipe)
-    fp8 = BlockwiseFP8Tensor.cast(weight.t().contiguous(), format, recipe)
-    return fp8.relabel(shape=weight.shape, strides=weight.stride(), transpose=True)

@@ -9,7 +9,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .linears import is_linear, kind_of, why_unconvertible
+from .experts import Named, kind_of_experts, why_not_a_stack
+from .linears import is_linear, kind_of
+from .product_weights import label_of, weights_of, why_unconvertible
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,8 @@ class Matrix:
     Attributes:
         name: of the module, relative to the model.
         is_first: no module before it holds this parameter.
-        unconvertible: why it is not the weight of a linear that can be converted; None if it is.
+        unconvertible: why it is no weight that can be converted, of a linear or of experts; None if
+            it is.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Matrix:
     @property
     def label(self) -> str:
         """The parameter's name; without ``.weight``, which leaves the module's."""
-        return self.name if self.key == "weight" else f"{self.name}.{self.key}".lstrip(".")
+        return label_of(self.name, self.key)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,8 +61,11 @@ def elements_of(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def matrices_of(model: nn.Module) -> list[Matrix]:
-    """All of a model, in the order of its modules; a tied parameter for each module."""
+def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
+    """All of a model, in the order of its modules; a tied parameter for each module.
+
+    ``named``: stacks of experts that the caller of ``convert`` has named.
+    """
     found = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -67,17 +73,17 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
-                why = _why_unconvertible(module, key, parameter)
+                why = _why_unconvertible(module, key, parameter, named)
                 found.append(Matrix(name, key, module, id(parameter) not in seen, why))
                 seen.add(id(parameter))
     return found
 
 
-def _why_unconvertible(module: nn.Module, key: str, parameter: Tensor) -> str | None:
-    if is_linear(module):
-        why = why_unconvertible(module)
-        if why is not None or key == "weight":
-            return why
+def _why_unconvertible(module: nn.Module, key: str, parameter: Tensor, named: Named) -> str | None:
+    if key in weights_of(module, named):
+        return why_unconvertible(module, key)
+    if is_linear(module) and (why := why_unconvertible(module, "weight")) is not None:
+        return why
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
     if isinstance(module, nn.MultiheadAttention):
@@ -87,6 +93,12 @@ def _why_unconvertible(module: nn.Module, key: str, parameter: Tensor) -> str | 
     if isinstance(module, ParametrizationList):
         return "parametrized: a weight is computed from it"
     kind = kind_of(module)
-    if not is_lazy(parameter) and parameter.ndim == 3 and len(parameter) > 1:
-        return f"stack of matrices: in {kind}"
+    if is_lazy(parameter):
+        return f"not the weight of a linear: in {kind}"
+    if parameter.ndim > 3 and kind_of_experts(module) is not None:
+        return why_not_a_stack(parameter)
+    if parameter.ndim == 3 and len(parameter) > 1:
+        return f"stack of matrices: in {kind}; experts={{...}} would name it"
+    if kind_of_experts(module) is not None and "bias" in key:
+        return "bias of experts"
     return f"not the weight of a linear: in {kind}"

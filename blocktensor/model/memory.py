@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..distributed.fsdp.frozen import FrozenShard
 from ..distributed.fsdp.trainable import FP8Shard
+from ..ops.formats import Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from ..text_table import human_bytes, text_table
 
@@ -125,21 +127,29 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 
 def _held(tensor: Tensor, seen: set[object]) -> Held:
-    row: tuple[Tensor, Tensor] | None = None
-    column: tuple[Tensor, Tensor] | None = None
+    operands: list[Operand] = []
     high: list[Tensor] = []
     if isinstance(tensor, BlockwiseFP8Weight):
         high = [tensor.master]
-        row, column = (form and form[:2] for form in tensor.cache.held())
+        operands = [cache.held() for cache in (tensor.cache, *tensor.cache.parts())]
     elif isinstance(tensor, FP8Shard):
         high = [tensor.master]
     elif isinstance(tensor, FrozenShard):
-        row = tensor.data_rows, tensor.scale
+        operands = [
+            Operand(Quantized(tensor.data_rows, tensor.scale, tensor.recipe.weight_format), None)
+        ]
     elif isinstance(tensor, BlockwiseFP8Tensor):
-        row, column = (form and form[:2] for form in tensor.operand)
+        operands = [tensor.operand]
     else:
         high = [tensor]
-    parts = high, list(row or ())[:1], list(row or ())[1:], list(column or ())
+    rows = [form for form, _ in operands if form is not None]
+    columns = [form for _, form in operands if form is not None]
+    parts = (
+        high,
+        [form.data for form in rows],
+        [form.scale for form in rows],
+        [part for form in columns for part in form[:2]],
+    )
     own = next(part[0] for part in parts if part)
     elements = 0 if _key(own) in seen else tensor.numel()
     sizes = [sum(_new_bytes(one, seen) for one in part) for part in parts]

@@ -10,13 +10,21 @@ from torch import nn
 from ..text_table import collapse, text_table
 from .input_group import InputGroup
 from .linears import fp8_part, is_linear
+from .product_weights import fp8_weights
 
 
 @dataclass(frozen=True)
 class SharingReport:
-    """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts."""
+    """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts.
+
+    Attributes:
+        groups: the modules whose linears share inputs.
+        experts: the modules of FP8 experts. They call no linear, so that nothing is shared there:
+            :func:`blocktensor.functional.grouped_linear` with several weights casts once for all.
+    """
 
     groups: tuple[InputGroup, ...]
+    experts: tuple[str, ...] = ()
 
     @property
     def casts(self) -> int:
@@ -46,6 +54,8 @@ class SharingReport:
         )
         header = ("module", "linears", "given one input", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
+        if self.experts:
+            summary += f"; {len(self.experts)} modules of experts cast inputs by themselves"
         return text_table(header, rows) + "\n" + summary
 
 
@@ -63,6 +73,8 @@ def share_inputs(model: nn.Module) -> SharingReport:
         model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
             too. A second call adds linears that were converted since the first.
 
+    Stacks of experts are left alone; the report names their modules.
+
     Returns:
         The report; ``print`` it after a run. Its ``.remove()`` ends the sharing.
 
@@ -70,6 +82,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
         ValueError: no linear of the model is converted.
     """
     modules = dict(model.named_modules())
+    experts = tuple(n for n, m in modules.items() if not is_linear(m) and fp8_weights(m))
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
         if is_linear(module) and fp8_part(module._parameters.get("weight")) is not None:
@@ -77,6 +90,8 @@ def share_inputs(model: nn.Module) -> SharingReport:
             while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
                 owner = owner.rpartition(".")[0]  # containers have no forward of their own
             owned[owner].append(name.removeprefix(f"{owner}."))
+    if not owned and experts:
+        return SharingReport((), experts)
     if not owned:
         raise ValueError(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
@@ -93,7 +108,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
             group.attach(modules[name])
         if group is not None:
             groups.append(group)
-    return SharingReport(tuple(groups))
+    return SharingReport(tuple(groups), experts)
 
 
 def _group_of(module: nn.Module) -> InputGroup | None:

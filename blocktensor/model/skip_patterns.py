@@ -1,26 +1,33 @@
-"""Patterns of module names: which linears they leave out, and what to say of those that miss."""
+"""Patterns of module names: which weights they leave out, and what to say of those that miss."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .linears import is_linear, why_unconvertible
+from .experts import Named
 from .module_names import with_all_above
+from .product_weights import label_of, weights_of, why_unconvertible
+
+Weight = tuple[nn.Module, str]
+"""A parameter: its module, and its name there."""
 
 
-def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module, str]:
-    """The linears that shell-style ``patterns`` name, each with the first pattern that does.
+def weights_to_skip(
+    model: nn.Module, patterns: Sequence[str], named: Named | None = None
+) -> dict[Weight, str]:
+    """The weights that shell-style ``patterns`` name, each with the first pattern that does.
 
-    A pattern names a module, by any name that the model has for it, and all modules below it.
+    A pattern names a module, by any name that the model has for it, and all modules below it; or a
+    stack of experts. ``named``: stacks that are known by their names.
 
     Raises:
         TypeError: patterns that are not a sequence of str.
-        ValueError: a pattern that names no linear that could be converted.
+        ValueError: a pattern that names no weight that could be converted.
     """
     if isinstance(patterns, str):
         raise TypeError(
@@ -34,27 +41,28 @@ def linears_to_skip(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Module
                 f"names, e.g. ['*.router']"
             )
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
-    linears = {
-        name: module
+    weights = {
+        label_of(name, key): (module, key)
         for name, module in modules.items()
-        if is_linear(module) and why_unconvertible(module) is None
+        for key in weights_of(module, named)
+        if why_unconvertible(module, key) is None
     }
-    skipped: dict[nn.Module, str] = {}
+    skipped: dict[Weight, str] = {}
     for pattern in patterns:
         matches = re.compile(fnmatch.translate(pattern)).match
-        named = [m for name, m in linears.items() if any(map(matches, with_all_above(name)))]
-        if not named:
-            raise ValueError(_complaint(model, pattern, modules, linears))
-        for module in named:
-            skipped.setdefault(module, pattern)
+        found = [w for name, w in weights.items() if any(map(matches, with_all_above(name)))]
+        if not found:
+            raise ValueError(_complaint(model, pattern, modules, weights))
+        for weight in found:
+            skipped.setdefault(weight, pattern)
     return skipped
 
 
 def _complaint(
-    model: nn.Module, pattern: str, modules: dict[str, nn.Module], linears: dict[str, nn.Module]
+    model: nn.Module, pattern: str, modules: dict[str, nn.Module], weights: Iterable[str]
 ) -> str:
     found = fnmatch.filter(modules, pattern)
-    known = dict.fromkeys(above for name in linears for above in with_all_above(name) if above)
+    known = dict.fromkeys(above for name in weights for above in with_all_above(name) if above)
     last = dict.fromkeys(name.rpartition(".")[2] for name in known)
     near = difflib.get_close_matches(pattern, known, n=3) or [
         f"*.{name}" for name in difflib.get_close_matches(pattern.split(".")[-1], last, n=3)

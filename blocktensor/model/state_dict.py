@@ -10,7 +10,8 @@ from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .linears import fp8_part, frozen_form
+from .linears import fp8_part
+from .product_weights import frozen_form
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -39,12 +40,12 @@ def _wrap_assigned_weights(
         return
     for name, weight in module._parameters.items():
         value = state.get(f"{prefix}{name}")
-        wrapped = None if value is None else _wrapped(module, weight, value)
+        wrapped = None if value is None else _wrapped(module, name, weight, value)
         if weight is not None and wrapped is not None:
             state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
 
 
-def _wrapped(module: nn.Module, weight: Any, value: Any) -> Any:
+def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
     """A plain tensor as the FP8 type that it takes the place of; None for other types."""
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
@@ -52,7 +53,7 @@ def _wrapped(module: nn.Module, weight: Any, value: Any) -> Any:
             wrapped.main_grad = weight.main_grad.to(wrapped.device)
         return wrapped
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
-        return frozen_form(module, value, weight.recipe)
+        return frozen_form(module, name, value, weight.recipe)
     if (shard := shard_of(weight)) is not None and shard_of(value) is None:
         local = local_of(value)
         assert local is not None

@@ -39,7 +39,7 @@ def castable(x: Tensor, format: BlockFormat) -> None:
 
 
 def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
-    """``offs`` is int32 ``[E]`` on the device of ``x``, E > 0, else TypeError or ValueError."""
+    """``offs`` is int32 ``[E]``, E > 0, on the device of ``x``, else TypeError or ValueError."""
     if offs.dtype != int32:
         raise TypeError(f"offs has dtype {offs.dtype}: expected torch.int32; use .to(torch.int32)")
     if offs.ndim != 1 or len(offs) == 0:

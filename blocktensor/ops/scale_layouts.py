@@ -93,6 +93,17 @@ def tma_scale(operand: Quantized) -> Tensor:
     return empty_scale(operand.data.shape, operand.format, scale.device).copy_(scale)
 
 
+def stacked_scale(scale: Tensor) -> Tensor:
+    """128x128 scales of a stack as TMA reads them: one matrix of lines; a copy where needed."""
+    experts, rows, cols = scale.shape
+    ld = scale.stride(1)
+    is_matrix = ld % 4 == 0 and ld >= cols and scale.stride() == (rows * ld, ld, 1)
+    if is_matrix and scale.data_ptr() % VECTOR_BYTES == 0:
+        return scale
+    made = torch.empty((experts, rows, pad4(cols)), dtype=scale.dtype, device=scale.device)
+    return made[..., :cols].copy_(scale)
+
+
 def in_vectors(data: Tensor) -> Tensor:
     """``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; a copy only where needed."""
     k = data.shape[1]

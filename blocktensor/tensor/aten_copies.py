@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.formats import Quantized
 from ..ops.scale_layouts import empty_quantized
-from .fp8_tensor import BlockwiseFP8Tensor, refuse
+from .fp8_tensor import BlockwiseFP8Tensor, only_dtype, refuse, refuse_to_pick
 
 aten = torch.ops.aten
 
@@ -50,8 +50,11 @@ def _to_copy(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> BlockwiseFP8Tensor:
+    known = {"dtype": dtype, "device": device, **others}
+    if x.format.transposes and only_dtype(x, known) in checks.HIGH_PRECISION:
+        return x.relabel(dtype=dtype)  # of a weight in a forward: the same bytes, never written to
     return _fresh(x, device, dtype, copy=True, non_blocking=non_blocking)
 
 
@@ -88,6 +91,12 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     return x
 
 
+def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(x, BlockwiseFP8Tensor) and x.format.transposes and x.ndim > 2:
+        refuse_to_pick(func, x, ".dequantize()")
+    refuse(func)
+
+
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
     target.data.copy_(source.data, non_blocking=non_blocking)
     target.scale.copy_(source.scale, non_blocking=non_blocking)
@@ -99,4 +108,7 @@ COPIES: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty_like,
     aten.zeros_like.default: _zeros_like,
     aten.copy_.default: _copy_,
+    aten.index.Tensor: _picked,
+    aten.index_select.default: _picked,
+    aten.gather.default: _picked,
 }

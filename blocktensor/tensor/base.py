@@ -143,20 +143,41 @@ class MasterBase(FP8Base):
         """The tensor whose version counter tells that the master has changed."""
         return self.master
 
+    @property
+    def readable(self) -> Tensor:
+        """The master, for ops that only read it."""
+        return self.master
+
+    def before_write(self) -> None:
+        """A write to the master follows."""
+
+
+@functools.cache
+def _hands_out_memory(func: Any) -> bool:
+    """Whether an op writes to an argument, or returns one or a view of one."""
+    schema = func._schema
+    return schema.is_mutable or any(x.alias_info is not None for x in schema.returns)
+
 
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
     wrapped: dict[int, MasterBase] = {}
+    # schemas of c10d ops name no writes
+    writes = func._schema.is_mutable or func.namespace == "c10d"
+    hands_out = writes or _hands_out_memory(func)
 
     def unwrap(x: Any) -> Any:
         if not isinstance(x, MasterBase):
             return x
-        wrapped[id(x.master)] = x
-        return x.master
+        if writes:
+            x.before_write()
+        master = x.master if hands_out else x.readable
+        wrapped[id(master)] = x
+        return master
 
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
-    if func._schema.is_mutable or func.namespace == "c10d":  # schemas of c10d ops name no writes
+    if writes:
         # Below autograd an in-place op leaves the master's version alone, and an alias of the
         # weight made by .data has a counter of its own: count here, where both are known.
         for wrapper in wrapped.values():
@@ -164,6 +185,16 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether an op is made of others, as which it arrives; under inference_mode it arrives whole.
+
+    Its parts are to be run then (``func.decompose``), for which there are rules.
+    """
+    has: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return has
 
 
 def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:

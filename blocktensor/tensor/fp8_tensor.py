@@ -19,7 +19,7 @@ from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base, without_memory
+from .base import FP8Base, is_composite, without_memory
 from .operand import Operand
 from .unpickled import checked
 
@@ -251,14 +251,15 @@ class BlockwiseFP8Tensor(FP8Base):
         shape: Sequence[int] | None = None,
         strides: Sequence[int] | None = None,
         transpose: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> BlockwiseFP8Tensor:
-        """The same bytes under another shape (by default contiguous) or orientation."""
+        """The same bytes under another shape (by default contiguous), orientation or dtype."""
         operand = self.operand
         made = BlockwiseFP8Tensor(
             *(operand.transposed() if transpose else operand),
             shape=self.shape if shape is None else shape,
             strides=self.stride() if shape is None else strides,
-            dtype=self.dtype,
+            dtype=dtype or self.dtype,
             recipe=self.recipe,
         )
         if self.generation is not None:
@@ -303,6 +304,8 @@ class BlockwiseFP8Tensor(FP8Base):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         implementation = ATEN_OPS.get(func)
         if implementation is None:
+            if is_composite(func):
+                return func.decompose(*args, **(kwargs or {}))
             refuse(func)
         return implementation(func, *args, **(kwargs or {}))
 
@@ -326,6 +329,27 @@ def refuse(func: Any) -> NoReturn:
         f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
         f".dequantize() first to work on a plain tensor{writes if func._schema.is_mutable else ''}"
     )
+
+
+def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
+    """Raise for an index that copies matrices of a stack, with which products would run then."""
+    raise NotImplementedError(
+        f"{func} of a stack of FP8 weights {list(stack.shape)} would copy matrices in high "
+        f"precision, and products with them would run in it: multiply the whole stack by groups "
+        f"(torch.nn.functional.grouped_mm; in transformers experts_implementation='grouped_mm'), "
+        f"or one matrix at a time (w[i]); to read values, index {to_plain}"
+    )
+
+
+def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The other dtype that arguments of ``_to_copy`` ask for, if they ask for nothing else."""
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    as_it_is = {
+        *(("dtype", dtype), ("device", x.device), ("layout", x.layout)),
+        ("memory_format", torch.preserve_format),
+    }
+    others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is
+    return None if dtype == x.dtype or others else dtype
 
 
 def operand_of(inner: Mapping[str, Tensor], format: BlockFormat) -> Operand:

@@ -7,6 +7,7 @@ which every forward casts and every view of the weight shares.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base, MasterBase, on_master
+from .base import FP8Base, MasterBase, is_composite, on_master
 from .fp8_tensor import BlockwiseFP8Tensor, refuse_rebuilding
 from .operand import Operand
 from .weight_cache import ForwardCast, FP8Cache
@@ -41,7 +42,8 @@ class BlockwiseFP8Weight(MasterBase):
     """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
 
     Attributes:
-        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor.
+        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor. That of
+            ``weight.to(dtype)`` is made when it is first read (``late_copy.py``).
         recipe: the :class:`~blocktensor.Recipe` of its casts.
     """
 
@@ -87,6 +89,39 @@ class BlockwiseFP8Weight(MasterBase):
         self.cache = FP8Cache(master, recipe) if cache is None else cache
         self.transposed = transposed
         return self
+
+    @classmethod
+    def without_master(
+        cls, like: Tensor, dtype: torch.dtype, cache: FP8Cache, transposed: bool
+    ) -> BlockwiseFP8Weight:
+        """A weight laid out as ``like``, in ``dtype``, whose master ``cache`` makes when read."""
+        self: BlockwiseFP8Weight = cls.wrapper_of(like, dtype)
+        self.cache, self.transposed = cache, transposed
+        return self
+
+    @functools.cached_property
+    def master(self) -> Tensor:  # type: ignore[override]
+        """The master of a weight that is made :meth:`without_master`; others hold theirs."""
+        return self.oriented(self.cache.own().master)
+
+    @property
+    def readable(self) -> Tensor:
+        """The master, for ops that only read it."""
+        held: Tensor | None = self.__dict__.get("master")
+        return self.oriented(self.cache.values()) if held is None else held
+
+    @property
+    def cast_from(self) -> Tensor:
+        """The tensor that casts read, in the orientation of this weight."""
+        return self.oriented(self.cache.cast_from)
+
+    def oriented(self, master: Tensor) -> Tensor:
+        """A master of the cache, as this view of the weight lays it out."""
+        return master.transpose(-1, -2) if self.transposed else master
+
+    def before_write(self) -> None:
+        """A write to the master follows."""
+        self.cache.before_write()
 
     @property
     def recipe(self) -> Recipe:
@@ -220,6 +255,8 @@ class BlockwiseFP8Weight(MasterBase):
         special = WEIGHT_OPS.get(func) or WEIGHT_OPS.get(func.name())
         if special is not None:
             return special(func, *args, **(kwargs or {}))
+        if is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
         out = on_master(func, args, kwargs or {})
         if not torch.is_grad_enabled() or func.overloadpacket in NOT_COMPUTED:
             return out

@@ -63,8 +63,8 @@ class FP8Cache:
         main_grad: the buffer that weight gradients are added to, if any.
     """
 
-    __slots__ = ("_reuse", "_waiting", "casts", "counted", "format", "main_grad", "master",
-                 "recipe")  # fmt: skip
+    __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format",
+                 "main_grad", "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
@@ -74,6 +74,8 @@ class FP8Cache:
         self.main_grad: Tensor | None = None
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._reuse = StepReuse() if recipe.cache_weight == "step" else None
+        self._parts: dict[int, FP8Cache] = {}
+        self._copies: weakref.WeakSet[FP8Cache] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:  # copies and checkpoints cast for themselves
         return self.master, self.recipe, None, self.main_grad
@@ -81,6 +83,43 @@ class FP8Cache:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state[:3])  # type: ignore[misc]
         self.main_grad = state[3] if len(state) > 3 else None
+
+    @property
+    def cast_from(self) -> Tensor:
+        """The tensor that casts read."""
+        return self.master
+
+    def part(self, index: int) -> FP8Cache:
+        """The cache of one matrix of a stack, which all views of that matrix share.
+
+        It casts that matrix alone: a loop over experts casts those that get tokens, once each.
+        """
+        found = self._parts.get(index)
+        if found is None:
+            found = FP8Cache(self.master[index], self.recipe, counted=self.counted)
+            self._parts[index] = found
+        return found
+
+    def own(self) -> FP8Cache:
+        """The cache of memory that belongs to the weight: this one."""
+        return self
+
+    def values(self) -> Tensor:
+        """The master, for ops that only read it."""
+        return self.master
+
+    def remember(self, copy: FP8Cache) -> None:
+        """Let ``copy`` be made before the next write to the weight."""
+        if self._copies is None:
+            self._copies = weakref.WeakSet()
+        self._copies.add(copy)
+
+    def before_write(self) -> None:
+        """A write through the weight follows."""
+        if self._copies:
+            for copy in tuple(self._copies):
+                copy.values()
+            self._copies = None
 
     def get(self, user: MasterBase, before_backward: bool = False) -> Operand:
         """The FP8 form of the master as it is now.
@@ -101,7 +140,7 @@ class FP8Cache:
 
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
         """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds."""
-        version, waiting = self._version(), None
+        version, waiting = self.version(), None
         if self.recipe.cache_weight == "backward":
             waiting = None if self._waiting is None else self._waiting()
             if waiting is None:
@@ -123,7 +162,7 @@ class FP8Cache:
         # weight.data = … makes another cache: plain PyTorch too would use the new values
         if cast is None or cast.cache is not self:
             return self.get(user)
-        now = self._version()
+        now = self.version()
         if now != cast.version:
             raise RuntimeError(
                 f"the FP8 weight {list(self.master.shape)} was modified by an in-place operation "
@@ -157,18 +196,24 @@ class FP8Cache:
         """Cast again at the next use."""
         if self._reuse is not None:
             self._reuse.forget()
+        for part in self._parts.values():
+            part.invalidate()
 
     def held(self) -> Operand:
-        """The forms held right now; casts nothing."""
+        """The forms held right now, without those of its parts; casts nothing."""
         waiting = None if self._waiting is None else self._waiting()
         held = self._reuse.held if self._reuse is not None else waiting and waiting.operand
         return held or Operand(None, None)
 
     def nbytes(self) -> int:
-        """Bytes of the FP8 form held right now."""
-        return self.held().nbytes()
+        """Bytes of the FP8 forms held right now, those of its parts included."""
+        return sum(cache.held().nbytes() for cache in (self, *self.parts()))
 
-    def _version(self) -> int:
+    def parts(self) -> tuple[FP8Cache, ...]:
+        """The caches that :meth:`part` has made."""
+        return tuple(self._parts.values())
+
+    def version(self) -> int:
         """The count of writes to the master; inference tensors have none."""
         return 0 if self.counted.is_inference() else self.counted._version
 

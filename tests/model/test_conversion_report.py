@@ -118,8 +118,8 @@ embed                                   50x64     float32  1.7%   -        embed
 same                                    50x64     float32  -      -        tied to 'embed'
 bag                                     10x64     float32  0.3%   -        embedding
 layers.*.fc1 (2)                        64x64     float32  4.3%   fp8      trainable
-layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.5%  -        stack of matrices: in Experts
-layers.*.experts.down_proj (2)          4x64x64   float32  17.3%  -        stack of matrices: in Experts
+layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.5%  -        stack of matrices: in Experts; experts={...} would name it
+layers.*.experts.down_proj (2)          4x64x64   float32  17.3%  -        stack of matrices: in Experts; experts={...} would name it
 layers.*.experts.router (2)             4x64      float32  0.3%   -        not the weight of a linear: in Experts
 attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear
 attention.out_proj                      64x64     float32  2.2%   -        nn.MultiheadAttention multiplies by it without calling it
@@ -234,14 +234,14 @@ alone: embedding (1), filter (4), lm head (1)""",
     assert_expected_inline(
         warning(nn.Sequential(nn.Embedding(50, DIM), Experts())),
         """\
-no weight of this Sequential is in FP8: it has no nn.Linear and no Conv1D, which are
-all that convert changes. Matrices left alone: embedding (1), stack of matrices (2),
-not the weight of a linear (1)""",
+no weight of this Sequential is in FP8: it has no nn.Linear, no Conv1D and no
+experts that convert knows. Matrices left alone: embedding (1), stack of matrices
+(2), not the weight of a linear (1)""",
     )
     assert_expected_inline(
         warning(nn.Sequential()),
         """\
-no weight of this Sequential is in FP8: it has no nn.Linear and no Conv1D, which are
-all that convert changes. Matrices left alone: none""",
+no weight of this Sequential is in FP8: it has no nn.Linear, no Conv1D and no
+experts that convert knows. Matrices left alone: none""",
     )
     assert convert(Model(), skip=["*.up"], auto_filter_small_kn=False).converted

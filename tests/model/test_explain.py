@@ -260,10 +260,16 @@ def test_bad_shapes() -> None:
     )
 
 
-def test_stacks_of_experts_are_not_explained_yet() -> None:
+def test_a_stack_of_experts_is_one_product_of_each_kind() -> None:
+    """tests/model/test_experts.py has more."""
     module = nn.Module()
-    module.weight = nn.Parameter(BlockwiseFP8Weight(randn(2, 128, 128)))
-    assert explain(module).products == ()
+    module.weight = nn.Parameter(BlockwiseFP8Weight(randn(2, 128, 256)))
+    products = [(p.kind, p.m, p.n, p.k, p.groups) for p in explain(module, tokens=10).products]
+    assert products == [
+        ("fprop", 10, 128, 256, 2),
+        ("dgrad", 10, 256, 128, 2),
+        ("wgrad", 128, 256, 10, 2),
+    ]
 
 
 def test_a_meta_model_is_explained_for_its_device() -> None:

@@ -50,6 +50,15 @@ gradient""",
     model(TOKENS)
 
 
+def test_a_frozen_weight_that_attention_multiplies_by_stays() -> None:
+    """Without calling the linear that holds it."""
+    attention, linear = nn.MultiheadAttention(DIM, 2), nn.Linear(DIM, DIM)
+    linear.weight = attention.out_proj.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="NonDynamicallyQuantizableLinear"):
+        linear.apply(to_blockwise_fp8_weights)
+    assert type(linear.weight) is nn.Parameter
+
+
 def test_frozen_linears_that_share_a_weight_are_converted() -> None:
     a, b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
     b.weight = a.weight

@@ -82,6 +82,35 @@ def test_a_view_of_all_of_a_weight_is_the_weight(view: Callable[[Tensor], Tensor
     assert torch.equal(w.master, got.master)
 
 
+COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda w: w.to(torch.float32),
+    "type_as": lambda w: w.type_as(torch.ones(1)),
+    "mT": lambda w: w.mT,
+    "T": lambda w: w.T,
+    "chunk": lambda w: w.chunk(2)[1],
+    "narrow": lambda w: w.narrow(0, 128, 128),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "movedim": lambda w: w.movedim(0, 1),
+    "tensor_split": lambda w: w.tensor_split(2)[1],
+    "view_as": lambda w: w.view_as(w),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ops_that_inference_mode_does_not_take_apart(name: str, frozen: bool) -> None:
+    """They would return plain tensors, and products with those run in high precision."""
+    w = linear(256, 256, frozen=frozen).weight
+    with torch.no_grad():
+        wanted = COMPOSITE[name](w)
+    with torch.inference_mode():
+        got = COMPOSITE[name](w)
+        assert type(got) is type(wanted) is type(w.detach())
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        x = randn(3, got.shape[1], dtype=got.dtype)
+        assert torch.equal(F.linear(x, got), F.linear(x, wanted))
+
+
 @pytest.mark.parametrize("name", ["rows", "rows off the grid", "columns", "of the transpose"])
 def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
     w = linear(256, 256, dtype=torch.float32).weight

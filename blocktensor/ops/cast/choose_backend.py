@@ -76,7 +76,7 @@ def _load_reference() -> CastKernels:
 def _load_triton() -> CastKernels:
     from . import triton_128x128, triton_cast, triton_transpose
 
-    return _kernels(triton_cast, triton_transpose, triton_128x128, launches=True)
+    return _kernels(triton_cast, triton_transpose, triton_cast, triton_128x128, launches=True)
 
 
 def _load_gluon() -> CastKernels:
@@ -88,6 +88,8 @@ def _load_gluon() -> CastKernels:
         quantize_rowwise=gluon_128x128.quantize_rowwise,
         quantize_columnwise=gluon_columnwise.quantize_columnwise,
         quantize_both=gluon_columnwise.quantize_both,
+        quantize_grouped=gluon_columnwise.quantize_grouped,
+        quantize_grouped_columnwise=gluon_columnwise.quantize_grouped_columnwise,
         transpose=gluon_transpose.transpose,
     )
 

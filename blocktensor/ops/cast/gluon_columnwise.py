@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
+from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
 from .gluon_words import (
     bytes_by_column,
@@ -25,6 +25,7 @@ from .gluon_words import (
     per_word,
     times,
 )
+from .groups import blocks_of, grouped_by, grouped_columnwise_by, padded_groups, place
 from .numerics import divisor, method_for, scale_from_bits
 from .triton_cast import both_by, columnwise_by
 
@@ -76,16 +77,32 @@ def _any_above_one(values):
     return gl.reduce(of_warps.load(EVERYWHERE), 0, larger) > 1.0
 
 
+@gluon.jit
+def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
+    # groups.rows_of_block, where each warp knows all groups
+    EACH: gl.constexpr = gl.BlockedLayout([GROUPS // 32], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, GROUPS, layout=EACH)
+    end = gl.load(offs_ptr + group, mask=group < groups, other=0)
+    begin = gl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
+    return place(block, group, begin, end, tokens)
+
+
 @gluon.jit(
-    do_not_specialize=["rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k"]
-)
+    do_not_specialize=[
+        "rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "tokens",
+        "col_blocks",
+    ]
+)  # fmt: skip
 def cast_columnwise_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
-    col_scale_ld, blocks_k, ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr,
+    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks,
+    ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr, UNIT_M: gl.constexpr,
+    UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
-    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit.
+    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. `rows` are those
+    # of the columnwise form. With GROUPS, of x there are `tokens`, a block of which lies in one of
+    # `groups` groups and fills one of `col_blocks` whole blocks there.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -104,17 +121,33 @@ def cast_columnwise_kernel(
     tile = gl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
-    first_m = tile_m.to(gl.int64) * 128
+    col_m = tile_m.to(gl.int64) * 128
     first_k = tile_k.to(gl.int64) * 128
     first_word = tile_k.to(gl.int64) * WORDS
-    rows_left = rows - tile_m * 128
     words_left = words - tile_k * WORDS
+    if GROUPS:
+        first_row, rows_left, group = _rows_of_block(tile_m, offs_ptr, groups, tokens, GROUPS)
+        first_m = first_row.to(gl.int64)
+        col_left = gl.where((group >= 0) & (tile_m < col_blocks), 128, 0)
+        if not ROWWISE:
+            if col_left == 0:
+                return
+        elif rows_left <= 0:
+            return
+    else:
+        first_m = col_m
+        rows_left = rows - tile_m * 128
+        col_left = rows_left
 
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
     inside = (m < rows_left) & (word < words_left)
-    source = x_ptr.to(gl.pointer_type(gl.int32)) + first_m * stride + first_word
-    x = gl.load(source + (m * stride + word), mask=inside, other=0)
+    source = x_ptr.to(gl.pointer_type(gl.int32)) + first_word
+    if INDEXED:
+        row = gl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(gl.int64)
+        x = gl.load(source + (row * stride + word), mask=inside, other=0)
+    else:
+        x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
 
     magnitude = magnitudes(x, DTYPE)
     down = largest(magnitude.reshape([DOWN, PATCH_ROWS, WORDS]), 1, DTYPE)
@@ -126,7 +159,8 @@ def cast_columnwise_kernel(
 
     col_pre, col_r, col_e, pre = _share_divisors(
         col_partial._reinterpret(PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
-        col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k, words_left * PER_WORD,
+        col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k,
+        gl.where(col_left > 0, words_left * PER_WORD, 0) if GROUPS else words_left * PER_WORD,
         METHOD, POWER_OF_TWO,
     )  # fmt: skip
     if ROWWISE:
@@ -165,8 +199,8 @@ def cast_columnwise_kernel(
     q = bytes_by_column(x, r, e, QUOTIENT, DTYPE)
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
-    inside = (m < rows_left) & (word < words_left)
-    target = col_ptr.to(gl.pointer_type(gl.int8)) + first_k * rows + first_m
+    inside = (m < col_left) & (word < words_left)
+    target = col_ptr.to(gl.pointer_type(gl.int8)) + first_k * rows + col_m
     target += word * (rows * PER_WORD) + m
     for i in gl.static_range(PER_WORD):
         gl.store(target + i * rows, q[i], mask=inside)
@@ -176,9 +210,18 @@ def cast_columnwise_kernel(
         row_partial._keep_alive()
 
 
-def plan_columnwise(x: Tensor, row: Quantized | None, col: Quantized) -> Launch:
-    """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``."""
-    m, k = x.shape
+def plan_columnwise(
+    x: Tensor,
+    row: Quantized | None,
+    col: Quantized,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Launch:
+    """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``.
+
+    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
+    """
+    k, m = col.data.shape
     row_data, row_scale, _ = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
@@ -187,17 +230,23 @@ def plan_columnwise(x: Tensor, row: Quantized | None, col: Quantized) -> Launch:
     options = {"num_warps": 8 // per_word}
     if row is not None and unit_k > 1:
         options["maxnreg"] = 128  # an SM then holds 4 programs, 2 of fp32; nothing spills
+    tokens = (x if index is None else index).shape[0]
+    groups = 0 if offs is None else offs.shape[0]
     return Launch(
         cast_columnwise_kernel,
-        (ceil_div(m, BLOCK) * blocks_k,),
+        (blocks_of(tokens, groups, row is not None) * blocks_k,),
         (x, row_data, row_scale, col.data, col.scale, m // unit_m, k // (per_word * unit_k),
-         x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k),
+         x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k,
+         x if offs is None else offs, x if index is None else index, groups, tokens,
+         num_blocks(m)),
         {
             "ROWWISE": row is not None,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "UNIT_M": unit_m,
             "UNIT_K": unit_k,
+            "GROUPS": padded_groups(groups),
+            "INDEXED": index is not None,
         },
         options,
     )  # fmt: skip
@@ -211,3 +260,17 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
     return both_by(plan_columnwise, x, format)
+
+
+def quantize_grouped_columnwise(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> Quantized:
+    """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
+    return grouped_columnwise_by(plan_columnwise, x, offs, index, format)
+
+
+def quantize_grouped(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> tuple[Quantized, Quantized]:
+    """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once."""
+    return grouped_by(plan_columnwise, x, offs, index, format)

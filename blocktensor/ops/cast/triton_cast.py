@@ -16,20 +16,31 @@ from torch import Tensor
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
+from .groups import (
+    blocks_of,
+    grouped_by,
+    grouped_columnwise_by,
+    padded_groups,
+    rows_of_block,
+)
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
 from .triton_128x128 import plan_128x128
 
 
-@triton.jit(do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k"])
+@triton.jit(
+    do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "col_blocks"]
+)
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
-    row_scale_ld, col_scale_ld, blocks_k, TILE_M: tl.constexpr, ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    METHOD: tl.constexpr,
+    row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, col_blocks,
+    TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr, GROUPS: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). out_ld = rows, a separate argument so that
-    # its divisibility by 16 is specialised.
+    # its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups` groups
+    # and fills one of `col_blocks` whole blocks of the columnwise form.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -38,14 +49,26 @@ def cast_1x128_kernel(
     if WIDE:  # offsets inside a tile pass 2^31
         m = m.to(tl.int64)
         k = k.to(tl.int64)
-    rows_left = rows - tile_m * TILE_M
+    col_m = tile_m.to(tl.int64) * TILE_M
+    if GROUPS:
+        first_m, rows_left, group = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
+        first_m = first_m.to(tl.int64)
+        col_left = tl.where((group >= 0) & (tile_m < col_blocks), 128, 0)
+    else:
+        first_m = col_m
+        rows_left = rows - tile_m * TILE_M
+        col_left = rows_left
     cols_left = cols - tile_k * 128
     inside = (m < rows_left)[:, None] & (k < cols_left)[None, :]
-    first_m = tile_m.to(tl.int64) * TILE_M
     first_k = tile_k.to(tl.int64) * 128
 
-    source = x_ptr + first_m * stride_m + first_k * stride_k
-    offsets = m[:, None] * stride_m + k[None, :] * stride_k
+    if INDEXED:
+        row = tl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(tl.int64)
+        source = x_ptr + first_k * stride_k
+        offsets = row[:, None] * stride_m + k[None, :] * stride_k
+    else:
+        source = x_ptr + first_m * stride_m + first_k * stride_k
+        offsets = m[:, None] * stride_m + k[None, :] * stride_k
     if EVEN:
         x = tl.load(source + offsets)
     else:
@@ -75,16 +98,16 @@ def cast_1x128_kernel(
         tl.store(
             col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + first_k + k,
             scale,
-            mask=k < cols_left,
+            mask=(k < cols_left) & (col_left > 0),
         )
         pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(x, pre[None, :], r[None, :], e[None, :], METHOD, POWER_OF_TWO)
         q = q.to(tl.float8e4nv)
-        target = col_ptr + first_k * out_ld + first_m + (k[:, None] * out_ld + m[None, :])
+        target = col_ptr + first_k * out_ld + col_m + (k[:, None] * out_ld + m[None, :])
         if EVEN:
             tl.store(target, tl.trans(q))
         else:
-            tl.store(target, tl.trans(q), mask=(k < cols_left)[:, None] & (m < rows_left)[None, :])
+            tl.store(target, tl.trans(q), mask=(k < cols_left)[:, None] & (m < col_left)[None, :])
 
 
 Planner = Callable[[Tensor, Quantized | None, Quantized], Launch]
@@ -103,9 +126,21 @@ def _warps_1x128(x: Tensor, columnwise: bool) -> int:
     return 16 if _vectorised(x) else 32  # fewer would spill
 
 
-def plan_1x128(x: Tensor, row: Quantized | None, col: Quantized | None) -> Launch:
-    """The launch that casts ``x[M, K]`` into the outputs that are not None."""
-    m, k = x.shape
+def plan_1x128(
+    x: Tensor,
+    row: Quantized | None,
+    col: Quantized | None,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Launch:
+    """The launch that casts ``x[M, K]`` into the outputs that are not None.
+
+    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
+    """
+    k = x.shape[1]
+    m = (x if index is None else index).shape[0]
+    groups = 0 if offs is None else offs.shape[0]
+    blocks_m = blocks_of(m, groups, row is not None)
     tile_m = BLOCK if col else 32
     made = row or col
     assert made is not None
@@ -115,18 +150,22 @@ def plan_1x128(x: Tensor, row: Quantized | None, col: Quantized | None) -> Launc
     blocks_k = num_blocks(k)
     return Launch(
         cast_1x128_kernel,
-        (ceil_div(m, tile_m) * blocks_k,),
+        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
-        (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1), m,
-         row_scale.stride(1), col_scale.stride(1), blocks_k),
+        (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
+         col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(1), blocks_k,
+         x if offs is None else offs, x if index is None else index, groups,
+         num_blocks(col.data.shape[1]) if col else 0),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
             "COLUMNWISE": col is not None,
-            "EVEN": m % tile_m == 0 and k % BLOCK == 0,
+            "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
             "WIDE": is_wide(*x.stride(), m, k),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
+            "GROUPS": padded_groups(groups),
+            "INDEXED": index is not None,
         },
         {"num_warps": _warps_1x128(x, col is not None)},
     )  # fmt: skip
@@ -153,6 +192,27 @@ def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]
     if awkward and x.dtype == torch.float32:
         return quantize_rowwise(x, format), quantize_columnwise(x, format)
     return both_by(plan_1x128, x, format)
+
+
+def quantize_grouped_columnwise(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> Quantized:
+    """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
+    return grouped_columnwise_by(plan_1x128, x, offs, index, format)
+
+
+def quantize_grouped(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> tuple[Quantized, Quantized]:
+    """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once.
+
+    Except fp32 with scalar loads, 64-bit offsets or an index: both casts of a tile would spill.
+    """
+    awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape) or index is not None
+    if awkward and x.dtype == torch.float32:
+        columnwise = quantize_grouped_columnwise(x, offs, index, format)
+        return quantize_rowwise(x if index is None else x[index], format), columnwise
+    return grouped_by(plan_1x128, x, offs, index, format)
 
 
 def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..devices import lacks_triton
-from ..formats import KERNEL_FORMATS, BlockFormat
+from ..devices import lacks_triton, sms
+from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
 from ..gemm.choose_backend import gluon_unusable, warn_slow
 from ..registry import Backend, Choice, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
+from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 
 @dataclass(frozen=True)
@@ -52,34 +53,28 @@ class GroupedKernels:
     launches: bool
 
 
-def _load_hopper() -> GroupedKernels:
-    from . import hopper
-
+def _kernels(module: Any, launches: bool) -> GroupedKernels:
     return GroupedKernels(
-        hopper.grouped_gemm, hopper.grouped_gemm_wgrad, hopper.grouped_gemm_wgrad_add_, True
+        module.grouped_gemm, module.grouped_gemm_wgrad, module.grouped_gemm_wgrad_add_, launches
     )
+
+
+def _load_hopper() -> GroupedKernels:
+    from . import hopper_launch
+
+    return _kernels(hopper_launch, launches=True)
 
 
 def _load_triton() -> GroupedKernels:
     from . import triton_gemm
 
-    return GroupedKernels(
-        triton_gemm.grouped_gemm,
-        triton_gemm.grouped_gemm_wgrad,
-        triton_gemm.grouped_gemm_wgrad_add_,
-        True,
-    )
+    return _kernels(triton_gemm, launches=True)
 
 
 def _load_reference() -> GroupedKernels:
     from .. import reference
 
-    return GroupedKernels(
-        reference.grouped_gemm,
-        reference.grouped_gemm_wgrad,
-        reference.grouped_gemm_wgrad_add_,
-        False,
-    )
+    return _kernels(reference, launches=False)
 
 
 def _unknown_format(p: GroupedProblem) -> str | None:
@@ -87,6 +82,17 @@ def _unknown_format(p: GroupedProblem) -> str | None:
         if format not in KERNEL_FORMATS:
             return f"no kernels for format {format.name}"
     return None
+
+
+def _gluon_why(p: GroupedProblem) -> str:
+    if p.kind == "gemm":
+        tile, _ = choose_gemm_tile(
+            p.tokens, p.n, num_blocks(p.k), p.experts, sms(p.device), p.bias is not None
+        )
+    else:
+        tile, _ = choose_wgrad_tile(p.n, p.k, p.tokens, p.experts, sms(p.device), p.accumulate)
+    rows, cols = tile.size
+    return f"{rows}x{cols} tiles"
 
 
 def _gluon_declines(p: GroupedProblem) -> str | None:
@@ -101,7 +107,7 @@ GroupedBackend = Backend[GroupedProblem, GroupedKernels]
 GroupedChoice = Choice[GroupedProblem, GroupedKernels]
 
 GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
-    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines),
+    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines, why=_gluon_why),
     Backend("triton", _load_triton, lacks_triton, _unknown_format, why=lambda _: "takes any shape"),
     Backend("reference", _load_reference, why=lambda _: "runs on any device"),
 )

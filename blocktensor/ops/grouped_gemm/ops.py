@@ -1,4 +1,4 @@
-"""Products of tokens in groups with a stack of experts, checked and decided once for each kind.
+"""Products of tokens in groups with a stack of experts, decided once for each kind of call.
 
 The rows of ``A[T, K]`` belong to groups, one after the other, which end at ``offs`` ``[E]`` (int32,
 cumulative, on the device). Nothing here reads ``offs`` on the host.
@@ -148,8 +148,8 @@ def _decide_wgrad(
 ) -> Callable[..., Tensor]:
     _check_wgrad(a, b, offs, tokens, out_dtype)
     shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
-    if 0 in shape:
-        return lambda a, *_: a.data.new_empty(shape, dtype=out_dtype)
+    if tokens == 0 or 0 in shape:
+        return lambda a, *_: a.data.new_zeros(shape, dtype=out_dtype)
     kernels = _kernels_for(_wgrad_problem(a, b, offs, tokens, out_dtype, False))
     return recorded(kernels.grouped_gemm_wgrad, kernels.launches)
 

@@ -29,12 +29,15 @@ class Output:
         bias: True if a bias is added.
         add: how sums are added to the output; None where they are stored.
         split: True if the output holds the sums of several parts of K, one below the other.
+        clip: True if rows before or after those of a tile's group belong to another, which a store
+            by TMA would overwrite: a row wave at the edge of a group is stored masked.
     """
 
     tma: bool
     bias: bool = False
     add: str | None = None
     split: bool = False
+    clip: bool = False
 
 
 @builtin
@@ -102,12 +105,21 @@ def _send(
 
 
 @gluon.jit
-def _add_pairs(x, out_ptr, row, col, M, N, out_ld):
+def _inside(rows, cols, begin, M, N, OUT: gl.constexpr):
+    # Elements that exist; with OUT.clip, those of rows from `begin` on.
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    if OUT.clip:
+        inside = inside & (rows >= begin)[:, None]
+    return inside
+
+
+@gluon.jit
+def _add_pairs(x, out_ptr, row, col, begin, M, N, out_ld, OUT: gl.constexpr):
     # Adds x to [row, col] from registers, two neighbours at a time. Rows that TMA can address are
     # multiples of 16 bytes, so that the edge does not split a pair.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
-    inside = ((rows < M)[:, None] & (cols < N)[None, :]).to(gl.int32)
+    inside = _inside(rows, cols, begin, M, N, OUT).to(gl.int32)
     place = rows.to(gl.int64)[:, None] * out_ld + cols[None, :]
     gl.inline_asm_elementwise(
         """{
@@ -127,8 +139,8 @@ def _add_pairs(x, out_ptr, row, col, M, N, out_ld):
 
 @gluon.jit
 def _add_directly(
-    chunks, out, out_ptr, out_s, row, col, M, N, out_ld, WAVE: gl.constexpr, WG: gl.constexpr,
-    T: gl.constexpr,
+    chunks, out, out_ptr, out_s, row, col, begin, M, N, out_ld, WAVE: gl.constexpr,
+    WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     # Chunks are numbered across all waves: the first BUFFERS of them go through the buffers.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
@@ -147,15 +159,17 @@ def _add_directly(
                 _reduce_add(out, [row, place], out_s[WG * BUFFERS + FIRST + i])
     for i in gl.static_range(COUNT):
         if FIRST + i >= BUFFERS:
-            _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, M, N, out_ld)
+            _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, begin, M, N, out_ld, OUT)
 
 
 @gluon.jit
-def _store_masked(x, out, row, col, M, N, out_ld, T: gl.constexpr):
+def _store_masked(
+    x, out, row, col, begin, M, N, out_ld, OUT: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
     # For rows that TMA cannot address, whose length is no multiple of 16 bytes.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    inside = _inside(rows, cols, begin, M, N, OUT)
     if T.turned:
         target = out + (cols.to(gl.int64)[None, :] * out_ld + rows[:, None])
     else:
@@ -164,22 +178,72 @@ def _store_masked(x, out, row, col, M, N, out_ld, T: gl.constexpr):
 
 
 @gluon.jit
+def _store_clipped(
+    parts, target, row, col, begin, M, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
+    # A row wave at the edge of a group: through the buffers, from which whole vectors are stored.
+    out, out_ptr, out_ld, out_s, _, _ = target
+    PARTS: gl.constexpr = T.cols * T.pieces
+    BITS: gl.constexpr = out.dtype.primitive_bitwidth
+    BUFFERS: gl.constexpr = T.out_buffers(BITS)
+    COUNT: gl.constexpr = T.cols * T.width // CHUNK
+    VECTOR: gl.constexpr = 128 // BITS
+    LANES: gl.constexpr = CHUNK // VECTOR
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
+    chunks = _chunks(parts, PARTS)
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    kept = (rows >= begin) & (rows < M)
+    place = out_ptr + rows.to(gl.int64)[:, None] * out_ld
+    tma.store_wait(0)
+    for i in gl.static_range(COUNT):
+        buffer = out_s[WG * BUFFERS + i % BUFFERS]
+        buffer.store(chunks[i].to(out.dtype))
+        values = buffer.load(LAYOUT)
+        cols = col + i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+        # TMA can address the rows, so that N is a multiple of a vector
+        inside = kept[:, None] & (cols // VECTOR < N // VECTOR)[None, :]
+        gl.store(place + cols[None, :], values, mask=inside)
+
+
+@gluon.jit
 def store_wave(
-    parts, target, row, col, M, N, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
-    T: gl.constexpr,
+    parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
+    OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64 or 32] from left to right.
-    out, out_ptr, out_ld, out_s, bias = target
+    # A bias is added to columns below `biased`. `begin` is read if OUT.clip.
+    _, out_ptr, out_ld, _, bias, biased = target
     PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.bias:
         for i in gl.static_range(PARTS):
-            parts = parts[:i] + (_with_bias(parts[i], bias, col + i * 64, N),) + parts[i + 1 :]
+            parts = parts[:i] + (_with_bias(parts[i], bias, col + i * 64, biased),) + parts[i + 1 :]
+    if OUT.clip and OUT.tma:
+        if (row >= begin) & (row + 64 <= M):
+            _store_whole(parts, target, row, col, begin, M, N, WAVE, WG, OUT, T)
+        elif (row + 64 > begin) & (row < M):
+            if OUT.add is not None:
+                for i in gl.static_range(PARTS):
+                    _add_pairs(parts[i], out_ptr, row, col + i * 64, begin, M, N, out_ld, OUT)
+            else:
+                _store_clipped(parts, target, row, col, begin, M, N, WG, OUT, T)
+    else:
+        _store_whole(parts, target, row, col, begin, M, N, WAVE, WG, OUT, T)
+
+
+@gluon.jit
+def _store_whole(
+    parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
+    OUT: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    out, out_ptr, out_ld, out_s, _, _ = target
+    PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.add == "direct":
         _add_directly(
-            _chunks(parts, PARTS), out, out_ptr, out_s, row, col, M, N, out_ld, WAVE, WG, T
-        )
+            _chunks(parts, PARTS), out, out_ptr, out_s, row, col, begin, M, N, out_ld, WAVE, WG,
+            OUT, T,
+        )  # fmt: skip
     elif OUT.tma:
         _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, OUT, T)
     else:
         for i in gl.static_range(PARTS):
-            _store_masked(parts[i], out, row, col + i * 64, M, N, out_ld, T)
+            _store_masked(parts[i], out, row, col + i * 64, begin, M, N, out_ld, OUT, T)

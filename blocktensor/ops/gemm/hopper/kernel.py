@@ -8,14 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from . import assembly
+from .allocate import allocate
 from .blocks import block_of_rows, block_of_squares
-from .epilogue import CHUNK, store_wave
+from .epilogue import store_wave
 from .pipeline import advance, produce, unknown, work_of
 from .products import column_scales, pieces, row_scales
-
-NARROW = gl.constexpr(assembly.NARROW)
-NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
 
 
 @gluon.jit
@@ -92,18 +89,10 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
         for wave in gl.static_range(WAVES):
             store_wave(
-                acc[wave * PARTS : (wave + 1) * PARTS], target, row0 + wave * 64, col0, M, N,
+                acc[wave * PARTS : (wave + 1) * PARTS], target, row0 + wave * 64, col0, 0, M, N,
                 wave, WG, OUT, T,
             )  # fmt: skip
     tma.store_wait(0)
-
-
-@gluon.jit
-def _mark(TEXT: gl.constexpr):
-    # a comment in the assembly, for assembly.py
-    gl.inline_asm_elementwise(
-        TEXT, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit(
@@ -117,37 +106,9 @@ def gemm_kernel(
 ):  # fmt: skip
     # `out` is a tensor map if OUT.tma, else a pointer. `bias` is read if OUT.bias. If OUT.split,
     # `out` holds the sums of each of the `splits` of K (`blocks_k` k blocks) one below the other.
-    E4M3: gl.constexpr = a_map.dtype
-    STAGES: gl.constexpr = T.stages
-    B_STEPS: gl.constexpr = T.n // T.b_rows_apart
-    a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)
-    b_s = gl.allocate_shared_memory(E4M3, [STAGES * B_STEPS, T.b_rows_apart, 128], b_map.layout)
-    out_s = ()
-    if OUT.tma:
-        # Within one allocation, the compiler would put a barrier between any two stores.
-        for _ in gl.static_range(T.warpgroups * T.out_buffers(out.dtype.primitive_bitwidth)):
-            buffer = gl.allocate_shared_memory(
-                out.dtype, [CHUNK, 64] if T.turned else [64, CHUNK], out.layout
-            )
-            out_s = out_s + (buffer,)
-    else:
-        out_s = (a_s,)  # not used
-    a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, T.a_scales], a_scale_map.layout)
-    b_scale_s = gl.allocate_shared_memory(
-        gl.float32, [STAGES * T.b_scale_copies, T.b_scales], b_scale_map.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=T.warpgroups)
-    if T.width == 96:
-        _mark(NARROW)
-    if T.b_block == 128:
-        _mark(NEWER_PTXAS)
-    stages = (a_s, a_scale_s, b_s, b_scale_s, full, empty)
+    stages, out_s = allocate(a_map, a_scale_map, b_map, b_scale_map, out, OUT, T)
     work = (M, N, tiles_m, tiles_n, blocks_k, splits)
-    target = (out, out_ptr, out_ld, out_s, bias)
+    target = (out, out_ptr, out_ld, out_s, bias, N)
     maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     if T.warpgroups == 1:
         gl.warp_specialize([

@@ -35,15 +35,27 @@ def _shared(rows: int, cols: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
 _VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def _data_map(data: Tensor, rows: int) -> TensorDescriptor:
+def data_map(data: Tensor, rows: int) -> TensorDescriptor:
+    """The map of a matrix for copies of ``rows`` rows by one k block."""
     layout = _shared(rows, BLOCK, gl.float8e4nv)
     return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [rows, BLOCK], layout)
 
 
-def _scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
-    # Scales as one vector: a tile at the edge reads too many, for rows that are not stored.
+def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
+    """The map of ``major`` lines of ``minor`` scales as one vector, for copies of ``count``.
+
+    A tile at the edge reads too many, for rows that are not stored.
+    """
     size = (major - 1) * ld + minor
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
+
+
+def output_map(out: Tensor, tile: Tile) -> TensorDescriptor:
+    """The map of an output matrix for stores of one output buffer."""
+    box = [WARPGROUP_ROWS, CHUNK.value]
+    box = box[::-1] if tile.turned else box
+    layout = _shared(*box, _OUT[out.dtype])
+    return TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
 
 
 def fits_tma(out: Tensor) -> bool:
@@ -83,19 +95,16 @@ def plan_gemm(
     blocks = num_blocks(k)
     tma = fits_tma(out)
     a_scale_ld = a.scale.stride(1)
-    a_scale_map = _scale_map(a.scale, tile.a_scales, a_scale_ld, m, blocks)
+    a_scale_map = scale_map(a.scale, tile.a_scales, a_scale_ld, m, blocks)
     if b.format.rows == 1:
         b_scale_ld = b.scale.stride(1)
-        b_scale_map = _scale_map(b.scale, tile.b_scales, b_scale_ld, n, blocks)
+        b_scale_map = scale_map(b.scale, tile.b_scales, b_scale_ld, n, blocks)
     else:
         b_scale_ld = b.scale.stride(0)
-        b_scale_map = _scale_map(b.scale, tile.b_scales, b_scale_ld, blocks, b.scale.shape[0])
+        b_scale_map = scale_map(b.scale, tile.b_scales, b_scale_ld, blocks, b.scale.shape[0])
     target: Tensor | TensorDescriptor = out
     if tma:
-        box = [WARPGROUP_ROWS, CHUNK.value]
-        box = box[::-1] if tile.turned else box
-        layout = _shared(*box, _OUT[out.dtype])
-        target = TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
+        target = output_map(out, tile)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
     output = Output(tma, bias is not None, add, splits > 1)
@@ -105,11 +114,11 @@ def plan_gemm(
     return Launch(
         gemm_kernel,
         (programs,),
-        (_data_map(a.data, tile.a_rows), a_scale_map, _data_map(b.data, tile.b_rows), b_scale_map,
+        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.b_rows), b_scale_map,
          target, out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // splits,
          splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
-        {"num_warps": 4} if tile.programs == 1 else {"num_warps": 4, "maxnreg": 128},
+        tile.options,
     )  # fmt: skip
 
 

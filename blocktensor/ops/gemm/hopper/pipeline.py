@@ -61,6 +61,19 @@ def _prefetch_lines(out_ptr, row, col, M, N, out_ld, first, T: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T: gl.constexpr):
+    # The share of k block `k` in the prefetch of the fp32 tile at [row, col]: in the second half of
+    # the k blocks, so that L2 does not evict the lines too early.
+    half = blocks_k // 2
+    if k >= half:
+        done = unknown(k - half)
+        share = blocks_k - half
+        groups = T.m * T.n // 32 // 32
+        for lines in range(done * groups // share, (done + 1) * groups // share):
+            _prefetch_lines(out_ptr, row, col, M, N, out_ld, lines * 32, T)
+
+
+@gluon.jit
 def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
@@ -108,12 +121,5 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
                     target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
                 tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
             if OUT.add == "staged" and not T.turned:
-                # in the second half of the k blocks, so that L2 does not evict the lines too early
-                half = blocks_k // 2
-                if k >= half:
-                    done = unknown(k - half)
-                    share = blocks_k - half
-                    groups = T.m * T.n // 32 // 32
-                    for lines in range(done * groups // share, (done + 1) * groups // share):
-                        _prefetch_lines(out_ptr, row, col, M, N, out_ld, lines * 32, T)
+                prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T)
             stage, phase = advance(stage, phase, T.stages)

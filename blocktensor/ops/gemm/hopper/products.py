@@ -42,7 +42,7 @@ def pieces(x, T: gl.constexpr):
 @gluon.jit
 def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
     # Starts product INDEX of this warpgroup's share of the stage, asynchronously.
-    A_COPIES: gl.constexpr = T.m // T.a_rows
+    A_COPIES: gl.constexpr = T.a_copies
     B_COPIES: gl.constexpr = T.n // T.b_rows
     ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + INDEX % T.cols) * T.width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...formats import BLOCK
 
@@ -29,6 +29,8 @@ class Tile:
         registers: registers of a consumer thread.
         programs: programs that an SM holds.
         turned: the transposed product is computed, and transposed as it is stored.
+        halves: the last tile of a group may be half as high (``half``): a row wave a warpgroup.
+        stage_m: rows of A that a stage holds, if not those of the tile.
     """
 
     name: str
@@ -45,6 +47,13 @@ class Tile:
     registers: int = 240
     programs: int = 1
     turned: bool = False
+    halves: bool = False
+    stage_m: int = 0
+
+    @property
+    def half(self) -> Tile:
+        """The tile of half the height, in the same stages."""
+        return replace(self, rows=self.rows // 2, halves=False, stage_m=self.m)
 
     @property
     def m(self) -> int:
@@ -79,7 +88,14 @@ class Tile:
     @property
     def a_rows(self) -> int:
         """Rows of A that one TMA copy loads."""
+        if self.halves:
+            return self.m // 2
         return self.m if self.m & (self.m - 1) == 0 else WARPGROUP_ROWS
+
+    @property
+    def a_copies(self) -> int:
+        """Copies of A that a stage holds."""
+        return (self.stage_m or self.m) // self.a_rows
 
     @property
     def b_rows(self) -> int:
@@ -107,6 +123,12 @@ class Tile:
     def b_scale_copies(self) -> int:
         """Copies that load the scales of B."""
         return 2 if self.width == 96 else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compiler options of a kernel with this tile."""
+        options = {"num_warps": 4}
+        return options if self.programs == 1 else options | {"maxnreg": 128}
 
     def out_buffers(self, bits: int) -> int:
         """Output buffers of a warpgroup for numbers of ``bits``."""

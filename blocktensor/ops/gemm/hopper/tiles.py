@@ -114,7 +114,8 @@ def speeds() -> dict[str, Speed]:
     }
 
 
-def _speed(tile: Tile, accumulate: bool) -> Speed:
+def speed_of(tile: Tile, accumulate: bool) -> Speed:
+    """The measured speed of a tile, of sums added to an output if ``accumulate``."""
     speed = speeds()[tile.name]
     return speeds().get(tile.name + ADDED, speed) if accumulate else speed
 
@@ -148,7 +149,7 @@ def choose_tile(
             continue
         if tile.turned and not turned:
             continue
-        speed = _speed(tile, accumulate)
+        speed = speed_of(tile, accumulate)
         for splits in [1] if tile.turned else possible_splits(blocks):
             us = speed.microseconds(m, n, blocks, sms, splits)
             if splits > 1:
@@ -164,7 +165,7 @@ def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool
     if items <= at_once:
         return items
     waves = ceil_div(items, at_once)
-    rounds = int(waves * _speed(tile, accumulate).wave(blocks) / PROGRAM_US)
+    rounds = int(waves * speed_of(tile, accumulate).wave(blocks) / PROGRAM_US)
     if rounds < 2:
         return at_once
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)

@@ -1,0 +1,80 @@
+"""Blocks of tokens in groups: their rows on the device, outputs and grids of casts on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import BLOCK, BlockFormat, Quantized, group_blocks, num_blocks
+from ..runtime.launch import Launch
+from ..scale_layouts import empty_quantized
+
+
+@triton.jit
+def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
+    group = tl.arange(0, GROUPS)
+    end = tl.load(offs_ptr + group, mask=group < groups, other=0)
+    begin = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
+    return place(block, group, begin, end, tokens)
+
+
+@triton.jit
+def place(block, group, begin, end, tokens):
+    # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
+    # hold the rows of no group. Returns the first row, the rows left, and the group, or -1.
+    end = tl.minimum(end, tokens)
+    begin = tl.minimum(begin, end)
+    blocks = (end - begin + 127) // 128
+    after = tl.cumsum(blocks, 0)
+    within = (block - (after - blocks)) * 128
+    mine = (within >= 0) & (block < after)
+    first = tl.max(tl.where(mine, begin + within, -1), 0)
+    left = tl.max(tl.where(mine, end - begin - within, 0), 0)
+    found = tl.max(tl.where(mine, group, -1), 0)
+    rest = tl.max(end, 0) + (block - tl.max(after, 0)) * 128
+    return tl.where(found < 0, rest, first), tl.where(found < 0, tokens - rest, left), found
+
+
+Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor, "Tensor | None"], Launch]
+"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form, by groups."""
+
+
+def padded_groups(groups: int) -> int:
+    """The size of a tensor of ``groups`` numbers on the device; 0 for none."""
+    return max(32, triton.next_power_of_2(groups)) if groups else 0
+
+
+def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
+    """The most blocks that ``tokens`` rows can take; for a rowwise cast, with those of no group."""
+    return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
+
+
+def grouped_columnwise_by(
+    plan: Planner, x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> Quantized:
+    """The columnwise form of tokens in groups, written by the kernel that ``plan`` launches."""
+    col = _empty_columnwise(x, offs, index, format)
+    plan(x, None, col, offs, index)()
+    return col
+
+
+def grouped_by(
+    plan: Planner, x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> tuple[Quantized, Quantized]:
+    """Both forms of tokens in groups, written by the kernel that ``plan`` launches."""
+    rows = (x if index is None else index).shape[0]
+    row = empty_quantized((rows, x.shape[1]), format, x.device)
+    col = _empty_columnwise(x, offs, index, format)
+    plan(x, row, col, offs, index)()
+    return row, col
+
+
+def _empty_columnwise(
+    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+) -> Quantized:
+    rows = (x if index is None else index).shape[0]
+    shape = x.shape[1], group_blocks(rows, offs.shape[0]) * BLOCK
+    return empty_quantized(shape, format, x.device)

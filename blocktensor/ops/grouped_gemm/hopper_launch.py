@@ -1,0 +1,126 @@
+"""The grouped Hopper GEMM's launchers: operands as tensor maps, the tile for a shape, the grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..devices import sms
+from ..formats import Quantized, ceil_div, num_blocks
+from ..gemm.hopper import assembly
+from ..gemm.hopper.epilogue import Output
+from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map
+from ..gemm.hopper.tile import Tile
+from ..runtime.launch import Launch
+from ..scale_layouts import in_vectors, stacked_scale, tma_scale
+from .hopper_kernel import grouped_kernel
+from .tiles import choose_gemm_tile, choose_wgrad_tile
+
+
+def plan_grouped_gemm(
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    programs: int,
+) -> Launch:
+    """The launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e."""
+    (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
+    blocks_k, blocks_n = num_blocks(k), num_blocks(n)
+    a_scale_ld, b_scale_ld = a.scale.stride(1), b.scale.stride(1)
+    output = Output(fits_tma(out), bias is not None, clip=True)
+    assembly.install()  # before each compilation: another library may have replaced the hook
+    return Launch(
+        grouped_kernel,
+        (programs,),
+        (data_map(a.data, tile.a_rows),
+         scale_map(a.scale, tile.a_scales, a_scale_ld, tokens, blocks_k),
+         data_map(b.data.flatten(0, 1), tile.b_rows),
+         scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n),
+         output_map(out, tile) if output.tma else out, out, out if bias is None else bias, offs,
+         tokens, n, n, experts, 0, ceil_div(n, tile.n), blocks_k, blocks_n, a_scale_ld, b_scale_ld,
+         out.stride(0)),
+        {"OUT": output, "T": tile},
+        tile.options,
+    )  # fmt: skip
+
+
+def plan_grouped_wgrad(
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    tokens: int,
+    out: Tensor,
+    accumulate: bool,
+    tile: Tile,
+    programs: int,
+) -> Launch:
+    """The launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
+    experts, n, k = out.shape
+    blocks = num_blocks(a.data.shape[1])
+    a_scale_ld, b_scale_ld = a.scale.stride(1), b.scale.stride(1)
+    rows = out.flatten(0, 1)
+    add = "staged" if accumulate else None
+    output = Output(fits_tma(rows), False, add, clip=n % tile.m != 0)
+    assembly.install()
+    return Launch(
+        grouped_kernel,
+        (programs,),
+        (data_map(a.data, tile.a_rows), scale_map(a.scale, tile.a_scales, a_scale_ld, n, blocks),
+         data_map(b.data, tile.b_rows), scale_map(b.scale, tile.b_scales, b_scale_ld, k, blocks),
+         output_map(rows, tile) if output.tma else rows, rows, rows, offs, tokens, n, k, experts,
+         ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
+        {"OUT": output, "T": tile},
+        tile.options,
+    )  # fmt: skip
+
+
+def _for_tma(x: Quantized) -> Quantized:
+    if x.data.ndim == 2:
+        return Quantized(in_vectors(x.data), tma_scale(x), x.format)
+    rows = in_vectors(x.data.flatten(0, 1))
+    return Quantized(rows.unflatten(0, x.data.shape[:2]), stacked_scale(x.scale), x.format)
+
+
+def grouped_gemm(
+    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """See :func:`blocktensor.ops.reference.grouped_gemm`."""
+    (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
+    out = torch.empty((tokens, n), dtype=out_dtype, device=a.data.device)
+    tile, programs = choose_gemm_tile(
+        tokens, n, num_blocks(k), experts, sms(out.device), bias is not None
+    )
+    bias = None if bias is None else bias.contiguous()
+    plan_grouped_gemm(_for_tma(a), _for_tma(b), offs, bias, out, tile, programs)()
+    return out
+
+
+def grouped_gemm_wgrad(
+    a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
+) -> Tensor:
+    """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad`."""
+    shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
+    out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
+    _run_wgrad(out, a, b, offs, tokens, accumulate=False)
+    return out
+
+
+def grouped_gemm_wgrad_add_(
+    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
+) -> None:
+    """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad_add_`."""
+    if fits_tma(out.flatten(0, 1)):
+        _run_wgrad(out, a, b, offs, tokens, accumulate=True)
+    else:
+        out.add_(grouped_gemm_wgrad(a, b, offs, tokens, out.dtype))
+
+
+def _run_wgrad(
+    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int, accumulate: bool
+) -> None:
+    experts, n, k = out.shape
+    tile, programs = choose_wgrad_tile(n, k, tokens, experts, sms(out.device), accumulate)
+    plan_grouped_wgrad(_for_tma(a), _for_tma(b), offs, tokens, out, accumulate, tile, programs)()

@@ -1,0 +1,103 @@
+"""The tile of a grouped GEMM: the one predicted to be fastest for groups of about equal sizes.
+
+The host does not know the groups' sizes: it counts on half a tile of waste at the end of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from ..formats import BLOCK, ceil_div
+from ..gemm.hopper.tile import Tile
+from ..gemm.hopper.tiles import PROGRAM_US, TILES
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """A tile and its measured speed: microseconds an item takes for each k block, and in all else.
+
+    Fitted on an H200 (2026-11-22) to two products: fprop of 128 groups of 512 rows, K 2048 and 768;
+    wgrad of 4 groups of 8160 tokens and of 64 of 718, each 0.3 to 1.7 of the mean.
+    """
+
+    tile: Tile
+    block_us: float
+    item_us: float
+
+    def microseconds(self, blocks: float) -> float:
+        """Of one item over so many k blocks."""
+        return blocks * self.block_us + self.item_us
+
+
+SQUARES = (
+    GroupedTile(replace(TILES["square 256x128"], halves=True), 0.96, 2.05),
+    GroupedTile(TILES["square 128x128"], 0.471, 1.46),
+    GroupedTile(TILES["square 64x128"], 0.61, 1.1),
+)
+"""Of products with B in 128x128 blocks: fprop and dgrad."""
+
+ROWS = (
+    GroupedTile(TILES["rows 256x128"], 1.067, 2.37),
+    GroupedTile(TILES["rows 128x192"], 0.801, 1.46),
+    GroupedTile(TILES["rows 64x128"], 0.648, 0.95),
+)
+"""Of products with 1x128 blocks on both sides: wgrad."""
+
+ADDED = (
+    GroupedTile(TILES["rows 256x128"], 1.067, 9.5),
+    # Buffers for a whole fp32 tile: the next item's products hide its addition.
+    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=12), 0.97, 4.6),
+)
+"""Of the same, whose sums are added to an fp32 output."""
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_gemm_tile(
+    tokens: int, n: int, blocks: int, experts: int, sms: int, bias: bool
+) -> tuple[Tile, int]:
+    """The tile for ``[tokens, n]`` in ``experts`` groups over ``blocks`` k blocks, and programs.
+
+    With a bias, tiles of two row waves leave no registers.
+    """
+    predicted = {}
+    for found in SQUARES:
+        tile = found.tile
+        if bias and tile.rows > 1:
+            continue
+        step = tile.m // 2 if tile.halves else tile.m
+        rows = tokens / tile.m + min(experts, tokens) * step / 2 / tile.m
+        items = math.ceil(rows) * ceil_div(n, tile.n)
+        predicted[tile] = _plan(found, items, blocks, sms)
+    return _best(predicted)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_wgrad_tile(
+    n: int, k: int, tokens: int, experts: int, sms: int, accumulate: bool
+) -> tuple[Tile, int]:
+    """The tile for ``[experts, n, k]`` contracted over ``tokens`` in all, and the programs."""
+    blocks = tokens / experts / BLOCK + 0.5
+    predicted = {}
+    for found in ADDED if accumulate else ROWS:
+        tile = found.tile
+        if tile.m > BLOCK and n % tile.m:  # stores at the edge of an expert leave no registers
+            continue
+        items = experts * ceil_div(n, tile.m) * ceil_div(k, tile.n)
+        predicted[tile] = _plan(found, items, blocks, sms)
+    return _best(predicted)
+
+
+def _plan(found: GroupedTile, items: int, blocks: float, sms: int) -> tuple[float, int]:
+    """Predicted microseconds, and the number of programs: more than fit, see ``PROGRAM_US``."""
+    at_once = sms * found.tile.programs
+    waves = ceil_div(items, at_once)
+    us = waves * found.microseconds(blocks)
+    rounds = max(1, int(us / PROGRAM_US))
+    return us, min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
+
+
+def _best(predicted: dict[Tile, tuple[float, int]]) -> tuple[Tile, int]:
+    tile = min(predicted, key=lambda tile: predicted[tile][0])
+    return tile, predicted[tile][1]

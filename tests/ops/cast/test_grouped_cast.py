@@ -1,0 +1,92 @@
+"""Casts of tokens in groups on a GPU: the bytes of the reference."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast import gluon_columnwise, triton_cast
+from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
+from tests.support.drawn_groups import blocks_of, drawn
+from tests.support.groups import ends
+from tests.support.numeric import KINDS, assert_same, values
+
+pytestmark = pytest.mark.gpu
+
+CUDA = "cuda"
+WIDTHS = (8, 128, 136, 576, 2048, 129, 1)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def assert_same_cast(made: Quantized, wanted: Quantized, blocks: int | None = None) -> None:
+    """Equal data and scales; of a columnwise cast, in the blocks that groups fill."""
+    columns = None if blocks is None else blocks * 128
+    assert_same(made.data[:, :columns], wanted.data[:, :columns])
+    assert_same(made.scale[:, :blocks], wanted.scale[:, :blocks])
+
+
+def check(
+    module: object, x: Tensor, sizes: tuple[int, ...], index: Tensor | None, format: BlockFormat
+) -> None:
+    offs, blocks = ends(*sizes, device=CUDA), blocks_of(sizes)
+    rowwise, columnwise = reference.quantize_grouped(x, offs, index, format)
+    row, col = module.quantize_grouped(x, offs, index, format)  # type: ignore[attr-defined]
+    assert_same_cast(row, rowwise)
+    assert_same_cast(col, columnwise, blocks)
+    alone = module.quantize_grouped_columnwise  # type: ignore[attr-defined]
+    assert_same_cast(alone(x, offs, index, format), columnwise, blocks)
+
+
+@pytest.mark.parametrize("module", [gluon_columnwise, triton_cast], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_groups(module: object, dtype: torch.dtype) -> None:
+    draw = random.Random(0)
+    for case in drawn(40, 40, (1,), WIDTHS):
+        k = case.k
+        if module is gluon_columnwise and k % 2:
+            k += 1
+        x = torch.randn(case.tokens, k, device=CUDA).to(dtype)
+        x[sum(case.sizes) :] = float("nan")  # of no group: in no columnwise block
+        index = None
+        if draw.random() < 0.4:
+            kind = draw.choice((torch.int32, torch.int64))
+            index = torch.randperm(case.tokens, device=CUDA).to(kind)
+            x = torch.nn.functional.pad(x, (0, 0, 0, 3)) if draw.random() < 0.5 else x
+        format = draw.choice((BLOCKS_1X128, BLOCKS_1X128_POW2))
+        check(module, x, case.sizes, index, format)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_values(kind: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
+    for module in (gluon_columnwise, triton_cast):
+        check(module, x, (0, 130, 1, 128, 30), None, BLOCKS_1X128)
+
+
+def test_strided_rows() -> None:
+    wide = torch.randn(300, 600, device=CUDA).bfloat16()
+    x = wide[:, 8:520]
+    offs = ends(129, 171, device=CUDA)
+    row, col = quantize_grouped(x, offs, BLOCKS_1X128)
+    rowwise, columnwise = reference.quantize_grouped(x.contiguous(), offs, None, BLOCKS_1X128)
+    assert_same_cast(row, rowwise)
+    assert_same_cast(col, columnwise, 4)
+    transposed = torch.randn(512, 300, device=CUDA).bfloat16().t()
+    col = quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
+    wanted = reference.quantize_grouped_columnwise(transposed, offs, None, BLOCKS_1X128)
+    assert_same_cast(col, wanted, 4)
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 256, 1000])
+def test_many_groups(experts: int) -> None:
+    draw = random.Random(experts)
+    sizes = tuple(draw.choice((0, 0, 1, 5, 140)) for _ in range(experts)) if experts > 1 else (77,)
+    x = torch.randn(sum(sizes) + 3, 128, device=CUDA).bfloat16()
+    for module in (gluon_columnwise, triton_cast):
+        check(module, x, sizes, None, BLOCKS_1X128)

@@ -1,0 +1,79 @@
+"""Drawn groups of tokens, and the operands of their products, for tests on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
+from tests.support.groups import ends
+
+SIZES = (0, 1, 3, 127, 128, 129, 300, 700)
+"""Sizes of groups at and around those of blocks and tiles."""
+
+
+def blocks_of(sizes: Sequence[int]) -> int:
+    """Blocks that groups of these sizes fill in a columnwise cast."""
+    return sum(-(-size // 128) for size in sizes)
+
+
+class Groups(NamedTuple):
+    """Groups of tokens, some of which may belong to none, and the sizes of an expert."""
+
+    sizes: tuple[int, ...]
+    left_over: int
+    n: int
+    k: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes) + self.left_over
+
+
+def drawn(seed: int, count: int, n: Sequence[int], k: Sequence[int]) -> Iterator[Groups]:
+    """``count`` seeded cases; each of ``n`` and ``k`` is met in turn."""
+    draw = random.Random(seed)
+    for i in range(count):
+        experts = draw.choice((1, 2, 3, 8, 33))
+        sizes = tuple(draw.choice(SIZES) for _ in range(experts))
+        if i % 7 == 3:  # all tokens in one group
+            sizes = tuple(sum(sizes) * (j == experts // 2) for j in range(experts))
+        left_over = draw.choice((0, 0, 1, 200))
+        yield Groups(sizes, left_over if sum(sizes) else 5, n[i % len(n)], k[i % len(k)])
+
+
+class Operands(NamedTuple):
+    """The casts of ``x[T, K]``, ``g[T, N]`` and ``w[E, N, K]``; rows of no group are NaN."""
+
+    offs: Tensor
+    x: tuple[Quantized, Quantized]
+    g: tuple[Quantized, Quantized]
+    w: Quantized
+
+
+def operands(
+    case: Groups,
+    device: torch.device | str,
+    format: BlockFormat = BLOCKS_1X128,
+    weight_format: BlockFormat = BLOCKS_128X128,
+) -> Operands:
+    rng = torch.Generator(device).manual_seed(case.tokens)
+    offs = ends(*case.sizes, device=device)
+
+    def tokens(width: int) -> Tensor:
+        made = torch.randn(case.tokens, width, generator=rng, device=device).bfloat16()
+        made[sum(case.sizes) :] = float("nan")
+        return made
+
+    w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
+    return Operands(
+        offs,
+        reference.quantize_grouped(tokens(case.k), offs, None, format),
+        reference.quantize_grouped(tokens(case.n), offs, None, format),
+        reference.quantize_rowwise(w, weight_format),
+    )

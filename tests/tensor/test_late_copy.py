@@ -1,0 +1,371 @@
+"""``weight.to(dtype)``: products read the weight's FP8 form, all other ops the values then."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor.tensor.fp8_tensor import Generation
+from tests.support.compiling import afresh, graphs
+from tests.support.models import SQUARE, complaint, linear, plain, randn
+
+__all__ = ["afresh"]
+
+N, K = 128, 192
+X = randn(5, K)
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bfloat16": lambda w: w.bfloat16(),
+    "to": lambda w: w.to(torch.bfloat16),
+    "to device and dtype": lambda w: w.to(w.device, torch.bfloat16),
+    "type_as": lambda w: w.type_as(X),
+    "before a transpose": lambda w: w.bfloat16().transpose(-2, -1).mT,
+    "after a transpose": lambda w: w.transpose(-2, -1).bfloat16().mT,
+    "of a view": lambda w: w[:].bfloat16().view_as(w),
+}
+
+
+def fp32_weight(recipe: Recipe | None = None) -> Any:
+    return linear(N, K, dtype=torch.float32, recipe=recipe or Recipe()).weight
+
+
+def stack(*shape: int, recipe: Recipe | None = None) -> Any:
+    values = randn(*shape, dtype=torch.float32)
+    return nn.Parameter(BlockwiseFP8Weight(values, recipe or Recipe()))
+
+
+def from_fp32(w: Any, x: Tensor) -> Tensor:
+    """``x wᵀ`` in x's dtype, with the weight cast from its own values."""
+    with torch.autocast("cpu", x.dtype):
+        return functional.linear(x, plain(w) if isinstance(w, BlockwiseFP8Weight) else w)
+
+
+def from_copy(w: Tensor, x: Tensor) -> Tensor:
+    """``x wᵀ`` with the weight cast from a copy in x's dtype."""
+    return functional.linear(x, w.to(x.dtype))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("policy", ["backward", "step", False])
+def test_a_product_reads_the_cast_of_the_weight_and_copies_nothing(how: str, policy: Any) -> None:
+    w = fp32_weight(Recipe(cache_weight=policy))
+    assert not torch.equal(from_fp32(w, X), from_copy(plain(w), X))  # they differ at all
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    values = plain(w).requires_grad_()
+    for step in range(2):
+        late = COPIES[how](w)
+        assert (type(late), late.dtype, late.shape) == (BlockwiseFP8Weight, torch.bfloat16, w.shape)
+        y = F.linear(ours, late)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = functional.linear(theirs, values)
+        assert torch.equal(y, wanted)
+        y.square().sum().backward(), wanted.square().sum().backward()
+        assert torch.equal(ours.grad, theirs.grad)
+        assert "master" not in late.__dict__
+        assert late.cache._copy is None
+        # a product under autocast returns the gradient of an fp32 weight in fp32
+        torch.testing.assert_close(w.grad, values.grad, rtol=2**-7, atol=0)
+        assert w.grad.dtype == torch.float32
+        assert w.cache.casts == (step + 1) * (2 if policy is False else 1) or policy == "step"
+        assert w.cache.nbytes() == 0 or policy == "step"
+        for module in (w, values):
+            module.grad = None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_has_the_bits_of_training(mode: Callable[[], Any]) -> None:
+    w = fp32_weight()
+    trained = F.linear(X, w.bfloat16())
+    with mode():
+        assert torch.equal(F.linear(X, w.bfloat16()), trained)
+        assert torch.equal(X @ w.bfloat16().t(), trained)
+
+
+def test_uses_in_one_forward_wait_with_one_form_and_every_forward_casts() -> None:
+    w = fp32_weight()
+    x = X.clone().requires_grad_()
+    late = w.bfloat16()
+    waiting = [F.linear(x, late), F.linear(x, w.bfloat16()), F.linear(x, late.t().t())]
+    assert w.cache.nbytes() == N * K + 2 * 4
+    assert w.cache.casts == 3
+    w.master.view(-1).data.mul_(2)  # a write that nothing counts
+    assert torch.equal(F.linear(x, w.bfloat16()), from_fp32(w, X))
+    for y in waiting:
+        y.sum().backward()
+
+
+def test_a_wider_copy_has_the_same_bytes() -> None:
+    w = linear(N, K).weight
+    wide = w.float()
+    assert wide.dtype == torch.float32
+    assert torch.equal(F.linear(X.float(), wide), functional.linear(X.float(), plain(w).float()))
+    assert wide.cache._copy is None
+
+
+def test_other_ops_see_the_values_and_products_stay_as_they_were() -> None:
+    w = fp32_weight()
+    late, values = w.bfloat16(), plain(w).bfloat16()
+    before = F.linear(X, late)
+    assert torch.equal(late.sum(), values.sum())
+    assert torch.equal(late * 1, values)
+    assert torch.equal(late.t().clone(), values.t())
+    assert torch.equal(late.sum(1), values.sum(1))
+    assert torch.equal(F.linear(X, late), before)
+    late.sum().backward()
+    assert torch.equal(w.grad, torch.ones(N, K))
+
+
+HANDED_OUT: dict[str, Callable[[Any], Tensor]] = {
+    "detach": lambda c: c.detach(),
+    "data": lambda c: c.data,
+    "master": lambda c: c.master,
+    "high precision": lambda c: c.high_precision().detach(),
+    "flat": lambda c: c.view(-1).detach(),
+    "numpy": lambda c: torch.from_dlpack(c.detach()),
+    "itself": lambda c: c,
+    "transposed": lambda c: c.t().detach(),
+    "a row": lambda c: c[3].detach(),
+    "rows": lambda c: c[:64].detach(),
+}
+
+
+@pytest.mark.parametrize("how", HANDED_OUT)
+def test_a_write_to_a_copy_reaches_its_products_and_not_the_weight(how: str) -> None:
+    w = fp32_weight()
+    before = plain(w)
+    late = w.bfloat16()
+    values = plain(w).bfloat16()
+    F.linear(X, late)
+    with torch.no_grad():
+        alias = HANDED_OUT[how](late)
+        assert torch.equal(alias.clone(), HANDED_OUT[how](_wrapped(values)).clone())
+        alias.add_(1)
+        HANDED_OUT[how](_wrapped(values)).add_(1)
+    assert torch.equal(late.detach().clone(), values)
+    assert torch.equal(F.linear(X, late), functional.linear(X, values))
+    assert torch.equal(w, before)
+    assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
+
+
+def _wrapped(values: Tensor) -> Any:
+    return BlockwiseFP8Weight(values)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "add_": lambda w: w.add_(1),
+    "copy_": lambda w: w.copy_(randn(N, K, seed=9)),
+    "of a view": lambda w: w.t().add_(1),
+    "init": nn.init.ones_,
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "new data": lambda w: setattr(w, "data", randn(N, K, seed=9, dtype=torch.float32)),
+    "SGD": lambda w: torch.optim.SGD([w], lr=1.0).step(),
+    "AdamW": lambda w: torch.optim.AdamW([w], lr=1.0, fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("grads", [True, False])
+def test_a_copy_keeps_the_values_of_its_moment(write: str, grads: bool) -> None:
+    """An fp32 copy that an optimizer or an average keeps, say."""
+    w = fp32_weight()
+    w.grad = torch.ones(N, K)
+    with torch.set_grad_enabled(grads):
+        late, transposed = w.bfloat16(), w.t().bfloat16()
+    values = plain(w).bfloat16()
+    with torch.no_grad():
+        WRITES[write](w)
+    assert not torch.equal(plain(w).bfloat16(), values)
+    assert torch.equal(late.detach(), values)
+    assert torch.equal(transposed.detach(), values.t())
+    product = F.linear(X, late)
+    assert torch.equal(product, functional.linear(X, values)) or write == "new data"
+
+
+def test_values_that_changed_unseen_before_they_were_read_raise() -> None:
+    module = linear(N, K, dtype=torch.float32)
+    late = module.weight.bfloat16()
+    module.state_dict()["weight"].add_(1)
+    for read in (lambda: late.sum(), lambda: F.linear(X, late), lambda: late.detach()):
+        with pytest.raises(RuntimeError, match=r"was changed \(it is at version"):
+            read()
+    assert_expected_inline(
+        complaint(RuntimeError, late.sum),
+        """\
+the FP8 weight [128, 192] was changed (it is at version 3) after .to(torch.bfloat16)
+at version 2 and before the values of that were read: call
+.to(torch.bfloat16).detach(), which copies them at once""",
+    )
+
+
+def test_a_write_between_forward_and_backward_raises() -> None:
+    w = fp32_weight()
+    y = F.linear(X.clone().requires_grad_(), w.bfloat16()).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16()])
+def test_a_module_in_another_dtype_holds_weights_of_its_own(convert: Callable[..., Any]) -> None:
+    module = linear(N, K, dtype=torch.float32)
+    weight, values = module.weight, plain(module.weight).bfloat16()
+    convert(module)
+    assert module.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert type(weight.cache).__name__ == "FP8Cache"
+    assert torch.equal(weight.__dict__["master"], values)
+    assert torch.equal(module(X), functional.linear(X, values))
+
+
+def test_a_parameter_made_of_a_copy_holds_values_of_its_own() -> None:
+    w = fp32_weight()
+    made = nn.Parameter(w.bfloat16())
+    with torch.no_grad():
+        made.mul_(2)
+    assert torch.equal(made, plain(w).bfloat16() * 2)
+    assert torch.equal(F.linear(X, made), functional.linear(X, plain(w).bfloat16() * 2))
+
+
+def test_copies_of_a_copy() -> None:
+    w = fp32_weight()
+    values = plain(w).bfloat16()
+    with torch.no_grad():
+        late = w.bfloat16()
+    file = io.BytesIO()
+    torch.save(late, file)
+    file.seek(0)
+    wide = late.float()
+    for made in (copy.deepcopy(late), late.clone(), torch.load(file, weights_only=True)):
+        assert isinstance(made, BlockwiseFP8Weight)
+        with torch.no_grad():
+            late.mul_(1)
+            made.add_(0)
+        assert torch.equal(made, values)
+        assert torch.equal(F.linear(X, made), functional.linear(X, values))
+    assert torch.equal(wide, values.float())
+    assert type(late.double()) is Tensor
+
+
+def test_a_copy_of_a_handed_out_copy_keeps_its_values_too() -> None:
+    late = fp32_weight().bfloat16()
+    wide = late.detach().float()
+    values = late.detach().clone().float()
+    with torch.no_grad():
+        late.add_(1)
+    assert torch.equal(wide.detach(), values)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_copy_on_another_device_is_there(frozen: bool) -> None:
+    w = linear(N, K, dtype=torch.float32, frozen=frozen).weight
+    for made in (w.to("meta", torch.bfloat16), w.to("meta")):
+        assert made.is_meta
+    assert w.to("meta", torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_not_a_copy_in_one_block_is_copied_at_once() -> None:
+    w = linear(N, 2 * K, dtype=torch.float32).weight
+    late = w[:, :K].bfloat16()
+    assert "master" in late.__dict__
+    assert torch.equal(F.linear(X, late), functional.linear(X, plain(w)[:, :K].bfloat16()))
+
+
+@pytest.mark.parametrize("write", [None, "whole", "part", "weight"])
+@pytest.mark.parametrize(
+    "part", [lambda w: w[1], lambda w: w.unbind(0)[1], lambda w: w.mT[-2].mT, lambda w: w[1:][0]]
+)
+def test_parts_of_a_copy_are_copies_of_the_parts(write: str | None, part: Any) -> None:
+    if write in ("whole", "part") and "unbind" in part.__code__.co_names:
+        pytest.skip("torch refuses writes to what unbind returns")
+    w = stack(3, N, K)
+    late, values = w.bfloat16(), plain(w).bfloat16()
+    got = part(late)
+    assert isinstance(got, BlockwiseFP8Weight)
+    assert got.cache._copy is None
+    wanted = from_fp32(plain(w)[1], X)
+    with torch.no_grad():
+        if write == "whole":
+            late.add_(1)
+        elif write == "part":
+            got.add_(1)
+        elif write == "weight":
+            w.add_(1)
+    if write in ("whole", "part"):
+        values[1] += 1
+    if write is not None:
+        wanted = functional.linear(X, values[1])
+    assert torch.equal(F.linear(X, got), wanted)
+    assert torch.equal(F.linear(X, part(late)), wanted)
+    assert torch.equal(got.detach(), values[1])
+    assert torch.equal(late[1].detach(), values[1])
+    part(w.bfloat16()).sum().backward()
+    assert torch.equal(w.grad, torch.zeros(3, N, K).index_fill_(0, torch.tensor(1), 1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_copies_writes_reads_and_products(seed: int) -> None:
+    choice = random.Random(seed)
+    w = fp32_weight()
+    held: list[tuple[Any, Tensor, Tensor]] = []  # copies, values then in fp32 and in bf16
+    for _ in range(25):
+        what = choice.choice(["copy", "write", "write to copy", "read", "product", "product"])
+        with torch.no_grad():
+            if what == "copy" or not held:
+                with torch.set_grad_enabled(choice.random() < 0.5):
+                    view = choice.choice([lambda w: w.bfloat16(), lambda w: w.t().bfloat16().t()])
+                    held.append((view(w), plain(w), plain(w).bfloat16()))
+                continue
+            late, exact, values = choice.choice(held)
+            if what == "write":
+                w.mul_(1 + choice.random())
+            elif what == "write to copy":
+                late.detach().mul_(2)
+                values.mul_(2)
+                exact.fill_(torch.nan)
+            elif what == "read":
+                assert torch.equal(late * 1, values)
+            else:
+                allowed = [from_copy(values, X), from_fp32(exact, X)]
+                assert any(torch.equal(F.linear(X, late), one) for one in allowed)
+                assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["bfloat16", "before a transpose", "after a transpose"])
+def test_compiled_products_have_eager_s_bits(how: str) -> None:
+    w = fp32_weight()
+
+    def product(x: Tensor) -> Tensor:
+        return F.linear(x, COPIES[how](w))
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (compiled, product):
+        x = X.clone().requires_grad_()
+        w.grad = None
+        y = run(x)
+        y.backward(randn(5, N, seed=3))
+        results.append((y, x.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert graphs() == 1
+
+
+def test_a_frozen_weight_shares_its_bytes() -> None:
+    frozen = BlockwiseFP8Tensor.quantize(randn(3, N, K, dtype=torch.float32), SQUARE)
+    frozen.generation = Generation()  # as of a weight that FSDP2 has gathered
+    assert frozen.bfloat16().generation is frozen.generation
+    narrow = frozen.bfloat16().transpose(-2, -1)
+    assert (narrow.dtype, narrow.shape) == (torch.bfloat16, (3, K, N))
+    assert narrow.columnwise_data.data_ptr() == frozen.rowwise_data.data_ptr()
+    assert torch.equal(narrow.dequantize(torch.float32), frozen.dequantize().mT)
