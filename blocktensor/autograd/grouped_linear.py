@@ -226,8 +226,7 @@ def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
     """
     ends = offs.clamp(0, x.shape[0]).cummax(0).values  # what is beyond would be read from memory
     begins_and_end = torch.nn.functional.pad(ends, (1, 0))
-    rows = x.contiguous().float()
-    return torch.segment_reduce(rows, "sum", offsets=begins_and_end, unsafe=True, initial=0)
+    return torch.segment_reduce(x.float(), "sum", offsets=begins_and_end, unsafe=True, initial=0)
 
 
 # _GroupedLinear.apply without its preparations for functorch, which would refuse it anyway

@@ -130,6 +130,9 @@ def test_an_fp8_input_and_an_fp8_gradient() -> None:
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
     trainable = stack(len(offs))
+    with torch.no_grad():
+        y = functional.grouped_linear(blocktensor.quantize(x), trainable, offs)
+    assert_same(y, want[0])
     assert_expected_inline(
         complaint(
             ValueError,

@@ -65,8 +65,8 @@ REFUSED_GEMMS = [
     ),
     (
         gemm(STACK, B),
-        "operand a has 3 dimensions, shape [2, 3, 130]: expected 2; stacks of matrices are not "
-        "supported here",
+        "operand a has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM "
+        "multiplies stacks",
     ),
     (
         gemm(A, changed(B, data=B.data.t().contiguous().t())),
@@ -138,8 +138,8 @@ REFUSED_GEMMS = [
     ),
     (
         gemm_add(torch.zeros(3, 5), A, STACK),
-        "operand b has 3 dimensions, shape [2, 3, 130]: expected 2; stacks of matrices are not "
-        "supported here",
+        "operand b has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM "
+        "multiplies stacks",
     ),
     (
         gemm_add(torch.zeros(3, 5), A, narrow(B, 128)),

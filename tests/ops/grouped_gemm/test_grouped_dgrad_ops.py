@@ -17,6 +17,7 @@ from blocktensor.ops.grouped_gemm.dgrad_ops import (
 )
 from tests.support.groups import GROUPS, ends
 from tests.support.numeric import assert_same, operand
+from tests.support.reference_ops import replace_op
 
 OPS = torch.ops.blocktensor
 NAMES = ("grouped_dgrad_of_rowwise", "grouped_dgrad_of_master")
@@ -55,6 +56,14 @@ def test_it_is_the_product_with_the_columnwise_form(groups: str, dtype: torch.dt
             assert_same(grouped_dgrad_of_master(g, lies, format, offs, dtype), want)
     for name, args in samples(groups, dtype).items():
         assert_same(getattr(OPS, name)(*args), want)
+
+
+def test_a_stack_that_lies_transposed_needs_no_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, w, offs = operands("ragged")
+    want = grouped_dgrad_of_master(g, w, BLOCKS_128X128, offs, torch.float32)
+    replace_op(monkeypatch, "transpose", lambda x: pytest.fail("a transpose"))
+    lies = w.mT.contiguous().mT
+    assert_same(grouped_dgrad_of_master(g, lies, BLOCKS_128X128, offs, torch.float32), want)
 
 
 @every_grouping
