@@ -18,8 +18,8 @@ from ..gemm.hopper.tiles import PROGRAM_US, TILES
 class GroupedTile:
     """A tile and its measured speed: microseconds an item takes for each k block, and in all else.
 
-    Fitted on an H200 (2026-11-22) to two products: fprop of 128 groups of 512 rows, K 2048 and 768;
-    wgrad of 4 groups of 8160 tokens and of 64 of 718, each 0.3 to 1.7 of the mean.
+    Fitted on an H200 (2026-11-22): fprop of 128 groups of 512 rows over K 2048 and 768 and of 8
+    groups of 4352 over 7168; wgrad of 4 groups of 8160 tokens and of 64 of 718.
     """
 
     tile: Tile
@@ -32,8 +32,8 @@ class GroupedTile:
 
 
 SQUARES = (
-    GroupedTile(replace(TILES["square 256x128"], halves=True), 0.96, 2.05),
-    GroupedTile(TILES["square 128x128"], 0.471, 1.46),
+    GroupedTile(replace(TILES["square 256x128"], halves=True), 0.89, 2.6),
+    GroupedTile(TILES["square 128x128"], 0.468, 1.46),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )
 """Of products with B in 128x128 blocks: fprop and dgrad."""

@@ -46,7 +46,7 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_groups(module: object, dtype: torch.dtype) -> None:
     draw = random.Random(0)
-    for case in drawn(40, 40, (1,), WIDTHS):
+    for case in drawn(21, 21, (1,), WIDTHS):
         k = case.k
         if module is gluon_columnwise and k % 2:
             k += 1
