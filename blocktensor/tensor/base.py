@@ -6,10 +6,13 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .accelerate_internals import address_of_bytes, names_by_address
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``."""
@@ -61,9 +64,11 @@ class FP8Base(Tensor):
         # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
         if sys._getframe(1).f_globals.get("__name__") == "torch._tensor":
             return 0
-        return self._address()
+        return self._address(sys._getframe(1))
 
-    def _address(self) -> int:
+    def _address(self, caller: FrameType) -> int:
+        if names_by_address(caller):
+            return address_of_bytes(self)
         raise NotImplementedError(
             f"a {type(self).__name__} has no memory of its own: take .rowwise_data and "
             f".rowwise_scale, or call .dequantize()"
@@ -73,9 +78,14 @@ class FP8Base(Tensor):
         """As of any tensor; refuses the swap with which a parametrization would end FP8.
 
         ``register_parametrization`` gives the parameter the content of ``right_inverse(weight)``,
-        which is plain where that computes new values.
+        which is plain where that computes new values. A swap of a tensor with itself, which changes
+        nothing, is allowed whoever uses it.
         """
         frame = sys._getframe(1).f_back
+        if frame is not None and frame.f_code.co_name == "swap_tensors":
+            names = frame.f_locals
+            if names.get("t1") is self and names.get("t2") is self:
+                return 1
         caller = None if frame is None else frame.f_back
         if caller is not None and caller.f_code.co_name == "_maybe_set":
             is_parametrize = caller.f_globals.get("__name__") == "torch.nn.utils.parametrize"
@@ -128,7 +138,7 @@ class MasterBase(FP8Base):
 
     master: Tensor
 
-    def _address(self) -> int:
+    def _address(self, caller: FrameType) -> int:
         return self.master.data_ptr()
 
     @property
