@@ -5,6 +5,7 @@ Other ops act on the master.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
+from .aot_autograd import share_storage
 from .base import on_master, view_of_its_kind
 from .weight import BlockwiseFP8Weight
 from .weight_cache import FP8Cache
@@ -22,17 +24,30 @@ _RANKS = (2, 3)
 """Ranks of weights: matrices and stacks of them."""
 
 
-@view_of_its_kind
+def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Give views the kind of their weight and, for compilers, its storage."""
+    of_its_kind = view_of_its_kind(implementation)
+
+    @functools.wraps(implementation)
+    def run(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
+        views = of_its_kind(func, w, *args, **kwargs)
+        share_storage(views, w)
+        return views
+
+    return run
+
+
+@_view
 def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master, cache=w.cache, transposed=w.transposed)
 
 
-@view_of_its_kind
+@_view
 def _t(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master.t(), cache=w.cache, transposed=not w.transposed)
 
 
-@view_of_its_kind
+@_view
 def _transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor:
     if {dim0 % w.ndim, dim1 % w.ndim} != {w.ndim - 2, w.ndim - 1}:
         return _as_weight(func(w.master, dim0, dim1), w)
@@ -40,7 +55,7 @@ def _transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor
     return BlockwiseFP8Weight(master, cache=w.cache, transposed=not w.transposed)
 
 
-@view_of_its_kind
+@_view
 def _permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     last_two_swapped = [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]
     if [d % w.ndim for d in dims] != last_two_swapped:
@@ -48,7 +63,7 @@ def _permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     return _transpose(func, w, -1, -2)
 
 
-@view_of_its_kind
+@_view
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
     """Views of a weight: matrices and stacks are weights, with blocks that begin where they do."""
     views = func(w.master, *args, **kwargs)

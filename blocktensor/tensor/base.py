@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .accelerate_internals import address_of_bytes, names_by_address
+from .aot_autograd import plain_tangent
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``."""
@@ -116,6 +117,10 @@ class FP8Base(Tensor):
     def grad(self) -> None:
         self.grad = None
 
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """What AOTAutograd traces as the gradient of a tensor of this type: a plain tensor."""
+        return plain_tangent(self)
+
     def _stable_hash_for_caching(self) -> str:
         """The key of torch's compile cache: structure and layouts, never values."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -140,6 +145,12 @@ class MasterBase(FP8Base):
 
     def _address(self, caller: FrameType) -> int:
         return self.master.data_ptr()
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Any, expected_type: type | None = None
+    ) -> Tensor | None:
+        """Its master, where a compiled backward was traced with a plain gradient and gets this."""
+        return self.master if expected_type is Tensor else None
 
     @property
     def counted(self) -> Tensor:
