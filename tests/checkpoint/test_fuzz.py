@@ -177,7 +177,7 @@ def test_damaged_checkpoints(sources: dict[str, Path], tmp_path: Path) -> None:
     """Other values than the original's load only where tensors have no digests.
 
     Such are the checkpoints of others, and one of ours whose index lost all of them by a second
-    damage, in some of 20,000 cases: nothing tells it from theirs.
+    damage, in 3 of 60,000 cases: nothing tells it from theirs.
     """
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
