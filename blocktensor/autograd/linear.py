@@ -189,7 +189,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
         w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format, ctx.cast)
-    ctx.cast = None  # frees the rowwise form before the GEMM allocates its output
+    saved_weight.release(ctx.cast)  # the rowwise form, before the GEMM allocates its output
     if ctx.cache is not None:
         ctx.cache.after_backward()
     if g is None:  # no gradient came back to this output
@@ -224,7 +224,7 @@ def _recorded_gradients(
     w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight, ctx.cast)
     if w is None:
         return None
-    ctx.cast = None
+    saved_weight.release(ctx.cast)
     ctx.cache.after_backward()
     is_matrix = grad.ndim == 2
     grad = grad if is_matrix else grad.reshape(-1, grad.shape[-1])

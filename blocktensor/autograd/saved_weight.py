@@ -113,6 +113,12 @@ def rowwise_alone(
     return operand.rowwise if operand.columnwise is None else None
 
 
+def release(cast: ForwardCast | GatheredCast | None) -> None:
+    """Free the FP8 form of a forward; what another backward compares stays."""
+    if isinstance(cast, ForwardCast):
+        cast.waiting = None
+
+
 def dgrad_as_one_op(
     g: Quantized,
     saved: Sequence[Tensor],

@@ -7,6 +7,7 @@ like, and offer no other place to tell them what an FP8 weight is.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..distributed.fsdp.begin_shard import chunks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.swap_in import carry_over
+from ..tensor.swap_in import carry_over, take_content
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -52,6 +53,10 @@ def _detach(tensor: Tensor) -> Tensor:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = caller.f_back.f_locals.get("param")
         if caller.f_back.f_code.co_name == "_apply" and isinstance(old, FP8Base):
+            # It sets .data of plain parameters. Of these, which it then swaps with themselves, it
+            # is done here, unless there are weak references, for which swap_tensors will raise.
+            if not weakref.getweakrefs(old) and take_content(old, made):
+                return old
             carry_over(old, made)
     return made
 

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ops.formats import BLOCKS_128X128
+from .digests import header_digest
 from .on_disk import (
     CONFIG,
     HEADERS,
     INDEX,
     SCALE_SUFFIXES,
     SINGLE,
+    TENSORS,
     CheckpointError,
     check_blocks,
-    header_digest,
     read_json,
 )
 
@@ -33,11 +34,15 @@ _LONGEST_NAME = 255
 
 
 class Entry(NamedTuple):
-    """A stored tensor, as the file's header describes it; the dtype by its name there."""
+    """A stored tensor, as the file's header describes it; the dtype by its name there.
+
+    ``digest``: what ``tensor_digest`` gave when it was written; None if the writer kept none.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    digest: str | None = None
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
@@ -51,15 +56,15 @@ def entries_of(folder: Path) -> dict[str, Entry]:
         check_blocks(read_json(folder / CONFIG), folder / CONFIG)
     if os.path.lexists(folder / INDEX):
         index = read_json(folder / INDEX)
-        places, digests = _index(index, folder / INDEX)
+        places, headers, digests = _index(index, folder / INDEX)
     elif os.path.lexists(folder / SINGLE):
-        places, digests = None, {}
+        places, headers, digests = None, {}, None
     else:
         raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
     files = [SINGLE] if places is None else sorted(set(places.values()))
     entries: dict[str, Entry] = {}
     for file in files:
-        found = _header(folder / file, digests.get(file))
+        found = _header(folder / file, headers.get(file))
         for name in found:
             if places is not None and places.get(name) != file:
                 place = places.get(name)
@@ -69,7 +74,16 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     for name, file in (places or {}).items():
         if name not in entries:
             raise CheckpointError(f"{folder / file}: tensor {name!r} is missing, {INDEX} names it")
-    return entries
+    if digests is None:
+        return entries
+    for name in entries:
+        if name not in digests:
+            raise CheckpointError(
+                f"{folder / INDEX}: tensor {name!r} has no digest in {TENSORS}, which has one for "
+                f"each tensor: copy the index again from where it is intact; without {TENSORS} all "
+                f"tensors load unchecked"
+            )
+    return {name: entry._replace(digest=digests[name]) for name, entry in entries.items()}
 
 
 def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
@@ -105,12 +119,16 @@ def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     return scales
 
 
-def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The file of each tensor, and the digest of each file's header if ``save_fp8`` wrote it."""
+def _index(
+    index: dict[str, Any], file: Path
+) -> tuple[dict[str, str], dict[str, str], dict[str, str] | None]:
+    """The file of each tensor, and the digests of headers and tensors if ``save_fp8`` wrote it."""
     places = index.get("weight_map")
-    metadata = index.get("metadata") or {}
-    digests = metadata.get(HEADERS, {}) if isinstance(metadata, dict) else {}
-    for what, found in (("weight_map", places), (HEADERS, digests)):
+    metadata = index.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {}
+    headers, digests = metadata.get(HEADERS, {}), metadata.get(TENSORS, {})
+    for what, found in (("weight_map", places), (HEADERS, headers), (TENSORS, digests)):
         fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
         if not fits:
             raise CheckpointError(f"{file}: {what} is no object of strings")
@@ -118,7 +136,7 @@ def _index(index: dict[str, Any], file: Path) -> tuple[dict[str, str], dict[str,
     for name in places.values():
         if os.path.basename(name) != name or not 0 < len(name) <= _LONGEST_NAME or name == ".":
             raise CheckpointError(f"{file}: {reprlib.repr(name)} is no file of its folder")
-    return places, digests
+    return places, headers, digests if TENSORS in metadata else None
 
 
 def _header(file: Path, digest: str | None) -> dict[str, Entry]:

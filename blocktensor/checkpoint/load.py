@@ -15,6 +15,7 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry, entries_of, scales_of
+from .digests import Check, checking
 from .load_report import LoadReport
 from .on_disk import CheckpointError, bad_scale, refuse_sharded, require_safetensors
 
@@ -54,10 +55,11 @@ def load_fp8(
             checkpoint whose scales are powers of two.
 
     Raises:
-        ImportError: safetensors is not installed.
-        CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or
-            dtype does not fit the model; a scale that is not finite and above 0, or does not fit
-            the recipe; names that are missing or unexpected, if ``strict``.
+        ImportError: safetensors or NumPy is not installed.
+        CheckpointError: a file that is missing, truncated or malformed; a tensor that is not the
+            one that :func:`save_fp8` wrote, by its SHA-256; a tensor whose shape or dtype does not
+            fit the model; a scale that is not finite and above 0, or does not fit the recipe; names
+            that are missing or unexpected, if ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
     """
     require_safetensors()
@@ -81,7 +83,8 @@ def load_fp8(
         _check(name, entries, scales.get(name), targets[name])
 
     home = torch.device("cpu" if device is None else device)
-    made = _read(wanted, entries, scales, targets, home, recipe)
+    with checking() as check:
+        made = _read(wanted, entries, scales, targets, home, recipe, check)
     tied: dict[int, nn.Parameter] = {}
     for name, value in made.items():
         _put(targets[name], value, tied)
@@ -172,19 +175,20 @@ def _read(
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
+    check: Check,
 ) -> dict[str, Tensor]:
-    """The new tensors of the model, read file by file."""
+    """The new tensors of the model, read file by file, to be kept only if all checks pass."""
     made: dict[str, Tensor] = {}
     files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
     for name in sorted(names, key=lambda name: entries[name].file):
         current = targets[name].current
         home = device if current.is_meta else current.device
-        value = _tensor(name, entries[name], files)
+        value = _tensor(name, entries[name], files, check)
         # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to
         # the file would change the model.
         if name in scales:
             chosen = recipe or _recipe_of(current)
-            scale = _tensor(scales[name], entries[scales[name]], files).float()
+            scale = _tensor(scales[name], entries[scales[name]], files, check).float()
             problem = bad_scale(scale, chosen.weight_format)
             if problem is not None:
                 file = entries[scales[name]].file
@@ -210,16 +214,18 @@ def _recipe_of(current: Tensor) -> Recipe:
     return DEFAULT_RECIPE
 
 
-def _tensor(name: str, entry: Entry, files: dict[Path, Any]) -> Tensor:
+def _tensor(name: str, entry: Entry, files: dict[Path, Any], check: Check) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
         if entry.file not in files:
             files[entry.file] = safe_open(entry.file, framework="pt")
         value: Tensor = files[entry.file].get_tensor(name)
-        return value
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read ({error})") from None
+    if entry.digest is not None:
+        check(name, entry.file, entry.digest, value)
+    return value
 
 
 def _put(target: _Target, value: Tensor, replaced: dict[int, nn.Parameter]) -> None:

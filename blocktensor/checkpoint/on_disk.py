@@ -8,7 +8,6 @@ are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8"
 
 from __future__ import annotations
 
-import hashlib
 import json
 import reprlib
 import stat
@@ -28,11 +27,14 @@ CONFIG = "config.json"
 HEADERS = "header_sha256"
 """Entry of the index's metadata: the digest of each file's header, its length included."""
 
+TENSORS = "tensor_sha256"
+"""Entry of the index's metadata: the digest of each tensor, scales included."""
+
 SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 """Suffix that names a weight's scales, by spelling."""
 
-_MAX_HEADER = 100 << 20
-"""The limit of safetensors itself, in bytes; indexes are shorter than the headers they describe."""
+MAX_HEADER = 100 << 20
+"""The limit of safetensors itself, in bytes; an index of 300,000 tensors is shorter."""
 
 
 class CheckpointError(ValueError):
@@ -40,12 +42,13 @@ class CheckpointError(ValueError):
 
 
 def require_safetensors() -> None:
-    """Raise ImportError if safetensors is not installed."""
+    """Raise ImportError if safetensors, or NumPy for its digests, is not installed."""
     try:
+        import numpy  # noqa: F401
         import safetensors  # noqa: F401
-    except ImportError:
+    except ImportError as error:
         raise ImportError(
-            "FP8 checkpoints need safetensors: pip install 'blocktensor[checkpoint]'"
+            f"FP8 checkpoints need {error.name}: pip install 'blocktensor[checkpoint]'"
         ) from None
 
 
@@ -167,8 +170,8 @@ def read_json(file: Path) -> dict[str, Any]:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe or a device would be read for ever
             raise CheckpointError(f"{file}: not readable as JSON (it is no file)")
-        if found.st_size > _MAX_HEADER:
-            raise CheckpointError(f"{file}: larger than {_MAX_HEADER} bytes")
+        if found.st_size > MAX_HEADER:
+            raise CheckpointError(f"{file}: larger than {MAX_HEADER} bytes")
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
@@ -179,15 +182,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
-
-
-def header_digest(file: Path) -> str:
-    """SHA-256 of a file's header (length, names, dtypes, places); CheckpointError if truncated."""
-    with file.open("rb") as opened:
-        length = opened.read(8)
-        size = int.from_bytes(length, "little")
-        fits = len(length) == 8 and size <= min(_MAX_HEADER, file.stat().st_size - 8)
-        header = opened.read(size) if fits else b""
-    if not fits or len(header) < size:
-        raise CheckpointError(f"{file}: truncated: it ends before its header does")
-    return hashlib.sha256(length + header).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..ops.cast.ops import quantize_rowwise
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .digests import THREADS, header_digest, tensor_digest
 from .in_place import flush, holds_nothing, put_in_place, staging, umask, write_json
 from .on_disk import (
     CONFIG,
@@ -20,8 +22,8 @@ from .on_disk import (
     INDEX,
     SCALE_SUFFIXES,
     SINGLE,
+    TENSORS,
     bad_scale,
-    header_digest,
     quantization_config,
     refuse_sharded,
     require_safetensors,
@@ -69,7 +71,7 @@ def save_fp8(
         ``path``.
 
     Raises:
-        ImportError: safetensors is not installed.
+        ImportError: safetensors or NumPy is not installed.
         ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
             weight that holds NaN or Inf, which :func:`load_fp8` refuses.
         NotImplementedError: a sharded model.
@@ -191,15 +193,19 @@ def _write_tensors(
     shards = _shards(tensors, max_shard_bytes)
     places: dict[str, str] = {}
     headers: dict[str, str] = {}
+    digests: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):
         file = shard_name(number, len(shards))
         stored = {k: v for name in names for k, v in _stored(name, tensors[name], suffix).items()}
-        save_file(stored, folder / file, metadata={"format": "pt"})
+        with ThreadPoolExecutor(THREADS) as pool:  # while the file is written
+            found = pool.map(tensor_digest, stored.values())
+            save_file(stored, folder / file, metadata={"format": "pt"})
+            digests |= zip(stored, found, strict=True)
         os.chmod(folder / file, 0o666 & ~umask())  # safetensors 0.8 lets its owner alone read it
         flush(folder / file)
         places |= dict.fromkeys(stored, file)
         headers[file] = header_digest(folder / file)
         total += sum(x.nbytes for x in stored.values())
-    metadata = {"total_size": total, HEADERS: headers}
+    metadata = {"total_size": total, HEADERS: headers, TENSORS: dict(sorted(digests.items()))}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})

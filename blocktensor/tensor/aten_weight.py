@@ -5,6 +5,7 @@ Other ops act on the master.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
+from .aot_autograd import share_storage
 from .base import on_master, view_of_its_kind
 from .fp8_tensor import only_dtype, refuse_to_pick
 from .late_copy import LateCopy
@@ -24,12 +26,25 @@ _RANKS = (2, 3)
 """Ranks of weights: matrices and stacks of them."""
 
 
-@view_of_its_kind
+def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Give views the kind of their weight and, for compilers, its storage."""
+    of_its_kind = view_of_its_kind(implementation)
+
+    @functools.wraps(implementation)
+    def run(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
+        views = of_its_kind(func, w, *args, **kwargs)
+        share_storage(views, w)
+        return views
+
+    return run
+
+
+@_view
 def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(w.master, cache=w.cache.own(), transposed=w.transposed)
 
 
-@view_of_its_kind
+@_view
 def _t(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     return _swapped(w)
 
@@ -48,14 +63,14 @@ def _late(cache: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight.without_master(like, cache.dtype, cache, transposed)
 
 
-@view_of_its_kind
+@_view
 def _transpose(func: Any, w: BlockwiseFP8Weight, dim0: int, dim1: int) -> Tensor:
     if {dim0 % w.ndim, dim1 % w.ndim} != {w.ndim - 2, w.ndim - 1}:
         return _as_weight(func(w.master, dim0, dim1), w)
     return _swapped(w)
 
 
-@view_of_its_kind
+@_view
 def _permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     last_two_swapped = [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]
     if [d % w.ndim for d in dims] != last_two_swapped:
@@ -63,7 +78,7 @@ def _permute(func: Any, w: BlockwiseFP8Weight, dims: list[int]) -> Tensor:
     return _transpose(func, w, -1, -2)
 
 
-@view_of_its_kind
+@_view
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
     """Views of a weight: matrices and stacks are weights, with blocks that begin where they do."""
     cache = w.cache

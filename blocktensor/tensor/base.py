@@ -6,10 +6,14 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .accelerate_internals import address_of_bytes, names_by_address
+from .aot_autograd import plain_tangent
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
@@ -66,9 +70,11 @@ class FP8Base(Tensor):
         # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
         if sys._getframe(1).f_globals.get("__name__") == "torch._tensor":
             return 0
-        return self._address()
+        return self._address(sys._getframe(1))
 
-    def _address(self) -> int:
+    def _address(self, caller: FrameType) -> int:
+        if names_by_address(caller):
+            return address_of_bytes(self)
         raise NotImplementedError(
             f"a {type(self).__name__} has no memory of its own: take .rowwise_data and "
             f".rowwise_scale, or call .dequantize()"
@@ -78,9 +84,14 @@ class FP8Base(Tensor):
         """As of any tensor; refuses the swap with which a parametrization would end FP8.
 
         ``register_parametrization`` gives the parameter the content of ``right_inverse(weight)``,
-        which is plain where that computes new values.
+        which is plain where that computes new values. A swap of a tensor with itself, which changes
+        nothing, is allowed whoever uses it.
         """
         frame = sys._getframe(1).f_back
+        if frame is not None and frame.f_code.co_name == "swap_tensors":
+            names = frame.f_locals
+            if names.get("t1") is self and names.get("t2") is self:
+                return 1
         caller = None if frame is None else frame.f_back
         if caller is not None and caller.f_code.co_name == "_maybe_set":
             is_parametrize = caller.f_globals.get("__name__") == "torch.nn.utils.parametrize"
@@ -111,6 +122,10 @@ class FP8Base(Tensor):
     def grad(self) -> None:
         self.grad = None
 
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """What AOTAutograd traces as the gradient of a tensor of this type: a plain tensor."""
+        return plain_tangent(self)
+
     def _stable_hash_for_caching(self) -> str:
         """The key of torch's compile cache: structure and layouts, never values."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -135,8 +150,14 @@ class MasterBase(FP8Base):
 
     master: Tensor
 
-    def _address(self) -> int:
+    def _address(self, caller: FrameType) -> int:
         return self.master.data_ptr()
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Any, expected_type: type | None = None
+    ) -> Tensor | None:
+        """Its master, where a compiled backward was traced with a plain gradient and gets this."""
+        return self.master if expected_type is Tensor else None
 
     @property
     def counted(self) -> Tensor:

@@ -283,7 +283,8 @@ def computed_weights(out: Any, args: Sequence[Any]) -> Any:
     weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]
     if not weights or not any(x.requires_grad for x in tensors):
         return out
-    shapes, recipe = {x.shape for x in weights}, weights[0].recipe
+    # a list: symbolic sizes have no hash
+    shapes, recipe = [x.shape for x in weights], weights[0].recipe
 
     def typed(x: Any) -> Any:
         is_value = isinstance(x, Tensor) and not isinstance(x, FP8Base)

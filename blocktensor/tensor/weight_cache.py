@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -31,18 +31,20 @@ class WaitingForm:
         self.operand: Operand | None = None
 
 
-class ForwardCast(NamedTuple):
+class ForwardCast:
     """What one graph holds of its forward's cast.
 
     Attributes:
         cache: that made it.
         version: of the master then.
-        waiting: the form; None where backward casts again, or finds the form of ``StepReuse``.
+        waiting: the form; None where backward casts again, or finds the form of ``StepReuse``, and
+            once a backward has read it.
     """
 
-    cache: FP8Cache
-    version: int
-    waiting: WaitingForm | None
+    __slots__ = ("cache", "version", "waiting")
+
+    def __init__(self, cache: FP8Cache, version: int, waiting: WaitingForm | None) -> None:
+        self.cache, self.version, self.waiting = cache, version, waiting
 
 
 class FP8Cache:
@@ -159,9 +161,11 @@ class FP8Cache:
                 of the weight; this compares the master's, which counts writes to a tensor of
                 ``state_dict()``, for example.
         """
-        # weight.data = … makes another cache: plain PyTorch too would use the new values
-        if cast is None or cast.cache is not self:
+        if cast is None:
             return self.get(user)
+        if cast.cache is not self:
+            # after weight.data = … or .half(); F.linear of plain PyTorch has saved old values too
+            return cast.cache.get_in_backward(user, cast)
         now = self.version()
         if now != cast.version:
             raise RuntimeError(

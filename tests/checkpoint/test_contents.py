@@ -38,8 +38,10 @@ def test_what_a_checkpoint_holds(folder: Path) -> None:
     del wanted["head.weight"]
     wanted |= {"up.weight_scale_inv": (2, 3), "down.weight_scale_inv": (3, 2)}
     assert {name: entry.shape for name, entry in entries.items()} == wanted
-    assert entries["embed.weight"] == (folder / FIRST, "BF16", (32, 300))
-    assert entries["up.weight"] == (folder / SECOND, "F8_E4M3", (200, 300))
+    digests = json.loads((folder / INDEX).read_text())["metadata"]["tensor_sha256"]
+    assert {name: entry.digest for name, entry in entries.items()} == digests
+    assert entries["embed.weight"][:3] == (folder / FIRST, "BF16", (32, 300))
+    assert entries["up.weight"][:3] == (folder / SECOND, "F8_E4M3", (200, 300))
     assert scales_of(entries) == {
         "up.weight": "up.weight_scale_inv",
         "down.weight": "down.weight_scale_inv",
@@ -101,6 +103,40 @@ INDEXES: dict[str, tuple[Callable[[Index], Any], str]] = {
         lambda i: i["metadata"].update(header_sha256=[1]),
         "header_sha256 is no object of strings",
     ),
+    **{
+        f"digests of tensors that are {value!r}": (
+            lambda i, value=value: i["metadata"].update(tensor_sha256=value),
+            f"{INDEX}: tensor_sha256 is no object of strings",
+        )
+        for value in (None, [1], "x", {"up.weight": 1}, {"up.weight": None}, {"up.weight": ["x"]})
+    },
+    "no digest of a tensor": (
+        lambda i: i["metadata"]["tensor_sha256"].pop("up.bias"),
+        f"{INDEX}: tensor 'up.bias' has no digest in tensor_sha256, which has one for each tensor: "
+        f"copy the index again from where it is intact; without tensor_sha256 all tensors load "
+        f"unchecked$",
+    ),
+    "no digest of scales": (
+        lambda i: i["metadata"]["tensor_sha256"].pop("up.weight_scale_inv"),
+        "tensor 'up.weight_scale_inv' has no digest in tensor_sha256",
+    ),
+    "no digest of any tensor": (
+        lambda i: i["metadata"].update(tensor_sha256={}),
+        "tensor 'embed.weight' has no digest in tensor_sha256",
+    ),
+    **{
+        f"another digest of a tensor, {what}": (
+            lambda i, other=other: i["metadata"]["tensor_sha256"].update(
+                {"up.bias": other(i["metadata"]["tensor_sha256"]["up.bias"])}
+            ),
+            f"{SECOND}: corrupted: tensor 'up.bias' is not the one that was written",
+        )
+        for what, other in {
+            "empty": lambda digest: "",
+            "cut": lambda digest: digest[:-1],
+            "in its last digit": lambda digest: digest[:-1] + ("1" if digest[-1] == "0" else "0"),
+        }.items()
+    },
     "another digest": (
         lambda i: i["metadata"]["header_sha256"].update({SECOND: "0" * 64}),
         f"{SECOND}: corrupted: its header is not the one that was written",

@@ -30,6 +30,8 @@ FIRST = int(os.environ.get("CHECKPOINT_FUZZ_SEED", "0"))
 OTHER_BLOCKS = "weights are scaled in blocks of ["
 """The NotImplementedError that load_fp8 documents."""
 
+UNDIGESTED = "other values, digests removed"
+
 MOST_MEMORY = 128 << 20
 """Bytes that loads of checkpoints of 40 kB may add to the process."""
 
@@ -61,18 +63,25 @@ def tiny(seed: int, frozen: bool = False) -> Tiny:
     return model
 
 
+def without(source: Path, folder: Path, digests: str) -> Path:
+    """A copy of a checkpoint, without digests of one kind."""
+    shutil.copytree(source, folder)
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"][digests]
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sound checkpoints of one model: as we write them, and as others do, without digests."""
+    """Sound checkpoints of one model: as we write them, as we wrote them, and as others do."""
     root, model = tmp_path_factory.mktemp("sources"), tiny(1, frozen=True)
     made = {
         "ours": save_fp8(model, root / "ours", max_shard_bytes=10_000),
         "ours, one shard": save_fp8(model, root / "one", spelling="compressed-tensors"),
     }
-    made["indexed"] = shutil.copytree(made["ours"], root / "indexed")
-    index = json.loads((root / "indexed" / INDEX).read_text())
-    del index["metadata"]["header_sha256"]
-    (root / "indexed" / INDEX).write_text(json.dumps(index))
+    made["older"] = without(made["ours"], root / "older", "tensor_sha256")
+    made["indexed"] = without(made["older"], root / "indexed", "header_sha256")
     tensors: dict[str, Tensor] = {}
     for file in made["ours"].glob("*.safetensors"):
         tensors |= load_file(file)
@@ -110,6 +119,14 @@ def assert_holds(model: Tiny, stored: dict[str, Tensor], names: tuple[str, ...])
             assert torch.equal(bits(x.detach()), bits(wanted))
 
 
+def has_digests(folder: Path) -> bool:
+    """Whether tensors of a checkpoint have digests, as all that we write have."""
+    try:
+        return "tensor_sha256" in json.loads((folder / INDEX).read_bytes())["metadata"]
+    except (FileNotFoundError, KeyError, TypeError):
+        return False
+
+
 def target(draw: random.Random) -> Tiny:
     """A model to load into: plain, frozen, or on meta."""
     kind = draw.choice(["plain", "frozen", "meta"])
@@ -144,19 +161,23 @@ def outcome(seed: int, sources: dict[str, Path], folder: Path) -> str:
     try:
         assert_holds(model, original, loaded)
     except AssertionError:
-        # Damage to JSON can remove the digests of headers, which only ours have.
-        unseen = {*OF_VALUES} if kind.startswith("ours") else {*OF_VALUES, *OF_HEADERS}
-        if used & {*OF_JSON}:
-            unseen |= {*OF_HEADERS}
+        assert not has_digests(folder), "other values under digests"
+        if kind.startswith("ours"):
+            assert len(used) > 1, "other values, though only one thing was damaged"
+            return UNDIGESTED
+        # Damage to JSON can remove the digests of headers.
+        headers_have_digests = kind == "older" and not used & {*OF_JSON}
+        unseen = {*OF_VALUES} if headers_have_digests else {*OF_VALUES, *OF_HEADERS}
         assert used & unseen, "other values without damage to values"
         return "other values"
     return "equal in part" if report.missing else "equal"
 
 
 def test_damaged_checkpoints(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Other values than the original's come only of other values in sound files.
+    """Other values than the original's load only where tensors have no digests.
 
-    A flipped byte of a weight is such a value: digests cover headers, not data.
+    Such are the checkpoints of others, and one of ours whose index lost all of them by a second
+    damage, in 3 of 60,000 cases: nothing tells it from theirs.
     """
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
@@ -174,8 +195,9 @@ def test_damaged_checkpoints(sources: dict[str, Path], tmp_path: Path) -> None:
     print(dict(outcomes), f"{grown >> 20} MiB more")
     assert failures == []
     assert grown < MOST_MEMORY
-    kinds = {"CheckpointError", "equal", "equal in part", "other values", OTHER_BLOCKS}
+    kinds = {"CheckpointError", "equal", "equal in part", "other values", UNDIGESTED, OTHER_BLOCKS}
     assert outcomes.keys() <= kinds
+    assert outcomes[UNDIGESTED] <= 1 + CASES // 5000
     assert sum(outcomes.values()) == CASES
     # the damage is neither always noticed nor never
     assert outcomes["CheckpointError"] > CASES // 4

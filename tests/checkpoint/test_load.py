@@ -339,11 +339,11 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
     model = filled(5, convert=False)
     before, tensor, read = state(model), module._tensor, []
 
-    def breaks(name: str, entry: Any, files: Any) -> Tensor:
+    def breaks(name: str, entry: Any, *at: Any) -> Tensor:
         read.append(name)
         if len(read) == 6:
             raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read (I/O error)")
-        return tensor(name, entry, files)
+        return tensor(name, entry, *at)
 
     monkeypatch.setattr(module, "_tensor", breaks)
     with pytest.raises(CheckpointError, match="cannot be read"):

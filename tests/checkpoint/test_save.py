@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, save_fp8
+from blocktensor.checkpoint.digests import tensor_digest
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_models import Model, bits, filled
@@ -119,6 +120,15 @@ def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
         size = 8 + int.from_bytes(data[:8], "little")
         wanted[file.name] = hashlib.sha256(data[:size]).hexdigest()
     assert index["metadata"]["header_sha256"] == wanted
+
+
+@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
+def test_the_digests_are_of_all_tensors(tmp_path: Path, spelling: str, size: int) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", spelling=spelling, max_shard_bytes=size)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    wanted = {name: tensor_digest(x) for name, x in read(folder).items()}
+    assert list(index["metadata"]["tensor_sha256"].items()) == sorted(wanted.items())
 
 
 # What is refused

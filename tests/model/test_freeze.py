@@ -182,3 +182,23 @@ def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> 
     module.load_state_dict({"weight": values}, assign=True)
     assert isinstance(module.weight, BlockwiseFP8Weight)
     assert module.weight.master.data_ptr() == values.data_ptr()
+
+
+def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
+    """That of a first layer, say: its gradient is dropped, as after requires_grad_(False)."""
+    made, wanted = linear(DIM, DIM, bias=True), nn.Linear(DIM, DIM).bfloat16()
+    for module, change in ((made, freeze), (wanted, lambda m: m.weight.requires_grad_(False))):
+        kept = module(randn(5, DIM)).sum()
+        kept.backward()  # a loss that is kept for its value
+        waiting = module(randn(5, DIM, seed=2)).sum()
+        change(module)
+        assert module.weight.grad is None or module is wanted
+        module.weight.grad = module.bias.grad = None
+        waiting.backward()
+        assert module.weight.grad is None
+        assert module.bias.grad is not None
+    assert isinstance(made.weight, BlockwiseFP8Tensor)
+    assert isinstance(made.weight, nn.Parameter)
+    unfreeze(made)
+    made(randn(5, DIM)).sum().backward()
+    assert made.weight.grad is not None

@@ -319,10 +319,15 @@ def file_operation(draw: random.Random, folder: Path) -> bool:
     if not file.is_file() or not other.is_file():
         return False
     data, others = file.read_bytes(), other.read_bytes()
-    if kind == "copy":
-        (folder / draw.choice(["model.safetensors", "more.safetensors"])).write_bytes(data)
-    elif kind == "rename":
-        file.rename(folder / draw.choice(["model.safetensors", f"{file.name}x", INDEX]))
+    if kind in ("copy", "rename"):
+        places = {"copy": ["more.safetensors"], "rename": [f"{file.name}x", INDEX]}[kind]
+        place = folder / draw.choice(["model.safetensors", *places])
+        if os.path.lexists(place) and not place.is_file():
+            return False  # a pipe, which would wait for a reader for ever, or a folder
+        if kind == "copy":
+            place.write_bytes(data)
+        else:
+            file.rename(place)
     elif kind == "empty":
         file.write_bytes(b"")
     elif kind == "other":

@@ -142,7 +142,7 @@ COUNTED: dict[str, Write] = {
 }
 
 
-SWAPS = {"swap_tensors", "to and back", "half and back"}
+SWAPS = {"swap_tensors"}
 """Routes that torch refuses while a graph holds the parameter."""
 
 

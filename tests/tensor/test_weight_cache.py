@@ -85,6 +85,19 @@ def test_a_second_backward_of_a_retained_graph_casts_again() -> None:
     assert module.weight.cache.casts == 2
 
 
+@pytest.mark.parametrize("write", [lambda m: m.state_dict()["weight"].add_(1), nn.Module.half])
+def test_a_second_backward_compares_and_reads_the_values_of_its_forward_too(write: Any) -> None:
+    module, leaf = linear(N, K, dtype=torch.float32), X.clone().requires_grad_()
+    y = module(leaf).sum()
+    first = torch.autograd.grad(y, leaf, retain_graph=True)
+    write(module)
+    if write is nn.Module.half:
+        assert torch.equal(*first, *torch.autograd.grad(y, leaf))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+            torch.autograd.grad(y, leaf)
+
+
 WRITES: dict[str, Callable[[nn.Linear], Any]] = {
     "weight": lambda m: m.weight.add_(1),
     "detach": lambda m: m.weight.detach().add_(1),
@@ -133,15 +146,28 @@ def test_a_write_without_dgrad_does_not_raise() -> None:
     assert module.weight.grad is not None
 
 
-def test_new_data_between_forward_and_backward_is_what_dgrad_reads() -> None:
-    """As in plain PyTorch, which reads the parameter it has saved."""
-    module, new = linear(N, K, dtype=torch.float32), randn(N, K, seed=5, dtype=torch.float32)
-    leaf, other = X.clone().requires_grad_(), X.clone().requires_grad_()
-    y = module(leaf)
-    module.weight.data = new
-    y.sum().backward()
-    functional.linear(other, new).sum().backward()
-    assert torch.equal(leaf.grad, other.grad)
+@pytest.mark.parametrize("policy", ["backward", "step", False])
+def test_dgrad_reads_the_values_of_its_forward_after_new_data(policy: Any) -> None:
+    """As in plain PyTorch, where F.linear saves a view of the old values."""
+    layers = linear(N, K, dtype=torch.float32, recipe=Recipe(cache_weight=policy)), nn.Linear(K, N)
+    for module in layers:
+        new, leaf = randn(N, K, seed=5, dtype=torch.float32), X.clone().requires_grad_()
+        y = module(leaf).sum()
+        (wanted,) = torch.autograd.grad(module(leaf).sum(), leaf)
+        (other,) = torch.autograd.grad(functional.linear(leaf, new).sum(), leaf)
+        module.weight.data = new
+        y.backward()
+        assert torch.equal(leaf.grad, wanted)
+        assert not torch.equal(leaf.grad, other)
+
+
+def test_a_write_to_old_values_after_new_data_raises_in_dgrad() -> None:
+    module = linear(N, K, dtype=torch.float32)
+    y, old = module(X.clone().requires_grad_()).sum(), module.weight.master
+    module.weight.data = randn(N, K, seed=5, dtype=torch.float32)
+    old.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        y.backward()
 
 
 @pytest.mark.parametrize("seed", range(10))

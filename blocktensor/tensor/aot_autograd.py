@@ -1,0 +1,53 @@
+"""What torch.compile's AOTAutograd must know of FP8 tensors that a graph returns.
+
+- Their gradients are plain, as all gradients here are. AOTAutograd traces a backward before it has
+  seen a gradient, and takes it to be of the type of the graph's output. A type corrects that with
+  ``__coerce_tangent_metadata__``.
+- A view of a weight shares the weight's memory. AOTAutograd tells so by the storages of the two,
+  and makes such an output of the weight after each run of the graph, with the weight's version
+  counter. An output that it takes for new memory need not see that the weight was written to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def plain_tangent(output: Any) -> Tensor:
+    """A plain tensor without values, as which the gradient of ``output`` is traced.
+
+    Args:
+        output: an FP8 tensor that a traced graph returns, contiguous, with fake inner tensors.
+    """
+    names, _ = output.__tensor_flatten__()
+    inner: Tensor = getattr(output, names[0])
+    tangent = inner.new_empty(output.shape, dtype=output.dtype)
+    # AOTAutograd (torch 2.11, 2.13) asks what it is given here for inner tensors, then decides by
+    # the type of the tensor whether its gradient is plain
+    tangent.__tensor_flatten__ = _no_inner_tensors  # type: ignore[attr-defined]
+    return tangent
+
+
+def _no_inner_tensors() -> tuple[list[str], None]:
+    return [], None
+
+
+def share_storage(views: Any, weight: Any) -> None:
+    """Give ``views`` the storage of the weight while AOTAutograd traces.
+
+    Args:
+        views: what a view op makes of ``weight``: one tensor or several, of any type.
+        weight: a weight with a ``master``.
+    """
+    if type(weight.master) is not FunctionalTensor:
+        return
+    for view in torch.utils._pytree.tree_leaves(views):
+        if type(view) is not type(weight):
+            continue
+        # a reshape may have copied
+        if torch._C._is_alias_of(view.master, weight.master):  # type: ignore[attr-defined]
+            torch._functionalize_unsafe_set(view, weight)

@@ -1,0 +1,276 @@
+"""Digests of headers and tensors: what they cover, and that a damaged tensor is never loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import fill
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+
+from blocktensor import CheckpointError, load_fp8
+from blocktensor.checkpoint import digests
+from blocktensor.checkpoint.digests import checking, header_digest, tensor_digest
+from tests.support.checkpoint_folders import INDEX, NEW, OLD, save
+from tests.support.checkpoint_models import Model, assert_same, filled, state
+
+
+def test_the_digest_covers_length_and_header(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"a": 1}).encode()
+    whole = len(header).to_bytes(8, "little") + header
+    file.write_bytes(whole + b"data")
+    assert header_digest(file) == hashlib.sha256(whole).hexdigest()
+    for broken in (
+        b"", whole[:7], whole[:8], whole[:-1], (2**63).to_bytes(8, "little") + header,
+        (len(header) + 1).to_bytes(8, "little") + header,
+    ):  # fmt: skip
+        file.write_bytes(broken)
+        with pytest.raises(CheckpointError, match="truncated"):
+            header_digest(file)
+
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16, torch.float32, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (3, 2, 7)])
+def test_the_digest_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (torch.rand(shape) * 9).to(dtype)
+    content = bytes(x.view(-1).view(torch.uint8).tolist())
+    wanted = hashlib.sha256(f"{dtype} {list(shape)}".encode() + content).hexdigest()
+    assert tensor_digest(x) == wanted
+
+
+def test_the_digest_covers_dtype_and_shape() -> None:
+    """Bytes that are the same have other values in another dtype."""
+    x = torch.zeros(2, 3, dtype=torch.bfloat16)
+    alike = [x, x.half(), x.view(3, 2), x.view(6), x.view(torch.uint8)]
+    assert len({tensor_digest(y) for y in alike}) == len(alike)
+
+
+# Damaged tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three shards: the embedding; up; down, norm and steps."""
+    save(OLD, tmp_path / "fp8")
+    return tmp_path / "fp8"
+
+
+AHEAD = 3
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether tensors count as small, hashed at once, or as large, hashed in threads."""
+    if request.param == "large":
+        monkeypatch.setattr(digests, "_SMALL", -1)
+        monkeypatch.setattr(digests, "_AHEAD", AHEAD)
+    return str(request.param)
+
+
+def place_of(folder: Path, name: str) -> tuple[Path, int, int]:
+    """The file of a tensor, and where its bytes begin and end."""
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    data = file.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    first, stop = json.loads(data[8:size])[name]["data_offsets"]
+    return file, size + first, size + stop
+
+
+def flip(folder: Path, name: str, at: float, bit: int = 0) -> Path:
+    """Flip a bit of the byte at a share of a tensor's bytes."""
+    file, first, stop = place_of(folder, name)
+    data = bytearray(file.read_bytes())
+    data[min(int(first + at * (stop - first)), stop - 1)] ^= 1 << bit
+    file.write_bytes(data)
+    return file
+
+
+def on_meta() -> Model:
+    with torch.device("meta"):
+        return Model().bfloat16()
+
+
+def assert_refused(model: nn.Module, folder: Path, message: str) -> None:
+    on_meta = any(x.is_meta for x in model.parameters())
+    before = {} if on_meta else state(model)
+    with pytest.raises(CheckpointError, match=message):
+        load_fp8(model, folder)
+    if on_meta:
+        assert all(x.is_meta for x in model.state_dict().values())
+    else:
+        assert_same(state(model), before)
+
+
+KINDS = ("up.weight", "down.weight_scale_inv", "embed.weight", "up.bias", "norm.weight", "steps")
+"""FP8 data, scales, and tensors that are loaded as they are, one without dimensions."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: filled(NEW, convert=False), lambda: filled(NEW, frozen=True), on_meta],
+    ids=["plain", "frozen", "meta"],
+)
+def test_a_flipped_bit_is_noticed(
+    folder: Path, size: str, name: str, make: Callable[[], Model]
+) -> None:
+    model = make()
+    for at in (0.0, 0.5, 1.0):
+        file = flip(folder, name, at)
+        message = rf"{re.escape(str(file))}: corrupted: tensor '{name}' is not the one that was"
+        assert_refused(model, folder, message)
+        flip(folder, name, at)
+    load_fp8(model, folder)
+    assert_same(state(model), state(filled(OLD, frozen=True)))
+
+
+def test_damage_that_makes_a_scale_negative_is_called_damage(folder: Path) -> None:
+    flip(folder, "up.weight_scale_inv", 1.0, bit=7)
+    assert_refused(filled(NEW, convert=False), folder, "'up.weight_scale_inv' is not the one")
+
+
+def test_the_error_names_file_tensor_and_remedy(folder: Path) -> None:
+    flip(folder, "up.weight", 0.3)
+    with pytest.raises(CheckpointError) as caught:
+        load_fp8(filled(NEW, convert=False), folder)
+    message = str(caught.value).replace(str(folder), "fp8")
+    assert_expected_inline(
+        fill(message, 100),
+        """\
+fp8/model-00002-of-00003.safetensors: corrupted: tensor 'up.weight' is not the one that was written
+(SHA-256 in model.safetensors.index.json): copy the file again from where it is intact; without
+tensor_sha256 in the index it loads unchecked""",
+    )
+
+
+def test_without_digests_the_damage_is_loaded_as_the_error_says(folder: Path) -> None:
+    """And so are checkpoints of older versions."""
+    flip(folder, "up.weight", 0.3)
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"]["tensor_sha256"]
+    (folder / INDEX).write_text(json.dumps(index))
+    model = filled(NEW, convert=False)
+    load_fp8(model, folder)
+    before, after = state(filled(OLD, frozen=True)), state(model)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == [
+        "up.weight 0"
+    ]
+
+
+def test_only_what_is_loaded_is_checked(folder: Path, size: str) -> None:
+    """The rest is not read."""
+    flip(folder, "down.weight", 0.5)
+    part = nn.ModuleDict({"up": nn.Linear(300, 200)}).bfloat16()
+    load_fp8(part, folder, strict=False)
+    assert torch.equal(
+        part["up"].weight.dequantize(), filled(OLD, frozen=True).up.weight.dequantize()
+    )
+    flip(folder, "up.bias", 0.5)
+    before = state(part)
+    with pytest.raises(CheckpointError, match=r"'up.bias' is not the one that was written"):
+        load_fp8(part, folder, strict=False)
+    assert_same(state(part), before)
+
+
+def test_a_save_over_another_keeps_digests(folder: Path) -> None:
+    """Also where its shards have to keep the tags in their names."""
+    (folder / "model-00001-of-00001.safetensors").symlink_to("gone")
+    for size in (70_000, 1 << 30):
+        save(NEW, folder, size=size)
+        for name in ("up.weight", "norm.bias"):
+            flip(folder, name, 0.5)
+            assert_refused(filled(5, convert=False), folder, f"'{name}' is not the one")
+            flip(folder, name, 0.5)
+        load_fp8(filled(5, convert=False), folder)
+
+
+# Checks in threads
+
+
+def test_checks_stay_few_tensors_behind(size: str) -> None:
+    """A bad tensor stops the reading soon, not after hundreds of others."""
+    x, read = torch.zeros(3), list[int]()
+
+    def reading() -> None:
+        with checking() as check:
+            for i in range(100):
+                read.append(i)
+                check(str(i), Path("f"), tensor_digest(x) if i else "0", x)
+
+    with pytest.raises(CheckpointError, match="'0' is not"):
+        reading()
+    assert len(read) == (AHEAD + 1 if size == "large" else 1)
+
+
+def test_the_last_tensor_is_checked_too(size: str) -> None:
+    x = torch.zeros(3)
+
+    def reading() -> None:
+        with checking() as check:
+            check("y", Path("f"), tensor_digest(x), x)
+            check("x", Path("f"), "0", x)
+
+    with pytest.raises(CheckpointError, match="f: corrupted: tensor 'x'"):
+        reading()
+
+
+def test_an_error_of_the_reading_ends_the_checks(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have not begun are dropped, and no thread is left."""
+    hashed: list[Tensor] = []
+
+    def slow(x: Tensor) -> str:
+        time.sleep(0.02)
+        hashed.append(x)
+        return "0"
+
+    monkeypatch.setattr(digests, "tensor_digest", slow)
+    monkeypatch.setattr(digests, "THREADS", 1)
+    threads = threading.active_count()
+
+    def reading() -> None:
+        with checking() as check:
+            for name in "abc":
+                check(name, Path("f"), "0", torch.zeros(3))
+            raise KeyError("of the reading")
+
+    with pytest.raises(KeyError, match="of the reading"):
+        reading()
+    assert threading.active_count() == threads
+    assert len(hashed) == 3 if size == "small" else len(hashed) <= 2
+
+
+def test_large_tensors_are_hashed_at_once_by_several_threads(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that wait for each other, beside the thread that reads; small ones in that thread."""
+    met, threads = threading.Barrier(2, timeout=10), set[int]()
+
+    def together(x: Tensor) -> str:
+        threads.add(threading.get_ident())
+        if size == "large":
+            met.wait()
+        return "0"
+
+    monkeypatch.setattr(digests, "tensor_digest", together)
+    monkeypatch.setattr(digests, "THREADS", 2)
+    with checking() as check:
+        for name in "ab":
+            check(name, Path("f"), "0", torch.zeros(3))
+    here = threading.get_ident()
+    assert len(threads - {here}) == 2 if size == "large" else threads == {here}

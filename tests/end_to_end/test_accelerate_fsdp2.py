@@ -1,0 +1,173 @@
+"""accelerate shards a converted model with FSDP2: ``Accelerator.prepare`` on two ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate")
+if not torch.distributed.is_available():
+    pytest.skip("needs torch.distributed", allow_module_level=True)
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from blocktensor import BlockwiseFP8Tensor, convert
+from tests.support.ranks import on_ranks
+from tests.support.sharded import HIDDEN, K, mesh_of, reductions, whole
+
+TOKENS = torch.arange(20).view(2, 10)
+WORDS = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+        self.up = nn.Linear(K, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return made
+
+
+class LanguageModel(nn.Module):
+    """As those of transformers tell accelerate what to shard by itself."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, K)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(K)
+        self.lm_head = nn.Linear(K, WORDS, bias=False)
+        self.register_buffer("factor", torch.tensor(0.5), persistent=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = self.lm_head(self.norm(x)) * self.factor
+        return made
+
+
+def built(dtype: torch.dtype, frozen: bool) -> nn.Module:
+    """The same model on every rank: of bf16 values, its ``up`` linears frozen if asked."""
+    torch.manual_seed(0)
+    model = LanguageModel().bfloat16()
+    for layer in model.layers:
+        layer.up.requires_grad_(not frozen)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    report = convert(model, auto_filter_small_kn=False)
+    assert len(report.converted) == 4
+    return model
+
+
+@contextmanager
+def accelerator(world: int, precision: str, plugin: Any) -> Iterator[Accelerator]:
+    """An Accelerator that shards on CPUs, too.
+
+    accelerate ignores ``fsdp_plugin`` there: the state gets what it gets on GPUs.
+    """
+    rank = str(torch.distributed.get_rank())
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost",
+             "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    with mock.patch.dict(os.environ, where):
+        try:
+            made = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
+            if precision != "no":
+                plugin.set_mixed_precision(precision)
+            made.state.distributed_type, made.state.fsdp_plugin = DistributedType.FSDP, plugin
+            yield made
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def plugin_of(efficient: bool) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=efficient,
+    )
+
+
+def sharded_as_accelerate_does(model: nn.Module, world: int, policy: Any) -> None:
+    options = {"mesh": mesh_of(world, "cpu"), "mp_policy": policy or MixedPrecisionPolicy()}
+    for part in (*model.layers, model.embed):
+        fully_shard(part, **options)
+    fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+
+
+def parameters_of(optimizer: Any) -> list[int]:
+    return [id(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "some frozen"])
+@pytest.mark.parametrize("efficient", [False, True], ids=["loaded on all", "loaded on one"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@on_ranks(2, gpus=())
+def test_a_model_trains_as_one_that_fully_shard_has_sharded(
+    world: int, device: str, precision: str, efficient: bool, frozen: bool
+) -> None:
+    plugin = plugin_of(efficient)
+    with accelerator(world, precision, plugin) as accelerate:
+        model = built(torch.bfloat16, frozen)
+        if efficient and torch.distributed.get_rank() != 0:
+            for parameter in model.parameters():  # only the first rank has loaded it
+                if parameter.requires_grad:
+                    torch.nn.init.zeros_(parameter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if efficient and frozen:
+            before = parameters_of(optimizer)
+            with pytest.raises(NotImplementedError, match="cpu_ram_efficient_loading=False"):
+                accelerate.prepare(model, optimizer)
+            assert parameters_of(optimizer) == before
+            return
+        model, optimizer = accelerate.prepare(model, optimizer)
+        assert parameters_of(optimizer) == list(map(id, model.parameters()))
+
+        # accelerate makes masters in fp32 for mixed precision
+        wanted = built(torch.bfloat16 if precision == "no" else torch.float32, frozen)
+        sharded_as_accelerate_does(wanted, world, plugin.mixed_precision_policy)
+        trained = torch.optim.AdamW(wanted.parameters(), lr=1e-2)
+        for _ in range(3):
+            losses = [m(TOKENS).float().square().mean() for m in (model, wanted)]
+            assert torch.equal(*[loss.detach() for loss in losses])
+            accelerate.backward(losses[0])
+            losses[1].backward()
+            pairs = list(zip(model.parameters(), wanted.parameters(), strict=True))
+            for ours, theirs in pairs:
+                assert (ours.grad is None) == (not ours.requires_grad)
+                if ours.requires_grad:
+                    assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+            for each in (optimizer, trained):
+                each.step()
+                each.zero_grad()
+            for ours, theirs in pairs:
+                assert ours.dtype == theirs.dtype
+                if ours.requires_grad:
+                    assert torch.equal(whole(ours), whole(theirs))
+        assert reductions(model) == reductions(wanted) == 3
+        model.layers[0].unshard()
+        for part in (model.layers[0].up, model.layers[0].down):
+            assert isinstance(part.weight, BlockwiseFP8Tensor)  # what was gathered
