@@ -265,6 +265,73 @@ def test_checkpoints_are_read_by_other_ranks_placements_and_models(
             assert torch.equal(step(other, optimizer, number), loss)
 
 
+class LocalExperts(nn.Module):
+    """Experts of which a rank has some, as under expert parallelism, and no exchange of tokens."""
+
+    def __init__(self, stack: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        offs = torch.tensor([7, 7, 20], dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x, w.bfloat16().transpose(-2, -1), offs=offs)
+
+
+NAMED = {"": ["w"]}
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(4)
+def test_experts_of_expert_parallelism(world: int, device: str) -> None:
+    """Converted before, as local parts, or after fully_shard, which cuts every rank's experts."""
+    mesh = two_dims(world, device)
+    stack = randn(6, N, K, dtype=torch.float32, device=device) / K**0.5
+    mine = 3 * mesh["inner"].get_local_rank()
+    local = stack[mine : mine + 3].clone()
+    for is_converted in (True, False):
+        for dim in (0, 1):
+            single = LocalExperts(BlockwiseFP8Weight(local.clone()))
+            part = BlockwiseFP8Weight(local.clone()) if is_converted else local.clone()
+            ep = DTensor.from_local(part, mesh["inner"], [Shard(0)], run_check=False)
+            model = LocalExperts(ep)
+            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
+            if not is_converted:
+                convert(model, auto_filter_small_kn=False, experts=NAMED)
+            assert isinstance(model.w._local_tensor, FP8Shard)
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+            for step in range(2):
+                outputs = [m(batch(step, device)) for m in (model, single)]
+                assert torch.equal(*outputs)
+                for y in outputs:
+                    y.float().square().mean().backward()
+                assert torch.equal(model.w.grad.full_tensor()[mine : mine + 3], single.w.grad)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert torch.equal(whole(model.w)[mine : mine + 3], single.w.master)
+
+
+@on_ranks(4)
+def test_stacks_that_are_no_whole_experts_are_not_converted(world: int, device: str) -> None:
+    mesh = two_dims(world, device)
+    values = randn(4, 128, 192, device=device)
+    for cut, dim, is_sharded, remedy in (
+        (1, 0, True, "tensor parallel weights have no FP8 form yet"),
+        (2, 1, True, "tensor parallel weights have no FP8 form yet"),
+        (1, 1, True, "tensor parallel weights have no FP8 form yet"),
+        (0, 0, False, "experts that a rank holds whole can be converted after fully_shard"),
+    ):
+        ep = DTensor.from_local(values.clone(), mesh["inner"], [Shard(cut)], run_check=False)
+        model = LocalExperts(ep)
+        if is_sharded:
+            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
+        before = model.w._local_tensor
+        with pytest.raises(NotImplementedError, match=f"FSDP2 alone did not make: {remedy}"):
+            convert(model, auto_filter_small_kn=False, experts=NAMED)
+        assert model.w._local_tensor is before
+
+
 @on_ranks(2)
 def test_the_local_part_of_a_stack_on_another_mesh_is_fp8(world: int, device: str) -> None:
     values = randn(2, 128, 192, device=device)
