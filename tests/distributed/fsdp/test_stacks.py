@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from tests.support.wire import Wire
 N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
 
 
-def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
+def converted(
+    model: nn.Module, recipe: Recipe | None = None, skip: Sequence[str] = ("gate",)
+) -> nn.Module:
     """The model with its stacks in FP8."""
     experts = {"experts": ["up", "down"]} if isinstance(model, BatchedMoE) else None
-    convert(model, recipe, skip=["gate"], auto_filter_small_kn=False, experts=experts)
+    convert(model, recipe, skip=skip, auto_filter_small_kn=False, experts=experts)
     return model
 
 
@@ -114,11 +116,10 @@ def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
     """The rest over all ranks; also with replicas, and given for each parameter (torch 2.13)."""
     everywhere, both = mesh_of(world, device), two_dims(world, device)
     for own, dim in ((both["inner"], 0), (both["outer"], 1), (both, 0)):
-        assert_trains_as_one_process(
-            lambda: TitanMoE(3, K, N),
-            lambda m, own=own, dim=dim: shard(m, everywhere, dim, own),
-            device,
-        )
+        single = converted(TitanMoE(3, K, N).to(device), skip=[])  # the router in FP8, too
+        model = shard(copy.deepcopy(single), everywhere, dim, own)
+        assert_trains_as(single, model, device, steps=2, run=in_fp32)
+        assert reductions(model) == 2 * 2  # steps, and groups of ranks
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     if not hasattr(common, "ShardPlacementResult"):
