@@ -38,10 +38,12 @@ def spellings(model: nn.Module) -> dict[str, list[Spelling]]:
     else the model's own. Of a stack ``[E, K, N]`` nobody has matrices of experts.
     """
     stacks = _stacks(model)
-    pretrained = pretrained_names(model, stacks.keys())
+    pretrained = pretrained_names(model, set(stacks))
     found: dict[str, list[Spelling]] = {}
     for name in model.state_dict(keep_vars=True):
-        others: list[Spelling] = [name, *_matrices(name, stacks[name])] if name in stacks else [name]
+        others: list[Spelling] = (
+            [name, *_matrices(name, stacks[name])] if name in stacks else [name]
+        )
         first = pretrained.get(name)
         found[name] = list(dict.fromkeys(others if first is None else [first, *others]))
     return found
@@ -50,7 +52,7 @@ def spellings(model: nn.Module) -> dict[str, list[Spelling]]:
 def chosen(
     tensors: Mapping[str, Tensor], known: Mapping[str, list[Spelling]], expert_names: str
 ) -> dict[str, Spelling]:
-    """The names to write, by those in the model.
+    """The names to write, by those in the model, of tied tensors too.
 
     Args:
         tensors: what is written, by name.
@@ -61,25 +63,27 @@ def chosen(
         ValueError: a stack has no separate names, or blocks that lie in two of its matrices.
     """
     if expert_names == "fused":
-        return {name: name for name in tensors}
-    first = {name: known[name][0] for name in tensors}
-    if expert_names == "separate":
-        for name, x in tensors.items():
-            pieces = [spelling for spelling in known[name] if isinstance(spelling, Pieces)]
-            if x.ndim == 3 and isinstance(x, FP8Base) or pieces:
-                _check_separable(name, x, pieces)
-                first[name] = pieces[0]
-        return first
-    # All stacks of a module alike: its others stay whole, too.
+        return {name: name for name in known}
+    first = {name: ways[0] for name, ways in known.items()}
+    for name, x in tensors.items():
+        pieces = [way for way in known[name] if isinstance(way, Pieces)]
+        if expert_names == "separate" and (pieces or _is_stack(x)):
+            _check_separable(name, x, pieces)
+            first[name] = pieces[0]
+    # All stacks of a module alike: where one stays whole its others do, too.
     whole = {
         name.rpartition(".")[0]
-        for name, spelling in first.items()
-        if isinstance(spelling, Pieces) and not splits(tensors[name], spelling)
+        for name, x in tensors.items()
+        if isinstance(way := first[name], Pieces) and not splits(x, way)
     }
-    for name, spelling in first.items():
-        if isinstance(spelling, Pieces) and name.rpartition(".")[0] in whole:
+    for name, way in first.items():
+        if isinstance(way, Pieces) and name.rpartition(".")[0] in whole:
             first[name] = name
     return first
+
+
+def _is_stack(x: Tensor) -> bool:
+    return isinstance(x, FP8Base) and x.ndim == 3
 
 
 def _check_separable(name: str, x: Tensor, pieces: list[Pieces]) -> None:
