@@ -316,7 +316,11 @@ def _put(target: _Target, value: Tensor | _Rows, replaced: dict[int, nn.Paramete
     module, attribute, current = target
     if isinstance(value, _Rows):
         with torch.no_grad():
-            value.copy_to(current.master if isinstance(current, BlockwiseFP8Weight) else current)
+            if isinstance(current, BlockwiseFP8Weight):
+                current.before_write()
+                value.copy_to(current.master)
+            else:
+                value.copy_to(current)
     elif not isinstance(value, BlockwiseFP8Tensor) and not current.is_meta:
         with torch.no_grad():
             current.copy_(value)

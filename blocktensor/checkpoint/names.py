@@ -41,11 +41,15 @@ def spellings(model: nn.Module) -> dict[str, list[Spelling]]:
     pretrained = pretrained_names(model, set(stacks))
     found: dict[str, list[Spelling]] = {}
     for name in model.state_dict(keep_vars=True):
-        others: list[Spelling] = (
-            [name, *_matrices(name, stacks[name])] if name in stacks else [name]
-        )
+        ways: list[Spelling] = [name]
         first = pretrained.get(name)
-        found[name] = list(dict.fromkeys(others if first is None else [first, *others]))
+        if first is not None:
+            ways.insert(0, first)
+        if isinstance(first, Pieces):
+            ways.append(f"{_home(first)}.{name.rpartition('.')[2]}")
+        if name in stacks:
+            ways += _matrices(name, stacks[name])
+        found[name] = list(dict.fromkeys(ways))
     return found
 
 
@@ -135,8 +139,11 @@ def module_names(known: Mapping[str, Spelling], names: Iterable[str]) -> list[st
     """The modules of tensors as a checkpoint names them; of experts, the module of all."""
     found = []
     for name in names:
-        spelling = known[name]
-        if isinstance(spelling, Pieces):
-            spelling = spelling.templates[0].partition("{}")[0]
-        found.append(spelling.rpartition(".")[0])
+        way = known[name]
+        found.append(_home(way) if isinstance(way, Pieces) else way.rpartition(".")[0])
     return found
+
+
+def _home(pieces: Pieces) -> str:
+    """The name of the module of all experts, as a checkpoint has it."""
+    return pieces.templates[0].partition("{}")[0].rstrip(".")

@@ -7,6 +7,7 @@ here in place of tensors, and the names under which they come out are the answer
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -83,6 +84,10 @@ def _reverted(
     revert = _revert()
     if revert is None:
         return {}
+    # What a model was loaded from changes what its own save_pretrained reverts: the names of an FP8
+    # checkpoint that it dequantized would be lost, and those of one model would not be another's.
+    model = copy.copy(model)
+    vars(model).pop("_weight_conversions", None)
     numbers = {name: number for number, name in enumerate(names)}
     probes = {name: _probe(number, experts.get(name)) for name, number in numbers.items()}
     try:
