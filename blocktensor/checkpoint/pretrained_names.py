@@ -110,11 +110,13 @@ def _reverted(
     for name, number in numbers.items():
         others = written.get(number, {})
         whole = tuple(range(experts.get(name, 0) * _PARTS)) or (0,)
-        if list(others) == [whole]:
-            if others[whole] != name:
-                found[name] = others[whole]
-        elif name in experts and (pieces := _pieces(others, experts[name])) is not None:
+        pieces = _pieces(others, experts[name]) if name in experts else None
+        if others.get(whole) == name:
+            continue
+        if pieces is not None:
             found[name] = pieces
+        elif list(others) == [whole]:
+            found[name] = others[whole]
     if any(other in numbers for other in found.values() if isinstance(other, str)):
         # One tensor's name in a file is another's in the model: a file would have two readings.
         return {name: other for name, other in found.items() if isinstance(other, Pieces)}

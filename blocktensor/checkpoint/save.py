@@ -81,7 +81,8 @@ def save_fp8(
 
     On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
     CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
-    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not.
+    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not. Of
+    stacks of experts that are stored whole it then leaves out the scales, without an error.
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def test_gate_comes_before_up(kind: str) -> None:
 def test_models_inside_of_a_module() -> None:
     holder = nn.Module()
     holder.a, holder.b = nn.Linear(2, 2), transformers_moe("mixtral")
+    stacks = {name for name, x in holder.named_parameters() if x.ndim == 3}
     stack = "b.model.layers.1.mlp.experts.down_proj"
-    found = pretrained_names(holder, {stack})
+    found = pretrained_names(holder, stacks)
     template = "b.model.layers.1.block_sparse_moe.experts.{}.w2.weight"
     assert found[stack] == Pieces((template,), 4)
     assert found["b.model.layers.0.mlp.gate.weight"] == (
@@ -114,22 +115,32 @@ def test_operations_that_need_other_shapes(monkeypatch: pytest.MonkeyPatch) -> N
     assert pretrained_names(model, {STACK}) == {}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {GATE: STACK},  # another's name in the model
-        {GATE: "x", STACK: "x"},
-    ],
-)
-def test_names_that_would_have_two_readings(
-    monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
-) -> None:
+def renaming(names: Mapping[str, str]) -> Callable[..., dict[str, Tensor]]:
+    """A function in place of transformers', which renames some tensors."""
+
     def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {names.get(name, name): x for name, x in state.items()}
 
-    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
-    found = pretrained_names(transformers_moe("mixtral"), {STACK})
-    assert GATE not in found or STACK not in found
+    return revert
+
+
+NORM = "model.norm.weight"
+
+
+def test_names_with_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with the norm's name would hold the norm or the gate: all keep their own."""
+    model = transformers_moe("mixtral")
+    names = {GATE: "gate", NORM: "norm"}
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
+    assert pretrained_names(model, {STACK}) == names
+    names[GATE] = NORM
+    assert pretrained_names(model, {STACK}) == {}
+
+
+def test_one_name_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {GATE: "x", NORM: "x"}
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
+    assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {NORM: "x"}
 
 
 def test_stacks_that_are_cut_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
