@@ -99,6 +99,8 @@ def test_its_fp8_experts_hold_our_bytes(
     """Also where gate and up share blocks: those stacks are stored whole."""
     source = converted(moe(kind, n), frozen=True)
     folder = save_fp8(source, tmp_path / "fp8", expert_names=expert_names)
+    whole = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    assert (whole in read(folder)) == (expert_names == "fused" or n == 192)
     model, info = type(source).from_pretrained(folder, device_map="cpu", output_loading_info=True)
     assert not any(info.values()), info
     assert type(model.model.layers[1].mlp.experts).__name__ == "FP8Experts"

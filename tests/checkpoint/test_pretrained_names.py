@@ -153,3 +153,17 @@ def test_stacks_that_are_cut_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
     assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {}
+
+
+def test_matrices_of_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an expert of one and half an expert of another are no expert of either."""
+    other = "model.layers.1.mlp.experts.down_proj"
+
+    def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made = dict(state)
+        first, second = made.pop(STACK), made.pop(other)
+        return {**made, "a.0.weight": torch.cat([first[:, :1], second[:, 1:]])}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
+    model = transformers_moe("qwen3", num_experts=1, num_experts_per_tok=1)
+    assert pretrained_names(model, {STACK, other}) == {}

@@ -25,6 +25,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.checkpoint import save as save_module
+from blocktensor.checkpoint.names import spellings
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_experts import E, K, Layer, layer
@@ -220,6 +221,8 @@ def test_masters_of_trainable_experts(tmp_path: Path) -> None:
         stack = model.experts.gate_up_proj
         assert isinstance(stack, BlockwiseFP8Weight)
         stack.rowwise()  # a cast that must not be used again
+        before = stack.master.clone()
+        half = stack.half()  # its values are read later
         report = load_fp8(model, folder)
         assert report.fp8 == ()
         assert model.experts.gate_up_proj is stack
@@ -228,6 +231,7 @@ def test_masters_of_trainable_experts(tmp_path: Path) -> None:
         data, scale, _ = reference.quantize_rowwise(plain.gate_up_proj.detach(), BLOCKS_128X128)
         assert torch.equal(bits(stack.rowwise().data), bits(data))
         assert torch.equal(stack.rowwise().scale, scale)
+        assert torch.equal(half.master, before.half())
     model = on_meta()
     load_fp8(model, folder)
     assert torch.equal(model.experts.gate_up_proj, plain.gate_up_proj)
@@ -292,6 +296,19 @@ def test_stacks_that_are_transposed(tmp_path: Path) -> None:
     square = Layer(100, is_transposed=True)
     report = load_fp8(square, written(tmp_path / "other", lambda made: None), strict=False)
     assert set(report.missing) == STACKS
+
+
+def test_gate_and_up_of_different_sizes(tmp_path: Path) -> None:
+    """Half of 257 rows is a whole block, but 257 rows are not two halves."""
+    model = nn.Module()
+    frozen = BlockwiseFP8Tensor.quantize(torch.ones(2, 257, K).bfloat16(), (128, 128))
+    model.gate_up_proj = nn.Parameter(frozen, requires_grad=False)
+    with pytest.raises(ValueError, match=r"gate_up_proj \[2, 257, 200\] has no names for single"):
+        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+
+
+def test_no_experts_in_a_stack() -> None:
+    assert spellings(Layer(experts=0))["experts.down_proj"] == ["experts.down_proj"]
 
 
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
