@@ -135,13 +135,13 @@ def _matrices(name: str, stack: Tensor) -> Iterator[Pieces]:
             yield Pieces(tuple(templates), len(stack))
 
 
-def module_names(known: Mapping[str, Spelling], names: Iterable[str]) -> list[str]:
-    """The modules of tensors as a checkpoint names them; of experts, the module of all."""
-    found = []
-    for name in names:
-        way = known[name]
-        found.append(_home(way) if isinstance(way, Pieces) else way.rpartition(".")[0])
-    return found
+def module_names(known: Mapping[str, Spelling], names: Iterable[str]) -> set[str]:
+    """The modules of tensors as a checkpoint names them; of experts, the module of all.
+
+    A tensor that is computed from others, as a parametrized weight is, is not ``known``.
+    """
+    ways = (known.get(name, name) for name in names)
+    return {_home(way) if isinstance(way, Pieces) else way.rpartition(".")[0] for way in ways}
 
 
 def _home(pieces: Pieces) -> str:

@@ -187,7 +187,7 @@ def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]
     for prefix, module in model.named_modules():
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
         for key in keys:
-            if id(module._parameters[key]) not in known:
+            if id(getattr(module, key)) not in known:
                 yield f"{prefix}.{key}" if prefix else key
 
 

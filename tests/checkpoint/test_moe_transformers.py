@@ -164,3 +164,18 @@ def test_stacks_that_it_cannot_dequantize(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     assert f"{name}_scale_inv" in info["unexpected_keys"]
     assert torch.equal(model.get_parameter(name), read(folder)[name].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+@pytest.mark.usefixtures("keeping")
+def test_experts_that_stay_in_bf16(tmp_path: Path, kind: str) -> None:
+    """The config tells it which, under the names of the checkpoint."""
+    source = moe(kind)
+    convert(source, auto_filter_small_kn=False, skip=["*.experts"])
+    folder = save_fp8(source, tmp_path / "fp8")
+    model, info = type(source).from_pretrained(folder, device_map="cpu", output_loading_info=True)
+    assert not any(info.values()), info
+    for layer, theirs in zip(source.model.layers, model.model.layers, strict=True):
+        assert type(theirs.self_attn.q_proj).__name__ == "FP8Linear"
+        for name, stack in layer.mlp.experts.named_parameters():
+            assert torch.equal(theirs.mlp.experts.get_parameter(name), stack), name

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Callable
+from pathlib import Path
 
-from blocktensor import Recipe
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blocktensor import Recipe, save_fp8
 from blocktensor import convert as convert_model
 from tests.support.models import randn
 
 E, K = 3, 200
+STACKS = {"experts.gate_up_proj", "experts.down_proj"}
+MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(nn.Module):
@@ -51,3 +57,20 @@ def layer(
     if convert:
         convert_model(model, recipe or Recipe(), auto_filter_small_kn=False)
     return model
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def written(folder: Path, change: Callable[[dict[str, Tensor]], object], **kwargs: int) -> Path:
+    """A checkpoint in matrices of experts, without index, after a change to its tensors."""
+    made = read(save_fp8(layer(frozen=True, **kwargs), folder, expert_names="separate"))
+    change(made)
+    for file in folder.iterdir():
+        file.unlink()
+    save_file({name: x.clone() for name, x in made.items()}, folder / "model.safetensors")
+    return folder
