@@ -99,6 +99,11 @@ def label(m: int, n: int, k: int) -> str:
     return f"{m} x ({n} x {k})"
 
 
+def label_of_experts(experts: int, tokens: int, n: int, k: int) -> str:
+    """How tables and plots name experts."""
+    return f"{experts}: {label(tokens, n, k)}"
+
+
 def group_sizes(experts: int, tokens: int, multiple: int = 1, seed: int = 0) -> list[int]:
     """Uneven sizes of ``experts`` groups, ``tokens`` in all: 0.3 to 1.7 of the mean, about.
 
