@@ -15,6 +15,7 @@ Saved for backward: the FP8 columnwise form of x, ``offs``, and the weight (``sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from .early_cast import EarlyCast, Forms
 from .grouped_plan import GroupedPlan, plan_grouped
 from .linear import Gradients, read_weight, run_backward
 from .main_grad import where_to_add
+from .shared_cast import this_thread
 
 
 def grouped_linear(
@@ -55,7 +57,11 @@ def grouped_linear(
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         plan = plan_grouped(x, w, offs, bias, recipe)
-        return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan)
+        cast: tuple[Tensor, ...] = ()
+        running = this_thread.running
+        if running is not None and not isinstance(x, BlockwiseFP8Tensor):
+            cast = running.forms_of(x, offs, plan, functools.partial(_cast, offs, plan.format))
+        return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan, cast)
 
 
 def grouped_linears(
@@ -79,13 +85,17 @@ def grouped_linears(
                 )
         if first.casts_x:
             x = x.to(first.out_dtype)
-        needs_columnwise = any(plan.needs[1] for plan in plans)
-        row, col = _forms(x.detach(), offs, first.format, True, needs_columnwise)
-        assert row is not None
-        cast = *row[:2], *(col[:2] if col is not None else ())
+        cast = _cast(offs, first.format, x.detach(), any(plan.needs[1] for plan in plans))
         return tuple(
             _apply(x, w, offs, b, plan, cast) for w, b, plan in zip(ws, biases, plans, strict=True)
         )
+
+
+def _cast(offs: Tensor, format: BlockFormat, x: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
+    """Data and scale of the rowwise form of x and, if asked for, of its columnwise one."""
+    row, col = _forms(x, offs, format, True, columnwise)
+    assert row is not None
+    return *row[:2], *(col[:2] if col is not None else ())
 
 
 def _as_input(x: Tensor) -> Tensor:
@@ -182,7 +192,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     w_col = None
     if needs_dx and g is not None and not plan.tracing:
         w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format, ctx.cast)
-    ctx.cast = None  # frees the rowwise form before the GEMM allocates its output
+    saved_weight.release(ctx.cast)  # the rowwise form, before the GEMM allocates its output
     if ctx.cache is not None:
         ctx.cache.after_backward()
     if g is None:  # no gradient came back to this output

@@ -182,7 +182,9 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
 def inner(x: Any) -> Tensor:
     """A tensor that ``x`` is made of, whose type tells whether it has memory."""
     if type(x) is BlockwiseFP8Weight:
-        return x.cast_from
+        if is_compiling() or "master" not in x.__dict__:  # a late copy has none
+            return x.cast_from
+        return x.master
     if type(x) is BlockwiseFP8Tensor:
         x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
     plain: Tensor = x

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from ..text_table import collapse, text_table
+from .experts_group import ExpertsGroup
 from .input_group import InputGroup
 from .linears import fp8_part, is_linear
 from .product_weights import fp8_weights
+
+Group = TypeVar("Group", InputGroup, ExpertsGroup)
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,9 @@ class SharingReport:
 
     Attributes:
         groups: the modules whose linears share inputs.
-        experts: the modules of FP8 experts. They call no linear, so that nothing is shared there:
-            :func:`blocktensor.functional.grouped_linear` with several weights casts once for all.
     """
 
-    groups: tuple[InputGroup, ...]
-    experts: tuple[str, ...] = ()
+    groups: tuple[InputGroup | ExpertsGroup, ...]
 
     @property
     def casts(self) -> int:
@@ -54,13 +55,11 @@ class SharingReport:
         )
         header = ("module", "linears", "given one input", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
-        if self.experts:
-            summary += f"; {len(self.experts)} modules of experts cast inputs by themselves"
         return text_table(header, rows) + "\n" + summary
 
 
 def share_inputs(model: nn.Module) -> SharingReport:
-    """Cast an input once for all FP8 linears of a module that get the same tensor object.
+    """Cast an input once for all FP8 linears, or stacks, of a module that get the same tensor.
 
     The effect is that of ``blocktensor.quantize`` in model code. The first run finds the linears
     that get one input. While the module's forward runs, the cast of the latest input is kept until
@@ -73,8 +72,6 @@ def share_inputs(model: nn.Module) -> SharingReport:
         model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
             too. A second call adds linears that were converted since the first.
 
-    Stacks of experts are left alone; the report names their modules.
-
     Returns:
         The report; ``print`` it after a run. Its ``.remove()`` ends the sharing.
 
@@ -82,7 +79,6 @@ def share_inputs(model: nn.Module) -> SharingReport:
         ValueError: no linear of the model is converted.
     """
     modules = dict(model.named_modules())
-    experts = tuple(n for n, m in modules.items() if not is_linear(m) and fp8_weights(m))
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
         if is_linear(module) and fp8_part(module._parameters.get("weight")) is not None:
@@ -90,16 +86,19 @@ def share_inputs(model: nn.Module) -> SharingReport:
             while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
                 owner = owner.rpartition(".")[0]  # containers have no forward of their own
             owned[owner].append(name.removeprefix(f"{owner}."))
-    if not owned and experts:
-        return SharingReport((), experts)
-    if not owned:
+    stacks = {
+        name: tuple(found)
+        for name, module in modules.items()
+        if not is_linear(module) and len(found := fp8_weights(module)) > 1
+    }
+    if not owned and not stacks:
         raise ValueError(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
             f"convert it first with blocktensor.convert(model)"
         )
-    groups = []
+    groups: list[InputGroup | ExpertsGroup] = []
     for name, linears in owned.items():
-        group = _group_of(modules[name])
+        group = _hooked(modules[name], InputGroup)
         if group is not None and group.linears != tuple(linears):
             group.remove()
             group = None
@@ -108,10 +107,16 @@ def share_inputs(model: nn.Module) -> SharingReport:
             group.attach(modules[name])
         if group is not None:
             groups.append(group)
-    return SharingReport(tuple(groups), experts)
+    for name, names in stacks.items():
+        experts = _hooked(modules[name], ExpertsGroup)
+        if experts is None:
+            experts = ExpertsGroup(name, names)
+            experts.attach(modules[name])
+        groups.append(experts)
+    return SharingReport(tuple(groups))
 
 
-def _group_of(module: nn.Module) -> InputGroup | None:
-    """The group whose hooks ``module`` has."""
+def _hooked(module: nn.Module, kind: type[Group]) -> Group | None:
+    """The group of this kind whose hooks ``module`` has."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, InputGroup)), None)
+    return next((owner for owner in owners if isinstance(owner, kind)), None)

@@ -33,7 +33,8 @@ def _view(implementation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(implementation)
     def run(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
         views = of_its_kind(func, w, *args, **kwargs)
-        share_storage(views, w)
+        if not isinstance(w.cache, LateCopy):  # which has memory of its own, once it is asked for
+            share_storage(views, w)
         return views
 
     return run
@@ -114,13 +115,13 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.storage_offset()
 
 
-@view_of_its_kind
+@_view
 def _select(func: Any, w: BlockwiseFP8Weight, dim: int, index: int) -> Tensor:
     is_matrix = w.ndim == 3 and dim in (0, -3) and type(index) is int
     return _matrix(w, index) if is_matrix else _part(func, w, dim, index)
 
 
-@view_of_its_kind
+@_view
 def _unbind(func: Any, w: BlockwiseFP8Weight, dim: int = 0) -> list[Tensor]:
     if w.ndim == 3 and dim in (0, -3):
         return [_matrix(w, i) for i in range(w.shape[0])]

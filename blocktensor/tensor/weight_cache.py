@@ -148,10 +148,11 @@ class FP8Cache:
             if waiting is None:
                 waiting = WaitingForm()
                 self._waiting = weakref.ref(waiting)
+        cast = ForwardCast(self, version, waiting)
         operand = self.get(user, before_backward=True)
         if waiting is not None:
             waiting.operand = operand
-        return operand, ForwardCast(self, version, waiting)
+        return operand, cast
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
         """The FP8 form that dgrad reads: of its forward where it waits, or cast again.

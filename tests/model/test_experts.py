@@ -19,7 +19,6 @@ from blocktensor import (
     explain,
     freeze,
     memory_report,
-    share_inputs,
     to_blockwise_fp8_weights,
     unfreeze,
 )
@@ -340,13 +339,3 @@ def test_memory_counts_the_forms_of_the_matrices_of_a_stack() -> None:
     assert (held.data, held.scales, held.elements) == (N * K, 2 * 4, E * N * K)
     y.sum().backward()
     assert memory_report(module).trainable.fp8 == 0
-
-
-def test_share_inputs_leaves_experts_alone_and_says_so() -> None:
-    model = TitanMoE()
-    convert(model, auto_filter_small_kn=False, skip=["gate"])
-    report = share_inputs(model)
-    assert (report.groups, report.experts) == ((), ("experts",))
-    assert "1 modules of experts cast inputs by themselves" in str(report)
-    with pytest.raises(ValueError, match="no linear of this"):
-        share_inputs(Unknown())

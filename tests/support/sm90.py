@@ -21,6 +21,7 @@ from blocktensor.ops.runtime.launch import Launch
 _TYPES = {
     torch.int8: "*i8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",

@@ -118,12 +118,12 @@ def _vectorised(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(-2) % 8 == 0
 
 
-def _warps_1x128(x: Tensor, columnwise: bool) -> int:
+def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool) -> int:
     if not columnwise:
         return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
     if x.dtype != torch.float32:
         return 8
-    return 16 if _vectorised(x) else 32  # fewer would spill
+    return 16 if grouped or _vectorised(x) else 32  # others would spill
 
 
 def plan_1x128(
@@ -167,7 +167,7 @@ def plan_1x128(
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,
         },
-        {"num_warps": _warps_1x128(x, col is not None)},
+        {"num_warps": _warps_1x128(x, col is not None, offs is not None)},
     )  # fmt: skip
 
 

@@ -1,0 +1,175 @@
+"""One cast of an input for the stacks of one module of experts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktensor import convert, share_inputs
+from blocktensor.autograd.shared_cast import this_thread
+from blocktensor.model.share_inputs import SharingReport
+from tests.support.models import randn
+from tests.support.moe_models import GroupedExperts
+
+E, K, N = 4, 128, 256
+SIZES = torch.tensor([3, 0, 129, 8])
+REPORT = """\
+module   linears                 given one input  casts  saved
+-------  ----------------------  ---------------  -----  -----
+(model)  w1_EFD, w2_EDF, w3_EFD  2 products       6      3
+1 groups; 6 casts made, 3 saved"""
+
+
+def experts() -> GroupedExperts:
+    module = GroupedExperts(E, K, N)
+    convert(module, auto_filter_small_kn=False)
+    return module
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return randn(140, K, seed=seed, grad=True)
+
+
+def step(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    y = module(x, SIZES)
+    y.backward(randn(*y.shape, seed=9, dtype=y.dtype))
+    made = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+    module.zero_grad()
+    return made
+
+
+def shared(module: nn.Module) -> SharingReport:
+    return share_inputs(module)
+
+
+def test_gate_and_up_share_one_cast_and_keep_their_bits() -> None:
+    alone, module = experts(), experts()
+    report = shared(module)
+    for turn in range(1, 4):
+        for a, b in zip(step(alone, tokens()), step(module, tokens()), strict=True):
+            assert a is not None
+            assert torch.equal(a, b)
+        assert (report.casts, report.saved) == (2 * turn, turn)
+    assert str(report) == REPORT
+    report.remove()
+    step(module, tokens())
+    assert report.casts == 6
+
+
+def test_forms_are_kept_no_longer_than_their_last_use() -> None:
+    module = experts()
+    shared(module)
+    step(module, tokens())
+    x = tokens().detach()
+    with torch.no_grad():
+        module(x, SIZES)
+        group = next(iter(module._forward_hooks.values())).__self__
+    assert group._shared._run.latest is None
+    assert this_thread.running is None
+
+
+def other_input(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+def by_data(x: Tensor) -> Tensor:
+    x.data = x.data + 1
+    return x
+
+
+class Twice(GroupedExperts):
+    """Changes its input between two products."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        offs = sizes.cumsum(0, dtype=torch.int32)
+        first = torch._grouped_mm(x, self.w1_EFD.bfloat16().transpose(-2, -1), offs=offs)
+        x = self.change(x)
+        return first + torch._grouped_mm(x, self.w3_EFD.bfloat16().transpose(-2, -1), offs=offs)
+
+
+@pytest.mark.parametrize("change", [other_input, in_place, by_data])
+def test_an_input_that_changed_is_cast_again(change: Callable[[Tensor], Tensor]) -> None:
+    made = []
+    for share in (False, True):
+        module = Twice(E, K, N)
+        module.change = change
+        convert(module, auto_filter_small_kn=False, experts={"": ["w1_EFD", "w2_EDF", "w3_EFD"]})
+        report = shared(module) if share else None
+        with torch.no_grad():
+            made.append([module(tokens(seed).detach(), SIZES) for seed in range(3)])
+        assert report is None or report.saved == 0
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_offs_that_changed_are_another_input() -> None:
+    module = experts()
+    shared(module)
+    for sizes in (SIZES, torch.tensor([140, 0, 0, 0]), torch.tensor([0, 70, 0, 0])):
+        alone = experts()
+        with torch.no_grad():
+            assert torch.equal(module(tokens(), sizes), alone(tokens(), sizes))
+
+
+def test_an_exception_ends_the_sharing() -> None:
+    module = experts()
+    shared(module)
+    with pytest.raises((RuntimeError, ValueError)):
+        module(randn(4, K + 1), SIZES)
+    assert this_thread.running is None
+    step(module, tokens())
+
+
+def test_copies_share_for_themselves() -> None:
+    module = experts()
+    report = shared(module)
+    twin = copy.deepcopy(module)
+    step(twin, tokens())
+    assert report.casts == 0
+    of_twin = shared(twin)
+    assert (of_twin.casts, of_twin.saved) == (2, 1)
+    assert shared(twin).groups == of_twin.groups  # a second call adds no hooks
+    assert len(twin._forward_hooks) == 1
+
+
+def test_a_freed_input_takes_its_forms_along() -> None:
+    module = experts()
+    report = shared(module)
+    group = report.groups[0]
+    group._begin(module, ())  # type: ignore[union-attr]
+    try:
+        x = tokens().detach()
+        with torch.no_grad():
+            torch._grouped_mm(
+                x, module.w1_EFD.bfloat16().transpose(-2, -1), offs=SIZES.cumsum(0).int()
+            )
+        latest = group._shared._run.latest  # type: ignore[union-attr]
+        assert latest is not None
+        assert len(latest.forms) == 2
+        del x
+        gc.collect()
+        assert latest.forms == ()
+    finally:
+        group._end(module, (), None)  # type: ignore[union-attr]
+
+
+def test_compiled_experts_cast_for_themselves() -> None:
+    module = experts()
+    report = shared(module)
+    wanted = step(experts(), tokens())
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    made = step(compiled, tokens())
+    assert report.casts == 0
+    for a, b in zip(made, wanted, strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""Casts of tokens in groups compile for sm_90, without a GPU, and spill nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from blocktensor.ops.formats import BLOCK, BLOCKS_1X128, BLOCKS_1X128_POW2, group_blocks
+from blocktensor.ops.scale_layouts import empty_quantized
+
+pytest.importorskip("triton")
+
+import triton
+
+from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
+from blocktensor.ops.cast.triton_cast import plan_1x128
+from tests.support.sm90 import compile_for_sm90
+
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="the kernels are tuned with Triton 3.6"
+)
+
+META = torch.device("meta")
+TOKENS = 401
+
+
+@pytest.mark.parametrize("plan", [plan_columnwise, plan_1x128], ids=lambda plan: plan.__module__)
+@pytest.mark.parametrize(
+    ("dtype", "k", "experts", "rowwise", "indexed"),
+    [
+        *itertools.product([torch.bfloat16, torch.float32], [2048], [8], [True, False], [False]),
+        (torch.bfloat16, 2048, 8, True, True),
+        (torch.float16, 136, 256, True, False),
+        (torch.float32, 130, 1000, True, True),
+    ],
+    ids=str,
+)
+def test_grouped_casts(
+    plan: object, dtype: torch.dtype, k: int, experts: int, rowwise: bool, indexed: bool
+) -> None:
+    x = torch.empty((TOKENS, k), dtype=dtype, device=META)
+    offs = torch.empty(experts, dtype=torch.int32, device=META)
+    index = torch.empty(TOKENS, dtype=torch.int64, device=META) if indexed else None
+    format = BLOCKS_1X128_POW2 if k == 136 else BLOCKS_1X128
+    row = empty_quantized((TOKENS, k), format, META) if rowwise else None
+    col = empty_quantized((k, group_blocks(TOKENS, experts) * BLOCK), format, META)
+    launch = plan(x, row, col, offs, index)  # type: ignore[operator]
+    assert compile_for_sm90(launch).spilled_bytes == 0
