@@ -1,7 +1,6 @@
 """Experts, forward + backward: the layer of torchtitan, and a whole Qwen3-MoE; bf16 beside FP8.
 
-"fp8" is the unmodified layer after ``convert``. "fp8, one call" hands both weights that read x to
-``functional.grouped_linear`` at once, which casts and saves x once.
+"fp8, inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blocktensor as bt
-from blocktensor import functional
 
 from . import profiled, qwen3
 from .memory import peak
@@ -36,7 +34,7 @@ class Shape(NamedTuple):
 LAYERS = (Shape(8, 8192, 7168, 2048), Shape(16, 4096, 2048, 768), Shape(64, 768, 2048, 1408))
 """Of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
 
-VARIANTS = ("bf16", "fp8", "fp8, one call")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
 
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
@@ -57,15 +55,11 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5)
         self.w2 = nn.Parameter(torch.randn(experts, dim, hidden) * hidden**-0.5)
         self.w3 = nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5)
-        self.one_call = False
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """``x[rows, dim]`` in groups that end at ``offs``."""
-        if self.one_call:
-            gate, up = functional.grouped_linear(x, [self.w1, self.w3], offs)
-        else:
-            gate = torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
-            up = torch._grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
+        gate = torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
+        up = torch._grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
         return torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
 
 
@@ -76,7 +70,8 @@ def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> Gro
         experts = GroupedExperts(shape).to(torch.bfloat16)
     if name != "bf16":
         bt.to_blockwise_fp8_weights(experts)
-        experts.one_call = "one call" in name
+    if "shared" in name:
+        bt.share_inputs(experts)
     return experts
 
 

@@ -103,13 +103,13 @@ def experts(content: Content, page: Path) -> list[str]:
         "",
         *(parts if shown else []),
         *image("experts_time.png", "where the time of experts goes", page),
-        source(content, '; "one call" casts the input of w1 and w3 once'),
+        source(content),
     ]
 
 
 def experts_in_brief(content: Content, page: Path) -> list[str]:
     """The speed-ups of the layers, and of the model with the widest experts, in a sentence."""
-    rows = select(content["rows"], {"variant": "fp8"})
+    rows = select(content["rows"], {"variant": "fp8, inputs shared"})
     layers = ", ".join(
         f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
         for r in select(rows, {"what": "layer"})

@@ -15,7 +15,7 @@ import blocktensor as bt
 from .memory import peak
 from .timing import Call, round_robin
 
-VARIANTS = ("bf16", "fp8")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
 HEAD_DIM = 128
 
 
@@ -47,7 +47,7 @@ def absent() -> dict[str, str]:
 
 
 def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> Any:
-    """The model in bf16, or converted, of the same values for both variants."""
+    """The model in bf16, or converted, of the same values for every variant."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -68,8 +68,10 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     with torch.device(device):
         model: Any = transformers.Qwen3MoeForCausalLM(config)
     model.to(torch.bfloat16).set_experts_implementation("grouped_mm")
-    if name == "fp8":
+    if name != "bf16":
         bt.convert(model)
+    if "shared" in name:
+        bt.share_inputs(model)
     return model
 
 
@@ -86,7 +88,7 @@ def step(model: Any, tokens: torch.Tensor) -> Call:
 
 
 def measure(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row a variant: milliseconds a step in eager mode, and peak memory with both models."""
+    """One row a variant: milliseconds a step in eager mode, and peak memory of each model alone."""
     tokens = torch.randint(shape.vocab, (shape.batch, shape.time), device="cuda")
     steps: dict[str, Call] = {}
     peaks: dict[str, int] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import experts, profiled, qwen3
 from benchmarks.experts import LAYERS, VARIANTS, Shape
-from blocktensor import BlockwiseFP8Weight
+from blocktensor import BlockwiseFP8Weight, share_inputs
 from tests.support.models import randn
 
 TINY = Shape(experts=3, tokens=40, dim=128, hidden=256)
@@ -36,10 +36,13 @@ def test_all_variants_compute_alike_and_cast_weights_once_a_step() -> None:
         assert all(weight.cache.casts == 2 for weight in weights)
         assert x.grad is not None
         results[name] = [x.grad, *[w.grad for w in layer.parameters() if w.grad is not None]]
+        if "shared" in name:
+            (hooked,) = share_inputs(layer).groups
+            assert (hooked.casts, hooked.saved) == (4, 2), "of two inputs in two steps"
     assert [len(found) for found in results.values()] == [4, 4, 4]
     for found, wanted in zip(results["fp8"], results["bf16"], strict=True):
         assert 0 < (found - wanted).norm() < 0.1 * wanted.norm()
-    for found, wanted in zip(results["fp8, one call"], results["fp8"], strict=True):
+    for found, wanted in zip(results["fp8, inputs shared"], results["fp8"], strict=True):
         assert torch.equal(found, wanted)
 
 
@@ -107,8 +110,8 @@ def test_a_profile_is_summed_by_kind() -> None:
 
 def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qwen3, "absent", dict)
-    assert experts.total() == 13
-    assert experts.total(**experts.QUICK) == 5
+    assert experts.total() == 15
+    assert experts.total(**experts.QUICK) == 6
     reason = {"transformers": "ModuleNotFoundError: none"}
     monkeypatch.setattr(qwen3, "absent", lambda: reason)
     assert experts.total() == 9
@@ -122,7 +125,7 @@ def test_a_model_trains_in_both_variants() -> None:
     for name in qwen3.VARIANTS:
         model: Any = qwen3.make_model(name, TINY_MODEL, "cpu")
         stacks = [p for p in model.parameters() if p.ndim == 3]
-        assert [isinstance(p, BlockwiseFP8Weight) for p in stacks] == [name == "fp8"] * 2
+        assert [isinstance(p, BlockwiseFP8Weight) for p in stacks] == [name != "bf16"] * 2
         before = [p.detach().clone() for p in model.parameters()]
         qwen3.step(model, tokens)()
         # of bf16, some weights round to what they were

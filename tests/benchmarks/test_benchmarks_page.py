@@ -162,19 +162,25 @@ def test_layers_and_models_of_experts(tmp_path: Path) -> None:
     times = {"ms": 2.0, "speedup": 1.5, "peak_mib": 80.0, "peak_of_bf16": 0.8}
     spent = {"gemms_us": 1500.0, "copies_us": 2.0}
     rows: list[Row] = [
-        {"what": "layer", **sizes, "variant": "fp8", **times, **spent},
-        {"what": "Qwen3-MoE, 2 layers", **sizes, "variant": "fp8", **times, "speedup": 1.2},
+        {"what": "layer", **sizes, "variant": "fp8, inputs shared", **times, **spent},
+        {
+            "what": "Qwen3-MoE, 2 layers",
+            **sizes,
+            "variant": "fp8, inputs shared",
+            **times,
+            "speedup": 1.2,
+        },
     ]
     results.write("experts", rows, tmp_path)
     lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     name = "8 experts of 7168 x 2048, 64 tokens"
     assert lines[2:4] == [
-        f"| {name} each | fp8 | 2.0 | 1.50x | 80.0 | 0.80x |",
-        f"| Qwen3-MoE, 2 layers: {name} | fp8 | 2.0 | 1.20x | 80.0 | 0.80x |",
+        f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x |",
+        f"| Qwen3-MoE, 2 layers: {name} | fp8, inputs shared | 2.0 | 1.20x | 80.0 | 0.80x |",
     ]
     assert lines[4:] == [
         *("|  |  | GEMMs | copies |", "|---|---|---|---|"),
-        f"| {name} | fp8 | 1500.0 | 2.0 |",
+        f"| {name} | fp8, inputs shared | 1500.0 | 2.0 |",
     ]
     _, brief, _ = README.render(tmp_path).split("\n\n")
     assert " ".join(brief.split()) == (
