@@ -81,19 +81,11 @@ def ends(shape: Shape, device: torch.device | str = "cuda") -> Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def _forget(experts: nn.Module) -> None:
-    """The weights as after an optimizer step, without gradients."""
-    experts.zero_grad(set_to_none=True)
-    for weight in experts.parameters():
-        if isinstance(weight, bt.BlockwiseFP8Weight):
-            weight.invalidate()
-
-
 def step(experts: nn.Module, x: Tensor, grad: Tensor, offs: Tensor) -> Call:
     """A forward and backward of the layer alone."""
 
     def once() -> None:
-        _forget(experts)
+        experts.zero_grad()
         x.grad = None
         experts(x, offs).backward(grad)
 
@@ -115,7 +107,7 @@ def step_of_model(experts: nn.Module, rows: int, seed_row: Tensor, offs: Tensor)
     weight = torch.ones_like(seed_row.detach())
 
     def once() -> None:
-        _forget(experts)
+        experts.zero_grad()
         seed_row.grad = None
         # in one expression: a name would hold a tensor that the backward needs no more
         (experts(seed_row.expand(rows, -1).contiguous(), offs) * weight).sum().backward()

@@ -73,6 +73,24 @@ def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> No
     assert rows == 64, "of two experts for every token"
 
 
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_gpu(load: Load) -> None:
+    torch.use_deterministic_algorithms(False)
+    model = small(load).cuda()
+    convert(model, skip=["*.router"], auto_filter_small_kn=False)
+    moe = model.blocks[0].mlp  # type: ignore[union-attr, index]
+    x = randn(4, 16, 32, dtype=torch.float32).cuda().requires_grad_()
+    for _ in range(3):  # kernels are compiled, and what is decided once is decided
+        moe(x).backward(x.detach())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe(x).backward(x.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
 def test_a_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert load("train_lm").main([*TINY, "--out", str(out)]) == 0
