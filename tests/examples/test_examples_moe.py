@@ -27,6 +27,13 @@ def small(load: Load) -> torch.nn.Module:
     return model
 
 
+def test_experts_begin_like_linears(load: Load) -> None:
+    experts = small(load).blocks[0].mlp.experts  # type: ignore[union-attr, index]
+    residual = 2**-0.5  # of one layer with two branches
+    for w, scale in ((experts.w1, 1.0), (experts.w2, residual), (experts.w3, 1.0)):
+        assert w.std().item() == pytest.approx(scale / w.shape[-1] ** 0.5, rel=0.05)
+
+
 def test_each_token_gets_the_weighted_sum_of_its_experts(load: Load) -> None:
     moe = small(load).blocks[0].mlp  # type: ignore[union-attr, index]
     # Chooses other experts than the scores, and weighs nothing.
