@@ -59,7 +59,7 @@ class Preset:
 
 
 PRESETS = {
-    # Both runs together take about 120 s on two cores; the FP8 one most of it.
+    # Both runs together take about 120 s on two cores (300 s with 8 experts), FP8 most of it.
     "cpu": Preset(dim=160, layers=2, heads=4, seq=128, batch=8, steps=400, lr=2e-3),
     # About 110M parameters and 16k tokens a step.
     "gpu": Preset(dim=1536, layers=4, heads=12, seq=512, batch=32, steps=1000, lr=3e-4),
