@@ -25,8 +25,8 @@ def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
 def place(block, group, begin, end, tokens):
     # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
     # hold the rows of no group. Returns the first row, the rows left, and the group, or -1.
-    end = tl.minimum(end, tokens)
-    begin = tl.minimum(begin, end)
+    end = tl.maximum(tl.minimum(end, tokens), 0)
+    begin = tl.maximum(tl.minimum(begin, end), 0)
     blocks = (end - begin + 127) // 128
     after = tl.cumsum(blocks, 0)
     within = (block - (after - blocks)) * 128
