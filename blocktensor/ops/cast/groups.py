@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, Quantized, group_blocks, num_blocks
+from ..formats import BlockFormat, Quantized, group_blocks, group_columns, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 
@@ -76,5 +76,4 @@ def _empty_columnwise(
     x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
 ) -> Quantized:
     rows = (x if index is None else index).shape[0]
-    shape = x.shape[1], group_blocks(rows, offs.shape[0]) * BLOCK
-    return empty_quantized(shape, format, x.device)
+    return empty_quantized((x.shape[1], group_columns(rows, offs.shape[0])), format, x.device)
