@@ -15,7 +15,7 @@ from tests.support.models import complaint
 
 def test_the_defaults() -> None:
     assert_expected_inline(
-        repr(Recipe()), """Recipe(scale='fp32', columnwise='on_demand', cache_weight='backward')"""
+        repr(Recipe()), """Recipe(scale='fp32', columnwise='on_demand', cache_weight='backward', wgrad_input='1x128')"""
     )
 
 

@@ -148,6 +148,23 @@ def test_both_is_rowwise_and_columnwise(format: BlockFormat, rng: torch.Generato
         assert_same(got.scale, want.scale)
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_in_two_formats(kind: str, power_of_two: bool, rng: torch.Generator) -> None:
+    """Columnwise squares are the transpose of the rowwise ones."""
+    rows, squares = (BLOCKS_1X128, BLOCKS_128X128)
+    if power_of_two:
+        rows, squares = (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
+    x = values(kind, 300, 130, torch.bfloat16, rng)
+    row, col = reference.quantize_both(x, rows, squares)
+    transposed = reference.transpose(reference.quantize_rowwise(x, squares))
+    assert (row.format, col.format) == (rows, squares)
+    for got, want in ((row, reference.quantize_rowwise(x, rows)), (col, transposed)):
+        assert_same(got.data, want.data)
+        assert_same(got.scale, want.scale)
+        assert got.scale.stride() == want.scale.stride()
+
+
 @formats(BLOCKS_128X128, BLOCKS_128X128_POW2)
 @pytest.mark.parametrize("shape", [(3, 130, 300), (2, 128, 256), (1, 1, 129), (0, 5, 7), (2, 0, 9)])
 def test_a_stack_is_cast_matrix_by_matrix(

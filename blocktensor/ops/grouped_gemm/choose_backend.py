@@ -97,6 +97,8 @@ def _gluon_declines(p: GroupedProblem) -> str | None:
         return reason
     if p.a_format.rows > 1:
         return "no 128x128 blocks on the left"
+    if p.kind == "wgrad" and p.b_format.rows > 1:
+        return "weight gradients of 1x128 blocks on both sides only"
     return "nothing to contract" if p.kind == "gemm" and p.k == 0 else None
 
 
