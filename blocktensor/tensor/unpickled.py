@@ -25,16 +25,17 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: they do not fit. Scales that are laid out otherwise are copied.
     """
     what = f"a BlockwiseFP8Tensor {list(x.shape)} from a file"
-    format, recipe = parts.get("format"), parts.get("recipe")
-    if not isinstance(format, BlockFormat) or not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"{what} has format {format!r} and recipe {recipe!r}: expected a BlockFormat and a "
-            f"Recipe; the file is damaged or was not written by blocktensor"
-        )
-    if format.scale_rounding != recipe.scale:
-        raise ValueError(f"{what} has blocks {format.name} and scale={recipe.scale!r}")
+    recipe, source = parts.get("recipe"), parts.get("source")
     fitting, sides = dict(parts), 0
     for side, transposed in (("rowwise", False), ("columnwise", True)):
+        format = parts.get(f"{side}_format")
+        if not isinstance(format, BlockFormat) or not isinstance(recipe, Recipe):
+            raise ValueError(
+                f"{what} has format {format!r} and recipe {recipe!r}: expected a BlockFormat and a "
+                f"Recipe; the file is damaged or was not written by blocktensor"
+            )
+        if format.scale_rounding != recipe.scale:
+            raise ValueError(f"{what} has blocks {format.name} and scale={recipe.scale!r}")
         data, scale = parts.get(f"{side}_data"), parts.get(f"{side}_scale")
         if data is None and scale is None:
             continue
@@ -56,6 +57,11 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{what} is on {x.device}, its {side} data on {data.device}")
         fitting[f"{side}_scale"] = laid_out(*form).scale
         sides += 1
+    if source is not None and not (
+        isinstance(source, Tensor)
+        and (source.shape, source.dtype, source.device) == (x.shape, x.dtype, x.device)
+    ):
+        raise ValueError(f"{what} has a source that is no {x.dtype} {list(x.shape)} on {x.device}")
     if not sides:
         raise ValueError(f"{what} has neither a rowwise nor a columnwise form")
     return fitting

@@ -144,7 +144,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         part(format=BLOCKS_128X128_POW2),
         "has blocks 128x128_pow2 and scale='fp32'",
     ),
-    "no format": (lambda x: vars(x).pop("format"), "has format None and recipe Recipe"),
+    "no format": (lambda x: vars(x).pop("columnwise_format"), "has format None and recipe Recipe"),
     "a recipe that is none": (part(recipe={"scale": "fp32"}), "recipe {'scale': 'fp32'}: expected"),
 }
 
