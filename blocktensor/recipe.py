@@ -69,7 +69,7 @@ class Recipe:
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state.get("cache_weight") is True:  # a file from before there were three choices
             state = {**state, "cache_weight": "backward"}
-        self.__dict__.update(state)
+        self.__dict__.update({"wgrad_input": "1x128", **state})  # or from before that was one
 
     # Properties, not cached ones, whose lock compilers cannot trace.
 
