@@ -39,7 +39,7 @@ def grouped_wgrad(grad: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype)
     grad = _plain(grad)
     n, k = grad.shape[1], x.shape[1]
     g, x = _in_vectors(grad), _in_vectors(x.to(grad.dtype))
-    ends = offs.clamp(0, len(x)).cummax(0).values  # what is beyond would be read from memory
+    ends = offs.clamp(0, x.shape[0]).cummax(0).values  # what is beyond would be read from memory
     with _without_autocast(x):
         return F.grouped_mm(g.t(), x, offs=ends)[:, :n, :k].to(out_dtype)
 
@@ -50,8 +50,8 @@ def _plain(grad: Tensor) -> Tensor:
 
 def _in_vectors(x: Tensor) -> Tensor:
     """``x[T, C]`` in rows of whole 16-byte vectors, as grouped products read it."""
-    x = F.pad(x, (0, -x.shape[1] % (VECTOR_BYTES // x.itemsize)))
-    return x.contiguous()
+    missing = -x.shape[1] % (VECTOR_BYTES // x.itemsize)
+    return F.pad(x, (0, missing)) if missing else x.contiguous()
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:

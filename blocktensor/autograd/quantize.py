@@ -50,7 +50,7 @@ def cast_activation(x: Tensor, recipe: Recipe, columnwise: bool = True) -> Block
         source=source,
     )
     if source is not None and not (must_dispatch(x) or x.is_inference()):
-        made.source_version = source._version
+        made.source_version = source.data_ptr(), source._version
     return made
 
 

@@ -57,7 +57,7 @@ class BlockwiseFP8Tensor(FP8Base):
         rowwise_format, columnwise_format: of either form, held or not. They differ for activations
             that are cast with ``Recipe(wgrad_input="128x128")``.
         source: what an activation was cast from, if its recipe computes weight gradients from it.
-        source_version: its version then; None if that is unknown.
+        source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
 
@@ -72,7 +72,7 @@ class BlockwiseFP8Tensor(FP8Base):
     rowwise_format: BlockFormat
     columnwise_format: BlockFormat
     source: Tensor | None = None
-    source_version: int | None = None
+    source_version: tuple[int, int] | None = None
     recipe: Recipe
     generation: Generation | None = None
 
@@ -240,8 +240,11 @@ class BlockwiseFP8Tensor(FP8Base):
             RuntimeError: that was changed in place since.
         """
         assert self.source is not None
-        # a copy's version begins at 0
-        if self.source_version is not None and self.source._version > self.source_version:
+        if self.source_version is None:
+            return self.source
+        address, version = self.source_version
+        # a deep copy has another address
+        if address == self.source.data_ptr() and version != self.source._version:
             raise RuntimeError(
                 f"the tensor that this BlockwiseFP8Tensor {list(self.shape)} was cast from, which "
                 f"the gradient of the weight reads (wgrad_input='high_precision'), was changed in "
@@ -342,6 +345,7 @@ class BlockwiseFP8Tensor(FP8Base):
 
     def __setstate__(self, state: Any) -> None:
         parts = dict(state) if isinstance(state, dict) else {}
+        parts.pop("source_version", None)
         block_shape, recipe = parts.pop("block_shape", None), parts.get("recipe")
         if isinstance(block_shape, tuple) and isinstance(recipe, Recipe):
             # a file from before formats had names
@@ -353,7 +357,7 @@ class BlockwiseFP8Tensor(FP8Base):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         sides = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]
-        if self.rowwise_format is not self.columnwise_format:
+        if self.rowwise_format.name != self.columnwise_format.name:
             sides = [f"{side} {getattr(self, f'{side}_format').name}" for side in sides]
         forms = "+".join([*sides, *([] if self.source is None else ["source"])])
         grad = ", requires_grad=True" if self.requires_grad else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,16 @@ def assert_as_eager(f: F, *modules: nn.Module, backend: str = "aot_eager", **x: 
 
 
 @pytest.mark.parametrize(
-    "recipe", [Recipe(), Recipe(scale="power_of_two"), Recipe(columnwise="keep")], ids=str
+    "recipe",
+    [
+        Recipe(),
+        Recipe(scale="power_of_two"),
+        Recipe(columnwise="keep"),
+        Recipe(wgrad_input="128x128"),
+        Recipe(scale="power_of_two", wgrad_input="128x128"),
+        Recipe(wgrad_input="high_precision"),
+    ],
+    ids=str,
 )
 def test_a_converted_model(recipe: Recipe) -> None:
     model = mlp(recipe)
@@ -109,11 +119,13 @@ def test_fp8_weights_given_to_functional_linear() -> None:
     assert a.weight.cache.casts == b.weight.cache.casts == 2  # of the two eager runs
 
 
-def test_a_shared_cast() -> None:
-    q, k = linear(128, K, bias=True), linear(128, K)
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+def test_a_shared_cast(wgrad_input: Any) -> None:
+    recipe = Recipe(wgrad_input=wgrad_input)
+    q, k = linear(128, K, bias=True, recipe=recipe), linear(128, K, recipe=recipe)
 
     def both(x: Tensor) -> Tensor:
-        x = quantize(x)
+        x = quantize(x, recipe)
         return q(x) + k(x)
 
     assert_as_eager(both, q, k)

@@ -145,11 +145,15 @@ def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: torch
 
 
 @every_grouping
-def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda f: f.name)
+def test_wgrad_contracts_the_tokens_of_each_group(
+    groups: str, format: BlockFormat, rng: torch.Generator
+) -> None:
+    """``format``: of x."""
     rows, sizes = GROUPS[groups]
     offs = ends(*sizes)
     g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
-    a, b = columnwise(g, offs), columnwise(x, offs)
+    a, b = columnwise(g, offs), columnwise(x, offs, format)
     start = torch.randn(len(sizes), N, K, generator=rng)
     out = reference.grouped_gemm_wgrad(a, b, offs, rows, torch.float32)
     total = start.clone()
@@ -157,7 +161,8 @@ def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Genera
     for e, inside in enumerate(ranges(offs)):
         exact = g[inside].double().T @ x[inside].double()
         assert relative_error(out[e], exact) <= 0.06
-        parts = [expand(reference.quantize_columnwise(t[inside], BLOCKS_1X128)) for t in (g, x)]
+        forms = ((g, BLOCKS_1X128), (x, format))
+        parts = [expand(reference.quantize_columnwise(t[inside], f)) for t, f in forms]
         assert relative_error(out[e], parts[0] @ parts[1].T) <= 1e-6
     torch.testing.assert_close(total, start + out, rtol=1e-5, atol=1e-4)
     empty = [e for e, size in enumerate(sizes) if size == 0]
