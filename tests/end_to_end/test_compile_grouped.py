@@ -85,7 +85,8 @@ def test_tokens_and_groups_of_changing_sizes(way: str) -> None:
     ):
         rows = max(sum(sizes), 10) if number > 2 else 160  # first one number of tokens, then others
         assert_as_eager(run, compiled, randn(rows, K, seed=number), ends(*sizes), *leaves)
-        assert graphs() == (1 if number <= 2 else 2)
+        # scales of 128x128 blocks need no padding for 4, 8, ... blocks
+        assert graphs() == (1 if number <= 2 else 2 + (way == "x in squares" and number == 4))
 
 
 @every_backend
