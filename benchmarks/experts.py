@@ -1,6 +1,7 @@
 """Experts, forward + backward: the layer of torchtitan, and a whole Qwen3-MoE; bf16 beside FP8.
 
-"fp8, inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
+"inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
+"cache_weight=False": the FP8 form of a weight is released after the forward and cast again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import blocktensor as bt
 
 from . import profiled, qwen3
-from .memory import peak
+from .memory import peak, saved_bytes
 from .shapes import group_sizes
 from .timing import Call, round_robin
 
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
 LAYERS = (Shape(8, 8192, 7168, 2048), Shape(16, 4096, 2048, 768), Shape(64, 768, 2048, 1408))
 """Of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, cache_weight=False")
 
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
@@ -69,7 +70,7 @@ def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> Gro
     with torch.device(device):
         experts = GroupedExperts(shape).to(torch.bfloat16)
     if name != "bf16":
-        bt.to_blockwise_fp8_weights(experts)
+        bt.convert(experts, bt.Recipe(cache_weight=False if "False" in name else "backward"))
     if "shared" in name:
         bt.share_inputs(experts)
     return experts
@@ -124,7 +125,7 @@ def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
     ms = round_robin({name: [call] for name, call in steps.items()}, rounds, 30.0)
     spent = {name: profiled.parts(call) for name, call in steps.items()}
     del steps, x, grad
-    peaks = {}
+    peaks, saved = {}, {}
     for name in VARIANTS:
         gc.collect()
         torch.cuda.empty_cache()
@@ -132,15 +133,25 @@ def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
         experts = variant(name, shape)
         row = torch.randn(1, shape.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         peaks[name] = peak(step_of_model(experts, rows, row, offs)) - before
-        del experts, row
+        x = row.expand(rows, -1).contiguous()
+        saved[name] = saved_bytes(experts, lambda x, e=experts: e(x, offs), x)  # type: ignore[misc]
+        del experts, row, x
     for name in VARIANTS:
-        yield layer_row(name, shape, ms, peaks, spent[name])
+        yield layer_row(name, shape, ms, peaks, saved, spent[name])
 
 
 def layer_row(
-    name: str, shape: Shape, ms: dict[str, float], peaks: dict[str, int], spent: dict[str, float]
+    name: str,
+    shape: Shape,
+    ms: dict[str, float],
+    peaks: dict[str, int],
+    saved: dict[str, int],
+    spent: dict[str, float],
 ) -> dict[str, Any]:
-    """One row of the results: time, memory, and microseconds by kinds of kernels."""
+    """One row of the results: time, memory, and microseconds by kinds of kernels.
+
+    ``saved_mib``: of activations, for the backward.
+    """
     return {
         "what": "layer",
         **shape._asdict(),
@@ -149,6 +160,8 @@ def layer_row(
         "speedup": round(ms["bf16"] / ms[name], 3),
         "peak_mib": round(peaks[name] / _MIB, 1),
         "peak_of_bf16": round(peaks[name] / peaks["bf16"], 3),
+        "saved_mib": round(saved[name] / _MIB, 1),
+        "saved_of_bf16": round(saved[name] / saved["bf16"], 3),
         **{f"{kind}_us": round(us, 1) for kind, us in spent.items()},
     }
 

@@ -84,7 +84,8 @@ def experts(content: Content, page: Path) -> list[str]:
     layers = select(rows, {"what": "layer"})
     body = [
         (f"{_layer(r)} each" if r["what"] == "layer" else f"{r['what']}: {_layer(r)}",
-         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]))
+         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]),
+         times(r.get("saved_of_bf16")))
         for r in rows
     ]  # fmt: skip
     shown = [part for part in _PARTS if f"{part}_us" in columns(layers)]
@@ -99,7 +100,7 @@ def experts(content: Content, page: Path) -> list[str]:
         "**Experts with SwiGLU, forward + backward**, weights cast every step, in groups of uneven "
         "sizes; and training steps of whole models of transformers, AdamW included:",
         "",
-        *table(("", "", "ms", "over bf16", "peak, MiB", "over bf16"), body),
+        *table(("", "", "ms", "over bf16", "peak, MiB", "over bf16", "saved over bf16"), body),
         "",
         *(parts if shown else []),
         *image("experts_time.png", "where the time of experts goes", page),
