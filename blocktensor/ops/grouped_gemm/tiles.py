@@ -39,13 +39,10 @@ class GroupedTile:
 
 
 SQUARES = (
-    GroupedTile(
-        Tile("square 128x256", BLOCK, rows=2, cols=1, width=128, depth=1, split="n", group=16),
-        0.88, 1.4,
-    ),
+    GroupedTile(replace(TILES["square 256x128"], name="square 128x256", split="n"), 0.88, 1.4),
     GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
-)  # fmt: skip
+)
 """Of products with B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
 """
 
@@ -60,7 +57,7 @@ ADDED = (
     GroupedTile(TILES["rows 256x128"], 0.95, 6.7, 15.2),
     GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=12), 0.807, 4.7, 8.9),
     GroupedTile(
-        Tile("rows 128x128", 1, rows=1, cols=2, width=64, depth=2, buffers=8), 0.622, 2.65, 5.6
+        replace(TILES["rows 256x128"], name="rows 128x128", rows=1, buffers=8), 0.622, 2.65, 5.6
     ),
 )
 """Of the same, whose sums are added to an fp32 output. Those after the first have buffers for a
