@@ -17,7 +17,9 @@ from blocktensor import BlockwiseFP8Weight, share_inputs
 from tests.support.models import randn
 
 TINY = Shape(experts=3, tokens=40, dim=128, hidden=256)
-TINY_MODEL = qwen3.Shape(128, 4, 128, layers=1, top_k=2, vocab=64, batch=2, time=16)
+TINY_MODEL = qwen3.Shape(
+    128, 4, 128, layers=1, top_k=2, vocab=64, batch=2, time=16, filter_small=False
+)
 ROWS = TINY.experts * TINY.tokens
 
 
@@ -113,13 +115,13 @@ def test_a_profile_is_summed_by_kind() -> None:
 
 def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qwen3, "absent", dict)
-    assert experts.total() == 18
+    assert experts.total() == 30
     assert experts.total(**experts.QUICK) == 7
     reason = {"transformers": "ModuleNotFoundError: none"}
     monkeypatch.setattr(qwen3, "absent", lambda: reason)
-    assert experts.total() == 12
+    assert experts.total() == 24
     assert experts.facts() == {"absent": reason}
-    assert list(experts.measure(layers=())) == []
+    assert list(experts.measure(layers=(), small=())) == []
 
 
 def test_a_model_trains_in_both_variants() -> None:
