@@ -87,7 +87,9 @@ def _gluon_why(p: GroupedProblem) -> str:
             p.tokens, p.n, num_blocks(p.k), p.experts, sms(p.device), p.bias is not None
         )
     else:
-        tile, _ = choose_wgrad_tile(p.n, p.k, p.tokens, p.experts, sms(p.device), p.accumulate)
+        tile, _ = choose_wgrad_tile(
+            p.n, p.k, p.tokens, p.experts, p.b_format.rows, sms(p.device), p.accumulate
+        )
     rows, cols = tile.size
     return f"{rows}x{cols} tiles"
 

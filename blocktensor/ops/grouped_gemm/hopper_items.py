@@ -5,11 +5,27 @@ the ends of the groups, which are on the device, and describes each in shared me
 not look for groups.
 """
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..gemm.hopper.epilogue import Output
 from ..gemm.hopper.pipeline import advance, prefetch_tile, tile_of
+
+
+@dataclass(frozen=True)
+class GroupedOutput(Output):
+    """How a grouped GEMM writes its sums.
+
+    Attributes:
+        cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each has an output
+            of its own, and groups cut K (wgrad).
+    """
+
+    cuts_rows: bool = True
+
 
 SLOTS = gl.constexpr(8)
 """Items described at a time. Consumers are behind by an item a stage at most, and by the current
@@ -21,7 +37,8 @@ BEGIN = gl.constexpr(2)  # the first row that it may store, where groups cut row
 END = gl.constexpr(3)  # the row after the last one that it may store
 TILE_N = gl.constexpr(4)  # the number of the tile along the columns
 EXPERT = gl.constexpr(5)  # whose bias is added; -1 for rows of no group
-FIELDS = gl.constexpr(6)
+FIRST = gl.constexpr(6)  # the first k block in memory, where groups cut K
+FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -50,10 +67,9 @@ def _end_of(offs, group, groups, begin, tokens):
 @gluon.jit
 def _items_of(begin, end, work, OUT: gl.constexpr, T: gl.constexpr):
     # Of the group of tokens [begin, end): how many items, and how many k blocks each; the number of
-    # tiles one below the other. Products with 128x128 blocks in B (fprop, dgrad) cut the rows of A
-    # at groups; those with 1x128 (wgrad), K.
+    # tiles one below the other.
     _, _, _, _, tiles_m, tiles_n, blocks, _ = work
-    if T.b_block == 128:
+    if OUT.cuts_rows:
         # Copies of scales start at multiples of 16 bytes, so tiles at rows that are multiples of 4.
         tiles_m = gl.where(end > begin, (end - begin // 4 * 4 + T.m - 1) // T.m, 0)
     else:
@@ -70,7 +86,7 @@ def _is_behind(at, item, work, OUT: gl.constexpr, T: gl.constexpr):
     group, begin, end, before, _ = at
     _, groups, _, _, _, _, _, _ = work
     count, _, _ = _items_of(begin, end, work, OUT, T)
-    return (item >= before + count) & (group < (groups + 1 if T.b_block == 128 else groups))
+    return (item >= before + count) & (group < (groups + 1 if OUT.cuts_rows else groups))
 
 
 @gluon.jit
@@ -108,7 +124,7 @@ def _load_blocks(
             scale_at = b_scale_at + (
                 k * b_scale_ld + i * (T.n // SCALE_COPIES)
                 if T.b_block == 1
-                else i * b_scale_ld + k // 4 * 4
+                else i * b_scale_ld + (first + k) // 4 * 4
             )
             tma.async_copy_global_to_shared(
                 b_scale_map, [scale_at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
@@ -132,7 +148,7 @@ def _load_blocks(
             row, end, col = place
             out_ptr, N, out_ld = out
             prefetch_tile(out_ptr, row, col, end, N, out_ld, k, blocks, T)
-        if T.b_block == 128:
+        if OUT.cuts_rows:
             if _is_behind(at, item, work, OUT, T):
                 at = _next_group(at, work, OUT, T)
         stage, phase = advance(stage, phase, T.stages)
@@ -145,13 +161,12 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
     _, _, _, _, full, empty = stages
     _, _, _, _, a_scale_ld, b_scale_ld = maps
     offs, groups, tokens, expert_rows, _, tiles_n, blocks_k, blocks_n = work
-    CUTS_ROWS: gl.constexpr = T.b_block == 128
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
     slot = 0
     item = gl.program_id(0)
     at = (0, 0, _end_of(offs, 0, groups, 0, tokens), 0, 0)
-    last = groups + 1 if CUTS_ROWS else groups
+    last = groups + 1 if OUT.cuts_rows else groups
     while at[0] < last:
         if _is_behind(at, item, work, OUT, T):
             at = _next_group(at, work, OUT, T)
@@ -163,9 +178,9 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
             col = tile_n * T.n
             # Rows of no group, and gradients of a group without tokens, are zeros: the sum of one
             # block that lies beyond the operands, where TMA fills in zeros.
-            none = group == groups if CUTS_ROWS else blocks == 0
+            none = group == groups if OUT.cuts_rows else blocks == 0
             blocks = gl.where(none, 1, blocks)
-            if CUTS_ROWS:
+            if OUT.cuts_rows:
                 row = begin // 4 * 4 + tile_m * T.m
                 row_end = end
                 first = 0
@@ -181,10 +196,14 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
                 a_scale_at = a_row + first * a_scale_ld
                 b_row = col
                 b_scale_at = col + first * b_scale_ld
+                if T.b_block == 128:
+                    b_scale_at = col // 128 * b_scale_ld
             _describe(items, slot, BLOCKS, blocks)
             _describe(items, slot, ROW, row)
-            if CUTS_ROWS:
+            if OUT.cuts_rows:
                 _describe(items, slot, BEGIN, begin)
+            elif T.b_block == 128:
+                _describe(items, slot, FIRST, first)
             _describe(items, slot, END, row_end)
             _describe(items, slot, TILE_N, tile_n)
             if OUT.bias:

@@ -1,8 +1,7 @@
 """The grouped Hopper GEMM: the dense one's products and stores, on items of groups.
 
-``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A, where B has 128x128
-blocks (fprop, dgrad); ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e, where
-both have 1x128 blocks (wgrad).
+``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A: groups cut rows
+(fprop, dgrad). ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e (wgrad).
 """
 
 from triton.experimental import gluon
@@ -14,7 +13,7 @@ from ..gemm.hopper.blocks import block_of_rows, block_of_squares
 from ..gemm.hopper.epilogue import store_wave
 from ..gemm.hopper.pipeline import advance
 from ..gemm.hopper.products import column_scales, pieces, row_scales
-from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, ROW, SLOTS, TILE_N, field
+from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, FIRST, ROW, SLOTS, TILE_N, field
 from .hopper_items import produce as _produce
 
 
@@ -53,7 +52,7 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
     out, out_ptr, out_ld, out_s, bias = target
     row = field(items, slot, ROW) + (WG * WAVES * 64 if T.split == "m" else 0)
     col = field(items, slot, TILE_N) * T.n + (WG * T.cols * T.width if T.split == "n" else 0)
-    begin = field(items, slot, BEGIN) if T.b_block == 128 else 0
+    begin = field(items, slot, BEGIN) if OUT.cuts_rows else 0
     end = field(items, slot, END)
     biased = N
     if OUT.bias:
@@ -86,10 +85,11 @@ def _consume_squares(
     mbarrier.wait(full.index(0), 0)
     blocks = field(items, slot, BLOCKS)
     while blocks > 0:
+        first = 0 if OUT.cuts_rows else field(items, slot, FIRST)
         next_stage, next_phase = advance(stage, phase, T.stages)
         raw, acc = block_of_squares(
-            raw, zeros, stages, stage, next_stage, next_phase, last, 0, 2, 2 + started, True, WG,
-            LAYOUT, T,
+            raw, zeros, stages, stage, next_stage, next_phase, last, first, 2, 2 + started, True,
+            WG, LAYOUT, T,
         )  # fmt: skip
         last = stage
         stage = next_stage
@@ -97,8 +97,9 @@ def _consume_squares(
         for k in range(1, blocks):
             next_stage, next_phase = advance(stage, phase, T.stages)
             raw, acc = block_of_squares(
-                raw, acc, stages, stage, next_stage, next_phase, last, k, 2, 3, False, WG, LAYOUT, T
-            )
+                raw, acc, stages, stage, next_stage, next_phase, last, first + k, 2, 3, False, WG,
+                LAYOUT, T,
+            )  # fmt: skip
             last = stage
             stage = next_stage
             phase = next_phase

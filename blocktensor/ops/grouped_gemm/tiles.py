@@ -46,6 +46,15 @@ SQUARES = (
 """Of products with B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
 """
 
+WGRAD_SQUARES = (GroupedTile(TILES["square 256x128"], 0.88, 1.8), *SQUARES)
+"""Of wgrad with B in 128x128 blocks."""
+
+ADDED_SQUARES = (
+    GroupedTile(TILES["square 256x128"], 0.88, 6.0, 15.2),
+    GroupedTile(replace(TILES["square 128x128"], stages=4, buffers=8), 0.50, 2.0, 5.6),
+)
+"""Of the same, whose sums are added to an fp32 output."""
+
 ROWS = (
     GroupedTile(TILES["rows 256x128"], 1.067, 2.37),
     GroupedTile(TILES["rows 128x192"], 0.801, 1.46),
@@ -85,12 +94,15 @@ def choose_gemm_tile(
 
 @functools.lru_cache(maxsize=4096)
 def choose_wgrad_tile(
-    n: int, k: int, tokens: int, experts: int, sms: int, accumulate: bool
+    n: int, k: int, tokens: int, experts: int, b_block: int, sms: int, accumulate: bool
 ) -> tuple[Tile, int]:
     """The tile for ``[experts, n, k]`` contracted over ``tokens`` in all, and the programs."""
+    tiles: tuple[GroupedTile, ...] = ADDED if accumulate else ROWS
+    if b_block == BLOCK:
+        tiles = ADDED_SQUARES if accumulate else WGRAD_SQUARES
     blocks = tokens / experts / BLOCK + 0.5
     predicted = {}
-    for found in ADDED if accumulate else ROWS:
+    for found in tiles:
         tile = found.tile
         if tile.m > BLOCK and n % tile.m:  # stores at the edge of an expert leave no registers
             continue
