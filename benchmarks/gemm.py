@@ -20,9 +20,8 @@ from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
 
 from . import drafts, peers
-from .candidates import Maker, sets_of, times
+from .candidates import Maker, times_of
 from .shapes import SET_S, SMALL, Shape
-from .timing import graph_repeats
 
 KINDS = ("fprop", "wgrad", "wgrad_add")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); 1x128 by 1x128 to bf16; the same
@@ -44,6 +43,13 @@ class Case:
     @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
+
+    @property
+    def read(self) -> int:
+        """Bytes that a call reads."""
+        if self.kind == "fprop":
+            return (self.m + self.n) * self.k
+        return self.m * (self.n + self.k)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -140,18 +146,7 @@ def _draft(kind: str, variant: str) -> Maker:
 
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     """TFLOP/s of every candidate on one shape."""
-    problem = case.problem(False)
-    count = sets_of((problem.m + problem.n) * problem.k)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # drafts launch on the stream that they were made on
-        ms, note = times(
-            [make_inputs(case) for _ in range(count)],
-            ours(case),
-            others(case),
-            repeats=graph_repeats(case.flops * count),
-            rounds=rounds,
-            stream=stream,
-        )
+    ms, note = times_of(case, make_inputs, ours, others, rounds)
     return _row(case, {name: case.flops / each * 1e-9 for name, each in ms.items()}, note)
 
 

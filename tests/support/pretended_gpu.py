@@ -9,6 +9,7 @@ import torch
 
 from blocktensor.ops import devices
 from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.grouped_gemm import choose_backend as grouped
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 CUDA = torch.device("cuda", 0)
@@ -18,8 +19,9 @@ Pretend = Callable[..., None]
 
 
 def _forget() -> None:
-    for cached in (choose_backend._choose, choose_backend.warn_slow):
-        cached.cache_clear()
+    choose_backend._choose.cache_clear()
+    choose_backend.warn_slow.cache_clear()
+    grouped._choose.cache_clear()
 
 
 @pytest.fixture

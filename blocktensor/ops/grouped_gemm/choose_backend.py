@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..devices import lacks_triton, sms
 from ..formats import BlockFormat, num_blocks
-from ..gemm.choose_backend import gluon_unusable, unknown_format, warn_slow
-from ..registry import Backend, Choice, first_choice
-from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
+from ..gemm.choose_backend import choose_product, gluon_unusable, unknown_format
+from ..registry import Backend, Choice
+from ..runtime.specialize import forced_gemm
 from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 
@@ -121,26 +121,18 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     ``BLOCKTENSOR_GEMM`` forces one of its name, where grouped GEMMs have one ("cublas" does not).
 
     Raises:
-        ValueError: the forced backend cannot run here or cannot take this problem.
+        ValueError: the forced backend cannot run here or cannot take this problem; the message
+            lists the usable ones.
     """
     return _choose(problem, forced_gemm())
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GroupedProblem, forced: str | None) -> GroupedChoice:
-    found = {backend.name: backend for backend in GROUPED_BACKENDS}
-    if forced not in found:
-        choice = first_choice(GROUPED_BACKENDS, problem, problem.device)
-        if choice.name == "reference" and problem.device.type == "cuda":
-            warn_slow(problem.device, choice.others)
-        return choice
-    backend = found[forced]
-    objection = backend.unusable(problem.device) or backend.declines(problem)
-    if objection is None:
-        return Choice(backend, f"forced by {GEMM_VARIABLE}")
-    raise ValueError(
-        f"{GEMM_VARIABLE}={forced}: {objection}. Unset {GEMM_VARIABLE} to let blocktensor choose."
-    )
+    if forced not in {backend.name for backend in GROUPED_BACKENDS}:
+        forced = None
+    shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
+    return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)
 
 
 @functools.cache
