@@ -6,6 +6,7 @@ from torch import Tensor, dtype, float16, float32, int32, int64
 from torch import bfloat16 as bf16
 
 from .formats import BlockFormat, Quantized
+from .scale_layouts import has_whole_rows
 
 HIGH_PRECISION = (bf16, float16, float32)
 
@@ -68,7 +69,7 @@ def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
     data, scale, format = x
     remedy = "a grouped GEMM multiplies stacks" if ndim == 2 else "expected a stack [E, N, K]"
     rank(data, (ndim,), what, remedy)
-    if not data.is_contiguous():
+    if not (has_whole_rows(data) if ndim == 2 else data.is_contiguous()):
         raise ValueError(
             f"{what} {list(data.shape)} has strides {data.stride()}: FP8 GEMMs read operands "
             f"contiguous along K; use .contiguous(), or the columnwise form of a transpose"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_blocks
-from .scale_layouts import empty_quantized
+from .scale_layouts import empty_columnwise, empty_quantized
 
 
 def largest(format: BlockFormat) -> float:
@@ -83,8 +83,11 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Cast the transpose of ``x[M, K]``: data ``[K, M]`` contiguous, blocks along M."""
-    return quantize_rowwise(x.t(), format)
+    """Cast the transpose of ``x[M, K]``: data ``[K, M]``, blocks along M."""
+    cast = quantize_rowwise(x.t(), format)
+    made = empty_columnwise(cast.data.shape, format, x.device)
+    made.data.copy_(cast.data)
+    return made._replace(scale=cast.scale)
 
 
 def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:

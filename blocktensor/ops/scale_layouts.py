@@ -48,6 +48,26 @@ def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.dev
     return Quantized(data, empty_scale(shape, format, device), format)
 
 
+def empty_columnwise(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
+    """Uninitialised data of ``shape`` ``[K, M]`` of a columnwise cast, and its scales.
+
+    Rows are whole 16-byte vectors apart, whatever the number of tokens M: kernels write and read
+    them as they are. What lies between the rows may be anything.
+    """
+    k, m = shape
+    pitch = ceil_div(m, VECTOR_BYTES) * VECTOR_BYTES
+    if isinstance(m, int) and pitch == m:
+        return empty_quantized(shape, format, device)
+    data = torch.empty_strided((k, m), (pitch, 1), dtype=format.dtype, device=device)
+    return Quantized(data, empty_scale(shape, format, device), format)
+
+
+def has_whole_rows(data: Tensor) -> bool:
+    """True if each row of ``data[R, C]`` is contiguous and rows do not overlap."""
+    rows, cols = data.shape
+    return (cols <= 1 or data.stride(1) == 1) and (rows <= 1 or data.stride(0) >= cols)
+
+
 def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
     """Data and scales as ops expect them; scales of other strides are copied."""
     wanted = empty_scale(data.shape, format, scale.device)
@@ -104,10 +124,13 @@ def stacked_scale(scale: Tensor) -> Tensor:
     return made[..., :cols].copy_(scale)
 
 
-def in_vectors(data: Tensor) -> Tensor:
-    """``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; a copy only where needed."""
+def in_vectors(data: Tensor, padded: bool = False) -> Tensor:
+    """``data[R, K]`` in rows that are whole 16-byte vectors apart; a copy only where needed.
+
+    A copy has zeros up to a multiple of 16 columns. ``padded``: the result has, too.
+    """
     k = data.shape[1]
-    if k % VECTOR_BYTES:
+    if k % VECTOR_BYTES and (padded or data.stride(0) % VECTOR_BYTES):
         as_bytes = data.view(torch.uint8)
         return torch.nn.functional.pad(as_bytes, (0, -k % VECTOR_BYTES)).view(data.dtype)
     return data if data.data_ptr() % VECTOR_BYTES == 0 else data.clone()

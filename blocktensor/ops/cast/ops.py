@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
 from ..runtime.specialize import Specialized, recorded
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
 
 Pair = tuple[Tensor, Tensor]
@@ -197,12 +197,14 @@ def _(x: Tensor, format: str) -> Pair:
 
 @_columnwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
-    return _empty(x.shape[::-1], format, x.device)
+    data, scale, _ = empty_columnwise(x.shape[::-1], named(format), x.device)
+    return data, scale
 
 
 @_both_op.register_fake
 def _(x: Tensor, format: str) -> Four:
-    return *_empty(x.shape, format, x.device), *_empty(x.shape[::-1], format, x.device)
+    data, scale, _ = empty_columnwise(x.shape[::-1], named(format), x.device)
+    return *_empty(x.shape, format, x.device), data, scale
 
 
 @_transpose_op.register_fake

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import empty_columnwise, empty_quantized
 from .groups import (
     blocks_of,
     grouped_by,
@@ -153,7 +153,7 @@ def plan_1x128(
         ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
-         col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(1), blocks_k,
+         col.data.stride(0) if col else m, row_scale.stride(1), col_scale.stride(1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups,
          num_blocks(col.data.shape[1]) if col else 0),
         {
@@ -218,7 +218,7 @@ def quantize_grouped(
 def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     m, k = x.shape
-    col = empty_quantized((k, m), format, x.device)
+    col = empty_columnwise((k, m), format, x.device)
     plan(x, None, col)()
     return col
 
@@ -227,6 +227,6 @@ def both_by(plan: Planner, x: Tensor, format: BlockFormat) -> tuple[Quantized, Q
     """Both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     m, k = x.shape
     row = empty_quantized((m, k), format, x.device)
-    col = empty_quantized((k, m), format, x.device)
+    col = empty_columnwise((k, m), format, x.device)
     plan(x, row, col)()
     return row, col
