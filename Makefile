@@ -26,16 +26,19 @@ ready  = $(VENV)/.$(1).stamp
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format clean
+.PHONY: help test demo demo-moe lint format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
 	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
 
 demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py $(ARGS)
+
+demo-moe: $(call ready,demo) ## Train a small mixture of experts in FP8 and in bf16, side by side
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py --experts 8 $(ARGS)
 
 lint: $(call ready,dev) ## Check style, format and types
 	$(PY) -m ruff check .

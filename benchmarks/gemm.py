@@ -6,7 +6,7 @@ host time nor L2 hits count. "blocktensor" is what a user gets: the backend chos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
 
 from . import drafts, peers
+from .candidates import Maker, sets_of, times
 from .shapes import SET_S, SMALL, Shape
-from .timing import Call, graph_repeats, graphed, round_robin
+from .timing import graph_repeats
 
 KINDS = ("fprop", "wgrad", "wgrad_add")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); 1x128 by 1x128 to bf16; the same
@@ -29,9 +30,6 @@ added to fp32."""
 
 QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
 """The arguments of a smoke run."""
-
-_ROTATED_BYTES = 200 * 2**20  # four times the L2 of an H200
-_MOST_SETS = 8
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,6 @@ class Inputs(NamedTuple):
     out: Tensor
 
 
-Maker = Callable[[Inputs], Call]
-
-
 def make_inputs(case: Case) -> Inputs:
     """Operands cast from normal numbers, as layers make them."""
     x = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)
@@ -87,16 +82,6 @@ def make_inputs(case: Case) -> Inputs:
         left, right = g.t(), x
     out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=case.out_dtype, device="cuda")
     return Inputs(left, right, a, b, out)
-
-
-def _kept(call: Call) -> Call:
-    """``call`` with its last result alive, so that each set of inputs has its own output."""
-    kept: list[object] = [None]
-
-    def run() -> None:
-        kept[0] = call()
-
-    return run
 
 
 def ours(case: Case) -> dict[str, Maker]:
@@ -156,36 +141,18 @@ def _draft(kind: str, variant: str) -> Maker:
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     """TFLOP/s of every candidate on one shape."""
     problem = case.problem(False)
-    read = (problem.m + problem.n) * problem.k
-    count = max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // read)))
-    repeats = graph_repeats(case.flops * count)
+    count = sets_of((problem.m + problem.n) * problem.k)
     stream = torch.cuda.Stream()
-    notes: list[str] = []
-    timed: dict[str, list[Call]] = {}
-    products: dict[str, int] = {}  # GEMMs in one timed call
     with torch.cuda.stream(stream):  # drafts launch on the stream that they were made on
-        sets = [make_inputs(case) for _ in range(count)]
-        for name, maker in ours(case).items():
-            calls = [_kept(maker(inputs)) for inputs in sets]
-            timed[name] = [graphed(*calls, repeats=repeats, stream=stream)]
-            products[name] = count * repeats
-        for name, maker in others(case).items():
-            try:
-                calls = [_kept(maker(inputs)) for inputs in sets]
-                calls[0]()
-            except Exception as error:  # whatever a peer raises, it declines this shape
-                notes.append(f"{name} declines: {type(error).__name__} {str(error)[:100]}".strip())
-                continue
-            try:
-                timed[name] = [graphed(*calls, repeats=repeats, stream=stream)]
-                products[name] = count * repeats
-            except RuntimeError:
-                notes.append(f"{name} eager: cannot be captured")
-                timed[name], products[name] = calls, 1
-        ms = round_robin(timed, rounds=rounds, block_ms=4.0)
-        stream.synchronize()
-    rates = {name: case.flops * products[name] / ms[name] * 1e-9 for name in timed}
-    return _row(case, rates, "; ".join(notes))
+        ms, note = times(
+            [make_inputs(case) for _ in range(count)],
+            ours(case),
+            others(case),
+            repeats=graph_repeats(case.flops * count),
+            rounds=rounds,
+            stream=stream,
+        )
+    return _row(case, {name: case.flops / each * 1e-9 for name, each in ms.items()}, note)
 
 
 def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _memory_of(model: nn.Module) -> Iterator[Tensor]:
             yield parameter
 
 
-def _peak(step: Call) -> int:
+def peak(step: Call) -> int:
     """Bytes allocated at most in a step, once steps are all alike."""
     for _ in range(3):
         step()
@@ -100,7 +100,7 @@ def _row(policy: str, mode: str, layers: int) -> dict[str, Any]:
     POLICIES[policy](model)
     run = torch.compile(model, fullgraph=True) if mode == "compiled" else model
     x, grad = inputs()
-    one, two = (_peak(step(model, run, x, grad, number)) - before for number in (1, 2))
+    one, two = (peak(step(model, run, x, grad, number)) - before for number in (1, 2))
     x.grad = None
     model.zero_grad()
     return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import results
 from .results import Row
-from .shapes import label
+from .shapes import label, label_of_experts
 from .summary import columns, select
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ NAMES = {
     "deepgemm": "DeepGEMM",
     "torchao": "torchao Triton",
     "bf16": "bf16",
+    "dense": "blocktensor, one matrix",
 }
 COLOURS = {
     "blocktensor": "#ee6677",
@@ -30,6 +31,7 @@ COLOURS = {
     "deepgemm": "#228833",
     "torchao": "#ccbb44",
     "bf16": "#bbbbbb",
+    "dense": "#aa3377",
 }
 
 
@@ -120,12 +122,46 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylabel("peak of a forward + backward (MiB)")
 
 
+def _grouped(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+    rows = select(rows, {"kind": kind, "groups": "ragged"})
+    groups = [label_of_experts(r["experts"], r["tokens"], r["n"], r["k"]) for r in rows]
+    shown = [name for name in NAMES if name in columns(rows)]
+    _grouped_bars(axes, groups, {name: [r.get(name) for r in rows] for name in shown})
+    axes.set_ylabel("TFLOP/s")
+
+
+def _grouped_fprop(axes: Axes, rows: Sequence[Row]) -> None:
+    _grouped(axes, rows, "fprop")
+
+
+def _grouped_wgrad(axes: Axes, rows: Sequence[Row]) -> None:
+    _grouped(axes, rows, "wgrad")
+
+
+def _experts(axes: Axes, rows: Sequence[Row]) -> None:
+    """One bar a layer and variant: milliseconds of each kind of kernels, on top of each other."""
+    rows = select(rows, {"what": "layer"})
+    names = [f"{r['experts']} x {r['tokens']}, {r['variant']}" for r in rows]
+    kinds = [column for column in columns(rows) if column.endswith("_us")]
+    below = [0.0] * len(rows)
+    for index, kind in enumerate(kinds):
+        values = [(r.get(kind) or 0.0) / 1e3 for r in rows]
+        text = kind.removesuffix("_us").replace("_", " ")
+        axes.bar(range(len(rows)), values, 0.7, bottom=below, label=text, color=f"C{index}")
+        below = [b + value for b, value in zip(below, values, strict=True)]
+    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel("forward + backward (ms of kernels)")
+
+
 PLOTS = (
     Plot("gemm_fprop.png", "gemm", "Forward and data gradient, 1x128 by 128x128", _fprop),
     Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", _wgrad),
     Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
     Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
     Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks by policy", _memory),
+    Plot("grouped_fprop.png", "grouped", "Experts, forward, ragged groups", _grouped_fprop),
+    Plot("grouped_wgrad.png", "grouped", "Experts, weight gradient, ragged", _grouped_wgrad),
+    Plot("experts_time.png", "experts", "Experts with SwiGLU, forward + backward", _experts),
 )
 
 

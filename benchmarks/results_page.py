@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import plots, results
+from . import page_experts, results
+from .page_parts import Content, image, shape_of, source, table, times, wrapped
 from .results import Row
-from .shapes import label
 from .summary import columns, geometric_mean, ratios, select
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- results: python -m benchmarks page -->", "<!-- end of results -->"
-LINE_LENGTH = 120
-"""Of text; rows of tables and links to plots are as long as they are."""
-
-Content = dict[str, Any]
 _OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
 _PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-
-
-def _wrapped(line: str) -> str:
-    """``line`` as lines of text, without a break inside of words."""
-    if line.startswith(("|", "![")):
-        return line
-    return textwrap.fill(line, LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _source(content: Content, remark: str = "") -> str:
-    where = content["environment"]
-    return (
-        f"(`{where['command']}`, {where['device']}, torch {where['torch']}, "
-        f"Triton {where['triton']}, {where['date']}{remark})"
-    )
-
-
-def _image(file: str, text: str, page: Path) -> list[str]:
-    """A link from ``page`` to the plot, where it has been drawn."""
-    if not (plots.FOLDER / file).exists():
-        return []
-    return [f"![{text}]({plots.FOLDER.relative_to(page.parent).as_posix()}/{file})", ""]
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}x"
-
-
-def _shape(row: Row) -> str:
-    return label(row["m"], row["n"], row["k"])
 
 
 def _peers(rows: Sequence[Row]) -> str:
     """Geometric means against the peers that have no column in the table."""
     found = {name: ratios(rows, "blocktensor", column) for name, column in _OTHER_PEERS.items()}
     means = {name: geometric_mean(values) for name, values in found.items() if values}
-    return ", ".join(f"{_times(mean)} {name}" for name, mean in means.items())
+    return ", ".join(f"{times(mean)} {name}" for name, mean in means.items())
 
 
 def _gemm(content: Content, page: Path) -> list[str]:
@@ -74,18 +34,18 @@ def _gemm(content: Content, page: Path) -> list[str]:
         header += [f"{kinds[kind]}, TFLOP/s", "cuBLAS", "limit"]
     peers = ("cublas", "tensorwise")
     body = []
-    for shape in dict.fromkeys(map(_shape, content["rows"])):
+    for shape in dict.fromkeys(map(shape_of, content["rows"])):
         cells: list[str] = [shape]
         for rows in by_kind.values():
-            row = next((r for r in rows if _shape(r) == shape), {})
+            row = next((r for r in rows if shape_of(r) == shape), {})
             cells.append("–" if not row else f"{row['blocktensor']:.0f}")
             for peer in peers:
-                cells.append(_times(next(iter(ratios([row], "blocktensor", peer)), None)))
+                cells.append(times(next(iter(ratios([row], "blocktensor", peer)), None)))
         body.append(cells)
     means = ["geometric mean"]
     for rows in by_kind.values():
         over = [ratios(rows, "blocktensor", peer) for peer in peers]
-        means += ["", *(_times(geometric_mean(values) if values else None) for values in over)]
+        means += ["", *(times(geometric_mean(values) if values else None) for values in over)]
     against = {kinds[kind]: _peers(rows) for kind, rows in by_kind.items()}
     summary = "; ".join(f"{kind} {means}" for kind, means in against.items() if means)
     absent = ", ".join(sorted(content.get("absent", {})))
@@ -93,12 +53,12 @@ def _gemm(content: Content, page: Path) -> list[str]:
         "**GEMMs**, speed over cuBLAS's blockwise kernel, and over the limit, which is cuBLAS with "
         "one scale per tensor:",
         "",
-        *_table(header, [*body, means]),
+        *table(header, [*body, means]),
         "",
         *([f"Against other peers, geometric means: {summary}.", ""] if summary else []),
-        *_image("gemm_fprop.png", "forward GEMMs", page),
-        *_image("gemm_wgrad.png", "weight gradient GEMMs", page),
-        _source(content, f"; not installed there: {absent}" if absent else ""),
+        *image("gemm_fprop.png", "forward GEMMs", page),
+        *image("gemm_wgrad.png", "weight gradient GEMMs", page),
+        source(content, f"; not installed there: {absent}" if absent else ""),
     ]
 
 
@@ -110,21 +70,21 @@ def _linear(content: Content, page: Path) -> list[str]:
         "torchao, eager": "eager_torchao_speedup",
     }
     series = {name: c for name, c in series.items() if c in columns(content["rows"])}
-    rows = [(_shape(r), *(_times(r.get(c)) for c in series.values())) for r in content["rows"]]
+    rows = [(shape_of(r), *(times(r.get(c)) for c in series.values())) for r in content["rows"]]
     return [
         "**nn.Linear, forward + backward, FP8 against bf16**, the weight cast every step:",
         "",
-        *_table(("tokens x (out x in)", *series), rows),
+        *table(("tokens x (out x in)", *series), rows),
         "",
-        *_image("linear_speedup.png", "speed-up of linears", page),
-        _source(content, ". In eager mode host time limits small layers; CUDA graphs have none."),
+        *image("linear_speedup.png", "speed-up of linears", page),
+        source(content, ". In eager mode host time limits small layers; CUDA graphs have none."),
     ]
 
 
 def _block(content: Content, page: Path) -> list[str]:
     rows = [
-        (r["variant"], r["eager_ms"], _times(r["eager_speedup"]), r["compiled_ms"] or "–",
-         _times(r["compiled_speedup"]))
+        (r["variant"], r["eager_ms"], times(r["eager_speedup"]), r["compiled_ms"] or "–",
+         times(r["compiled_speedup"]))
         for r in content["rows"]
     ]  # fmt: skip
     layers, tokens = content["rows"][0]["layers"], content["rows"][0]["tokens"]
@@ -132,9 +92,9 @@ def _block(content: Content, page: Path) -> list[str]:
         f"**{layers} Llama-8B-shaped blocks, {tokens} tokens**, forward + backward with attention "
         f"and norms, every weight cast as after an optimizer step:",
         "",
-        *_table(("", "eager, ms", "over bf16", "torch.compile, ms", "over bf16"), rows),
+        *table(("", "eager, ms", "over bf16", "torch.compile, ms", "over bf16"), rows),
         "",
-        _source(content, "; torch.compile merges equal casts, so inputs are not shared there"),
+        source(content, "; torch.compile merges equal casts, so inputs are not shared there"),
     ]
 
 
@@ -148,9 +108,9 @@ def _microbatches(content: Content, page: Path) -> list[str]:
         f"{first['layers']} of these blocks in eager mode, by `Recipe(cache_weight=...)`: "
         f"`backward` casts the weights in every forward, `step` once:",
         "",
-        *_table(("", "ms", "over `step`"), rows),
+        *table(("", "ms", "over `step`"), rows),
         "",
-        _source(content),
+        source(content),
     ]
 
 
@@ -163,10 +123,10 @@ def _memory(content: Content, page: Path) -> list[str]:
         "**Memory of that stack by policy** (MiB; the peak of a forward + backward holds weights, "
         "gradients, input and all activations):",
         "",
-        *_table(header, rows),
+        *table(header, rows),
         "",
-        *_image("memory_peak.png", "peak memory by policy", page),
-        _source(content),
+        *image("memory_peak.png", "peak memory by policy", page),
+        source(content),
     ]
 
 
@@ -186,10 +146,10 @@ def _cast(content: Content, page: Path) -> list[str]:
     return [
         "**Casts, speed as a share of a plain copy's**, counting the bytes that must move:",
         "",
-        *_table(("cast", *(f"{m} x {k}" for m, k in shapes)), rows),
+        *table(("cast", *(f"{m} x {k}" for m, k in shapes)), rows),
         "",
-        *_image("cast_roofline.png", "casts against a copy", page),
-        _source(content),
+        *image("cast_roofline.png", "casts against a copy", page),
+        source(content),
     ]
 
 
@@ -199,9 +159,9 @@ def _host(content: Content, page: Path) -> list[str]:
     return [
         "**Host time**, microseconds until a call returns, the GPU idle when it starts:",
         "",
-        *_table([c.replace("_", " ") for c in shown], rows),
+        *table([c.replace("_", " ") for c in shown], rows),
         "",
-        _source(content),
+        source(content),
     ]
 
 
@@ -214,13 +174,15 @@ def _training(demo: Content, page: Path) -> list[str]:
         losses = [runs[p]["heldout_loss"] for p in ("bf16", "fp8")]
         rows.append((seed, *(f"{x:.4f}" for x in losses), f"{losses[1] / losses[0] - 1:+.2%}"))
     size = demo["config"]["parameters"] / 1e6
+    experts = demo["config"]["model"].get("experts", 0)
+    model, flag = ("mixture of experts", f"--experts {experts} ") if experts else ("model", "")
     return [
-        f"**The demo's model, {size:.0f}M parameters, {demo['config']['steps']} steps**, loss on "
+        f"**The demo's {model}, {size:.0f}M parameters, {demo['config']['steps']} steps**, loss on "
         f"held-out text:",
         "",
-        *_table(("seed", "bf16", "FP8", "difference"), rows),
+        *table(("seed", "bf16", "FP8", "difference"), rows),
         "",
-        f"(`python examples/train_lm.py --seeds {len(rows)}`, {demo['device']['name']}, "
+        f"(`python examples/train_lm.py {flag}--seeds {len(rows)}`, {demo['device']['name']}, "
         f"{demo['date'][:10]})",
     ]
 
@@ -232,10 +194,10 @@ def _fsdp2(content: Content, page: Path) -> list[str]:
         is_run = row["mode"] == "run"
         speed = (
             f"{row['tokens_per_second_per_gpu']:,.0f}",
-            _times(row["speed_of_bf16"]),
+            times(row["speed_of_bf16"]),
             f"{row['mfu']:.1%}",
         )
-        peak = f"{row['peak_mib'] / 1024:.1f}", _times(row["peak_of_bf16"])
+        peak = f"{row['peak_mib'] / 1024:.1f}", times(row["peak_of_bf16"])
         ranks = f"{row['ranks']}" if is_run else f"{row['ranks']}, dry run"
         body.append((row["variant"], ranks, *(speed if is_run else ("–",) * len(speed)), *peak))
     header = ("", "GPUs", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)")
@@ -245,9 +207,9 @@ def _fsdp2(content: Content, page: Path) -> list[str]:
     return [
         f"**Llama-shaped training under FSDP2, {rows[0]['parameters'] / 1e9:.1f}B parameters**:",
         "",
-        *_table((*header, "peak, GiB", "over bf16"), body),
+        *table((*header, "peak, GiB", "over bf16"), body),
         "",
-        _source(content, remark),
+        source(content, remark),
     ]
 
 
@@ -255,7 +217,7 @@ def _block_in_brief(content: Content, page: Path) -> list[str]:
     row = select(content["rows"], {"variant": "fp8"})[0]
     return [
         f"{row['layers']} Llama-8B-shaped blocks, forward + backward: "
-        f"{_times(row['eager_speedup'])} bf16 in eager mode, {_times(row['compiled_speedup'])} "
+        f"{times(row['eager_speedup'])} bf16 in eager mode, {times(row['compiled_speedup'])} "
         f"compiled (`{content['environment']['command']}`)."
     ]
 
@@ -264,7 +226,7 @@ def _fsdp2_in_brief(content: Content, page: Path) -> list[str]:
     row = select(content["rows"], {"variant": "fp8", "mode": "run"})[0]
     return [
         f"Llama-shaped, {row['parameters'] / 1e9:.1f}B parameters, FSDP2 on {row['ranks']} GPUs: "
-        f"{_times(row['speed_of_bf16'])} bf16's speed, {_times(row['peak_of_bf16'])} its memory "
+        f"{times(row['speed_of_bf16'])} bf16's speed, {times(row['peak_of_bf16'])} its memory "
         f"(`{content['environment']['command']}`)."
     ]
 
@@ -289,7 +251,7 @@ class Page:
         """The generated part, marks included. A result that is not on disk has no section."""
         contents = {name: results.load(name, folder) for name in self.sections}
         parts = [
-            "\n".join(map(_wrapped, self.sections[name](content, self.path)))
+            "\n".join(map(wrapped, self.sections[name](content, self.path)))
             for name, content in contents.items()
             if content is not None
         ]
@@ -317,14 +279,23 @@ RESULTS = Page(
         "block": _block,
         "microbatches": _microbatches,
         "memory": _memory,
+        "experts": page_experts.experts,
+        "grouped": page_experts.grouped,
         "fsdp2": _fsdp2,
         "gemm": _gemm,
         "cast": _cast,
         "host": _host,
         "train_lm": _training,
+        "train_moe": _training,
     },
 )
 README = Page(
-    ROOT / "README.md", {"linear": _linear, "block": _block_in_brief, "fsdp2": _fsdp2_in_brief}
+    ROOT / "README.md",
+    {
+        "linear": _linear,
+        "block": _block_in_brief,
+        "experts": page_experts.experts_in_brief,
+        "fsdp2": _fsdp2_in_brief,
+    },
 )
 PAGES = (README, RESULTS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 Shape = tuple[int, int, int]
 """A linear: M tokens, N out, K in."""
 
@@ -65,6 +68,28 @@ CASTS: tuple[tuple[int, int], ...] = (
 )
 """Matrices to cast."""
 
+GroupedShape = tuple[int, int, int, int]
+"""Experts: E of them, T tokens in all, N out, K in."""
+
+GROUPED: tuple[GroupedShape, ...] = (
+    (4, 35968, 4096, 7168),
+    (4, 32640, 7168, 2048),
+    (8, 34816, 4096, 7168),
+    (8, 45440, 7168, 2048),
+    (16, 35712, 4096, 7168),
+    (32, 32640, 4096, 7168),
+    (32, 39808, 7168, 2048),
+    (64, 45952, 2816, 2048),
+    (64, 48512, 2048, 1408),
+    (16, 64768, 1536, 2048),
+    (128, 63360, 1536, 2048),
+    (128, 68352, 2048, 768),
+)
+"""Experts of DeepSeek-V3, of its 16B model and of Qwen3-30B, on 1 to 64 GPUs."""
+
+SMALL_GROUPED: GroupedShape = (4, 4096, 1536, 2048)
+"""What a smoke run of them measures."""
+
 SMALL: Shape = (4096, 2048, 2048)
 """What a smoke run measures."""
 
@@ -72,3 +97,25 @@ SMALL: Shape = (4096, 2048, 2048)
 def label(m: int, n: int, k: int) -> str:
     """How tables and plots name a linear: tokens x (out x in)."""
     return f"{m} x ({n} x {k})"
+
+
+def label_of_experts(experts: int, tokens: int, n: int, k: int) -> str:
+    """How tables and plots name experts."""
+    return f"{experts}: {label(tokens, n, k)}"
+
+
+def group_sizes(experts: int, tokens: int, multiple: int = 1, seed: int = 0) -> list[int]:
+    """Uneven sizes of ``experts`` groups, ``tokens`` in all: 0.3 to 1.7 of the mean, about.
+
+    Raises:
+        ValueError: ``tokens`` is no multiple of ``multiple``, which all sizes are.
+    """
+    if tokens % multiple:
+        raise ValueError(f"{tokens} tokens do not make groups that are multiples of {multiple}")
+    random_of = random.Random(seed)
+    weights = [random_of.uniform(0.3, 1.7) for _ in range(experts)]
+    units, done, ends = tokens // multiple, 0.0, [0]
+    for weight in weights:
+        done += weight
+        ends.append(round(units * done / sum(weights)))
+    return [(end - begin) * multiple for begin, end in pairwise(ends)]

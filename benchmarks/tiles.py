@@ -22,7 +22,8 @@ from blocktensor.ops.formats import BLOCK, num_blocks
 from blocktensor.ops.gemm.choose_backend import gemm_backend, gemm_kernels
 from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
 
-from .gemm import Case, Inputs, Maker, make_inputs
+from .candidates import Maker
+from .gemm import Case, Inputs, make_inputs
 from .shapes import SET_S, Shape
 from .timing import graph_repeats, graphed, round_robin
 

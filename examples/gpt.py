@@ -9,10 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe import GroupedExperts, MoE
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model. ``seq`` is the longest context it can read."""
+    """The shape of the model. ``seq`` is the longest context it can read.
+
+    With ``experts``, each layer has that many in place of its MLP, and a token goes to ``top_k``.
+    """
 
     dim: int = 256
     layers: int = 4
@@ -20,6 +25,8 @@ class ModelConfig:
     seq: int = 128
     vocab: int = 256
     rope_base: float = 10_000.0
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "seq", "vocab"):
@@ -32,6 +39,15 @@ class ModelConfig:
                 f"dim / heads must be even, since RoPE rotates pairs: "
                 f"{self.dim} / {self.heads} = {self.head_dim}"
             )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"top-k must be from 1 to the number of experts, {self.experts}: got {self.top_k}"
+            )
+        if self.experts and self.dim % 8:
+            raise ValueError(
+                f"dim must be a multiple of 8 for experts, whose rows begin at multiples of "
+                f"16 bytes: got {self.dim}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -41,6 +57,21 @@ class ModelConfig:
     def hidden(self) -> int:
         """SwiGLU's width: 8/3 of ``dim`` (what keeps the usual 8 dim² weights), in steps of 64."""
         return math.ceil(self.dim * 8 / 3 / 64) * 64
+
+    @property
+    def expert_hidden(self) -> int:
+        """An expert's width: those of one token together weigh what the MLP would."""
+        return math.ceil(self.dim * 8 / 3 / self.top_k / 64) * 64
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of what follows attention."""
+        return {"expert_hidden": self.expert_hidden} if self.experts else {"hidden": self.hidden}
+
+    @property
+    def kind(self) -> str:
+        """In words."""
+        return f"GPT with {self.top_k} of {self.experts} experts" if self.experts else "GPT"
 
 
 class RMSNorm(nn.Module):
@@ -109,6 +140,13 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def mlp(config: ModelConfig) -> nn.Module:
+    """Of one layer: one MLP for all tokens, or experts."""
+    if not config.experts:
+        return MLP(config)
+    return MoE(config.dim, config.expert_hidden, config.experts, config.top_k)
+
+
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
@@ -117,7 +155,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x: Tensor, rope: RoPE) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope)
@@ -147,6 +185,10 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear):
                 scale = residual if name.endswith((".o", ".down")) else 1.0
                 nn.init.normal_(module.weight, std=scale / math.sqrt(module.in_features))
+            elif isinstance(module, GroupedExperts):
+                for key, stack in module.named_parameters():
+                    scale = residual if key == "w2" else 1.0
+                    nn.init.normal_(stack, std=scale / math.sqrt(stack.shape[-1]))
 
     @staticmethod
     def count_parameters(config: ModelConfig) -> int:

@@ -30,11 +30,12 @@ examples:
   python examples/train_lm.py --steps 50               a quick look
   python examples/train_lm.py --recipe power_of_two    scales rounded up to powers of two
   python examples/train_lm.py --seeds 5                is the difference larger than the noise?
+  python examples/train_lm.py --experts 8              a mixture of experts, 2 of 8 a token
   python examples/train_lm.py --preset gpu --dim 2048 --heads 16 --layers 16
 
-Ctrl-C at any moment keeps what was done: OUT/train_lm.json and OUT/train_lm.png are written with
-the curves so far, and the exit status is 130. On the CPU, FP8 runs through a plain torch reference
-that shows the numerics, not the speed.
+Ctrl-C at any moment keeps what was done: OUT/train_lm.json and OUT/train_lm.png (train_moe.json
+and train_moe.png with --experts) are written with the curves so far, and the exit status is 130. On
+the CPU, FP8 runs through a plain torch reference that shows the numerics, not the speed.
 """
 
 
@@ -58,7 +59,7 @@ class Preset:
 
 
 PRESETS = {
-    # Both runs together take about 120 s on two cores; the FP8 one most of it.
+    # Both runs together take about 120 s on two cores (300 s with 8 experts), FP8 most of it.
     "cpu": Preset(dim=160, layers=2, heads=4, seq=128, batch=8, steps=400, lr=2e-3),
     # About 110M parameters and 16k tokens a step.
     "gpu": Preset(dim=1536, layers=4, heads=12, seq=512, batch=32, steps=1000, lr=3e-4),
@@ -80,6 +81,11 @@ class Options:
     device: torch.device
     out: Path
     samples: int
+
+    @property
+    def name(self) -> str:
+        """Of the files that the comparison is written to."""
+        return "train_moe" if self.model.experts else "train_lm"
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,6 +157,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", type=_at_least(1), metavar="N", help="attention heads; must divide dim")
     add("--seq", type=_at_least(1), metavar="N", help="context length in bytes")
     add("--batch", type=_at_least(1), metavar="N", help="sequences per step")
+    add(
+        "--experts",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="experts in the place of every MLP: a mixture of experts (default: 0, none)",
+    )
+    add(
+        "--top-k",
+        type=_at_least(1),
+        default=2,
+        metavar="N",
+        help="experts that a token goes to; together they are as wide as the MLP (default: 2)",
+    )
     add("--steps", type=_at_least(1), metavar="N", help="optimizer steps of each run")
     add("--lr", type=_positive_float, metavar="X", help="peak learning rate")
     add(
@@ -184,7 +204,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_folder,
         default=Path("runs"),
         metavar="DIR",
-        help="folder for train_lm.json and train_lm.png, replaced each time (default: runs)",
+        help="folder for the JSON and the PNG, replaced each time (default: runs)",
     )
     add(
         "--samples",
@@ -212,7 +232,12 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
     try:
         model = ModelConfig(
-            dim=size("dim"), layers=size("layers"), heads=size("heads"), seq=size("seq")
+            dim=size("dim"),
+            layers=size("layers"),
+            heads=size("heads"),
+            seq=size("seq"),
+            experts=flags.experts,
+            top_k=flags.top_k,
         )
     except ValueError as error:
         parser.error(str(error))

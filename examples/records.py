@@ -48,11 +48,11 @@ class Comparison:
 
     @property
     def json_path(self) -> Path:
-        return self.options.out / "train_lm.json"
+        return self.options.out / f"{self.options.name}.json"
 
     @property
     def png_path(self) -> Path:
-        return self.options.out / "train_lm.png"
+        return self.options.out / f"{self.options.name}.png"
 
     @property
     def parameters(self) -> int:
@@ -104,7 +104,7 @@ class Comparison:
             "device": describe_device(options.device),
             "config": {
                 "preset": options.preset,
-                "model": {**asdict(options.model), "hidden": options.model.hidden},
+                "model": {**asdict(options.model), **options.model.widths},
                 "parameters": self.parameters,
                 "batch": options.batch,
                 "steps": options.steps,
@@ -133,7 +133,8 @@ class Comparison:
         with replacing(self.json_path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
         title = (
-            f"{self.parameters / 1e6:.3g}M-parameter GPT on the standard library's sources, "
+            f"{self.parameters / 1e6:.3g}M-parameter {self.options.model.kind} "
+            f"on the standard library's sources, "
             f"{describe_device(self.options.device)['name']}"
         )
         curves = [Curves(run.seed, run.precision, run.losses) for run in self.runs if run.losses]

@@ -174,14 +174,17 @@ def perform(run: Run, corpus: Corpus, options: Options, progress: OnProgress) ->
 
     if run.precision == "fp8":
         recipe = blocktensor.Recipe(scale=options.recipe)
+        # A router has as few outputs as there are experts, and decides: it stays in fp32.
+        skip = ["*.router"] if options.model.experts else []
         # The one line by which the two runs differ. (The filter leaves small layers, which gain no
         # speed, in bf16; here they are wanted in FP8 all the same.)
-        report = blocktensor.convert(model, recipe=recipe, auto_filter_small_kn=False)
+        report = blocktensor.convert(model, recipe, skip=skip, auto_filter_small_kn=False)
         run.conversion = str(report)
 
     train(model, corpus, options, run, progress)
     if cuda:
         run.peak_memory_bytes = torch.cuda.max_memory_allocated(options.device)
+    model.eval()
     run.heldout_loss = heldout_loss(model, corpus, options)
     if run.precision == "fp8":
         explanation = blocktensor.explain(model, tokens=options.tokens_per_step)

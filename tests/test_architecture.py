@@ -27,10 +27,10 @@ MAX_ROOT_MODULES = 10
 RANKS = (
     "blocktensor",
     "blocktensor.integrations",
+    "blocktensor.checkpoint",
     "blocktensor.model",
     "blocktensor.functional",
     "blocktensor.autograd",
-    "blocktensor.checkpoint",
     "blocktensor.distributed",
     "blocktensor.tensor",
     "blocktensor.recipe",

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import checks
+from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry, entries_of, scales_of
 from .digests import Check, checking
 from .load_report import LoadReport
+from .match import matched, names_of
+from .names import Spelling, aligned, spellings
 from .on_disk import CheckpointError, bad_scale, refuse_sharded, require_safetensors
+from .pretrained_names import Pieces
 
 
 class _Target(NamedTuple):
@@ -45,6 +49,10 @@ def load_fp8(
     loaded as by ``load_state_dict``, in the model's dtype. Only tensors of the model are read, one
     at a time. The model does not change unless all of them can be loaded.
 
+    A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
+    of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
+    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral.
+
     Args:
         model: any module. Tensors on meta are made on ``device``.
         path: the folder.
@@ -58,8 +66,9 @@ def load_fp8(
         ImportError: safetensors or NumPy is not installed.
         CheckpointError: a file that is missing, truncated or malformed; a tensor that is not the
             one that :func:`save_fp8` wrote, by its SHA-256; a tensor whose shape or dtype does not
-            fit the model; a scale that is not finite and above 0, or does not fit the recipe; names
-            that are missing or unexpected, if ``strict``.
+            fit the model; a scale that is not finite and above 0, or does not fit the recipe; a
+            stack of which some experts are missing or not in FP8, or whose gate and up would share
+            blocks; names that are missing or unexpected, if ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
     """
     require_safetensors()
@@ -71,20 +80,22 @@ def load_fp8(
     for name, target in targets.items():
         refuse_sharded(name, target.current)
     stored = [name for name in entries if name not in names_of_scales]
-    missing = _missing(targets, stored)
-    unexpected = tuple(name for name in stored if name not in targets)
+    known = {name: ways for name, ways in spellings(model).items() if name in targets}
+    found = matched(folder, known, set(stored))
+    missing = _missing(targets, found)
+    taken = {name for way in found.values() for name in names_of(way)}
+    unexpected = tuple(name for name in stored if name not in taken)
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{folder}: does not fit the model: {_some('missing', missing)}, "
             f"{_some('unexpected', unexpected)}; strict=False loads what fits"
         )
-    wanted = [name for name in stored if name in targets]
-    for name in wanted:
-        _check(name, entries, scales.get(name), targets[name])
+    for name, way in found.items():
+        _check(name, way, entries, scales, targets[name].current)
 
     home = torch.device("cpu" if device is None else device)
     with checking() as check:
-        made = _read(wanted, entries, scales, targets, home, recipe, check)
+        made = _read(found, entries, scales, targets, home, recipe, check)
     tied: dict[int, nn.Parameter] = {}
     for name, value in made.items():
         _put(targets[name], value, tied)
@@ -93,8 +104,8 @@ def load_fp8(
         replaced = tied.get(id(target.current))
         if replaced is not None:
             setattr(target.module, target.attribute, replaced)
-    in_fp8 = tuple(name for name in wanted if name in scales)
-    plain = tuple(name for name in wanted if name not in scales)
+    in_fp8 = tuple(name for name, way in found.items() if names_of(way)[0] in scales)
+    plain = tuple(name for name, way in found.items() if names_of(way)[0] not in scales)
     return LoadReport(in_fp8, plain, missing, unexpected)
 
 
@@ -110,8 +121,8 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
-def _missing(targets: Mapping[str, _Target], stored: Iterable[str]) -> tuple[str, ...]:
-    known = {id(targets[name].current) for name in stored if name in targets}
+def _missing(targets: Mapping[str, _Target], found: Iterable[str]) -> tuple[str, ...]:
+    known = {id(targets[name].current) for name in found}
     return tuple(name for name, target in targets.items() if id(target.current) not in known)
 
 
@@ -120,15 +131,44 @@ def _some(what: str, names: tuple[str, ...]) -> str:
     return f"{len(names)} {what}" + (f" ({shown})" if names else "")
 
 
-def _check(name: str, entries: Mapping[str, Entry], scale: str | None, target: _Target) -> None:
-    """Raise CheckpointError if a stored tensor does not fit its place in the model."""
-    entry, current = entries[name], target.current
-    if entry.shape != tuple(current.shape):
+def _check(
+    name: str,
+    way: Spelling,
+    entries: Mapping[str, Entry],
+    scales: Mapping[str, str],
+    current: Tensor,
+) -> None:
+    """Raise CheckpointError if what is stored does not fit its place in the model."""
+    shape, first, parts = tuple(current.shape), names_of(way)[0], 1
+    if isinstance(way, Pieces):
+        parts = len(way.templates)
+        shape = (shape[1] // parts, shape[2])
+    for stored in names_of(way):
+        entry = entries[stored]
+        if entry.shape != shape:
+            of = "" if isinstance(way, str) else f" for an expert of {name!r} {list(current.shape)}"
+            raise CheckpointError(
+                f"{entry.file}: tensor {stored!r} has shape {list(entry.shape)}, the model's has "
+                f"{list(shape)}{of}"
+            )
+        if (stored in scales) != (first in scales):
+            raise CheckpointError(
+                f"{entry.file}: tensor {stored!r} is {entry.dtype}, {first!r} of the same stack is "
+                f"{entries[first].dtype}: expected all in FP8 or none"
+            )
+        _check_dtype(stored, entry, stored in scales, current)
+    if first in scales and not aligned(shape[0], parts):
         raise CheckpointError(
-            f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, the model's has "
-            f"{list(current.shape)}"
+            f"{entries[first].file}: tensor {first!r} has {shape[0]} rows, no multiple of "
+            f"{BLOCKS_128X128.rows}: its blocks are not those of the model's {name!r}, in which "
+            f"the rows of {parts} such matrices follow each other; dequantize them with the "
+            f"library that wrote them, then convert"
         )
-    if scale is None:
+
+
+def _check_dtype(name: str, entry: Entry, is_fp8: bool, current: Tensor) -> None:
+    """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
+    if not is_fp8:
         stored = _TORCH.get(entry.dtype)
         if stored is None:
             raise CheckpointError(f"{entry.file}: tensor {name!r} has dtype {entry.dtype}")
@@ -169,43 +209,86 @@ _TORCH = {
 
 
 def _read(
-    names: Iterable[str],
+    found: Mapping[str, Spelling],
     entries: Mapping[str, Entry],
     scales: Mapping[str, str],
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
     check: Check,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | _Rows]:
     """The new tensors of the model, read file by file, to be kept only if all checks pass."""
-    made: dict[str, Tensor] = {}
+    made: dict[str, Tensor | _Rows] = {}
     files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
-    for name in sorted(names, key=lambda name: entries[name].file):
-        current = targets[name].current
+
+    def read(name: str) -> Tensor:
+        return _tensor(name, entries[name], files, check)
+
+    def read_scale(weight: str, format: BlockFormat) -> Tensor:
+        name = scales[weight]
+        scale = read(name).float()
+        problem = bad_scale(scale, format)
+        if problem is not None:
+            raise CheckpointError(f"{entries[name].file}: tensor {name!r}: {problem}")
+        return scale.view(format.scale_shape(entries[weight].shape))
+
+    for name in sorted(found, key=lambda name: entries[names_of(found[name])[0]].file):
+        current, way = targets[name].current, found[name]
         home = device if current.is_meta else current.device
-        value = _tensor(name, entries[name], files, check)
         # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to
         # the file would change the model.
-        if name in scales:
+        if names_of(way)[0] in scales:
             chosen = recipe or _recipe_of(current)
-            scale = _tensor(scales[name], entries[scales[name]], files, check).float()
-            problem = bad_scale(scale, chosen.weight_format)
-            if problem is not None:
-                file = entries[scales[name]].file
-                raise CheckpointError(f"{file}: tensor {scales[name]!r}: {problem}")
-            value = BlockwiseFP8Tensor.from_data(
-                value.to(home, copy=True),
-                scale.to(home, copy=True),
-                block_shape=chosen.weight_format.block_shape,
-                dtype=current.dtype,
-                recipe=chosen,
+            format = chosen.weight_format
+            if isinstance(way, str):
+                data = read(way).to(home, copy=True)
+                scale = read_scale(way, format).to(home, copy=True)
+            else:
+                shape = tuple(current.shape)
+                data = torch.empty(shape, dtype=format.dtype, device=home)
+                scale = torch.empty(format.scale_shape(shape), device=home)
+                for piece, of_data, of_scale in zip(
+                    names_of(way), _rows(data, way), _rows(scale, way), strict=True
+                ):
+                    of_data.copy_(read(piece))
+                    of_scale.copy_(read_scale(piece, format))
+            made[name] = BlockwiseFP8Tensor.from_data(
+                data, scale, block_shape=format.block_shape, dtype=current.dtype, recipe=chosen
             )
-        elif current.is_meta:
-            value = value.to(home, current.dtype, copy=True)
-            if isinstance(current, BlockwiseFP8Weight):
-                value = BlockwiseFP8Weight(value, current.recipe)
+            continue
+        if isinstance(way, Pieces):
+            rows = _Rows(way, [read(piece) for piece in names_of(way)])
+            if not current.is_meta:
+                made[name] = rows
+                continue
+            value = torch.empty(current.shape, dtype=current.dtype, device=home)
+            rows.copy_to(value)
+        else:
+            value = read(way)
+            if current.is_meta:
+                value = value.to(home, current.dtype, copy=True)
+        if current.is_meta and isinstance(current, BlockwiseFP8Weight):
+            value = BlockwiseFP8Weight(value, current.recipe)
         made[name] = value
     return made
+
+
+class _Rows(NamedTuple):
+    """The matrices of a stack as they lie in files, to be copied into the stack."""
+
+    pieces: Pieces
+    values: list[Tensor]
+
+    def copy_to(self, stack: Tensor) -> None:
+        """Write them into ``stack``, which is plain."""
+        for rows, value in zip(_rows(stack, self.pieces), self.values, strict=True):
+            rows.copy_(value)
+
+
+def _rows(stack: Tensor, pieces: Pieces) -> list[Tensor]:
+    """The views of a plain stack, or of its scales, that belong to the names of its pieces."""
+    parts = len(pieces.templates)
+    return [rows for expert in stack for rows in expert.chunk(parts)]
 
 
 def _recipe_of(current: Tensor) -> Recipe:
@@ -228,10 +311,17 @@ def _tensor(name: str, entry: Entry, files: dict[Path, Any], check: Check) -> Te
     return value
 
 
-def _put(target: _Target, value: Tensor, replaced: dict[int, nn.Parameter]) -> None:
+def _put(target: _Target, value: Tensor | _Rows, replaced: dict[int, nn.Parameter]) -> None:
     """Assign a tensor to the model; parameters that are replaced are recorded for their ties."""
     module, attribute, current = target
-    if not isinstance(value, BlockwiseFP8Tensor) and not current.is_meta:
+    if isinstance(value, _Rows):
+        with torch.no_grad():
+            if isinstance(current, BlockwiseFP8Weight):
+                current.before_write()
+                value.copy_to(current.master)
+            else:
+                value.copy_to(current)
+    elif not isinstance(value, BlockwiseFP8Tensor) and not current.is_meta:
         with torch.no_grad():
             current.copy_(value)
     elif isinstance(current, nn.Parameter):

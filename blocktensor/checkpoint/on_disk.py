@@ -3,7 +3,9 @@
 A checkpoint is a folder of safetensors files, an index of the file of each tensor, and a
 ``config.json``. The weight ``a.weight`` is e4m3 ``[N, K]``. Its scales, one for each 128x128 block,
 are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or
-``a.weight_scale`` (compressed-tensors). We write them in fp32.
+``a.weight_scale`` (compressed-tensors). We write them in fp32. A stack of experts
+``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside ``a.gate_up_proj_scale_inv``, or a matrix or two for
+each expert (``names.py``).
 """
 
 from __future__ import annotations

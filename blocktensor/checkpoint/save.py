@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..model.experts import stacks_of
 from ..ops.cast.ops import quantize_rowwise
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .digests import THREADS, header_digest, tensor_digest
 from .in_place import flush, holds_nothing, put_in_place, staging, umask, write_json
+from .names import EXPERT_NAMES, Spelling, chosen, module_names, spellings
 from .on_disk import (
     CONFIG,
     HEADERS,
@@ -34,11 +36,36 @@ _DEFAULT_SHARD = 5 << 30
 _FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
 
 
+class _Part(NamedTuple):
+    """What is written at once: a tensor of the model, or an expert of a stack.
+
+    Attributes:
+        x: the tensor or the stack.
+        expert: which one of a stack; None for all of ``x``.
+        names: of the matrices that it is written as, one below the other.
+        label: how messages call it.
+    """
+
+    x: Tensor
+    expert: int | None
+    names: tuple[str, ...]
+    label: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, with the scales."""
+        shape = self.x.shape if self.expert is None else self.x.shape[1:]
+        if isinstance(self.x, _FP8_TYPES):
+            return self.x.format.nbytes(shape)
+        return shape.numel() * self.x.element_size()
+
+
 def save_fp8(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
     spelling: str = "deepseek",
+    expert_names: str = "auto",
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
@@ -49,9 +76,13 @@ def save_fp8(
     trainable weight is written as its next forward would cast it; its high-precision master, which
     ``state_dict`` holds, is not. Tied tensors are written once, under their first name.
 
+    A model of transformers gets the names that its ``save_pretrained`` writes: of most mixtures of
+    experts a matrix for each expert, ``experts.3.gate_proj.weight``, in the bytes of the stack.
+
     On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
     CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
-    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not.
+    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not. Of
+    stacks of experts that are stored whole it then leaves out the scales, without an error.
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
@@ -63,8 +94,13 @@ def save_fp8(
         path: the folder to make.
         spelling: name of the scales: ``"deepseek"`` for ``weight_scale_inv``, as in DeepSeek-V3 and
             transformers' "fp8"; ``"compressed-tensors"`` for ``weight_scale``.
+        expert_names: ``"auto"`` for the names of transformers' ``save_pretrained``, and the
+            model's own for other models and for experts whose gate and up share blocks (their rows
+            are no multiple of 128); ``"separate"`` for a matrix of each expert in any model;
+            ``"fused"`` for the model's own names: ``experts.gate_up_proj`` and
+            ``experts.gate_up_proj_scale_inv``.
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
-        max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
+        max_shard_bytes: size limit of a file; a larger tensor or expert gets a file of its own.
         overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
 
     Returns:
@@ -73,7 +109,8 @@ def save_fp8(
     Raises:
         ImportError: safetensors or NumPy is not installed.
         ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
-            weight that holds NaN or Inf, which :func:`load_fp8` refuses.
+            weight that holds NaN or Inf, which :func:`load_fp8` refuses; ``"separate"`` for a stack
+            ``[E, K, N]``, one of another name, or one whose matrices share blocks.
         NotImplementedError: a sharded model.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         TimeoutError: other processes kept on replacing the same checkpoint for a minute.
@@ -81,6 +118,10 @@ def save_fp8(
     require_safetensors()
     if spelling not in SCALE_SUFFIXES:
         raise ValueError(f"spelling={spelling!r}: expected one of {', '.join(SCALE_SUFFIXES)}")
+    if expert_names not in EXPERT_NAMES:
+        raise ValueError(
+            f"expert_names={expert_names!r}: expected one of {', '.join(EXPERT_NAMES)}"
+        )
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     folder = Path(os.path.realpath(path))
@@ -94,14 +135,17 @@ def save_fp8(
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
+    known = spellings(model)
+    names = chosen(tensors, known, expert_names)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging(folder) as made:
-        _write_tensors(made, tensors, spelling, max_shard_bytes)
+        _write_parts(made, _parts(tensors, names), spelling, max_shard_bytes)
         formats = [x.format for x in fp8.values()]
-        described = quantization_config(spelling, _plain_linears(model, fp8), formats)
-        known = _config_of(model) if config is None else dict(config)
-        write_json(made / CONFIG, {**known, "quantization_config": described})
+        plain = module_names(names, _plain_weights(model, fp8))
+        described = quantization_config(spelling, plain, formats)
+        entries = _config_of(model) if config is None else dict(config)
+        write_json(made / CONFIG, {**entries, "quantization_config": described})
         put_in_place(made, folder)
     return Path(path)
 
@@ -137,11 +181,14 @@ def _memory(x: Tensor) -> object:
     return id(x) if x.numel() == 0 else (x.data_ptr(), x.shape, x.stride(), x.dtype)
 
 
-def _plain_linears(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
+def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
+    """The weights of linears and experts that are not FP8, by name."""
     known = {id(x) for x in fp8.values()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in known:
-            yield name
+    for prefix, module in model.named_modules():
+        keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
+        for key in keys:
+            if id(getattr(module, key)) not in known:
+                yield f"{prefix}.{key}" if prefix else key
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -149,55 +196,74 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return dict(to_dict()) if callable(to_dict) else {}
 
 
-def _stored(name: str, x: Tensor, suffix: str) -> dict[str, Tensor]:
-    """The tensors to write for one tensor, by name, on the CPU and contiguous."""
+def _parts(tensors: Mapping[str, Tensor], names: Mapping[str, Spelling]) -> Iterator[_Part]:
+    """All tensors, in the order of the model."""
+    for name, x in tensors.items():
+        spelling = names[name]
+        if isinstance(spelling, str):
+            yield _Part(x, None, (spelling,), name)
+        else:
+            for expert in range(spelling.experts):
+                yield _Part(x, expert, spelling.names(expert), f"{name}[{expert}]")
+
+
+def _stored(part: _Part, suffix: str) -> dict[str, Tensor]:
+    """The tensors to write for a part, by name, on the CPU and contiguous."""
+    x, expert = part.x, part.expert
     with torch.no_grad():
         if isinstance(x, BlockwiseFP8Weight):
-            form = quantize_rowwise(x.master.detach(), x.format)
+            master = x.master.detach()
+            form = quantize_rowwise(master if expert is None else master[expert], x.format)
         elif isinstance(x, BlockwiseFP8Tensor):
-            form = x.rowwise()
+            one = x if expert is None else x[expert]
+            assert isinstance(one, BlockwiseFP8Tensor)
+            form = one.rowwise()
         else:
-            return {name: x.detach().cpu().contiguous()}
-        data, scale = form.data.cpu().contiguous(), form.scale.cpu().contiguous()
+            return _named(part.names, x.detach() if expert is None else x.detach()[expert])
+    scale = form.scale.cpu()
     problem = bad_scale(scale, form.format)
     if problem is not None:
         raise ValueError(
-            f"{name} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight makes "
-            f"such a scale: find it with torch.isfinite, or save the masters (state_dict)"
+            f"{part.label} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight "
+            f"makes such a scale: find it with torch.isfinite, or save the masters (state_dict)"
         )
-    return {name: data, f"{name}{suffix}": scale}
+    scales = [f"{name}{suffix}" for name in part.names]
+    return _named(part.names, form.data) | _named(scales, scale)
 
 
-def _bytes(x: Tensor) -> int:
-    return x.format.nbytes(x.shape) if isinstance(x, _FP8_TYPES) else x.nbytes
+def _named(names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
+    """A tensor by its name; by several names its rows, in as many equal parts."""
+    x = x.cpu().contiguous()
+    parts = [x] if len(names) == 1 else x.chunk(len(names))
+    return dict(zip(names, parts, strict=True))
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
+    shards: list[list[_Part]] = [[]]
     size = 0
-    for name, x in tensors.items():
-        if shards[-1] and size + _bytes(x) > limit:
+    for part in parts:
+        if shards[-1] and size + part.nbytes > limit:
             shards.append([])
             size = 0
-        shards[-1].append(name)
-        size += _bytes(x)
+        shards[-1].append(part)
+        size += part.nbytes
     return shards
 
 
-def _write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], spelling: str, max_shard_bytes: int
+def _write_parts(
+    folder: Path, written: Iterable[_Part], spelling: str, max_shard_bytes: int
 ) -> None:
     from safetensors.torch import save_file
 
     suffix = SCALE_SUFFIXES[spelling]
-    shards = _shards(tensors, max_shard_bytes)
+    shards = _shards(written, max_shard_bytes)
     places: dict[str, str] = {}
     headers: dict[str, str] = {}
     digests: dict[str, str] = {}
     total = 0
-    for number, names in enumerate(shards, 1):
+    for number, parts in enumerate(shards, 1):
         file = shard_name(number, len(shards))
-        stored = {k: v for name in names for k, v in _stored(name, tensors[name], suffix).items()}
+        stored = {k: v for part in parts for k, v in _stored(part, suffix).items()}
         with ThreadPoolExecutor(THREADS) as pool:  # while the file is written
             found = pool.map(tensor_digest, stored.values())
             save_file(stored, folder / file, metadata={"format": "pt"})

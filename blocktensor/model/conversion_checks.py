@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
-from ..distributed.fsdp.fsdp_internals import sharded_with
+from ..distributed.fsdp.fsdp_internals import Sharded, sharded_with
 from ..ops.checks import high_precision
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -106,18 +106,31 @@ def _difference(recipe: Recipe, other: Recipe) -> str:
 
 def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
     of_fsdp, has_run = sharded_with(lambda x: x is local)
+    dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # replicas aside, FSDP2 alone shards over one dimension of its mesh
-    sharded_dims = sum(not placement.is_replicate() for placement in weight.placements)
-    if not of_fsdp or sharded_dims > 1:
+    if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
+        remedy = "tensor parallel weights have no FP8 form yet; skip them"
+        if weight.ndim == 3 and set(dims) == {0}:
+            remedy = "experts that a rank holds whole can be converted after fully_shard"
         raise NotImplementedError(
             f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
-            f"FSDP2 alone did not make: tensor parallel weights have no FP8 form yet; skip them"
+            f"FSDP2 alone did not make: {remedy}"
         )
     if has_run:
         raise NotImplementedError(
             f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
             f"already: convert the model before its first forward"
         )
+
+
+def _are_whole_experts(weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[Sharded]) -> bool:
+    """Whether a stack that FSDP2 shards is besides cut between experts only, as by EP.
+
+    ``dims``: along which it is cut, FSDP2's own among them.
+    """
+    local = local_of(weight)
+    own = next(x.dim for x in of_fsdp if local_of(x.parameter()) is local)
+    return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
 
 
 def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:

@@ -38,6 +38,11 @@ def group_blocks(rows: int, groups: int) -> int:
     return (rows + (BLOCK - 1) * groups) // BLOCK
 
 
+def group_columns(rows: int, groups: int) -> int:
+    """The columns of a columnwise cast by groups: those of :func:`group_blocks`."""
+    return group_blocks(rows, groups) * BLOCK
+
+
 @dataclass(frozen=True, eq=False)
 class BlockFormat:
     """One format. There is one object for each name, so that formats compare by identity.

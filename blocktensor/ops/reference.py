@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_blocks
+from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns
 from .scale_layouts import empty_columnwise, empty_quantized
 
 
@@ -168,13 +168,13 @@ def quantize_grouped_columnwise(
 ) -> Quantized:
     """Cast the transpose of ``x[T, K]`` (or of ``x[index]``) with blocks of its own for each group.
 
-    Data ``[K, P]`` of 1x128 blocks, where P is 128 :func:`group_blocks` ``(T, E)``: the columnwise
+    Data ``[K, P]`` of 1x128 blocks, where P is :func:`group_columns` ``(T, E)``: the columnwise
     cast of each group, filled up with zeros to whole blocks, one after the other. Blocks after
     those of the last group may hold anything.
     """
     x = x if index is None else x[index]
     rows, k = x.shape
-    wide = x.new_zeros((group_blocks(rows, len(offs)) * BLOCK, k))
+    wide = x.new_zeros((group_columns(rows, len(offs)), k))
     block = 0
     for begin, end in group_ranges(offs, rows):
         wide[block * BLOCK :][: end - begin] = x[begin:end]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cast, gemm, linear
+from benchmarks import cast, experts, gemm, grouped, linear
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +37,26 @@ def test_linear() -> None:
     assert all(math.isfinite(v) and v > 0 for v in row.values() if isinstance(v, float))
     assert row["graph_fp8_ms"] <= row["eager_fp8_ms"] * 1.2
     assert 0.5 < row["over_parts"] < 2
+
+
+def test_grouped() -> None:
+    rows = list(grouped.measure(**grouped.QUICK))
+    assert len(rows) == grouped.total(**grouped.QUICK)
+    for row in rows:
+        limit = 5000 if row["unit"] == "GB/s" else 2500
+        assert all(50 < row[name] < limit for name in ("blocktensor", "dense")), row
+        assert ("bf16" in row) == (row["kind"] != "cast")
+
+
+def test_experts() -> None:
+    rows = list(experts.measure(**experts.QUICK))
+    assert len(rows) == experts.total(**experts.QUICK)
+    for row in rows:
+        assert 0.1 < row["speedup"] < 3
+        assert 0.1 < row["peak_of_bf16"] < 3
+    layers = [row for row in rows if row["what"] == "layer"]
+    for row in layers:
+        assert row["gemms_us"] > 0
+        assert row["elementwise_us"] > 0
+        ours = ("activation_casts_us", "weight_casts_us", "weight_transposes_us")
+        assert all((row[kind] > 0) == (row["variant"] != "bf16") for kind in ours)

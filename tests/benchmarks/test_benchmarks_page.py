@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import plots, results, results_page, shapes
+from benchmarks import page_parts, plots, results, results_page, shapes
 from benchmarks.results import Row
 from benchmarks.results_page import END, PAGES, README, RESULTS, START, Page
 
@@ -101,7 +102,7 @@ def test_gemms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "geometric means: forward 2.00x bf16, 1.00x DeepGEMM." in text
     assert "(`python -m benchmarks gemm`, " in text
     assert "; not installed there: deepgemm, torchao)" in text
-    assert all(len(line) <= results_page.LINE_LENGTH for line in lines)
+    assert all(len(line) <= page_parts.LINE_LENGTH for line in lines)
 
 
 def test_casts_keep_precisions_apart(tmp_path: Path) -> None:
@@ -125,6 +126,84 @@ def test_host_times(tmp_path: Path) -> None:
     results.write("host", [{"what": "cast", "us": 9.5}, {"what": "gemm"}], tmp_path)
     lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     assert lines == ["| what | us |", "|---|---|", "| cast | 9.5 |", "| gemm | – |"]
+
+
+def grouped_row(kind: str, groups: str, ours: float, **rates: float) -> Row:
+    ratios = {"vs_bf16": "bf16", "of_dense": "dense"}
+    return {
+        **{"kind": kind, "groups": groups, "experts": 8, "tokens": 4096, "n": 2048, "k": 1024},
+        **{"blocktensor": ours, **rates},
+        **{label: ours / rates[peer] for label, peer in ratios.items() if peer in rates},
+    }
+
+
+def test_products_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "FOLDER", tmp_path / "no_plots")
+    rows = [
+        grouped_row("fprop", "ragged", 1000.0, bf16=500.0, dense=1250.0),
+        grouped_row("fprop", "aligned", 1200.0, bf16=500.0, dense=1200.0, deepgemm=1000.0),
+        grouped_row("wgrad", "ragged", 900.0, dense=1000.0),
+        grouped_row("cast", "aligned", 3000.0, dense=3000.0),
+    ]
+    results.write("grouped", rows, tmp_path, absent={"deepgemm": "No module"})
+    lines = RESULTS.render(tmp_path).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert table[2:] == [
+        "| 8: 4096 x (2048 x 1024) | 1000 | 2.00x | 0.80x | 900 | – | 0.90x |",
+        "| geometric mean |  | 2.00x | 0.80x |  | – | 0.90x |",
+    ]
+    text = " ".join(lines)
+    assert "forward 1.00x dense, 1.20x DeepGEMM; casts of any groups 1.00x dense." in text
+    assert "; not installed there: deepgemm)" in text
+
+
+def test_layers_and_models_of_experts(tmp_path: Path) -> None:
+    sizes = {"experts": 8, "tokens": 64, "dim": 7168, "hidden": 2048}
+    times = {"ms": 2.0, "speedup": 1.5, "peak_mib": 80.0, "peak_of_bf16": 0.8}
+    spent = {"gemms_us": 1500.0, "copies_us": 2.0}
+    rows: list[Row] = [
+        {"what": "layer", **sizes, "variant": "fp8, inputs shared", **times, **spent},
+        {
+            "what": "Qwen3-MoE, 2 layers",
+            **sizes,
+            "variant": "fp8, inputs shared",
+            **times,
+            "speedup": 1.2,
+        },
+    ]
+    results.write("experts", rows, tmp_path)
+    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
+    name = "8 experts of 7168 x 2048, 64 tokens"
+    assert lines[2:4] == [
+        f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x |",
+        f"| Qwen3-MoE, 2 layers: {name} | fp8, inputs shared | 2.0 | 1.20x | 80.0 | 0.80x |",
+    ]
+    assert lines[4:] == [
+        *("|  |  | GEMMs | copies |", "|---|---|---|---|"),
+        f"| {name} | fp8, inputs shared | 1500.0 | 2.0 |",
+    ]
+    _, brief, _ = README.render(tmp_path).split("\n\n")
+    assert " ".join(brief.split()) == (
+        "Experts with SwiGLU, forward + backward: 1.50x (8 of 7168 x 2048) bf16's speed; a "
+        "Qwen3-MoE training step 1.20x (`python -m benchmarks experts`)."
+    )
+
+
+def test_losses_of_both_demos(tmp_path: Path) -> None:
+    runs = [
+        {"seed": 3, "precision": precision, "heldout_loss": loss}
+        for precision, loss in (("bf16", 2.0), ("fp8", 2.01))
+    ]
+    for name, model in (("train_lm", {}), ("train_moe", {"experts": 8})):
+        config = {"parameters": 1.1e8, "steps": 400, "model": model}
+        demo = {"runs": runs, "config": config, "device": {"name": "CPU"}, "date": "2026-01-02T3"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(demo))
+    text = RESULTS.render(tmp_path)
+    assert text.count("| 3 | 2.0000 | 2.0100 | +0.50% |") == 2
+    assert "**The demo's model, 110M parameters, 400 steps**" in text
+    assert "(`python examples/train_lm.py --seeds 1`, CPU, 2026-01-02)" in text
+    assert "**The demo's mixture of experts, 110M parameters, 400 steps**" in text
+    assert "(`python examples/train_lm.py --experts 8 --seeds 1`, CPU, 2026-01-02)" in text
 
 
 def test_the_readme_names_the_speed_of_whole_models(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,29 @@ MEMORY = [
 ]
 
 
+GROUPED: list[Row] = [
+    {"experts": 4, "tokens": 512, "n": 8, "k": 16, "kind": kind, "groups": groups}
+    | {"blocktensor": rate, "dense": 1200.0, "bf16": 600.0}
+    for kind, groups, rate in (
+        *(("fprop", "ragged", 1100.0), ("fprop", "aligned", 1150.0)),
+        *(("wgrad", "ragged", 900.0), ("wgrad", "aligned", 950.0), ("cast", "ragged", 3000.0)),
+    )
+]
+EXPERTS: list[Row] = [
+    {"what": "layer", "experts": 8, "tokens": 64, "variant": "bf16", "gemms_us": 3000.0}
+    | {"elementwise_us": 500.0},
+    {"what": "layer", "experts": 8, "tokens": 64, "variant": "fp8", "gemms_us": 2000.0}
+    | {"elementwise_us": 250.0},
+    {"what": "Qwen3-MoE, 2 layers", "experts": 8, "tokens": 64, "variant": "fp8"},
+]
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    named = (("gemm", GEMM), ("linear", LINEAR), ("cast", CAST), ("memory", MEMORY))
+    named = (
+        *(("gemm", GEMM), ("linear", LINEAR), ("cast", CAST), ("memory", MEMORY)),
+        *(("grouped", GROUPED), ("experts", EXPERTS)),
+    )
     for name, rows in named:
         results.write(name, rows, tmp_path / "results")
     return tmp_path / "results"
@@ -91,6 +112,27 @@ def test_memory_is_drawn_in_parts_that_add_up_to_the_peak() -> None:
     assert heights == [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]
 
 
+def test_ragged_groups_of_one_kind_are_drawn() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._grouped_wgrad(axes, GROUPED)
+    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
+    assert heights == [900.0, 600.0, 1200.0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
+
+
+def test_kinds_of_kernels_add_up_over_each_layer() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._experts(axes, EXPERTS)
+    bars: list[Any] = list(axes.patches)
+    assert [(bar.get_y(), bar.get_height()) for bar in bars] == [
+        *((0.0, 3.0), (0.0, 2.0), (3.0, 0.5), (2.0, 0.25)),
+    ]
+
+
 def test_missing_results_are_named_and_the_rest_is_drawn(
     source: Path,
     tmp_path: Path,
@@ -102,6 +144,7 @@ def test_missing_results_are_named_and_the_rest_is_drawn(
     assert cli.main(["plot", "--out", str(source)]) == 0
     shown = capsys.readouterr().out.splitlines()
     drawn = ["linear_speedup.png", "cast_roofline.png", "memory_peak.png"]
-    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:3]] == drawn
-    assert shown[3:] == ["gemm.json is missing: python -m benchmarks gemm"]
+    drawn += ["grouped_fprop.png", "grouped_wgrad.png", "experts_time.png"]
+    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:6]] == drawn
+    assert shown[6:] == ["gemm.json is missing: python -m benchmarks gemm"]
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(drawn)

@@ -74,6 +74,13 @@ def test_the_config_of_transformers(tmp_path: Path) -> None:
     assert described["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
+def test_the_config_names_linears_whose_weight_is_computed(tmp_path: Path) -> None:
+    model = filled()
+    model.gate = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
+    described = config(save_fp8(model, tmp_path / "fp8"))["quantization_config"]
+    assert described["modules_to_not_convert"] == ["gate", "head"]
+
+
 def test_the_config_of_compressed_tensors(tmp_path: Path) -> None:
     written = config(save_fp8(filled(), tmp_path / "fp8", spelling="compressed-tensors"))
     described = written["quantization_config"]

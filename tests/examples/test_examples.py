@@ -12,34 +12,12 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from tests.support.scripts import Load, examples
+from tests.support.scripts import Load
 
 TINY = [
     *("--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2"),
     *("--steps", "6", "--samples", "1", "--device", "cpu"),
 ]
-
-
-@pytest.fixture(scope="module")
-def load() -> Iterator[Load]:
-    """Import a file of examples/ the way a script there would, leaving no trace afterwards."""
-    with examples() as load:
-        yield load
-
-
-@pytest.fixture
-def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small standard library in place of the machine's."""
-    root = tmp_path / "stdlib"
-    for index in range(40):
-        file = root / f"package{index % 3}" / f"module{index}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"def function{index}(x):\n    return x + {index}\n" * 20)
-    for skipped in ("site-packages", "package0/test"):
-        (root / skipped).mkdir(parents=True)
-        (root / skipped / "skipped.py").write_text("raise AssertionError\n")
-    monkeypatch.setattr(load("text").sysconfig, "get_path", lambda name: str(root))
-    return root
 
 
 def test_model_is_causal(load: Load) -> None:

@@ -19,7 +19,6 @@ from blocktensor import (
     explain,
     freeze,
     memory_report,
-    share_inputs,
     to_blockwise_fp8_weights,
     unfreeze,
 )

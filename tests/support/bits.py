@@ -5,8 +5,8 @@
 
 Casts, products, linears, checkpoints and (on CPUs) FSDP2 gathers. ``bits_h200.json`` (torch
 2.11.0+cu130, Triton 3.6.0) and ``bits_cpu.json`` (torch 2.13.0) were recorded at commit cf99c2b,
-before the package had folders. Products on a CPU depend on its BLAS: record and check on one
-machine.
+before the package had folders, indices of checkpoints when they got digests. Products on a CPU
+depend on its BLAS: record and check on one machine.
 """
 
 from __future__ import annotations

@@ -63,6 +63,34 @@ class TitanMoE(nn.Module):
         return torch.zeros_like(x).index_add(0, order // 2, y)
 
 
+class BatchedExperts(nn.Module):
+    """Experts in stacks ``[E, K, N]``, each of which multiplies all tokens, as Llama 4 has them."""
+
+    def __init__(self, e: int, k: int, n: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(randn(e, k, n, seed=1, dtype=torch.float32) / math.sqrt(k))
+        self.down = nn.Parameter(randn(e, n, k, seed=2, dtype=torch.float32) / math.sqrt(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = x.bfloat16().expand(len(self.up), *x.shape)
+        hidden = torch.bmm(each, self.up.bfloat16()).relu()
+        return torch.bmm(hidden, self.down.bfloat16()).type_as(x)
+
+
+class BatchedMoE(nn.Module):
+    """Experts whose results are weighed by a router."""
+
+    def __init__(self, e: int = 4, k: int = 128, n: int = 256) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(k, e, bias=False)
+        self.experts = BatchedExperts(e, k, n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        return (self.experts(x) * scores.t()[:, :, None]).sum(0)
+
+
 def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: Any) -> Any:
     """A model of two layers: ``qwen3``, ``mixtral``, ``deepseek``, ``gpt_oss`` or ``llama4``."""
     import transformers

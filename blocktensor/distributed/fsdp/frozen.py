@@ -97,5 +97,6 @@ _ROWS = {
     *(aten.new_zeros.default, aten.slice.Tensor, aten.view.default, aten._to_copy.default),
     *(aten._pin_memory.default, aten.empty_like.default, aten.clone.default),
     *(aten.is_pinned.default,),
+    aten.new_empty.default,  # what ranks hold if a weight has fewer rows, or experts, than ranks
 }
 """Ops that act on the rows as on any tensor."""

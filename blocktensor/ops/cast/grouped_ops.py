@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import BLOCK, BlockFormat, Quantized, group_blocks, named
+from ..formats import BlockFormat, Quantized, group_columns, named
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
 from .choose_backend import cast_kernels
@@ -47,7 +47,7 @@ def quantize_grouped_columnwise(
     """The columnwise cast of ``x[T, K]`` in groups, data ``[K, P]``, raising as the cast of both.
 
     Group e begins at the block after those of group e-1 and is filled up with zeros to whole
-    blocks. P, 128 times :func:`~blocktensor.ops.formats.group_blocks`, is the most that these can
+    blocks. P, :func:`~blocktensor.ops.formats.group_columns`, is the most that these can
     take; blocks after the last group's may hold anything.
     """
     return _columnwise(x, offs, index, format)
@@ -64,7 +64,7 @@ def gather_rows(x: Quantized, index: Tensor) -> Quantized:
 def columnwise_shape(x: Tensor, offs: Tensor, index: Tensor | None) -> tuple[int, int]:
     """``[K, P]``, the shape of the columnwise data of :func:`quantize_grouped_columnwise`."""
     rows = (x if index is None else index).shape[0]
-    return x.shape[1], group_blocks(rows, offs.shape[0]) * BLOCK
+    return x.shape[1], group_columns(rows, offs.shape[0])
 
 
 def _check(x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat) -> None:

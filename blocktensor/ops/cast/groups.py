@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, Quantized, group_blocks, num_blocks
+from ..formats import BlockFormat, Quantized, group_blocks, group_columns, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 
@@ -25,8 +25,8 @@ def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
 def place(block, group, begin, end, tokens):
     # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
     # hold the rows of no group. Returns the first row, the rows left, and the group, or -1.
-    end = tl.minimum(end, tokens)
-    begin = tl.minimum(begin, end)
+    end = tl.maximum(tl.minimum(end, tokens), 0)
+    begin = tl.maximum(tl.minimum(begin, end), 0)
     blocks = (end - begin + 127) // 128
     after = tl.cumsum(blocks, 0)
     within = (block - (after - blocks)) * 128
@@ -76,5 +76,4 @@ def _empty_columnwise(
     x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
 ) -> Quantized:
     rows = (x if index is None else index).shape[0]
-    shape = x.shape[1], group_blocks(rows, offs.shape[0]) * BLOCK
-    return empty_quantized(shape, format, x.device)
+    return empty_quantized((x.shape[1], group_columns(rows, offs.shape[0])), format, x.device)

@@ -73,8 +73,9 @@ def _load_reference() -> GemmKernels:
     return GemmKernels(reference.gemm, reference.gemm_add_, reads_vectors=False)
 
 
-def _unknown_format(p: GemmProblem) -> str | None:
-    for format in (p.a_format, p.b_format):
+def unknown_format(*formats: BlockFormat) -> str | None:
+    """The reason why kernels cannot read operands of these formats; None if they can."""
+    for format in formats:
         if format not in KERNEL_FORMATS:
             return f"no kernels for format {format.name}"
     return None
@@ -90,7 +91,7 @@ def _cublas_unusable(device: torch.device) -> str | None:
 
 
 def _cublas_declines(p: GemmProblem) -> str | None:
-    if reason := _unknown_format(p):
+    if reason := unknown_format(p.a_format, p.b_format):
         return reason
     if p.accumulate:
         return "cannot add to an existing output"
@@ -119,8 +120,12 @@ def gluon_unusable(device: torch.device) -> str | None:
     return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
 
 
+def _triton_declines(p: GemmProblem) -> str | None:
+    return unknown_format(p.a_format, p.b_format)
+
+
 def _gluon_declines(p: GemmProblem) -> str | None:
-    if reason := _unknown_format(p):
+    if reason := unknown_format(p.a_format, p.b_format):
         return reason
     if p.a_format.rows > 1:
         return "no 128x128 blocks on the left"
@@ -156,7 +161,9 @@ GEMM_BACKENDS: tuple[GemmBackend, ...] = (
     Backend(
         "cublas", _load_cublas, _cublas_unusable, _cublas_declines, why=lambda _: "takes this shape"
     ),
-    Backend("triton", _load_triton, lacks_triton, _unknown_format, why=lambda _: "takes any shape"),
+    Backend(
+        "triton", _load_triton, lacks_triton, _triton_declines, why=lambda _: "takes any shape"
+    ),
     Backend("reference", _load_reference, why=lambda _: "runs on any device"),
 )
 """In order of preference; the reference takes every problem."""

@@ -136,7 +136,8 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _names(a: Quantized, b: Quantized) -> tuple[Any, ...]:
+def arguments_of(a: Quantized, b: Quantized) -> tuple[Any, ...]:
+    """The operands as a registered op takes them; see :func:`operands_of`."""
     return a.data, a.scale, a.format.name, b.data, b.scale, b.format.name
 
 
@@ -144,12 +145,12 @@ def _dispatch_gemm(
     a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     _check(a, b, bias, out_dtype)
-    return _gemm_op(*_names(a, b), bias, out_dtype)
+    return _gemm_op(*arguments_of(a, b), bias, out_dtype)
 
 
 def _dispatch_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
     _check_sum(out, a, b)
-    _gemm_add_op(out, *_names(a, b))
+    _gemm_add_op(out, *arguments_of(a, b))
 
 
 _gemm = Specialized(_decide_gemm, _dispatch_gemm)

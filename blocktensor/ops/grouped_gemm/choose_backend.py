@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..devices import lacks_triton, sms
-from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
-from ..gemm.choose_backend import gluon_unusable, warn_slow
+from ..formats import BlockFormat, num_blocks
+from ..gemm.choose_backend import gluon_unusable, unknown_format, warn_slow
 from ..registry import Backend, Choice, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
 from .tiles import choose_gemm_tile, choose_wgrad_tile
@@ -77,11 +77,8 @@ def _load_reference() -> GroupedKernels:
     return _kernels(reference, launches=False)
 
 
-def _unknown_format(p: GroupedProblem) -> str | None:
-    for format in (p.a_format, p.b_format):
-        if format not in KERNEL_FORMATS:
-            return f"no kernels for format {format.name}"
-    return None
+def _triton_declines(p: GroupedProblem) -> str | None:
+    return unknown_format(p.a_format, p.b_format)
 
 
 def _gluon_why(p: GroupedProblem) -> str:
@@ -96,7 +93,7 @@ def _gluon_why(p: GroupedProblem) -> str:
 
 
 def _gluon_declines(p: GroupedProblem) -> str | None:
-    if reason := _unknown_format(p):
+    if reason := _triton_declines(p):
         return reason
     if p.a_format.rows > 1:
         return "no 128x128 blocks on the left"
@@ -108,7 +105,9 @@ GroupedChoice = Choice[GroupedProblem, GroupedKernels]
 
 GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
     Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines, why=_gluon_why),
-    Backend("triton", _load_triton, lacks_triton, _unknown_format, why=lambda _: "takes any shape"),
+    Backend(
+        "triton", _load_triton, lacks_triton, _triton_declines, why=lambda _: "takes any shape"
+    ),
     Backend("reference", _load_reference, why=lambda _: "runs on any device"),
 )
 """In order of preference; the reference takes every problem."""

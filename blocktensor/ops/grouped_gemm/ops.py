@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
-from ..formats import BLOCK, Quantized, group_blocks
-from ..gemm.ops import OPERANDS, operands_of
+from ..formats import Quantized, group_columns
+from ..gemm.ops import OPERANDS, arguments_of, operands_of
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import GroupedKernels, GroupedProblem, choose_grouped, grouped_kernels
 
@@ -97,7 +97,7 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
     checks.gemm_operand(b, "operand b")
     _check_common(a, b, offs)
     checks.gemm_output(out)
-    bound = group_blocks(tokens, offs.shape[0]) * BLOCK
+    bound = group_columns(tokens, offs.shape[0])
     if a.data.shape[1] != bound:
         raise ValueError(
             f"operands contract {a.data.shape[1]} columns: expected {bound}, those of {tokens} "
@@ -168,27 +168,23 @@ def _kernels_for(problem: GroupedProblem) -> GroupedKernels:
     return grouped_kernels(choose_grouped(problem).backend)
 
 
-def _names(a: Quantized, b: Quantized) -> tuple[Any, ...]:
-    return a.data, a.scale, a.format.name, b.data, b.scale, b.format.name
-
-
 def _dispatch_gemm(
     a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     _check(a, b, offs, bias, out_dtype)
-    return _gemm_op(*_names(a, b), offs, bias, out_dtype)
+    return _gemm_op(*arguments_of(a, b), offs, bias, out_dtype)
 
 
 def _dispatch_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Tensor:
     _check_wgrad(a, b, offs, tokens, out_dtype)
-    return _wgrad_op(*_names(a, b), offs, tokens, out_dtype)
+    return _wgrad_op(*arguments_of(a, b), offs, tokens, out_dtype)
 
 
 def _dispatch_sum(out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int) -> None:
     _check_sum(out, a, b, offs, tokens)
-    _wgrad_add_op(out, *_names(a, b), offs, tokens)
+    _wgrad_add_op(out, *arguments_of(a, b), offs, tokens)
 
 
 _gemm = Specialized(_decide_gemm, _dispatch_gemm)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..formats import BLOCK, ceil_div
 from ..gemm.hopper.tile import Tile
-from ..gemm.hopper.tiles import PROGRAM_US, TILES
+from ..gemm.hopper.tiles import TILES, programs_in_turn
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,10 @@ def choose_wgrad_tile(
 
 
 def _plan(found: GroupedTile, items: int, blocks: float, sms: int) -> tuple[float, int]:
-    """Predicted microseconds, and the number of programs: more than fit, see ``PROGRAM_US``."""
+    """Predicted microseconds, and the number of programs."""
     at_once = sms * found.tile.programs
-    waves = ceil_div(items, at_once)
-    us = waves * found.microseconds(blocks)
-    rounds = max(1, int(us / PROGRAM_US))
-    return us, min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
+    us = ceil_div(items, at_once) * found.microseconds(blocks)
+    return us, programs_in_turn(items, at_once, us)
 
 
 def _best(predicted: dict[Tile, tuple[float, int]]) -> tuple[Tile, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert
 from blocktensor.distributed import FP8Shard
@@ -25,6 +24,7 @@ from tests.support.sharded import (
     reductions,
     shard,
 )
+from tests.support.wire import Traffic, Wire
 
 COLUMNS = 240  # 2, 3 and 4 ranks share them evenly, in parts of blocks
 
@@ -112,44 +112,6 @@ def test_a_byte_a_parameter_is_held_and_memory_does_not_grow(world: int, device:
         optimizer.zero_grad()
         held.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
     assert max(held[3:]) == held[3]
-
-
-class Traffic(NamedTuple):
-    """What a step sends: counts, and the bytes that this rank brings."""
-
-    gathers: int
-    gathered_bytes: int
-    gathered_dtypes: set[torch.dtype]
-    reductions: int
-    reduced_bytes: int
-
-
-class Wire(TorchDispatchMode):
-    """Every tensor that is gathered or all-reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathered: list[Tensor] = []
-        self.reduced: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d" and "gather" in str(func):
-            self.gathered.append(args[1])
-        elif func.namespace == "c10d" and "allreduce" in str(func):
-            (tensor,) = args[0]
-            self.reduced.append(tensor)
-        return func(*args, **(kwargs or {}))
-
-    def traffic(self) -> Traffic:
-        return Traffic(
-            len(self.gathered),
-            sum(x.nbytes for x in self.gathered),
-            {x.dtype for x in self.gathered},
-            len(self.reduced),
-            sum(x.nbytes for x in self.reduced),
-        )
 
 
 def three_steps(model: nn.Sequential, world: int, device: str, micro: int = 1) -> list[Traffic]:

@@ -83,6 +83,16 @@ def test_strided_rows() -> None:
     assert_same_cast(col, wanted, 4)
 
 
+@pytest.mark.parametrize("wrong", [[900, 20, 700], [-5, 300, 100], [2**30, 7, 2**31 - 1]])
+def test_ends_that_decrease_or_lie_beyond_the_tokens(wrong: list[int]) -> None:
+    x = torch.randn(300, 256, device=CUDA).bfloat16()
+    offs = torch.tensor(wrong, dtype=torch.int32, device=CUDA)
+    for module in (gluon_columnwise, triton_cast):
+        row, _ = module.quantize_grouped(x, offs, None, BLOCKS_1X128)
+        torch.cuda.synchronize()  # neither stops: nothing else is read or written
+        assert row.data.shape == x.shape
+
+
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 256, 1000])
 def test_many_groups(experts: int) -> None:
     draw = random.Random(experts)

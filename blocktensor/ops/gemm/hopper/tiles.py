@@ -162,12 +162,17 @@ def choose_tile(
 def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool = False) -> int:
     """The number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
     at_once = sms * tile.programs
-    if items <= at_once:
-        return items
+    us = ceil_div(items, at_once) * speed_of(tile, accumulate).wave(blocks)
+    return programs_in_turn(items, at_once, us)
+
+
+def programs_in_turn(items: int, at_once: int, us: float) -> int:
+    """The number of programs for ``items`` that take ``us`` microseconds, ``at_once`` at a time.
+
+    More than run at once, if each then takes :data:`PROGRAM_US` or longer.
+    """
     waves = ceil_div(items, at_once)
-    rounds = int(waves * speed_of(tile, accumulate).wave(blocks) / PROGRAM_US)
-    if rounds < 2:
-        return at_once
+    rounds = max(1, int(us / PROGRAM_US))
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
 
 

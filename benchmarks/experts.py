@@ -1,0 +1,178 @@
+"""Experts, forward + backward: the layer of torchtitan, and a whole Qwen3-MoE; bf16 beside FP8.
+
+"fp8, inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import blocktensor as bt
+
+from . import profiled, qwen3
+from .memory import peak
+from .shapes import group_sizes
+from .timing import Call, round_robin
+
+
+class Shape(NamedTuple):
+    """A layer of ``experts``, to each of which go ``tokens`` on average."""
+
+    experts: int
+    tokens: int
+    dim: int
+    hidden: int
+
+
+LAYERS = (Shape(8, 8192, 7168, 2048), Shape(16, 4096, 2048, 768), Shape(64, 768, 2048, 1408))
+"""Of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
+
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
+
+QUICK: dict[str, Any] = {
+    "layers": (Shape(4, 512, 1024, 512),),
+    "models": (qwen3.Shape(hidden=512, experts=4, expert_hidden=256, top_k=2, time=512),),
+    "rounds": 3,
+}
+"""The arguments of a smoke run."""
+
+_MIB = 2**20
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts as torchtitan has them, by whose name ``convert`` knows the stacks."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        experts, _, dim, hidden = shape
+        self.w1 = nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5)
+        self.w2 = nn.Parameter(torch.randn(experts, dim, hidden) * hidden**-0.5)
+        self.w3 = nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """``x[rows, dim]`` in groups that end at ``offs``."""
+        gate = torch._grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
+        up = torch._grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
+        return torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
+
+
+def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> GroupedExperts:
+    """The layer in bf16 as the variant has it, of the same values for every variant."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        experts = GroupedExperts(shape).to(torch.bfloat16)
+    if name != "bf16":
+        bt.to_blockwise_fp8_weights(experts)
+    if "shared" in name:
+        bt.share_inputs(experts)
+    return experts
+
+
+def ends(shape: Shape, device: torch.device | str = "cuda") -> Tensor:
+    """Ends of uneven groups of any sizes."""
+    sizes = group_sizes(shape.experts, shape.experts * shape.tokens)
+    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
+
+
+def step(experts: nn.Module, x: Tensor, grad: Tensor, offs: Tensor) -> Call:
+    """A forward and backward of the layer alone."""
+
+    def once() -> None:
+        experts.zero_grad()
+        x.grad = None
+        experts(x, offs).backward(grad)
+
+    return once
+
+
+def step_of_model(experts: nn.Module, rows: int, seed_row: Tensor, offs: Tensor) -> Call:
+    """The same with x and the gradient of the output made inside of it, as in a model.
+
+    They are freed as soon as the layer does not need them; a peak measured with an input that the
+    caller holds would not show what is saved of it. Of times, this step is no measure.
+
+    Args:
+        experts: the layer.
+        rows: tokens of all groups.
+        seed_row: ``[1, dim]`` with a gradient, of which x is made.
+        offs: ends of the groups.
+    """
+    weight = torch.ones_like(seed_row.detach())
+
+    def once() -> None:
+        experts.zero_grad()
+        seed_row.grad = None
+        # in one expression: a name would hold a tensor that the backward needs no more
+        (experts(seed_row.expand(rows, -1).contiguous(), offs) * weight).sum().backward()
+
+    return once
+
+
+def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
+    """One row a variant."""
+    offs, rows = ends(shape), shape.experts * shape.tokens
+    x = torch.randn(rows, shape.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x.detach())
+    steps = {name: step(variant(name, shape), x, grad, offs) for name in VARIANTS}
+    ms = round_robin({name: [call] for name, call in steps.items()}, rounds, 30.0)
+    spent = {name: profiled.parts(call) for name, call in steps.items()}
+    del steps, x, grad
+    peaks = {}
+    for name in VARIANTS:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        experts = variant(name, shape)
+        row = torch.randn(1, shape.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        peaks[name] = peak(step_of_model(experts, rows, row, offs)) - before
+        del experts, row
+    for name in VARIANTS:
+        yield layer_row(name, shape, ms, peaks, spent[name])
+
+
+def layer_row(
+    name: str, shape: Shape, ms: dict[str, float], peaks: dict[str, int], spent: dict[str, float]
+) -> dict[str, Any]:
+    """One row of the results: time, memory, and microseconds by kinds of kernels."""
+    return {
+        "what": "layer",
+        **shape._asdict(),
+        "variant": name,
+        "ms": round(ms[name], 3),
+        "speedup": round(ms["bf16"] / ms[name], 3),
+        "peak_mib": round(peaks[name] / _MIB, 1),
+        "peak_of_bf16": round(peaks[name] / peaks["bf16"], 3),
+        **{f"{kind}_us": round(us, 1) for kind, us in spent.items()},
+    }
+
+
+def total(
+    layers: tuple[Shape, ...] = LAYERS, models: tuple[qwen3.Shape, ...] = qwen3.SHAPES, **_: Any
+) -> int:
+    """How many rows ``measure`` will yield."""
+    whole = 0 if qwen3.absent() else len(models) * len(qwen3.VARIANTS)
+    return len(layers) * len(VARIANTS) + whole
+
+
+def facts() -> dict[str, Any]:
+    """What the results say beside their rows."""
+    return {"absent": qwen3.absent()}
+
+
+def measure(
+    layers: tuple[Shape, ...] = LAYERS,
+    models: tuple[qwen3.Shape, ...] = qwen3.SHAPES,
+    rounds: int = 8,
+) -> Iterator[dict[str, Any]]:
+    """One row a layer and variant, then one a model and variant where transformers is here."""
+    for shape in layers:
+        yield from measure_layer(shape, rounds)
+    for model in () if qwen3.absent() else models:
+        yield from qwen3.measure(model, rounds)

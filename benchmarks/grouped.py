@@ -1,0 +1,242 @@
+"""Products and casts of experts: ours and peers', on groups of tokens of uneven sizes.
+
+Sizes are 0.3 to 1.7 of their mean, as multiples of 128 rows ("aligned") and any ("ragged").
+"dense" is our kernel for one matrix and all tokens at once: what a grouped one can hope for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
+from blocktensor.ops.cast.ops import quantize_both, quantize_columnwise, quantize_rowwise
+from blocktensor.ops.formats import BLOCK, BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
+from blocktensor.ops.grouped_gemm.ops import (
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_add_,
+)
+
+from . import peers
+from .candidates import Maker, sets_of, times
+from .shapes import GROUPED, SMALL_GROUPED, GroupedShape, group_sizes
+from .timing import graph_repeats
+
+KINDS = ("fprop", "wgrad", "wgrad_add", "cast")
+"""``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16; the
+same added to fp32; both forms of ``[T, K]``."""
+
+GROUPS = {"aligned": BLOCK, "ragged": 1}
+"""What the sizes of groups are multiples of."""
+
+QUICK: dict[str, Any] = {"shapes": (SMALL_GROUPED,), "rounds": 4}
+"""The arguments of a smoke run."""
+
+_FLOPS_A_BYTE = 250  # about what an H200 multiplies in FP8 in the time that it moves a byte
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product, or cast, of one shape of experts."""
+
+    kind: str
+    groups: str
+    experts: int
+    tokens: int
+    n: int
+    k: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each group."""
+        return group_sizes(self.experts, self.tokens, GROUPS[self.groups])
+
+    @property
+    def unit(self) -> str:
+        """Of the rates."""
+        return "GB/s" if self.kind == "cast" else "TFLOP/s"
+
+    @property
+    def work(self) -> int:
+        """Flops of all rows; of a cast bytes, bf16 read and two forms written."""
+        return self.tokens * self.k * (4 if self.kind == "cast" else 2 * self.n)
+
+    @property
+    def flops(self) -> int:
+        """That take as long as the work."""
+        return self.work * (_FLOPS_A_BYTE if self.kind == "cast" else 1)
+
+    @property
+    def read(self) -> int:
+        """Bytes that a call reads."""
+        if self.kind == "cast":
+            return 2 * self.tokens * self.k
+        if self.kind == "fprop":
+            return (self.tokens + self.experts * self.n) * self.k
+        return self.tokens * (self.n + self.k)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float32 if self.kind == "wgrad_add" else torch.bfloat16
+
+    def problem(self, device: torch.device) -> GroupedProblem:
+        """What the choice of backend sees."""
+        is_fprop = self.kind == "fprop"
+        return GroupedProblem(
+            "gemm" if is_fprop else "wgrad",
+            *(self.tokens, self.n, self.k, self.experts),
+            *(BLOCKS_1X128, BLOCKS_128X128 if is_fprop else BLOCKS_1X128),
+            self.out_dtype,
+            device,
+            accumulate=self.kind == "wgrad_add",
+        )
+
+
+class Inputs(NamedTuple):
+    """One set of operands: of the bf16 product, the grouped FP8 one, and the dense one.
+
+    ``out`` is what a product adds to or writes, ``dense_out`` what the dense one adds to.
+    """
+
+    left: Tensor
+    right: Tensor
+    offs: Tensor
+    a: Quantized
+    b: Quantized
+    dense_a: Quantized
+    dense_b: Quantized
+    out: Tensor
+    dense_out: Tensor
+
+
+def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
+    """Operands cast from normal numbers, as layers make them."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=case.out_dtype)
+
+    offs = torch.tensor(list(accumulate(case.sizes)), dtype=torch.int32, device=device)
+    x = randn(case.tokens, case.k)
+    if case.kind == "cast":
+        form, nothing = quantize_rowwise(x, BLOCKS_1X128), empty(0)
+        return Inputs(x, x, offs, form, form, form, form, nothing, nothing)
+    if case.kind == "fprop":
+        w = randn(case.experts, case.n, case.k)
+        a, b = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
+        first = Quantized(b.data[0], b.scale[0], b.format)
+        out = empty(case.tokens, case.n)
+        return Inputs(x, w.transpose(1, 2), offs, a, b, a, first, out, out)
+    g = randn(case.tokens, case.n)
+    a, b = (quantize_grouped_columnwise(t, offs, BLOCKS_1X128) for t in (g, x))
+    dense_a, dense_b = (quantize_columnwise(t, BLOCKS_1X128) for t in (g, x))
+    out = empty(case.experts, case.n, case.k)
+    return Inputs(g.t(), x, offs, a, b, dense_a, dense_b, out, empty(case.n, case.k))
+
+
+def ours(case: Case) -> dict[str, Maker]:
+    """The public op, and the dense one of as much work."""
+    if case.kind == "cast":
+        return {
+            "blocktensor": lambda i: lambda: quantize_grouped(i.left, i.offs, BLOCKS_1X128),
+            "dense": lambda i: lambda: quantize_both(i.left, BLOCKS_1X128),
+        }
+    if case.kind == "wgrad_add":
+        return {
+            "blocktensor": lambda i: (
+                lambda: grouped_gemm_wgrad_add_(i.out, i.a, i.b, i.offs, case.tokens)
+            ),
+            "dense": lambda i: lambda: gemm_add_(i.dense_out, i.dense_a, i.dense_b),
+        }
+    dense: Maker = lambda i: lambda: gemm(i.dense_a, i.dense_b, None, case.out_dtype)  # noqa: E731
+    if case.kind == "wgrad":
+        return {
+            "blocktensor": lambda i: lambda: grouped_gemm_wgrad(i.a, i.b, i.offs, case.tokens),
+            "dense": dense,
+        }
+    return {"blocktensor": lambda i: lambda: grouped_gemm(i.a, i.b, i.offs), "dense": dense}
+
+
+def others(case: Case) -> dict[str, Maker]:
+    """Peers that are here and take such groups. That of bf16 does not add, which is less work."""
+    makers: dict[str, Maker] = {}
+    if case.kind == "cast":
+        return makers
+    makers["bf16"] = lambda i: lambda: torch._grouped_mm(i.left, i.right, offs=i.offs)
+    if peers.present("deepgemm") and case.groups == "aligned":
+        if case.kind == "fprop":
+            makers["deepgemm"] = lambda i: peers.deepgemm_grouped(i.a, i.b, case.sizes, i.out)
+        elif case.kind == "wgrad_add":
+            makers["deepgemm"] = lambda i: peers.deepgemm_grouped_add(i.a, i.b, case.sizes, i.out)
+    return makers
+
+
+def measure_case(case: Case, rounds: int) -> dict[str, Any]:
+    """The rate of every candidate on one shape."""
+    count = sets_of(case.read)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ms, note = times(
+            [make_inputs(case) for _ in range(count)],
+            ours(case),
+            others(case),
+            repeats=graph_repeats(case.flops * count),
+            rounds=rounds,
+            stream=stream,
+        )
+    return row(case, ms, note, torch.device("cuda", torch.cuda.current_device()))
+
+
+def row(case: Case, ms: dict[str, float], note: str, device: torch.device) -> dict[str, Any]:
+    """One row of the results: rates, and ratios made from them before they were rounded."""
+    scale = 1e-6 if case.kind == "cast" else 1e-9
+    rates = {name: case.work / each * scale for name, each in ms.items()}
+    made: dict[str, Any] = {
+        "kind": case.kind,
+        "groups": case.groups,
+        "experts": case.experts,
+        "tokens": case.tokens,
+        "n": case.n,
+        "k": case.k,
+        "tokens_per_expert": round(case.tokens / case.experts),
+        "unit": case.unit,
+        **{name: round(rate, 1) for name, rate in rates.items()},
+    }
+    if case.kind != "cast":
+        made["backend"] = choose_grouped(case.problem(device)).name
+    for label, peer in (("of_dense", "dense"), ("vs_bf16", "bf16"), ("vs_deepgemm", "deepgemm")):
+        if peer in rates:
+            made[label] = round(rates["blocktensor"] / rates[peer], 3)
+    return made | {"note": note}
+
+
+def total(shapes: tuple[GroupedShape, ...] = GROUPED, **_: Any) -> int:
+    """How many rows ``measure`` will yield."""
+    return len(shapes) * len(KINDS) * len(GROUPS)
+
+
+def facts() -> dict[str, Any]:
+    """What the results say beside their rows."""
+    return {"absent": {k: v for k, v in peers.absent().items() if k == "deepgemm"}}
+
+
+def measure(
+    shapes: tuple[GroupedShape, ...] = GROUPED, rounds: int = 12
+) -> Iterator[dict[str, Any]]:
+    """One row a shape, kind of groups and kind of work, all candidates in one round robin."""
+    for kind in KINDS:
+        for groups in GROUPS:
+            for shape in shapes:
+                yield measure_case(Case(kind, groups, *shape), rounds)
+                torch.cuda.empty_cache()  # graphs hold outputs of gigabytes

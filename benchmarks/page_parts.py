@@ -1,0 +1,57 @@
+"""Pieces of the generated pages: tables, links to plots, and where a number comes from."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import plots
+from .results import Row
+from .shapes import label
+
+LINE_LENGTH = 120
+"""Of text; rows of tables and links to plots are as long as they are."""
+
+Content = dict[str, Any]
+"""What a file of results holds."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def wrapped(line: str) -> str:
+    """``line`` as lines of text, without a break inside of words."""
+    if line.startswith(("|", "![")):
+        return line
+    return textwrap.fill(line, LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
+
+
+def source(content: Content, remark: str = "") -> str:
+    """The command that made a result, and where and when it ran."""
+    where = content["environment"]
+    return (
+        f"(`{where['command']}`, {where['device']}, torch {where['torch']}, "
+        f"Triton {where['triton']}, {where['date']}{remark})"
+    )
+
+
+def image(file: str, text: str, page: Path) -> list[str]:
+    """A link from ``page`` to the plot, where it has been drawn."""
+    if not (plots.FOLDER / file).exists():
+        return []
+    return [f"![{text}]({plots.FOLDER.relative_to(page.parent).as_posix()}/{file})", ""]
+
+
+def times(value: float | None) -> str:
+    """A ratio."""
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def shape_of(row: Row) -> str:
+    """The linear that a row is about."""
+    return label(row["m"], row["n"], row["k"])

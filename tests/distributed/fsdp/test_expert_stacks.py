@@ -1,0 +1,345 @@
+"""Stacks of experts under FSDP2: however they are sharded, they train as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
+from blocktensor.distributed import FP8Shard, FrozenShard
+from tests.support.models import SQUARE, randn
+from tests.support.moe_models import BatchedMoE, TitanMoE
+from tests.support.ranks import on_ranks
+from tests.support.sharded import K, assert_trains_as, batch, loss_of, mesh_of, reductions, whole
+from tests.support.wire import Wire
+
+N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
+
+
+def converted(
+    model: nn.Module, recipe: Recipe | None = None, skip: Sequence[str] = ("gate",)
+) -> nn.Module:
+    """The model with its stacks in FP8."""
+    experts = {"experts": ["up", "down"]} if isinstance(model, BatchedMoE) else None
+    convert(model, recipe, skip=skip, auto_filter_small_kn=False, experts=experts)
+    return model
+
+
+def on_dim(dim: int) -> Callable[[Tensor], Shard]:
+    """A ``shard_placement_fn``: stacks along ``dim``, the rest along rows."""
+    return lambda p: Shard(dim if p.ndim == 3 else 0)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, dim: int = 0, own: DeviceMesh | None = None, **options: Any
+) -> nn.Module:
+    """Shard the experts over the mesh ``own``, which is ``mesh`` by default, then the rest."""
+    place = on_dim(dim)
+    fully_shard(model.experts, mesh=own or mesh, shard_placement_fn=place, **options)
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    return model
+
+
+def two_dims(world: int, device: str) -> DeviceMesh:
+    return init_device_mesh(device, (world // 2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def in_fp32(model: nn.Module, x: Tensor) -> Tensor:
+    return loss_of(model, x[:, : model.gate.in_features].float())
+
+
+def assert_trains_as_one_process(
+    make: Callable[[], nn.Module],
+    sharded: Callable[[nn.Module], Any],
+    device: str,
+    recipe: Recipe | None = None,
+) -> None:
+    """Two steps of a model that ``sharded`` has sharded are those of a whole one, bit for bit."""
+    single = converted(make().to(device), recipe)
+    model = copy.deepcopy(single)
+    sharded(model)
+    assert all(isinstance(p._local_tensor, FP8Shard) for p in model.experts.parameters())
+    assert_trains_as(single, model, device, steps=2, run=in_fp32)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(2, 4)
+def test_experts_train_as_in_one_process(world: int, device: str, dim: int) -> None:
+    """Whole experts, fewer of them than ranks and unevenly; rows and columns inside blocks."""
+    mesh = mesh_of(world, device)
+    for make in (lambda: TitanMoE(3, K, N), lambda: BatchedMoE(3, K, N)):
+        assert_trains_as_one_process(make, lambda m: shard(m, mesh, dim), device)
+
+
+@on_ranks(2)
+def test_blocks_that_no_rank_shares_and_other_ways_to_gather(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    ways: list[tuple[dict[str, Any], Recipe]] = [
+        ({"reshard_after_forward": False}, Recipe()),
+        ({}, Recipe(scale="power_of_two", columnwise="keep")),
+        ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, Recipe()),
+    ]
+    for options, recipe in ways:
+        assert_trains_as_one_process(
+            lambda: TitanMoE(2, 128, 512),
+            lambda m, options=options: shard(m, mesh, 1, **options),
+            device,
+            recipe,
+        )
+
+
+@pytest.mark.parametrize(("policy", "wanted"), [("backward", 4), ("step", 2)])
+@on_ranks(2)
+def test_microbatches_of_experts(world: int, device: str, policy: Any, wanted: int) -> None:
+    single = converted(TitanMoE(2, K, N).to(device), Recipe(cache_weight=policy))
+    model = shard(copy.deepcopy(single), mesh_of(world, device), 1)
+    assert_trains_as(
+        single, model, device, steps=2, microbatches=2, exact_gradients=False, run=in_fp32
+    )
+    assert reductions(model) == wanted
+
+
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
+    """The rest over all ranks; also with replicas, and given for each parameter (torch 2.13)."""
+    everywhere, both = mesh_of(world, device), two_dims(world, device)
+    for own, dim in ((both["inner"], 0), (both["outer"], 1), (both, 0)):
+        single = converted(TitanMoE(3, K, N).to(device), skip=[])  # the router in FP8, too
+        model = shard(copy.deepcopy(single), everywhere, dim, own)
+        assert_trains_as(single, model, device, steps=2, run=in_fp32)
+        assert reductions(model) == 2 * 2  # steps, and groups of ranks
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    if not hasattr(common, "ShardPlacementResult"):
+        return
+
+    infos = [common.FSDPMeshInfo(m, shard_mesh_dim=0) for m in (everywhere, both["inner"])]
+
+    def place(p: Tensor) -> Any:
+        dim = int(p.ndim == 3)
+        return common.ShardPlacementResult(Shard(dim), infos[dim])
+
+    assert_trains_as_one_process(
+        lambda: TitanMoE(3, K, N),
+        lambda m: fully_shard(m, mesh=everywhere, shard_placement_fn=place),
+        device,
+    )
+
+
+@on_ranks(4)
+def test_everything_sharded_over_half_the_ranks_and_replicated(world: int, device: str) -> None:
+    mesh = two_dims(world, device)
+    assert_trains_as_one_process(lambda: TitanMoE(3, K, N), lambda m: shard(m, mesh, 1), device)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2, gpus=())
+def test_a_byte_a_parameter_and_one_small_reduction(world: int, device: str, dim: int) -> None:
+    steps = []
+    for model in (TitanMoE(4, 128, 256), converted(TitanMoE(4, 128, 256))):
+        shard(model.bfloat16(), mesh_of(world, device), dim)
+        with Wire() as wire:
+            model(randn(30, 128)).float().sum().backward()
+        steps.append(wire.traffic())
+    was, found = steps
+    gate, stacks = 4 * 128, 3 * 4 * 128 * 256
+    sent = 2 * stacks // world  # for forward, and again for backward
+    assert (was.gathered_bytes, was.reductions) == (2 * sent + 2 * gate // world, 0)
+    assert (found.gathered_bytes, found.reductions) == (sent + 2 * gate // world, 1)
+    assert found.gathered_dtypes == {torch.bfloat16, torch.uint8}
+    assert found.gathers == was.gathers
+    # rows of 4 scales: w1 and w3 have 2 of them, w2 has one
+    assert found.reduced_bytes == 4 * 4 * 4 * (2 + 2 + 1)
+
+
+@on_ranks(2, 4)
+def test_frozen_experts_are_sharded_as_bytes(world: int, device: str) -> None:
+    """Also fewer of them than ranks."""
+    for make in (TitanMoE, BatchedMoE):
+        for dim in (0, 1):
+            model = make(3, K, N).to(device)
+            model.experts.requires_grad_(False)
+            single = copy.deepcopy(converted(model))
+            shard(model, mesh_of(world, device), dim)
+            held = [p._local_tensor for p in model.experts.parameters()]
+            assert {type(x) for x in held} == {FrozenShard}
+            rank, size = dist.get_rank(), (3, N)[dim]
+            each = -(-size // world)
+            mine = max(min(size - rank * each, each), 0)
+            assert any(x.data_rows.shape[dim] == mine for x in held)
+            optimizers = [torch.optim.SGD(m.gate.parameters(), lr=0.1) for m in (model, single)]
+            for step in range(2):
+                losses = [in_fp32(m, batch(step, device)) for m in (model, single)]
+                assert torch.equal(*[loss.detach() for loss in losses])
+                for loss, optimizer in zip(losses, optimizers, strict=True):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert torch.equal(whole(model.gate.weight), single.gate.weight)
+
+
+@on_ranks(4)
+def test_clipping(world: int, device: str) -> None:
+    single = converted(TitanMoE(3, K, N).to(device))
+    wanted = None
+    for own in (None, two_dims(world, device)["inner"]):
+        model = shard(copy.deepcopy(single), mesh_of(world, device), 1, own)
+        in_fp32(model, batch(0, device)).backward()
+        if own is None:
+            in_fp32(single, batch(0, device)).backward()
+            wanted = nn.utils.clip_grad_norm_(single.parameters(), 1e-3)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
+        else:  # torch has no norm of gradients on several meshes
+            parts = [p.parameters() for p in (model.gate, model.experts)]
+            norms = [nn.utils.get_total_norm([p.grad for p in ps]).full_tensor() for ps in parts]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            for part in (model.gate, model.experts):
+                nn.utils.clip_grads_with_norm_(part.parameters(), 1e-3, norm)
+        torch.testing.assert_close(norm, wanted)
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@on_ranks(4, gpus=())
+def test_checkpoints_are_read_by_other_ranks_placements_and_models(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = dcs.get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+        loss = in_fp32(model, batch(number, device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    everywhere, both = mesh_of(world, device), two_dims(world, device)
+    model = shard(converted(TitanMoE(3, K, N)), everywhere)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+    saved = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    wanted = [step(model, optimizer, number) for number in (1, 2)]
+
+    for mesh, own, dim in (
+        (everywhere, None, 1),
+        (everywhere, both["inner"], 1),
+        (both["outer"], None, 0),
+        (None, None, 0),
+    ):
+        other = converted(TitanMoE(3, K, N))
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(2)
+        if mesh is not None:
+            shard(other, mesh, dim, own)
+        optimizer = adamw(other)
+        step(other, optimizer, 7)  # amaxes of other weights are there
+        loaded = state(other, optimizer)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        dcs.set_state_dict(
+            other,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        for name, p in other.named_parameters():
+            assert torch.equal(whole(p.detach()), saved[name]), name
+        for number, loss in zip((1, 2), wanted, strict=True):
+            assert torch.equal(step(other, optimizer, number), loss)
+
+
+class LocalExperts(nn.Module):
+    """Experts of which a rank has some, as under expert parallelism, and no exchange of tokens."""
+
+    def __init__(self, stack: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        offs = torch.tensor([7, 7, 20], dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x, w.bfloat16().transpose(-2, -1), offs=offs)
+
+
+NAMED = {"": ["w"]}
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(4)
+def test_experts_of_expert_parallelism(world: int, device: str) -> None:
+    """Converted before, as local parts, or after fully_shard, which cuts every rank's experts."""
+    mesh = two_dims(world, device)
+    stack = randn(6, N, K, dtype=torch.float32, device=device) / K**0.5
+    mine = 3 * mesh["inner"].get_local_rank()
+    local = stack[mine : mine + 3].clone()
+    for is_converted in (True, False):
+        for dim in (0, 1):
+            single = LocalExperts(BlockwiseFP8Weight(local.clone()))
+            part = BlockwiseFP8Weight(local.clone()) if is_converted else local.clone()
+            ep = DTensor.from_local(part, mesh["inner"], [Shard(0)], run_check=False)
+            model = LocalExperts(ep)
+            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
+            if not is_converted:
+                convert(model, auto_filter_small_kn=False, experts=NAMED)
+            assert isinstance(model.w._local_tensor, FP8Shard)
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+            for step in range(2):
+                outputs = [m(batch(step, device)) for m in (model, single)]
+                assert torch.equal(*outputs)
+                for y in outputs:
+                    y.float().square().mean().backward()
+                assert torch.equal(model.w.grad.full_tensor()[mine : mine + 3], single.w.grad)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert torch.equal(whole(model.w)[mine : mine + 3], single.w.master)
+
+
+@on_ranks(4)
+def test_stacks_that_are_no_whole_experts_are_not_converted(world: int, device: str) -> None:
+    mesh = two_dims(world, device)
+    values = randn(4, 128, 192, device=device)
+    for cut, dim, is_sharded, remedy in (
+        (1, 0, True, "tensor parallel weights have no FP8 form yet"),
+        (2, 1, True, "tensor parallel weights have no FP8 form yet"),
+        (1, 1, True, "tensor parallel weights have no FP8 form yet"),
+        (0, 0, False, "experts that a rank holds whole can be converted after fully_shard"),
+    ):
+        ep = DTensor.from_local(values.clone(), mesh["inner"], [Shard(cut)], run_check=False)
+        model = LocalExperts(ep)
+        if is_sharded:
+            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
+        before = model.w._local_tensor
+        with pytest.raises(NotImplementedError, match=f"FSDP2 alone did not make: {remedy}"):
+            convert(model, auto_filter_small_kn=False, experts=NAMED)
+        assert model.w._local_tensor is before
+
+
+@on_ranks(2)
+def test_the_local_part_of_a_stack_on_another_mesh_is_fp8(world: int, device: str) -> None:
+    values = randn(2, 128, 192, device=device)
+    frozen = BlockwiseFP8Tensor.quantize(values, SQUARE)
+    for stack in (BlockwiseFP8Weight(values), frozen):
+        sharded = DTensor.from_local(stack, mesh_of(world, device), [Shard(0)], run_check=False)
+        assert sharded.shape == (2 * world, 128, 192)
+        local = sharded.to_local()
+        assert type(local) is type(local[1]) is type(local.float()) is type(stack)
+        assert type(local.transpose(-2, -1)) is type(stack)

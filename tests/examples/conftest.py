@@ -1,0 +1,32 @@
+"""What tests of the demo share: importing its files, and a small text to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripts import Load, examples
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Load]:
+    """Import a file of examples/ the way a script there would, leaving no trace afterwards."""
+    with examples() as load:
+        yield load
+
+
+@pytest.fixture
+def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small standard library in place of the machine's."""
+    root = tmp_path / "stdlib"
+    for index in range(40):
+        file = root / f"package{index % 3}" / f"module{index}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"def function{index}(x):\n    return x + {index}\n" * 20)
+    for skipped in ("site-packages", "package0/test"):
+        (root / skipped).mkdir(parents=True)
+        (root / skipped / "skipped.py").write_text("raise AssertionError\n")
+    monkeypatch.setattr(load("text").sysconfig, "get_path", lambda name: str(root))
+    return root

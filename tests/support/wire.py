@@ -1,0 +1,47 @@
+"""What ranks send to each other, as the collectives of a step get it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Traffic(NamedTuple):
+    """What a step sends: counts, and the bytes that this rank brings."""
+
+    gathers: int
+    gathered_bytes: int
+    gathered_dtypes: set[torch.dtype]
+    reductions: int
+    reduced_bytes: int
+
+
+class Wire(TorchDispatchMode):
+    """Every tensor that is gathered or all-reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[Tensor] = []
+        self.reduced: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d" and "gather" in str(func):
+            self.gathered.append(args[1])
+        elif func.namespace == "c10d" and "allreduce" in str(func):
+            (tensor,) = args[0]
+            self.reduced.append(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def traffic(self) -> Traffic:
+        return Traffic(
+            len(self.gathered),
+            sum(x.nbytes for x in self.gathered),
+            {x.dtype for x in self.gathered},
+            len(self.reduced),
+            sum(x.nbytes for x in self.reduced),
+        )
