@@ -1,13 +1,18 @@
-"""Memory layouts of scales: strides and padding are decided here alone.
+"""Memory layouts of FP8 data and of scales: strides and padding are decided here alone.
 
-Two layouts exist, chosen so that TMA and cuBLAS can read scales where they lie:
+Data is contiguous. A columnwise cast in blocks of one row ends in zeros, as if x had more rows of
+zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So casts
+store whole vectors and GEMMs read rows where they lie, whatever the number of tokens M. The zeros
+add nothing to a contraction, and the blocks are those of M columns.
+
+Two layouts of scales exist, chosen so that TMA and cuBLAS can read scales where they lie:
 
 - blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
   multiple of 4 (16-byte strides);
 - blocks of several rows: logical ``[..., R/rows, C/cols]``, row-major, row stride padded to a
   multiple of 4.
 
-The padding is never read as a value and may hold anything.
+The padding of scales is never read as a value and may hold anything.
 """
 
 from __future__ import annotations
@@ -21,6 +26,17 @@ from .formats import BlockFormat, Quantized, ceil_div
 
 VECTOR_BYTES = 16
 """TMA addresses rows, and kernels load them, in units of so many bytes."""
+
+
+def padded_to_vectors(size: int) -> int:
+    """``size`` rounded up to a multiple of 16 e4m3 numbers, i.e. bytes."""
+    return ceil_div(size, VECTOR_BYTES) * VECTOR_BYTES
+
+
+def columnwise_width(tokens: int, format: BlockFormat) -> int:
+    """Columns of the data of a columnwise cast of ``tokens`` rows; zeros from ``tokens`` on."""
+    of_rows = format.rows == 1 and format.cols % VECTOR_BYTES == 0
+    return padded_to_vectors(tokens) if of_rows else tokens
 
 
 def pad4(size: int) -> int:
@@ -48,24 +64,17 @@ def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.dev
     return Quantized(data, empty_scale(shape, format, device), format)
 
 
-def empty_columnwise(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
-    """Uninitialised data of ``shape`` ``[K, M]`` of a columnwise cast, and its scales.
-
-    Rows are whole 16-byte vectors apart, whatever the number of tokens M: kernels write and read
-    them as they are. What lies between the rows may be anything.
-    """
-    k, m = shape
-    pitch = ceil_div(m, VECTOR_BYTES) * VECTOR_BYTES
-    if isinstance(m, int) and pitch == m:
-        return empty_quantized(shape, format, device)
-    data = torch.empty_strided((k, m), (pitch, 1), dtype=format.dtype, device=device)
-    return Quantized(data, empty_scale(shape, format, device), format)
+def empty_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
+    """Uninitialised data and scales of the columnwise cast of ``x[M, K]``."""
+    m, k = x.shape
+    return empty_quantized((k, columnwise_width(m, format)), format, x.device)
 
 
-def has_whole_rows(data: Tensor) -> bool:
-    """True if each row of ``data[R, C]`` is contiguous and rows do not overlap."""
-    rows, cols = data.shape
-    return (cols <= 1 or data.stride(1) == 1) and (rows <= 1 or data.stride(0) >= cols)
+def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    """Copy data of one matrix, of which either may be as wide as a columnwise cast."""
+    width = min(target.shape[-1], source.shape[-1])
+    target[..., width:].view(torch.uint8).zero_()
+    target[..., :width].copy_(source[..., :width], non_blocking=non_blocking)
 
 
 def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
@@ -124,13 +133,10 @@ def stacked_scale(scale: Tensor) -> Tensor:
     return made[..., :cols].copy_(scale)
 
 
-def in_vectors(data: Tensor, padded: bool = False) -> Tensor:
-    """``data[R, K]`` in rows that are whole 16-byte vectors apart; a copy only where needed.
-
-    A copy has zeros up to a multiple of 16 columns. ``padded``: the result has, too.
-    """
+def in_vectors(data: Tensor) -> Tensor:
+    """``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; a copy only where needed."""
     k = data.shape[1]
-    if k % VECTOR_BYTES and (padded or data.stride(0) % VECTOR_BYTES):
+    if k % VECTOR_BYTES:
         as_bytes = data.view(torch.uint8)
         return torch.nn.functional.pad(as_bytes, (0, -k % VECTOR_BYTES)).view(data.dtype)
     return data if data.data_ptr() % VECTOR_BYTES == 0 else data.clone()

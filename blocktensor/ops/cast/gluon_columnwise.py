@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
+from ..scale_layouts import VECTOR_BYTES
 from .gluon_words import (
     bytes_by_column,
     bytes_by_row,
@@ -30,7 +31,6 @@ from .numerics import divisor, method_for, scale_from_bits
 from .triton_cast import both_by, columnwise_by
 
 PATCH_ROWS = gl.constexpr(16)
-UNIT_M = 16  # ``scale_layouts.empty_columnwise`` pads rows to as many bytes
 
 
 @gluon.constexpr_function
@@ -102,8 +102,8 @@ def cast_columnwise_kernel(
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
-    # rows; the columnwise form has `rows` columns, the last of them padding. With GROUPS, a block
-    # lies in one of `groups` groups and fills one of `col_blocks` whole blocks there.
+    # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
+    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -222,7 +222,8 @@ def plan_columnwise(
 
     With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
     """
-    k, m = col.data.shape[0], col.data.stride(0)
+    k, m = col.data.shape
+    assert m % VECTOR_BYTES == 0
     row_data, row_scale, _ = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
@@ -235,7 +236,7 @@ def plan_columnwise(
     return Launch(
         cast_columnwise_kernel,
         (blocks_of(tokens, groups, row is not None) * blocks_k,),
-        (x, row_data, row_scale, col.data, col.scale, m // UNIT_M, k // (per_word * unit_k),
+        (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups, tokens,
          num_blocks(m)),
@@ -243,7 +244,7 @@ def plan_columnwise(
             "ROWWISE": row is not None,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
-            "UNIT_M": UNIT_M,
+            "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,

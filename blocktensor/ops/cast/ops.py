@@ -33,7 +33,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Cast the transpose of ``x[M, K]``, data written ``[K, M]``.
+    """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`; a format of square blocks, whose
@@ -197,13 +197,13 @@ def _(x: Tensor, format: str) -> Pair:
 
 @_columnwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
-    data, scale, _ = empty_columnwise(x.shape[::-1], named(format), x.device)
+    data, scale, _ = empty_columnwise(x, named(format))
     return data, scale
 
 
 @_both_op.register_fake
 def _(x: Tensor, format: str) -> Four:
-    data, scale, _ = empty_columnwise(x.shape[::-1], named(format), x.device)
+    data, scale, _ = empty_columnwise(x, named(format))
     return *_empty(x.shape, format, x.device), data, scale
 
 

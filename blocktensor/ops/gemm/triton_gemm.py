@@ -99,7 +99,7 @@ def plan_gemm(
 
 
 def _dense(x: Quantized) -> Quantized:
-    return x._replace(data=in_vectors(x.data, padded=True).contiguous())
+    return x._replace(data=in_vectors(x.data))
 
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

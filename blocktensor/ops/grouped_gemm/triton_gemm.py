@@ -156,7 +156,7 @@ def grouped_gemm(
     """See :func:`blocktensor.ops.reference.grouped_gemm`."""
     out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
     stack = in_vectors(b.data.flatten(0, 1)).unflatten(0, b.data.shape[:2])
-    a, b = a._replace(data=in_vectors(a.data, padded=True).contiguous()), b._replace(data=stack)
+    a, b = a._replace(data=in_vectors(a.data)), b._replace(data=stack)
     plan_grouped_gemm(a, b, offs, None if bias is None else bias.contiguous(), out)()
     return out
 

@@ -38,7 +38,7 @@ _VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1
 def data_map(data: Tensor, rows: int) -> TensorDescriptor:
     """The map of a matrix for copies of ``rows`` rows by one k block."""
     layout = _shared(rows, BLOCK, gl.float8e4nv)
-    return TensorDescriptor(data, list(data.shape), [data.stride(0), 1], [rows, BLOCK], layout)
+    return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [rows, BLOCK], layout)
 
 
 def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
