@@ -18,6 +18,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.scale_layouts import columnwise_width
 
 from . import drafts, peers
 from .candidates import Maker, times_of
@@ -58,7 +59,8 @@ class Case:
     def problem(self, accumulate: bool) -> GemmProblem:
         """What the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
-        sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, self.m)
+        tokens = columnwise_width(self.m, BLOCKS_1X128)
+        sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, tokens)
         b_format = BLOCKS_128X128 if self.kind == "fprop" else BLOCKS_1X128
         return GemmProblem(
             *sizes, BLOCKS_1X128, b_format, self.out_dtype, device, accumulate=accumulate

@@ -12,6 +12,7 @@ from torch import nn
 from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
 from ..ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
+from ..ops.scale_layouts import columnwise_width
 from ..text_table import collapse_alike, text_table
 from .experts import experts_per_token
 from .linears import fp8_part
@@ -132,13 +133,13 @@ def _products(
     problems = {
         "fprop": GemmProblem(m, n, k, rows, squares, dtype, device, bias=bias),
         "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
-        "wgrad": GemmProblem(n, k, m, rows, rows, weight_dtype, device),
+        "wgrad": GemmProblem(n, k, columnwise_width(m, rows), rows, rows, weight_dtype, device),
     }
+    sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     products = []
     for kind in kinds:
-        p = problems[kind]
-        choice = choose_gemm(p)
-        products.append(Product(layer, kind, p.m, p.n, p.k, choice.name, choice.reason))
+        choice = choose_gemm(problems[kind])
+        products.append(Product(layer, kind, *sizes[kind], choice.name, choice.reason))
     return products
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
-from ..ops.scale_layouts import laid_out
+from ..ops.scale_layouts import columnwise_width, laid_out
 from ..recipe import Recipe
 
 
@@ -47,7 +47,8 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{what}: its {side} form does not fit: {error}") from None
         expected = _data_shape(x.shape, format, transposed)
-        if tuple(data.shape) != expected or not _matrices_are_contiguous(data):
+        wide = (*expected[:-1], columnwise_width(expected[-1], format))
+        if tuple(data.shape) not in (expected, wide) or not _matrices_are_contiguous(data):
             raise ValueError(
                 f"{what} has {side} data {list(data.shape)} with strides {list(data.stride())}: "
                 f"expected {list(expected)}, contiguous matrices"

@@ -41,15 +41,10 @@ class CastKernels:
 
 @dataclass(frozen=True)
 class CastProblem:
-    """The tensor that is read, and the format that is written or read.
-
-    Attributes:
-        grouped: its columnwise blocks begin anew at groups, and are whole in memory.
-    """
+    """The tensor that is read, and the format that is written or read."""
 
     x: Tensor
     format: BlockFormat
-    grouped: bool = False
 
 
 def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool) -> CastKernels:
@@ -111,19 +106,18 @@ def _triton_declines(problem: CastProblem) -> str | None:
 def _gluon_declines(problem: CastProblem) -> str | None:
     if reason := _triton_declines(problem):
         return reason
-    # With other row counts a columnwise cast would store single bytes, those of a warp to many
-    # lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
     x = problem.x
     per_word = 4 // x.element_size()
     in_words = (
         x.stride(-1) == 1
         and x.shape[-1] % per_word == 0
-        and (problem.grouped or x.shape[-2] % 4 == 0)
         and x.data_ptr() % 4 == 0
         and all(stride % per_word == 0 for stride in x.stride()[:-1])
     )
     if not in_words:
-        return "reads rows of whole 32-bit words, four at a time"
+        return "reads rows of whole 32-bit words"
+    if x.element_size() == 1 and x.shape[-2] % 4:
+        return "transposes bytes of four rows at a time"
     fits = max(x.stride(-2), *x.shape[-2:]) < 2**24
     return None if fits else "uses 32-bit offsets inside a block"
 
@@ -144,12 +138,6 @@ def cast_backend(x: Tensor, format: BlockFormat) -> Backend[CastProblem, CastKer
 def cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
     """The functions of :func:`cast_backend`."""
     return _loaded(cast_backend(x, format))
-
-
-def grouped_cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
-    """The functions of the backend that reads ``x`` to cast it in groups."""
-    problem = CastProblem(x, format, grouped=True)
-    return _loaded(first_choice(CAST_BACKENDS, problem, x.device).backend)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
+from ..scale_layouts import VECTOR_BYTES
 from .gluon_words import (
     bytes_by_column,
     bytes_by_row,
@@ -100,9 +101,9 @@ def cast_columnwise_kernel(
     UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
-    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. `rows` are those
-    # of the columnwise form. With GROUPS, of x there are `tokens`, a block of which lies in one of
-    # `groups` groups and fills one of `col_blocks` whole blocks there.
+    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
+    # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
+    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -136,8 +137,8 @@ def cast_columnwise_kernel(
             return
     else:
         first_m = col_m
-        rows_left = rows - tile_m * 128
-        col_left = rows_left
+        rows_left = tokens - tile_m * 128
+        col_left = rows - tile_m * 128
 
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
@@ -222,10 +223,10 @@ def plan_columnwise(
     With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
     """
     k, m = col.data.shape
+    assert m % VECTOR_BYTES == 0
     row_data, row_scale, _ = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
-    unit_m = 16 if m % 16 == 0 else 4
     unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
     options = {"num_warps": 8 // per_word}
     if row is not None and unit_k > 1:
@@ -235,7 +236,7 @@ def plan_columnwise(
     return Launch(
         cast_columnwise_kernel,
         (blocks_of(tokens, groups, row is not None) * blocks_k,),
-        (x, row_data, row_scale, col.data, col.scale, m // unit_m, k // (per_word * unit_k),
+        (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups, tokens,
          num_blocks(m)),
@@ -243,7 +244,7 @@ def plan_columnwise(
             "ROWWISE": row is not None,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
-            "UNIT_M": unit_m,
+            "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,
