@@ -15,7 +15,7 @@ import blocktensor as bt
 from .memory import peak
 from .timing import Call, round_robin
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, head too")
 HEAD_DIM = 128
 
 
@@ -73,6 +73,8 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         bt.convert(model, auto_filter_small_kn=shape.filter_small)
     if "shared" in name:
         bt.share_inputs(model)
+    if "head" in name:
+        bt.to_blockwise_fp8_weights(model.lm_head)
     return model
 
 

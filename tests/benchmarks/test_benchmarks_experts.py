@@ -115,8 +115,8 @@ def test_a_profile_is_summed_by_kind() -> None:
 
 def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qwen3, "absent", dict)
-    assert experts.total() == 30
-    assert experts.total(**experts.QUICK) == 7
+    assert experts.total() == 32
+    assert experts.total(**experts.QUICK) == 8
     reason = {"transformers": "ModuleNotFoundError: none"}
     monkeypatch.setattr(qwen3, "absent", lambda: reason)
     assert experts.total() == 24
@@ -131,6 +131,7 @@ def test_a_model_trains_in_both_variants() -> None:
         model: Any = qwen3.make_model(name, TINY_MODEL, "cpu")
         stacks = [p for p in model.parameters() if p.ndim == 3]
         assert [isinstance(p, BlockwiseFP8Weight) for p in stacks] == [name != "bf16"] * 2
+        assert isinstance(model.lm_head.weight, BlockwiseFP8Weight) == ("head" in name)
         before = [p.detach().clone() for p in model.parameters()]
         qwen3.step(model, tokens)()
         # of bf16, some weights round to what they were

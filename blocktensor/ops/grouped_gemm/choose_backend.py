@@ -12,7 +12,12 @@ from torch import Tensor
 
 from ..devices import lacks_triton, sms
 from ..formats import BlockFormat, num_blocks
-from ..gemm.choose_backend import choose_product, gluon_unusable, unknown_format
+from ..gemm.choose_backend import (
+    GEMM_BACKENDS,
+    choose_product,
+    gluon_unusable,
+    unknown_format,
+)
 from ..registry import Backend, Choice
 from ..runtime.specialize import forced_gemm
 from .tiles import choose_gemm_tile, choose_wgrad_tile
@@ -114,6 +119,8 @@ GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
 )
 """In order of preference; the reference takes every problem."""
 
+_OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_BACKENDS}
+
 
 def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     """The backend that will run ``problem``, and why.
@@ -129,7 +136,7 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GroupedProblem, forced: str | None) -> GroupedChoice:
-    if forced not in {backend.name for backend in GROUPED_BACKENDS}:
+    if forced in _OF_MATRICES_ONLY:
         forced = None
     shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
     return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)

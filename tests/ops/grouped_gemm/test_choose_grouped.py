@@ -50,6 +50,12 @@ def test_a_backend_that_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+def test_an_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GEMM_VARIABLE, "gluten")
+    with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM=gluten: no backend of this name"):
+        choose_grouped(replace(PROBLEM, device=CPU))
+
+
 def test_the_reference_on_a_gpu_warns(pretend: Pretend) -> None:
     pretend((9, 0), triton=None)
     with pytest.warns(UserWarning, match=r"run in the slow pure-torch reference \(gluon, triton: "):
