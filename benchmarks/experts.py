@@ -54,7 +54,9 @@ VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, cache_weig
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
     "small": (),
-    "models": (qwen3.Shape(hidden=512, experts=4, expert_hidden=256, top_k=2, time=512),),
+    "models": (
+        qwen3.Shape(512, experts=4, expert_hidden=256, top_k=2, time=512, filter_small=False),
+    ),
     "rounds": 3,
 }
 """The arguments of a smoke run."""

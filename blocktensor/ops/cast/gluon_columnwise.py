@@ -85,7 +85,7 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
     group = gl.arange(0, GROUPS, layout=EACH)
     end = gl.load(offs_ptr + group, mask=group < groups, other=0)
     begin = gl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-    return place(block, begin, end, tokens)
+    return place(block, group, begin, end, tokens)
 
 
 @gluon.jit(
@@ -127,7 +127,9 @@ def cast_columnwise_kernel(
     first_word = tile_k.to(gl.int64) * WORDS
     words_left = words - tile_k * WORDS
     if GROUPS:
-        first_row, rows_left, has_group = _rows_of_block(tile_m, offs_ptr, groups, tokens, GROUPS)
+        first_row, rows_left, has_group, _ = _rows_of_block(
+            tile_m, offs_ptr, groups, tokens, GROUPS
+        )
         first_m = first_row.to(gl.int64)
         col_left = gl.where(has_group & (tile_m < col_blocks), 128, 0)
         if not ROWWISE:

@@ -18,13 +18,14 @@ def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
     group = tl.arange(0, GROUPS)
     end = tl.load(offs_ptr + group, mask=group < groups, other=0)
     begin = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-    return place(block, begin, end, tokens)
+    return place(block, group, begin, end, tokens)
 
 
 @triton.jit
-def place(block, begin, end, tokens):
+def place(block, group, begin, end, tokens):
     # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
-    # hold the rows of no group. Returns the first row, the rows left, whether of a group.
+    # hold the rows of no group. Returns the first row, the rows left, whether they are of a group,
+    # and which. Every program makes this search: a number that it does not use costs nothing.
     end = tl.maximum(tl.minimum(end, tokens), 0)
     begin = tl.maximum(tl.minimum(begin, end), 0)
     blocks = (end - begin + 127) // 128
@@ -34,10 +35,10 @@ def place(block, begin, end, tokens):
     first = tl.max(tl.where(mine, begin + within, -1), 0)
     left = tl.max(tl.where(mine, end - begin - within, 0), 0)
     found = left > 0
-    if not found:  # each reduction counts: every program of a cast makes this search
+    if not found:
         first = tl.max(end, 0) + (block - tl.max(after, 0)) * 128
         left = tokens - first
-    return first, left, found
+    return first, left, found, tl.max(tl.where(mine, group, 0), 0)
 
 
 Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor, "Tensor | None"], Launch]

@@ -52,7 +52,7 @@ def cast_1x128_kernel(
         k = k.to(tl.int64)
     col_m = tile_m.to(tl.int64) * TILE_M
     if GROUPS:
-        first_m, rows_left, has_group = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
+        first_m, rows_left, has_group, _ = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
         first_m = first_m.to(tl.int64)
         col_left = tl.where(has_group & (tile_m * TILE_M < columns), 128, 0)
     else:

@@ -39,7 +39,7 @@ class GroupedTile:
 
 
 SQUARES = (
-    GroupedTile(TILES["square 128x256"], 0.88, 1.4),
+    GroupedTile(replace(TILES["square 256x128"], name="square 128x256", split="n"), 0.88, 1.4),
     GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )

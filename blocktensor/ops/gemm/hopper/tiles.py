@@ -21,7 +21,6 @@ TILES = {
     tile.name: tile
     for tile in (
         Tile("square 256x128", BLOCK, rows=2, cols=1, width=128, depth=1, group=16),
-        Tile("square 128x256", BLOCK, rows=2, cols=1, width=128, depth=1, split="n", group=16),
         Tile("square 192x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=3, group=8,
              registers=160),
         Tile("square 128x128", BLOCK, rows=1, cols=1, width=128, depth=1, stages=6, group=16),
