@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .timing import Call, graphed, round_robin
+from .timing import Call, graph_repeats, graphed, round_robin
 
 Maker = Callable[[Any], Call]
 """Of a set of inputs: the call that multiplies, or casts, them."""
+
+
+class Case(Protocol):
+    """One shape: how many flops a call takes, and how many bytes it reads."""
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def read(self) -> int: ...
+
+
+_Case = TypeVar("_Case", bound=Case)
 
 _ROTATED_BYTES = 200 * 2**20  # four times the L2 of an H200
 _MOST_SETS = 8
@@ -29,6 +42,27 @@ def kept(call: Call) -> Call:
         result[0] = call()
 
     return run
+
+
+def times_of(
+    case: _Case,
+    make_inputs: Callable[[_Case], Any],
+    ours: Callable[[_Case], Mapping[str, Maker]],
+    others: Callable[[_Case], Mapping[str, Maker]],
+    rounds: int,
+) -> tuple[dict[str, float], str]:
+    """:func:`times` of the candidates for one shape, on a stream of their own."""
+    count = sets_of(case.read)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # drafts launch on the stream that they were made on
+        return times(
+            [make_inputs(case) for _ in range(count)],
+            ours(case),
+            others(case),
+            repeats=graph_repeats(case.flops * count),
+            rounds=rounds,
+            stream=stream,
+        )
 
 
 def times(

@@ -1,6 +1,7 @@
 """Experts, forward + backward: the layer of torchtitan, and a whole Qwen3-MoE; bf16 beside FP8.
 
-"fp8, inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
+"inputs shared": ``share_inputs`` lets the two weights that read x share its cast.
+"cache_weight=False": the FP8 form of a weight is released after the forward and cast again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import blocktensor as bt
 
 from . import profiled, qwen3
-from .memory import peak
+from .memory import peak, saved_bytes
 from .shapes import group_sizes
 from .timing import Call, round_robin
 
@@ -34,11 +35,28 @@ class Shape(NamedTuple):
 LAYERS = (Shape(8, 8192, 7168, 2048), Shape(16, 4096, 2048, 768), Shape(64, 768, 2048, 1408))
 """Of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
+SMALL_LAYERS = tuple(
+    Shape(experts, tokens, dim, hidden)
+    for experts, tokens in ((16, 4096), (64, 512))
+    for dim, hidden in (
+        (512, 256),
+        (1024, 256),
+        (1024, 512),
+        (2048, 256),
+        (2048, 512),
+        (1024, 1024),
+    )
+)
+"""Layers around the size from which FP8 pays: of many tokens an expert, and of few."""
+
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, cache_weight=False")
 
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
-    "models": (qwen3.Shape(hidden=512, experts=4, expert_hidden=256, top_k=2, time=512),),
+    "small": (),
+    "models": (
+        qwen3.Shape(512, experts=4, expert_hidden=256, top_k=2, time=512, filter_small=False),
+    ),
     "rounds": 3,
 }
 """The arguments of a smoke run."""
@@ -69,7 +87,8 @@ def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> Gro
     with torch.device(device):
         experts = GroupedExperts(shape).to(torch.bfloat16)
     if name != "bf16":
-        bt.to_blockwise_fp8_weights(experts)
+        recipe = bt.Recipe(cache_weight=False if "False" in name else "backward")
+        bt.convert(experts, recipe, auto_filter_small_kn=False)
     if "shared" in name:
         bt.share_inputs(experts)
     return experts
@@ -115,6 +134,26 @@ def step_of_model(experts: nn.Module, rows: int, seed_row: Tensor, offs: Tensor)
     return once
 
 
+def measure_small(shape: Shape, rounds: int) -> dict[str, Any]:
+    """One row: how much faster FP8 is in eager mode, and how much less its kernels take."""
+    offs, rows = ends(shape), shape.experts * shape.tokens
+    x = torch.randn(rows, shape.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x.detach())
+    names = ("bf16", "fp8, inputs shared")
+    steps = {name: step(variant(name, shape), x, grad, offs) for name in names}
+    ms = round_robin({name: [call] for name, call in steps.items()}, rounds, 12.0)
+    device = {name: sum(profiled.parts(call).values()) for name, call in steps.items()}
+    bf16, fp8 = names
+    return {
+        "what": "small layer",
+        **shape._asdict(),
+        "variant": fp8,
+        "ms": round(ms[fp8], 3),
+        "speedup": round(ms[bf16] / ms[fp8], 3),
+        "device_speedup": round(device[bf16] / device[fp8], 3),
+    }
+
+
 def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
     """One row a variant."""
     offs, rows = ends(shape), shape.experts * shape.tokens
@@ -124,7 +163,7 @@ def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
     ms = round_robin({name: [call] for name, call in steps.items()}, rounds, 30.0)
     spent = {name: profiled.parts(call) for name, call in steps.items()}
     del steps, x, grad
-    peaks = {}
+    peaks, saved = {}, {}
     for name in VARIANTS:
         gc.collect()
         torch.cuda.empty_cache()
@@ -132,15 +171,25 @@ def measure_layer(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
         experts = variant(name, shape)
         row = torch.randn(1, shape.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         peaks[name] = peak(step_of_model(experts, rows, row, offs)) - before
-        del experts, row
+        x = row.expand(rows, -1).contiguous()
+        saved[name] = saved_bytes(experts, lambda x, e=experts: e(x, offs), x)  # type: ignore[misc]
+        del experts, row, x
     for name in VARIANTS:
-        yield layer_row(name, shape, ms, peaks, spent[name])
+        yield layer_row(name, shape, ms, peaks, saved, spent[name])
 
 
 def layer_row(
-    name: str, shape: Shape, ms: dict[str, float], peaks: dict[str, int], spent: dict[str, float]
+    name: str,
+    shape: Shape,
+    ms: dict[str, float],
+    peaks: dict[str, int],
+    saved: dict[str, int],
+    spent: dict[str, float],
 ) -> dict[str, Any]:
-    """One row of the results: time, memory, and microseconds by kinds of kernels."""
+    """One row of the results: time, memory, and microseconds by kinds of kernels.
+
+    ``saved_mib``: of activations, for the backward.
+    """
     return {
         "what": "layer",
         **shape._asdict(),
@@ -149,16 +198,21 @@ def layer_row(
         "speedup": round(ms["bf16"] / ms[name], 3),
         "peak_mib": round(peaks[name] / _MIB, 1),
         "peak_of_bf16": round(peaks[name] / peaks["bf16"], 3),
+        "saved_mib": round(saved[name] / _MIB, 1),
+        "saved_of_bf16": round(saved[name] / saved["bf16"], 3),
         **{f"{kind}_us": round(us, 1) for kind, us in spent.items()},
     }
 
 
 def total(
-    layers: tuple[Shape, ...] = LAYERS, models: tuple[qwen3.Shape, ...] = qwen3.SHAPES, **_: Any
+    layers: tuple[Shape, ...] = LAYERS,
+    small: tuple[Shape, ...] = SMALL_LAYERS,
+    models: tuple[qwen3.Shape, ...] = qwen3.SHAPES,
+    **_: Any,
 ) -> int:
     """How many rows ``measure`` will yield."""
     whole = 0 if qwen3.absent() else len(models) * len(qwen3.VARIANTS)
-    return len(layers) * len(VARIANTS) + whole
+    return len(layers) * len(VARIANTS) + len(small) + whole
 
 
 def facts() -> dict[str, Any]:
@@ -168,11 +222,14 @@ def facts() -> dict[str, Any]:
 
 def measure(
     layers: tuple[Shape, ...] = LAYERS,
+    small: tuple[Shape, ...] = SMALL_LAYERS,
     models: tuple[qwen3.Shape, ...] = qwen3.SHAPES,
     rounds: int = 8,
 ) -> Iterator[dict[str, Any]]:
-    """One row a layer and variant, then one a model and variant where transformers is here."""
+    """One row a layer and variant and one a small layer, then models if transformers is here."""
     for shape in layers:
         yield from measure_layer(shape, rounds)
+    for shape in small:
+        yield measure_small(shape, rounds)
     for model in () if qwen3.absent() else models:
         yield from qwen3.measure(model, rounds)

@@ -18,11 +18,11 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Q
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.scale_layouts import columnwise_width
 
 from . import drafts, peers
-from .candidates import Maker, sets_of, times
+from .candidates import Maker, times_of
 from .shapes import SET_S, SMALL, Shape
-from .timing import graph_repeats
 
 KINDS = ("fprop", "wgrad", "wgrad_add", "square", "square_add")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); the weight gradient, 1x128 by
@@ -46,6 +46,13 @@ class Case:
         return 2 * self.m * self.n * self.k
 
     @property
+    def read(self) -> int:
+        """Bytes that a call reads."""
+        if self.kind == "fprop":
+            return (self.m + self.n) * self.k
+        return self.m * (self.n + self.k)
+
+    @property
     def adds(self) -> bool:
         """Whether the product is added to fp32."""
         return self.kind.endswith("_add")
@@ -62,7 +69,8 @@ class Case:
     def problem(self, accumulate: bool) -> GemmProblem:
         """What the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
-        sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, self.m)
+        tokens = columnwise_width(self.m, self.b_format)
+        sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, tokens)
         return GemmProblem(
             *sizes, BLOCKS_1X128, self.b_format, self.out_dtype, device, accumulate=accumulate
         )
@@ -162,18 +170,7 @@ def _draft(kind: str, variant: str) -> Maker:
 
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     """TFLOP/s of every candidate on one shape."""
-    problem = case.problem(False)
-    count = sets_of((problem.m + problem.n) * problem.k)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # drafts launch on the stream that they were made on
-        ms, note = times(
-            [make_inputs(case) for _ in range(count)],
-            ours(case),
-            others(case),
-            repeats=graph_repeats(case.flops * count),
-            rounds=rounds,
-            stream=stream,
-        )
+    ms, note = times_of(case, make_inputs, ours, others, rounds)
     return _row(case, {name: case.flops / each * 1e-9 for name, each in ms.items()}, note)
 
 

@@ -33,9 +33,8 @@ from blocktensor.ops.grouped_gemm.ops import (
 )
 
 from . import peers
-from .candidates import Maker, sets_of, times
+from .candidates import Maker, times_of
 from .shapes import GROUPED, SMALL_GROUPED, GroupedShape, group_sizes
-from .timing import graph_repeats
 
 KINDS = ("fprop", "wgrad", "wgrad_add", "cast", "square", "square_add", "square_cast")
 """``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16; the
@@ -210,17 +209,7 @@ def others(case: Case) -> dict[str, Maker]:
 
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     """The rate of every candidate on one shape."""
-    count = sets_of(case.read)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        ms, note = times(
-            [make_inputs(case) for _ in range(count)],
-            ours(case),
-            others(case),
-            repeats=graph_repeats(case.flops * count),
-            rounds=rounds,
-            stream=stream,
-        )
+    ms, note = times_of(case, make_inputs, ours, others, rounds)
     return row(case, ms, note, torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -78,13 +78,27 @@ def _layer(row: Row) -> str:
     return f"{row['experts']} experts of {row['dim']} x {row['hidden']}, {row['tokens']} tokens"
 
 
+def _small(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    body = [(f"{_layer(r)} each", times(r["speedup"]), times(r["device_speedup"])) for r in rows]
+    return [
+        "Small experts, FP8 with inputs shared over bf16:",
+        "",
+        *table(("", "eager mode", "time of the kernels"), body),
+        "",
+    ]
+
+
 def experts(content: Content, page: Path) -> list[str]:
     """Times and memory of layers and models, and where the time of layers goes."""
-    rows = content["rows"]
+    small = select(content["rows"], {"what": "small layer"})
+    rows = [row for row in content["rows"] if row["what"] != "small layer"]
     layers = select(rows, {"what": "layer"})
     body = [
         (f"{_layer(r)} each" if r["what"] == "layer" else f"{r['what']}: {_layer(r)}",
-         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]))
+         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]),
+         times(r.get("saved_of_bf16")))
         for r in rows
     ]  # fmt: skip
     shown = [part for part in _PARTS if f"{part}_us" in columns(layers)]
@@ -99,10 +113,11 @@ def experts(content: Content, page: Path) -> list[str]:
         "**Experts with SwiGLU, forward + backward**, weights cast every step, in groups of uneven "
         "sizes; and training steps of whole models of transformers, AdamW included:",
         "",
-        *table(("", "", "ms", "over bf16", "peak, MiB", "over bf16"), body),
+        *table(("", "", "ms", "over bf16", "peak, MiB", "over bf16", "saved over bf16"), body),
         "",
         *(parts if shown else []),
         *image("experts_time.png", "where the time of experts goes", page),
+        *_small(small),
         source(content),
     ]
 
@@ -114,7 +129,7 @@ def experts_in_brief(content: Content, page: Path) -> list[str]:
         f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
         for r in select(rows, {"what": "layer"})
     )
-    models = [r for r in rows if r["what"] != "layer"]
+    models = [r for r in rows if r["what"] not in ("layer", "small layer")]
     widest = max(models, key=lambda r: r["hidden"], default=None)
     whole = "" if widest is None else f"; a Qwen3-MoE training step {times(widest['speedup'])}"
     return [

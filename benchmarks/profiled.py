@@ -44,7 +44,8 @@ def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    # Without acc_events torch 2.11 warns of cycles that lose events, also where there is only one.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()

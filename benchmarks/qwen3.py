@@ -15,7 +15,7 @@ import blocktensor as bt
 from .memory import peak
 from .timing import Call, round_robin
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, head too")
 HEAD_DIM = 128
 
 
@@ -31,6 +31,7 @@ class Shape:
     vocab: int = 32768
     batch: int = 4
     time: int = 4096
+    filter_small: bool = True
 
 
 SHAPES = (Shape(4096, 32, 1536), Shape(2048, 64, 768))
@@ -69,9 +70,11 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         model: Any = transformers.Qwen3MoeForCausalLM(config)
     model.to(torch.bfloat16).set_experts_implementation("grouped_mm")
     if name != "bf16":
-        bt.convert(model)
+        bt.convert(model, auto_filter_small_kn=shape.filter_small)
     if "shared" in name:
         bt.share_inputs(model)
+    if "head" in name:
+        bt.to_blockwise_fp8_weights(model.lm_head)
     return model
 
 

@@ -46,6 +46,9 @@ SHAPES: tuple[Shape, ...] = (
     (4096, 1024, 1024),
     (2048, 2048, 1024),
     (8192, 1024, 576),
+    (8192, 24576, 1536),
+    (16384, 4096, 768),
+    (4096, 7168, 1408),
 )
 """Large and small, with full waves and without, and with less than one."""
 

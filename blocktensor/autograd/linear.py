@@ -203,12 +203,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
                 return *both, dbias, None, None
         row, col = plan.grad_formats
         g = _forms(grad, row if needs_dx else None, col if needs_dw else None)
-    w_col = None
-    if needs_dx and g is not None and not plan.tracing:
-        w_col = saved_weight.columnwise(weight, ctx.names, plan.weight_format, ctx.cast)
-    saved_weight.release(ctx.cast)  # the rowwise form, before the GEMM allocates its output
-    if ctx.cache is not None:
-        ctx.cache.after_backward()
+    w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
 

@@ -8,7 +8,7 @@ saved itself, and the graph holds the FP8 form of its forward (``ForwardCast``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,24 @@ def gathered_cast(generation: Generation) -> GatheredCast:
             "the FSDP modules before the next forward"
         )
     return GatheredCast(generation, generation.of)
+
+
+def read_in_backward(ctx: Any, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
+    """The columnwise form of a saved weight, if dgrad needs it and is not one op of a compiler.
+
+    ``ctx`` has what the forward read of the weight. The rowwise form is freed, before products
+    allocate their outputs.
+
+    Raises:
+        RuntimeError: as :func:`columnwise`.
+    """
+    w_col = None
+    if needed and not ctx.plan.tracing:
+        w_col = columnwise(saved, ctx.names, ctx.plan.weight_format, ctx.cast)
+    release(ctx.cast)
+    if ctx.cache is not None:
+        ctx.cache.after_backward()
+    return w_col
 
 
 def columnwise(

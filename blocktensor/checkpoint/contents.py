@@ -44,6 +44,10 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     digest: str | None = None
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == _E4M3
+
 
 def entries_of(folder: Path) -> dict[str, Entry]:
     """Every tensor of a checkpoint, by name, from checked headers.
@@ -87,38 +91,38 @@ def entries_of(folder: Path) -> dict[str, Entry]:
 
 
 def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """The name of the scales of each FP8 weight.
+    """The name of the scales of each FP8 weight that has its own.
 
     Raises:
-        CheckpointError: a weight without scales, or whose scales have a wrong shape or dtype.
+        CheckpointError: a weight with two of them, or whose scales have a wrong shape or dtype.
     """
     scales = {}
     for name, entry in entries.items():
-        if entry.dtype != _E4M3:
+        if not entry.is_fp8:
             continue
         found = [name + suffix for suffix in SCALE_SUFFIXES.values() if name + suffix in entries]
-        if len(found) != 1:
-            expected = " or ".join(name + suffix for suffix in SCALE_SUFFIXES.values())
+        if len(found) > 1:
             raise CheckpointError(
                 f"{entry.file}: tensor {name!r} is FP8 and has {len(found)} scales: expected one "
-                f"of {expected}"
+                f"of {' or '.join(found)}"
             )
-        scale = entries[found[0]]
-        shape = (
-            BLOCKS_128X128.scale_shape(entry.shape)
-            if len(entry.shape) in BLOCKS_128X128.ranks
-            else None
-        )
-        # transformers 5.17 writes those of experts without their dimensions of one block
-        squeezed = shape and tuple(size for size in shape if size != 1)
-        if scale.dtype not in _SCALES or scale.shape not in (shape, squeezed):
-            raise CheckpointError(
-                f"{scale.file}: tensor {found[0]!r} is {scale.dtype} {list(scale.shape)}: expected "
-                f"{' or '.join(_SCALES)}, {None if shape is None else list(shape)}: a scale for "
-                f"each 128x128 block of {list(entry.shape)}"
-            )
-        scales[name] = found[0]
+        for scale in found:
+            check_scales(scale, entries[scale], entry.shape)
+            scales[name] = scale
     return scales
+
+
+def check_scales(name: str, scales: Entry, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a tensor has a scale for each block of a weight of ``shape``."""
+    expected = BLOCKS_128X128.scale_shape(shape) if len(shape) in BLOCKS_128X128.ranks else None
+    # transformers 5.17 writes those of experts without their dimensions of one block
+    squeezed = expected and tuple(size for size in expected if size != 1)
+    if scales.dtype not in _SCALES or scales.shape not in (expected, squeezed):
+        raise CheckpointError(
+            f"{scales.file}: tensor {name!r} is {scales.dtype} {list(scales.shape)}: expected "
+            f"{' or '.join(_SCALES)}, {None if expected is None else list(expected)}: a scale for "
+            f"each 128x128 block of {list(shape)}"
+        )
 
 
 def _index(

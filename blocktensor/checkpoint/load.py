@@ -22,6 +22,7 @@ from .match import matched, names_of
 from .names import Spelling, aligned, spellings
 from .on_disk import CheckpointError, bad_scale, refuse_sharded, require_safetensors
 from .pretrained_names import Pieces
+from .stack_scales import StackScales, check_stack_scales, scales_of_stacks
 
 
 class _Target(NamedTuple):
@@ -51,7 +52,9 @@ def load_fp8(
 
     A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
     of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
-    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral.
+    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral. Such matrices have scales
+    of their own, or all together those of the stack, ``experts.gate_up_proj_scale_inv``, as
+    transformers 5.23 saves them.
 
     Args:
         model: any module. Tensors on meta are made on ``device``.
@@ -75,15 +78,17 @@ def load_fp8(
     folder = Path(path)
     entries = entries_of(folder)
     scales = scales_of(entries)
-    names_of_scales = set(scales.values())
     targets = _targets(model)
     for name, target in targets.items():
         refuse_sharded(name, target.current)
+    names_of_scales = set(scales.values())
     stored = [name for name in entries if name not in names_of_scales]
     known = {name: ways for name, ways in spellings(model).items() if name in targets}
     found = matched(folder, known, set(stored))
+    stacked = scales_of_stacks(found, known, entries, scales)
     missing = _missing(targets, found)
     taken = {name for way in found.values() for name in names_of(way)}
+    taken |= {of_stack.name for of_stack in stacked.values()}
     unexpected = tuple(name for name in stored if name not in taken)
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -91,11 +96,11 @@ def load_fp8(
             f"{_some('unexpected', unexpected)}; strict=False loads what fits"
         )
     for name, way in found.items():
-        _check(name, way, entries, scales, targets[name].current)
+        _check(name, way, entries, stacked.get(name), targets[name].current)
 
     home = torch.device("cpu" if device is None else device)
     with checking() as check:
-        made = _read(found, entries, scales, targets, home, recipe, check)
+        made = _read(found, entries, scales, stacked, targets, home, recipe, check)
     tied: dict[int, nn.Parameter] = {}
     for name, value in made.items():
         _put(targets[name], value, tied)
@@ -104,9 +109,10 @@ def load_fp8(
         replaced = tied.get(id(target.current))
         if replaced is not None:
             setattr(target.module, target.attribute, replaced)
-    in_fp8 = tuple(name for name, way in found.items() if names_of(way)[0] in scales)
-    plain = tuple(name for name, way in found.items() if names_of(way)[0] not in scales)
-    return LoadReport(in_fp8, plain, missing, unexpected)
+    in_fp8 = {name: entries[names_of(way)[0]].is_fp8 for name, way in found.items()}
+    fp8 = tuple(name for name in found if in_fp8[name])
+    plain = tuple(name for name in found if not in_fp8[name])
+    return LoadReport(fp8, plain, missing, unexpected)
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
@@ -135,7 +141,7 @@ def _check(
     name: str,
     way: Spelling,
     entries: Mapping[str, Entry],
-    scales: Mapping[str, str],
+    stacked: StackScales | None,
     current: Tensor,
 ) -> None:
     """Raise CheckpointError if what is stored does not fit its place in the model."""
@@ -151,13 +157,15 @@ def _check(
                 f"{entry.file}: tensor {stored!r} has shape {list(entry.shape)}, the model's has "
                 f"{list(shape)}{of}"
             )
-        if (stored in scales) != (first in scales):
+        if entry.is_fp8 != entries[first].is_fp8:
             raise CheckpointError(
                 f"{entry.file}: tensor {stored!r} is {entry.dtype}, {first!r} of the same stack is "
                 f"{entries[first].dtype}: expected all in FP8 or none"
             )
-        _check_dtype(stored, entry, stored in scales, current)
-    if first in scales and not aligned(shape[0], parts):
+        _check_dtype(stored, entry, current)
+    if stacked is not None:
+        check_stack_scales(name, current.shape, first, stacked, entries)
+    elif entries[first].is_fp8 and not aligned(shape[0], parts):
         raise CheckpointError(
             f"{entries[first].file}: tensor {first!r} has {shape[0]} rows, no multiple of "
             f"{BLOCKS_128X128.rows}: its blocks are not those of the model's {name!r}, in which "
@@ -166,9 +174,9 @@ def _check(
         )
 
 
-def _check_dtype(name: str, entry: Entry, is_fp8: bool, current: Tensor) -> None:
+def _check_dtype(name: str, entry: Entry, current: Tensor) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
-    if not is_fp8:
+    if not entry.is_fp8:
         stored = _TORCH.get(entry.dtype)
         if stored is None:
             raise CheckpointError(f"{entry.file}: tensor {name!r} has dtype {entry.dtype}")
@@ -212,6 +220,7 @@ def _read(
     found: Mapping[str, Spelling],
     entries: Mapping[str, Entry],
     scales: Mapping[str, str],
+    stacked: Mapping[str, StackScales],
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
@@ -224,34 +233,37 @@ def _read(
     def read(name: str) -> Tensor:
         return _tensor(name, entries[name], files, check)
 
-    def read_scale(weight: str, format: BlockFormat) -> Tensor:
-        name = scales[weight]
+    def read_scale(name: str, weight: tuple[int, ...], format: BlockFormat) -> Tensor:
         scale = read(name).float()
         problem = bad_scale(scale, format)
         if problem is not None:
             raise CheckpointError(f"{entries[name].file}: tensor {name!r}: {problem}")
-        return scale.view(format.scale_shape(entries[weight].shape))
+        return scale.view(format.scale_shape(weight))
 
     for name in sorted(found, key=lambda name: entries[names_of(found[name])[0]].file):
         current, way = targets[name].current, found[name]
         home = device if current.is_meta else current.device
         # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to
         # the file would change the model.
-        if names_of(way)[0] in scales:
+        if entries[names_of(way)[0]].is_fp8:
             chosen = recipe or _recipe_of(current)
             format = chosen.weight_format
+            shape = tuple(current.shape)
             if isinstance(way, str):
                 data = read(way).to(home, copy=True)
-                scale = read_scale(way, format).to(home, copy=True)
+                scale = read_scale(scales[way], shape, format).to(home, copy=True)
             else:
-                shape = tuple(current.shape)
                 data = torch.empty(shape, dtype=format.dtype, device=home)
                 scale = torch.empty(format.scale_shape(shape), device=home)
-                for piece, of_data, of_scale in zip(
-                    names_of(way), _rows(data, way), _rows(scale, way), strict=True
-                ):
+                for piece, of_data in zip(names_of(way), _rows(data, way), strict=True):
                     of_data.copy_(read(piece))
-                    of_scale.copy_(read_scale(piece, format))
+                of_stack = stacked.get(name)
+                if of_stack is not None:
+                    whole = read_scale(of_stack.name, of_stack.scaled(shape), format)
+                    scale.copy_(of_stack.rows(whole))
+                else:
+                    for piece, of_scale in zip(names_of(way), _rows(scale, way), strict=True):
+                        of_scale.copy_(read_scale(scales[piece], entries[piece].shape, format))
             made[name] = BlockwiseFP8Tensor.from_data(
                 data, scale, block_shape=format.block_shape, dtype=current.dtype, recipe=chosen
             )

@@ -135,6 +135,21 @@ def _matrices(name: str, stack: Tensor) -> Iterator[Pieces]:
             yield Pieces(tuple(templates), len(stack))
 
 
+def transformers_stacks(pieces: Pieces) -> Iterator[tuple[str, int, int]]:
+    """The stacks in which transformers has the matrix, if it is one an expert, of ``pieces``.
+
+    Yields the name of the stack, which part of its rows the matrix is, and of how many.
+    """
+    if len(pieces.templates) > 1:
+        return
+    home, _, matrix = pieces.templates[0].partition("{}.")
+    for key in ("gate_up_proj", "up_proj", "down_proj"):
+        for parts in _MATRICES[key]:
+            names = [f"{part}.weight" for part in parts]
+            if matrix in names:
+                yield home + key, names.index(matrix), len(names)
+
+
 def module_names(known: Mapping[str, Spelling], names: Iterable[str]) -> set[str]:
     """The modules of tensors as a checkpoint names them; of experts, the module of all.
 

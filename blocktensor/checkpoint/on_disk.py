@@ -5,7 +5,7 @@ A checkpoint is a folder of safetensors files, an index of the file of each tens
 are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or
 ``a.weight_scale`` (compressed-tensors). We write them in fp32. A stack of experts
 ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside ``a.gate_up_proj_scale_inv``, or a matrix or two for
-each expert (``names.py``).
+each expert (``names.py``), beside scales of each or of all (``stack_scales.py``).
 """
 
 from __future__ import annotations

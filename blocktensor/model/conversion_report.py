@@ -6,33 +6,32 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops.formats import BLOCK
 from ..text_table import collapse, human_bytes, text_table
-
-EXPERT_N = EXPERT_K = BLOCK
-"""Sizes of an expert from which its stack is converted: one block. To be measured; what matters
-with it is the number of tokens that an expert gets, which a conversion does not know."""
 
 
 @dataclass(frozen=True)
 class SmallKN:
     """Sizes below which FP8 is slower: ``[N, K]`` is skipped if N < n, K < k or N K < size.
 
-    A stack of experts ``[E, N, K]`` is skipped if N < expert_n or K < expert_k.
+    A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
     The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
     faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
+    Those of experts come from ``python -m benchmarks experts``: from these sizes on, a layer's
+    kernels take less time from 512 tokens an expert on, and its eager steps from 65,536 tokens in
+    all on. A conversion does not know the number of tokens.
     """
 
     n: int = 1024
     k: int = 1024
     size: int = 2048 * 2048
-    expert_n: int = EXPERT_N
-    expert_k: int = EXPERT_K
+    expert_n: int = 256
+    expert_k: int = 256
+    expert_size: int = 1024 * 1024
 
     def experts(self) -> SmallKN:
         """The sizes for the matrices of a stack of experts, which one product multiplies by."""
-        return SmallKN(self.expert_n, self.expert_k, 0)
+        return SmallKN(self.expert_n, self.expert_k, self.expert_size)
 
     def undercut(self, n: int, k: int) -> list[str]:
         """The sizes of a weight ``[n, k]`` that are too small, each with its threshold."""

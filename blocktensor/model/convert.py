@@ -227,10 +227,10 @@ def _why_converted(linear: Matrix) -> str:
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
-    if not any(weights_of(module) for module in model.modules()):
-        remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"
-    elif "small" in kinds:
+    if "small" in kinds:
         remedy = "auto_filter_small_kn=False converts small weights too"
+    elif not any(weights_of(module) for module in model.modules()):
+        remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"
     else:
         remedy = "print the report for the reasons"
     warnings.warn(

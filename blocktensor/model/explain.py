@@ -11,6 +11,7 @@ from torch import nn
 
 from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
 from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
+from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..text_table import collapse_alike, text_table
 from .experts import experts_per_token
@@ -133,7 +134,8 @@ def _products(
         "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
     }
     if x_columnwise is not None:
-        problems["wgrad"] = GemmProblem(n, k, m, rows, x_columnwise, weight_dtype, device)
+        contracted = columnwise_width(m, x_columnwise)
+        problems["wgrad"] = GemmProblem(n, k, contracted, rows, x_columnwise, weight_dtype, device)
     sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     return [
         _product(layer, kind, sizes[kind], choose_gemm(problems[kind]), recipe)

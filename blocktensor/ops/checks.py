@@ -6,6 +6,7 @@ from torch import Tensor, dtype, float16, float32, int32, int64
 from torch import bfloat16 as bf16
 
 from .formats import BlockFormat, Quantized
+from .scale_layouts import padded_to_vectors
 
 HIGH_PRECISION = (bf16, float16, float32)
 
@@ -111,6 +112,20 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
             f"cannot contract {what_a} {list(a.shape)} with {what_b} {list(b.shape)}: "
             f"K is {a.shape[-1]} in one and {b.shape[-1]} in the other"
         )
+
+
+def same_contraction(a: Tensor, b: Tensor) -> None:
+    """Data of operands a and b have the same contraction size, else ValueError.
+
+    One may be filled up with zeros, as columnwise casts are.
+    """
+    k, other = a.shape[-1], b.shape[-1]
+    wide = padded_to_vectors(k)
+    if wide != padded_to_vectors(other):
+        same_k(a, b, "operand a", "operand b")
+    # not of symbolic sizes: a tracer would make a graph for each case, and this is checked again
+    if all(type(size) is int for size in (k, other)) and wide not in (k, other):
+        same_k(a, b, "operand a", "operand b")
 
 
 def quantized(x: Quantized) -> None:

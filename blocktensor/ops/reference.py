@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns
-from .scale_layouts import empty_quantized
+from .scale_layouts import columnwise_width, empty_quantized, padded_to_vectors
 
 
 def largest(format: BlockFormat) -> float:
@@ -83,8 +83,12 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Cast the transpose of ``x[M, K]``: data ``[K, M]`` contiguous, blocks along M."""
-    return quantize_rowwise(x.t(), format)
+    """Cast the transpose of ``x[M, K]``: data ``[K, M]``, blocks along M.
+
+    With zeros from M up to :func:`columnwise_width`, as if x had more rows of zeros.
+    """
+    zeros = columnwise_width(x.shape[0], format) - x.shape[0]
+    return quantize_rowwise(F.pad(x.t(), (0, zeros)) if zeros else x.t(), format)
 
 
 def quantize_both(
@@ -131,10 +135,13 @@ def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> None:
 
 
 def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
-    (m, k), n = a.data.shape, b.data.shape[0]
+    m, n, k = len(a.data), len(b.data), min(a.data.shape[1], b.data.shape[1])
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
     col_scale = b.scale.repeat_interleave(b.format.rows, 0)[:n]  # [N, K/cols]
-    a_wide, b_wide = a.data.float(), b.data.float()
+    # either may be filled up with zeros, which change no bit of the sums
+    a_wide, b_wide = (
+        F.pad(x.float(), (0, padded_to_vectors(x.shape[1]) - x.shape[1])) for x in (a.data, b.data)
+    )
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
     step = math.gcd(a.format.cols, b.format.cols)  # one scale of either side
     for first in range(0, k, step):

@@ -1,13 +1,19 @@
-"""Memory layouts of scales: strides and padding are decided here alone.
+"""Memory layouts of FP8 data and of scales: strides and padding are decided here alone.
 
-Two layouts exist, chosen so that TMA and cuBLAS can read scales where they lie:
+Data is contiguous. A columnwise cast of an activation or gradient ends in zeros, as if x had more
+rows of zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So
+casts store whole vectors and GEMMs read rows where they lie, whatever the number of tokens M. The
+zeros add nothing to a contraction, and the blocks are those of M columns. The columnwise form of a
+weight is no cast but the transpose of its rowwise form, and has no zeros.
+
+Two layouts of scales exist, chosen so that TMA and cuBLAS can read scales where they lie:
 
 - blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
   multiple of 4 (16-byte strides);
 - blocks of several rows: logical ``[..., R/rows, C/cols]``, row-major, row stride padded to a
   multiple of 4.
 
-The padding is never read as a value and may hold anything.
+The padding of scales is never read as a value and may hold anything.
 """
 
 from __future__ import annotations
@@ -21,6 +27,16 @@ from .formats import BlockFormat, Quantized, ceil_div
 
 VECTOR_BYTES = 16
 """TMA addresses rows, and kernels load them, in units of so many bytes."""
+
+
+def padded_to_vectors(size: int) -> int:
+    """``size`` rounded up to a multiple of 16 e4m3 numbers, i.e. bytes."""
+    return ceil_div(size, VECTOR_BYTES) * VECTOR_BYTES
+
+
+def columnwise_width(tokens: int, format: BlockFormat) -> int:
+    """Columns of the data of a columnwise cast of ``tokens`` rows; zeros from ``tokens`` on."""
+    return padded_to_vectors(tokens) if format.cols % VECTOR_BYTES == 0 else tokens
 
 
 def pad4(size: int) -> int:
@@ -46,6 +62,19 @@ def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.dev
     """Uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
     data = torch.empty(tuple(shape), dtype=format.dtype, device=device)
     return Quantized(data, empty_scale(shape, format, device), format)
+
+
+def empty_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
+    """Uninitialised data and scales of the columnwise cast of ``x[M, K]``."""
+    m, k = x.shape
+    return empty_quantized((k, columnwise_width(m, format)), format, x.device)
+
+
+def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    """Copy data of one matrix, of which either may be as wide as a columnwise cast."""
+    width = min(target.shape[-1], source.shape[-1])
+    target[..., width:].view(torch.uint8).zero_()
+    target[..., :width].copy_(source[..., :width], non_blocking=non_blocking)
 
 
 def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.formats import Quantized
-from ..ops.scale_layouts import empty_quantized
+from ..ops.scale_layouts import copy_data_, empty_quantized
 from .fp8_tensor import BlockwiseFP8Tensor, only_dtype
 from .refusals import refuse, refuse_to_pick
 
@@ -112,7 +112,7 @@ def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
-    target.data.copy_(source.data, non_blocking=non_blocking)
+    copy_data_(target.data, source.data, non_blocking)
     target.scale.copy_(source.scale, non_blocking=non_blocking)
 
 

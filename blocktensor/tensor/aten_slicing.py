@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.formats import Quantized, ceil_div
-from ..ops.scale_layouts import laid_out
+from ..ops.scale_layouts import columnwise_width, laid_out
 from .base import view_of_its_kind
 from .fp8_tensor import BlockwiseFP8Tensor
 from .operand import Operand
@@ -75,7 +75,8 @@ def _rows(form: Quantized, start: int, stop: int) -> Quantized:
 def _columns(form: Quantized, start: int, stop: int) -> Quantized:
     data, scale, format = form
     first, last = start // format.cols, ceil_div(stop, format.cols)
-    return laid_out(data[..., start:stop].contiguous(), scale[..., first:last], format)
+    end = columnwise_width(stop, format) if start < stop else stop  # with the zeros at the end
+    return laid_out(data[..., start:end].contiguous(), scale[..., first:last], format)
 
 
 def _matrices(form: Quantized, start: int, stop: int) -> Quantized:
@@ -214,7 +215,9 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
             made.append(None)
             continue
         at = 0 if lead else -2 if (side == 1) == columns else -1
-        data = torch.cat([form.data for form in held], at)
+        width = min(form.data.shape[-1] for form in held)  # some may have zeros after it
+        parts = [form.data if at == -1 else form.data[..., :width] for form in held]
+        data = torch.cat(parts, at)
         scale = torch.cat([form.scale for form in held], at)
         made.append(laid_out(data, scale, first.formats[side]))
     if made == [None, None]:

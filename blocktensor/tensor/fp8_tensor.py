@@ -8,6 +8,7 @@ rule serves every product: ``mm(a, b) = gemm(a.rowwise, b.columnwise)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class BlockwiseFP8Tensor(FP8Base):
 
     Attributes:
         rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
-        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None.
+        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. Of an
+            activation M is rounded up to a multiple of 16, with zeros (``ops/scale_layouts.py``).
         rowwise_format, columnwise_format: of either form, held or not. They differ for activations
             that are cast with ``Recipe(wgrad_input="128x128")``.
         source: what an activation was cast from, if its recipe computes weight gradients from it.
@@ -293,10 +295,13 @@ class BlockwiseFP8Tensor(FP8Base):
         Read from the rowwise form, or the columnwise one where that is all there is.
         """
         dtype, (row, _) = dtype or self.dtype, self.operand
+        *lead, cols = self.shape
         if row is not None:
-            value = cast.dequantize(row, dtype)
+            value = _first_columns(cast.dequantize(row, dtype), cols)
         else:
-            value = cast.dequantize(self.columnwise(), dtype).transpose(-1, -2)
+            rows = math.prod(lead) if self.format.rows == 1 else lead[-1]
+            value = _first_columns(cast.dequantize(self.columnwise(), dtype), rows)
+            value = value.transpose(-1, -2)
         return value.reshape(self.shape)
 
     def relabel(
@@ -375,6 +380,10 @@ class BlockwiseFP8Tensor(FP8Base):
                 return func.decompose(*args, **(kwargs or {}))
             refuse(func)
         return implementation(func, *args, **(kwargs or {}))
+
+
+def _first_columns(value: Tensor, count: int) -> Tensor:
+    return value if value.shape[-1] == count else value[..., :count]
 
 
 def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:

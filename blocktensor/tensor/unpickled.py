@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
-from ..ops.scale_layouts import laid_out
+from ..ops.scale_layouts import columnwise_width, laid_out
 from ..recipe import Recipe
+
+_SIDES = ("rowwise", "columnwise")
 
 
 def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,8 +28,8 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
     """
     what = f"a BlockwiseFP8Tensor {list(x.shape)} from a file"
     recipe, source = parts.get("recipe"), parts.get("source")
-    fitting, sides = dict(parts), 0
-    for side, transposed in (("rowwise", False), ("columnwise", True)):
+    formats: list[BlockFormat] = []
+    for side in _SIDES:
         format = parts.get(f"{side}_format")
         if not isinstance(format, BlockFormat) or not isinstance(recipe, Recipe):
             raise ValueError(
@@ -36,6 +38,10 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
             )
         if format.scale_rounding != recipe.scale:
             raise ValueError(f"{what} has blocks {format.name} and scale={recipe.scale!r}")
+        formats.append(format)
+    is_weight = all(format.transposes for format in formats)
+    fitting, sides = dict(parts), 0
+    for side, transposed, format in zip(_SIDES, (False, True), formats, strict=True):
         data, scale = parts.get(f"{side}_data"), parts.get(f"{side}_scale")
         if data is None and scale is None:
             continue
@@ -47,8 +53,11 @@ def checked(x: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
             checks.quantized(form)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{what}: its {side} form does not fit: {error}") from None
-        expected = _data_shape(x.shape, format, transposed)
-        if tuple(data.shape) != expected or not _matrices_are_contiguous(data):
+        expected = _data_shape(x.shape, is_weight, transposed)
+        shapes = [expected]
+        if not is_weight:  # with the zeros of a columnwise cast
+            shapes.append((*expected[:-1], columnwise_width(expected[-1], format)))
+        if tuple(data.shape) not in shapes or not _matrices_are_contiguous(data):
             raise ValueError(
                 f"{what} has {side} data {list(data.shape)} with strides {list(data.stride())}: "
                 f"expected {list(expected)}, contiguous matrices"
@@ -75,9 +84,9 @@ def _matrices_are_contiguous(data: Tensor) -> bool:
     return apart and data[0].is_contiguous()
 
 
-def _data_shape(shape: torch.Size, format: BlockFormat, transposed: bool) -> tuple[int, ...]:
+def _data_shape(shape: torch.Size, is_weight: bool, transposed: bool) -> tuple[int, ...]:
     """The shape of the data of a form of a tensor of ``shape``: see BlockwiseFP8Tensor."""
     *lead, cols = shape
-    if format.rows == 1:
+    if not is_weight:
         lead = [math.prod(lead)]
     return (*lead[:-1], cols, lead[-1]) if transposed else (*lead, cols)

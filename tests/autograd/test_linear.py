@@ -32,7 +32,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
-@pytest.mark.parametrize("size", [(5, 256, 384), (300, 130, 70), (128, 192, 576), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *((tokens, 24, 40) for tokens in (1, 16, 127, 129, 4095)),
+        *[(5, 256, 384), (300, 130, 70), (128, 192, 576), (1, 1, 1)],
+    ],
+)
 def test_equals_the_composition_of_reference_ops(
     size: tuple[int, int, int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import candidates, grouped, peers, shapes
+from benchmarks import candidates, gemm, grouped, peers, shapes
 from benchmarks.grouped import GROUPS, KINDS, Case
 from blocktensor.ops.cast.ops import dequantize
 from blocktensor.ops.formats import Quantized
@@ -92,6 +94,8 @@ def test_amounts_of_work() -> None:
     assert case("fprop").work == case("wgrad").work == 2 * TOKENS * N * K
     assert case("cast").work == 4 * TOKENS * K
     assert case("fprop").read == TOKENS * K + EXPERTS * N * K
+    assert gemm.Case("fprop", 3, 5, 7).read == (3 + 5) * 7
+    assert gemm.Case("wgrad", 3, 5, 7).read == gemm.Case("wgrad_add", 3, 5, 7).read == 3 * (5 + 7)
     assert candidates.sets_of(1) == 8
     assert candidates.sets_of(100 * 2**20) == 2
     assert candidates.sets_of(2**40) == 1
@@ -221,3 +225,35 @@ def test_candidates_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None
         candidates.times([1], {"x": broken}, {}, **options)
     with pytest.raises(RuntimeError):
         candidates.times([1], {"eager": maker("eager")}, {}, **options)
+
+
+def test_all_that_a_case_is_measured_with_lives_on_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered: list[object] = []
+    stream = object()
+
+    @contextlib.contextmanager
+    def on(of: object) -> Iterator[None]:
+        entered.append(of)
+        yield
+        entered.pop()
+
+    def makers(name: str) -> Any:
+        def make(case: gemm.Case) -> Any:
+            assert entered == [stream]
+            return {name: case}
+
+        return make
+
+    def times(sets: Any, ours: Any, others: Any, **options: Any) -> Any:
+        assert entered == [stream]
+        return (sets, ours, others, options), "a note"
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(candidates, "times", times)
+    case = gemm.Case("fprop", 4096, 4096, 8192)  # 64 MiB are read: four sets rotate
+    made: Any = candidates.times_of(case, makers("set"), makers("ours"), makers("others"), 5)
+    options = {"repeats": 1, "rounds": 5, "stream": stream}
+    assert made == (([{"set": case}] * 4, {"ours": case}, {"others": case}, options), "a note")

@@ -160,7 +160,7 @@ def test_products_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_layers_and_models_of_experts(tmp_path: Path) -> None:
     sizes = {"experts": 8, "tokens": 64, "dim": 7168, "hidden": 2048}
     times = {"ms": 2.0, "speedup": 1.5, "peak_mib": 80.0, "peak_of_bf16": 0.8}
-    spent = {"gemms_us": 1500.0, "copies_us": 2.0}
+    spent = {"saved_of_bf16": 0.7, "gemms_us": 1500.0, "copies_us": 2.0}
     rows: list[Row] = [
         {"what": "layer", **sizes, "variant": "fp8, inputs shared", **times, **spent},
         {
@@ -175,8 +175,8 @@ def test_layers_and_models_of_experts(tmp_path: Path) -> None:
     lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     name = "8 experts of 7168 x 2048, 64 tokens"
     assert lines[2:4] == [
-        f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x |",
-        f"| Qwen3-MoE, 2 layers: {name} | fp8, inputs shared | 2.0 | 1.20x | 80.0 | 0.80x |",
+        f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x | 0.70x |",
+        f"| Qwen3-MoE, 2 layers: {name} | fp8, inputs shared | 2.0 | 1.20x | 80.0 | 0.80x | – |",
     ]
     assert lines[4:] == [
         *("|  |  | GEMMs | copies |", "|---|---|---|---|"),

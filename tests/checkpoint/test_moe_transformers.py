@@ -13,19 +13,20 @@ pytest.importorskip("safetensors")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import (
     BlockwiseFP8Tensor,
-    CheckpointError,
     Recipe,
     convert,
     load_fp8,
     save_fp8,
     unfreeze,
 )
+from tests.support.checkpoint_experts import read, stack_scales
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import TOKENS, transformers_moe
 
@@ -61,13 +62,6 @@ def moe(kind: str, n: int = 256, seed: int = 0) -> Any:
             if parameter.ndim > 1:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model.bfloat16()
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def converted(model: Any, recipe: Recipe | None = None, frozen: bool = False) -> Any:
@@ -134,6 +128,7 @@ def test_its_fp8_experts_hold_our_bytes(
 @pytest.mark.parametrize("n", [256, 128])
 @pytest.mark.usefixtures("keeping")
 def test_we_read_what_it_quantizes(tmp_path: Path, kind: str, scale_fmt: str, n: int) -> None:
+    """As the installed one saves it, and as 5.23 does: with scales of stacks beside matrices."""
     source = moe(kind, n)
     source.save_pretrained(tmp_path / "bf16")
     quantized = type(source).from_pretrained(
@@ -141,32 +136,42 @@ def test_we_read_what_it_quantizes(tmp_path: Path, kind: str, scale_fmt: str, n:
         quantization_config=FineGrainedFP8Config(scale_fmt=scale_fmt),
         device_map="cpu",
     )
-    quantized.save_pretrained(tmp_path / "fp8")
-    stored = read(tmp_path / "fp8")
-    expert = "block_sparse_moe.experts.3.w1" if kind == "mixtral" else "mlp.experts.3.gate_proj"
-    if f"model.layers.1.{expert}.weight_scale_inv" not in stored:
-        # transformers 5.23 stacks the scales of matrices that it stores one by one
-        assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in stored)
-        with pytest.raises(CheckpointError, match="is FP8 and has 0 scales"):
-            load_fp8(moe(kind, n, seed=1), tmp_path / "fp8")
-        return
+    quantized.save_pretrained(tmp_path / "installed")
+    stored = read(tmp_path / "installed")
+    experts = "block_sparse_moe.experts" if kind == "mixtral" else "mlp.experts"
+    stack_scales(stored)
+    assert f"model.layers.1.{experts}.3.w1.weight_scale_inv" not in stored
+    assert f"model.layers.1.{experts}.gate_up_proj_scale_inv" in stored
+    (tmp_path / "5.23").mkdir()
+    save_file(stored, tmp_path / "5.23" / "model.safetensors")
 
-    plain, frozen = moe(kind, n, seed=1), converted(moe(kind, n, seed=2), frozen=True)
     held = dict(quantized.named_parameters())
-    for model in (plain, frozen):
-        report = load_fp8(model, tmp_path / "fp8")
-        assert len(report.fp8) == FP8_WEIGHTS[kind]
-        for name in report.fp8:
-            data, scale, _ = model.get_parameter(name).rowwise()
-            assert torch.equal(bits(data), bits(held[name]))
-            assert torch.equal(scale, held[f"{name}_scale_inv"].float())
-    unfreeze(plain)
-    stack = plain.model.layers[1].mlp.experts.gate_up_proj
-    frozen_stack = frozen.model.layers[1].mlp.experts.gate_up_proj
-    assert stack.requires_grad
-    assert torch.equal(stack.master, frozen_stack.dequantize())
+    for folder in (tmp_path / "installed", tmp_path / "5.23"):
+        plain, frozen = moe(kind, n, seed=1), converted(moe(kind, n, seed=2), frozen=True)
+        for model in (plain, frozen):
+            report = load_fp8(model, folder)
+            assert len(report.fp8) == FP8_WEIGHTS[kind]
+            for name in report.fp8:
+                weight = model.get_parameter(name)
+                data, scale, _ = weight.rowwise()
+                assert torch.equal(bits(data), bits(held[name]))
+                assert torch.equal(scale, held[f"{name}_scale_inv"].float())
+                values = it_dequantizes(held[name], held[f"{name}_scale_inv"])
+                assert torch.equal(weight.dequantize(), values)
+        unfreeze(plain)
+        stack = plain.model.layers[1].mlp.experts.gate_up_proj
+        frozen_stack = frozen.model.layers[1].mlp.experts.gate_up_proj
+        assert stack.requires_grad
+        assert torch.equal(stack.master, frozen_stack.dequantize())
     plain(TOKENS).logits.float().square().mean().backward()
     assert stack.grad.abs().sum() > 0
+
+
+def it_dequantizes(weight: Tensor, scale: Tensor) -> Tensor:
+    """The values of a weight that transformers holds in FP8."""
+    tensors = {"stack": weight.detach(), "stack_scale_inv": scale.detach().float()}
+    values: list[Tensor] = Fp8Dequantize(None).convert(tensors)["stack"]
+    return values[0].bfloat16()
 
 
 @pytest.mark.usefixtures("dequantizing")

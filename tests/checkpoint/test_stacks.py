@@ -27,14 +27,19 @@ from blocktensor.checkpoint import save as save_module
 from blocktensor.checkpoint.names import spellings
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
-from tests.support.checkpoint_experts import MATRICES, STACKS, E, K, Layer, layer, read, written
+from tests.support.checkpoint_experts import (
+    MATRICES,
+    STACKS,
+    E,
+    K,
+    Layer,
+    layer,
+    on_meta,
+    read,
+    split_experts,
+    written,
+)
 from tests.support.checkpoint_models import assert_same, bits, state
-
-
-def on_meta() -> Layer:
-    with torch.device("meta"):
-        return Layer()
-
 
 # What is written
 
@@ -167,15 +172,7 @@ def test_either_names_of_matrices(tmp_path: Path, names: tuple[str, ...]) -> Non
 
 
 def test_torchtitans_experts(tmp_path: Path) -> None:
-    class GroupedExperts(nn.Module):
-        def __init__(self, seed: int) -> None:
-            super().__init__()
-            experts = layer(seed, frozen=True).experts
-            gate_up = experts.gate_up_proj
-            self.w1_EFD, self.w3_EFD = (nn.Parameter(x, False) for x in gate_up.chunk(2, 1))
-            self.w2_EDF = experts.down_proj
-
-    source, model = GroupedExperts(0), GroupedExperts(1)
+    source, model = split_experts(0), split_experts(1)
     folder = save_fp8(source, tmp_path / "fp8", expert_names="separate")
     assert {f"2.w{i}.weight" for i in (1, 2, 3)} <= set(read(folder))
     load_fp8(model, folder)

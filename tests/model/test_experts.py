@@ -62,6 +62,10 @@ class Fused(GroupedExperts):
         del self.w1_EFD, self.w3_EFD
 
 
+SMALL = SmallKN(expert_n=128, expert_k=128, expert_size=0)
+"""Thresholds below the sizes of these tests' experts."""
+
+
 def fp8_names(model: nn.Module) -> list[str]:
     kinds = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
     return [name for name, p in model.named_parameters() if isinstance(p, kinds)]
@@ -80,7 +84,7 @@ def test_the_report_of_every_kind_of_experts() -> None:
         }
     )
     frozen = model["titan"].w2_EDF.requires_grad_(False)
-    report = convert(model, experts={"named": ["up", "down"]})
+    report = convert(model, experts={"named": ["up", "down"]}, auto_filter_small_kn=SMALL)
     assert isinstance(frozen, BlockwiseFP8Tensor)
     assert_expected_inline(
         str(report),
@@ -156,9 +160,11 @@ def test_thresholds_skips_and_filters() -> None:
             return reasons(convert(nn.ModuleDict({"experts": Flagged()}), **options))
 
     up, down = "experts.gate_up_proj", "experts.down_proj"
-    small = why(auto_filter_small_kn=SmallKN(expert_n=1000, expert_k=1000))
-    assert small[up] == "small: N=512 < 1000 and K=128 < 1000 (auto_filter_small_kn)"
-    assert small[down] == "small: N=128 < 1000 and K=256 < 1000 (auto_filter_small_kn)"
+    small = why()
+    assert small[up] == "small: K=128 < 256 and N K=65536 < 1048576 (auto_filter_small_kn)"
+    assert small[down] == "small: N=128 < 256 and N K=32768 < 1048576 (auto_filter_small_kn)"
+    large = why(auto_filter_small_kn=SmallKN(expert_n=1000, expert_k=1000, expert_size=0))
+    assert large[up] == "small: N=512 < 1000 and K=128 < 1000 (auto_filter_small_kn)"
     assert why(skip=["experts"])[up] == "skip pattern 'experts'"
     both = why(skip=["*.down_proj", "*.gate_up_proj"])
     assert both[down] == "skip pattern '*.down_proj'"
@@ -166,7 +172,7 @@ def test_thresholds_skips_and_filters() -> None:
     assert why(filter=lambda m, name: bool(asked.append(name)))[up] == "filter"  # type: ignore[func-returns-value]
     assert asked == [up, down]
     model = nn.ModuleDict({"experts": Flagged()})
-    convert(model, skip=["*.down_proj"])
+    convert(model, skip=["*.down_proj"], auto_filter_small_kn=False)
     assert fp8_names(model) == [up]
     with pytest.raises(ValueError, match="skip pattern 'expert' matches no module"):
         convert(model, skip=["expert"])
@@ -174,15 +180,17 @@ def test_thresholds_skips_and_filters() -> None:
 
 def test_what_may_be_named() -> None:
     model = nn.ModuleDict({"a": Unknown(), "b": nn.ModuleDict({"c": Unknown()})})
-    convert(model, experts={"*.c": ("up",), "b.?": ["up", "down"]})
+    convert(model, experts={"*.c": ("up",), "b.?": ["up", "down"]}, auto_filter_small_kn=SMALL)
     assert fp8_names(model) == ["b.c.up", "b.c.down"]
     again = convert(model)
     assert {entry.reason for entry in again.converted} == {"already converted"}
     assert reasons(again)["a.up"] == "stack of matrices: in Unknown; experts={...} would name it"
     whole = Unknown()
-    convert(whole, experts={"": ["down"]}, skip=[])
+    convert(whole, experts={"": ["down"]}, skip=[], auto_filter_small_kn=SMALL)
     assert fp8_names(whole) == ["down"]
-    skipped = convert(Unknown(), experts={"": ["down", "up"]}, skip=["down"])
+    skipped = convert(
+        Unknown(), experts={"": ["down", "up"]}, skip=["down"], auto_filter_small_kn=SMALL
+    )
     assert reasons(skipped)["down"] == "skip pattern 'down'"
 
 
@@ -330,7 +338,7 @@ b.down_proj     dgrad    100 x 256 x 128 in 3 groups  reference  runs on any dev
 
 def test_memory_counts_the_forms_of_the_matrices_of_a_stack() -> None:
     module = Unknown()
-    convert(module, experts={"": ["up"]})
+    convert(module, experts={"": ["up"]}, auto_filter_small_kn=SMALL)
     before = memory_report(module).trainable
     assert (before.high_precision, before.fp8) == (4 * E * N * K, 0)
     x = randn(5, K, dtype=torch.float32, grad=True)

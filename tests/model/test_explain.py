@@ -124,9 +124,9 @@ def test_the_products_are_those_that_run() -> None:
 
     module = linear(70, 130, bias=True)
     with Shapes() as trace:
-        module(randn(2, 5, 130, grad=True)).sum().backward()
+        module(randn(2, 8, 130, grad=True)).sum().backward()
     ran = [op for op in trace.ops if isinstance(op, tuple)]
-    assert [(p.m, p.n, p.k) for p in explain(nn.Sequential(module), tokens=10).products] == ran
+    assert [(p.m, p.n, p.k) for p in explain(nn.Sequential(module), tokens=16).products] == ran
     assert [p.kind for p in explain([(10, 70, 130)]).products] == ["fprop", "dgrad", "wgrad"]
 
 
@@ -151,7 +151,7 @@ def test_the_problems_are_those_of_the_products(
     assert asked == [
         GemmProblem(10, 70, 130, rows, squares, act, cpu, bias=act),
         GemmProblem(10, 130, 70, rows, squares, act, cpu),
-        GemmProblem(70, 130, 10, rows, rows, weight, cpu),
+        GemmProblem(70, 130, 16, rows, rows, weight, cpu),  # tokens in whole vectors
         GemmProblem(10, 130, 70, rows, squares, act, cpu),
         GemmProblem(10, 70, 130, rows, squares, act, cpu),
     ]
@@ -161,7 +161,7 @@ def test_the_problems_are_those_of_the_products(
     assert asked == [
         GemmProblem(10, 70, 130, rows, squares, torch.float16, cpu),
         GemmProblem(10, 130, 70, rows, squares, torch.float16, cpu),
-        GemmProblem(70, 130, 10, rows, rows, torch.float16, cpu),
+        GemmProblem(70, 130, 16, rows, rows, torch.float16, cpu),
     ]
 
 

@@ -149,6 +149,17 @@ REFUSED_GEMMS = [
 ]
 
 
+@pytest.mark.parametrize(("k", "other"), [(130, 144), (144, 130), (130, 130), (1, 16), (0, 0)])
+def test_one_side_may_be_filled_up_with_zeros(k: int, other: int) -> None:
+    checks.same_contraction(torch.empty(3, k), torch.empty(5, other))
+
+
+@pytest.mark.parametrize(("k", "other"), [(130, 131), (130, 128), (128, 144), (144, 160), (0, 1)])
+def test_other_contractions_are_refused(k: int, other: int) -> None:
+    with pytest.raises(ValueError, match=f"K is {k} in one and {other} in the other"):
+        checks.same_contraction(torch.empty(3, k), torch.empty(5, other))
+
+
 @pytest.mark.parametrize(("call", "text"), REFUSED_GEMMS)
 def test_refused_gemms(call: Callable[[], object], text: str) -> None:
     is_about_types = " dtype " in text or "adds into" in text

@@ -1,4 +1,4 @@
-"""Strides and padding of scales, and what cuBLAS is handed of them."""
+"""Layouts of data and of scales, and what cuBLAS and TMA are handed of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from blocktensor.ops.formats import (
     num_blocks,
 )
 from blocktensor.ops.scale_layouts import (
+    columnwise_width,
+    copy_data_,
     cublas_scale,
+    empty_columnwise,
     empty_quantized,
     empty_scale,
     in_vectors,
@@ -104,6 +107,30 @@ def test_data_comes_with_its_scales(shape: tuple[int, ...], format: BlockFormat)
     assert (made.data.shape, made.data.dtype, made.data.is_contiguous()) == (shape, E4M3, True)
     scale = empty_scale(shape, format, CPU)
     assert (made.scale.shape, made.scale.stride()) == (scale.shape, scale.stride())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"),
+    [(0, 0), (1, 16), (15, 16), (16, 16), (127, 128), (128, 128), (129, 144), (4095, 4096)],
+)
+def test_columnwise_casts_have_rows_of_whole_vectors(tokens: int, width: int) -> None:
+    x = torch.empty(tokens, 3)
+    for format in (BLOCKS_1X128, BLOCKS_128X128_POW2, BlockFormat("1x32", (1, 32))):
+        assert columnwise_width(tokens, format) == width
+        made, wanted = empty_columnwise(x, format), empty_quantized((3, width), format, CPU)
+        assert (made.data.shape, made.data.stride()) == (wanted.data.shape, wanted.data.stride())
+        assert made.scale.shape == format.scale_shape((3, tokens))  # the zeros need no more blocks
+        assert made.scale.stride() == wanted.scale.stride()
+    assert columnwise_width(tokens, BlockFormat("1x50", (1, 50))) == tokens
+
+
+@pytest.mark.parametrize(("of_target", "of_source"), [(127, 128), (128, 127), (128, 128)])
+def test_copies_between_widths_leave_zeros_after_the_data(of_target: int, of_source: int) -> None:
+    source = torch.rand(3, 128)
+    source[:, 127] = 0
+    target = torch.empty(3, of_target, dtype=E4M3)  # NaN in tests
+    copy_data_(target, source[:, :of_source].to(E4M3))
+    assert_same(target, source[:, :of_target].to(E4M3))
 
 
 def test_scales_are_laid_out_once() -> None:

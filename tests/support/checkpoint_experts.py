@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,11 +14,13 @@ from torch import Tensor, nn
 
 from blocktensor import Recipe, save_fp8
 from blocktensor import convert as convert_model
+from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.models import randn
 
 E, K = 3, 200
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
 MATRICES = ("gate_proj", "up_proj", "down_proj")
+_SCALE = re.compile(r"(.*experts\.)(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight_scale_inv")
 
 
 class Experts(nn.Module):
@@ -59,6 +64,25 @@ def layer(
     return model
 
 
+def on_meta() -> Layer:
+    with torch.device("meta"):
+        return Layer()
+
+
+def split_experts(seed: int) -> nn.Module:
+    """The frozen experts of a layer as torchtitan has them: stacks of gate and of up."""
+
+    class GroupedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            experts = layer(seed, frozen=True).experts
+            gate_up = experts.gate_up_proj
+            self.w1_EFD, self.w3_EFD = (nn.Parameter(x, False) for x in gate_up.chunk(2, 1))
+            self.w2_EDF = experts.down_proj
+
+    return GroupedExperts()
+
+
 def read(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -66,7 +90,22 @@ def read(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def written(folder: Path, change: Callable[[dict[str, Tensor]], object], **kwargs: int) -> Path:
+def stack_scales(tensors: dict[str, Tensor]) -> None:
+    """Replace the scales of matrices of experts by those of stacks, as transformers 5.23 does."""
+    found: dict[str, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(tensors, key=lambda name: "up_proj" in name or "w3" in name):
+        match = _SCALE.fullmatch(name)
+        if match is not None:
+            home, expert, matrix = match.groups()
+            stack = "down_proj" if matrix in ("down_proj", "w2") else "gate_up_proj"
+            shape = BLOCKS_128X128.scale_shape(tensors[name.removesuffix("_scale_inv")].shape)
+            scale = tensors.pop(name).view(shape)
+            found[f"{home}{stack}_scale_inv"][int(expert)].append(scale)
+    for name, experts in found.items():
+        tensors[name] = torch.stack([torch.cat(experts[e]) for e in range(len(experts))])
+
+
+def written(folder: Path, change: Callable[[dict[str, Tensor]], object], **kwargs: Any) -> Path:
     """A checkpoint in matrices of experts, without index, after a change to its tensors."""
     made = read(save_fp8(layer(frozen=True, **kwargs), folder, expert_names="separate"))
     change(made)

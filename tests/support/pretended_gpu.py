@@ -9,6 +9,7 @@ import torch
 
 from blocktensor.ops import devices
 from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.grouped_gemm import choose_backend as grouped
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 CUDA = torch.device("cuda", 0)
@@ -18,8 +19,9 @@ Pretend = Callable[..., None]
 
 
 def _forget() -> None:
-    for cached in (choose_backend._choose, choose_backend.warn_slow):
-        cached.cache_clear()
+    choose_backend._choose.cache_clear()
+    choose_backend.warn_slow.cache_clear()
+    grouped._choose.cache_clear()
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
         monkeypatch.setattr(devices, "_capability", lambda index: capability)
         monkeypatch.setattr(devices, "has_triton", lambda: triton is not None)
         monkeypatch.setattr(choose_backend, "triton_version", lambda: triton)
-        monkeypatch.setattr(choose_backend, "sms", lambda device: 132)
+        for module in (choose_backend, grouped):
+            monkeypatch.setattr(module, "sms", lambda device: 132)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)

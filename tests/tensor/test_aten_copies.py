@@ -90,6 +90,23 @@ def test_copy_writes_the_forms_of_the_target(block: tuple[int, int]) -> None:
         assert_same(flipped, source.t())
 
 
+def test_copies_between_a_transpose_and_a_cast_of_its_own() -> None:
+    """One has zeros after its columns where the other has none."""
+    x = randn(129, 300)
+    plain, turned = quantized(129, 300), BlockwiseFP8Tensor.quantize(x.t().contiguous(), ROW).t()
+    assert plain.rowwise_data.shape != turned.rowwise_data.shape
+    for target in (torch.empty_like(plain), torch.empty_like(turned)):  # NaN in tests
+        for source in (plain, turned):
+            target.copy_(source)
+            assert torch.equal(target.dequantize(), source.dequantize())
+            flipped = target.t().dequantize()
+            assert torch.equal(flipped, source.t().dequantize())
+            w = quantized(64, 300, block=SQUARE)
+            y = torch.nn.functional.linear(target, w)
+            assert torch.equal(y, torch.nn.functional.linear(source, w))
+            assert y.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "source",
     [

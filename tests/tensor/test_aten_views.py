@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor
+from blocktensor.ops import reference
 from tests.support.models import (
     ROW,
     SQUARE,
@@ -98,3 +99,15 @@ def test_reshapes_that_move_blocks_are_refused(run: Callable[[Tensor], Any]) -> 
     assert ".dequantize()" in complaint(
         NotImplementedError, lambda: run(BlockwiseFP8Tensor.quantize(randn(4, 256)))
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129])
+def test_products_of_a_transpose_contract_any_number_of_tokens(tokens: int) -> None:
+    """Its columnwise form, now rowwise, has zeros after them; other operands need not have any."""
+    g, x = quantized(tokens, 40), quantized(tokens, 24)
+    weight = quantized(tokens, 24, block=SQUARE)
+    a = reference.dequantize(g.t().rowwise(), torch.float32)[:, :tokens]
+    for other in (x, weight):
+        b = reference.dequantize(other.columnwise(), torch.float32)[:, :tokens]
+        torch.testing.assert_close(torch.mm(g.t(), other).float(), a @ b.t(), rtol=0.01, atol=0.01)
+    assert torch.equal(g.t().dequantize(torch.float32), a)

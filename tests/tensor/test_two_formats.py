@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
-from tests.support.models import SQUARE, linear, randn
+from tests.support.models import ROW, SQUARE, linear, randn
 from tests.support.numeric import assert_same
 from tests.support.wgrad_inputs import HIGH, SQUARES
 
@@ -33,6 +33,26 @@ def test_a_cast_in_two_formats_and_its_transpose() -> None:
         x.copy_(w)
     with pytest.raises(ValueError, match="copy_ between"):
         x.copy_(blocktensor.quantize(randn(300, 200)))
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
+    """In whole vectors, as rows do; a weight's transpose, of the same values, does not."""
+    values = randn(tokens, 200)
+    x, weight = blocktensor.quantize(values, SQUARES), BlockwiseFP8Tensor.quantize(values, SQUARE)
+    (data, scale, _), wanted = x.columnwise(), weight.columnwise()
+    width = -(-tokens // 16) * 16
+    assert (data.shape, wanted.data.shape) == ((200, width), (200, tokens))
+    assert_same(data[:, :tokens], wanted.data)
+    assert (data[:, tokens:].view(torch.uint8) == 0).all()
+    assert_same(scale, wanted.scale)
+
+    g = BlockwiseFP8Tensor.quantize(randn(tokens, 40, seed=1), ROW)
+    assert torch.equal(torch.mm(g.t(), x), torch.mm(g.t(), weight))
+    assert torch.equal(x.t().dequantize(), weight.t().dequantize())
+    for source in (x, x.t()):
+        copy = torch.empty_like(source).copy_(source)
+        assert torch.equal(copy.t().dequantize(), source.t().dequantize())
 
 
 def test_a_square_form_alone_gives_no_rowwise_form_of_an_activation() -> None:

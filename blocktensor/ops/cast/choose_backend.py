@@ -45,13 +45,11 @@ class CastProblem:
 
     Attributes:
         columnwise_format: of the columnwise form, where both are written; else None.
-        grouped: its columnwise blocks begin anew at groups, and are whole in memory.
     """
 
     x: Tensor
     format: BlockFormat
     columnwise_format: BlockFormat | None = None
-    grouped: bool = False
 
 
 def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool) -> CastKernels:
@@ -117,19 +115,18 @@ def _triton_declines(problem: CastProblem) -> str | None:
 def _gluon_declines(problem: CastProblem) -> str | None:
     if reason := _triton_declines(problem):
         return reason
-    # With other row counts a columnwise cast would store single bytes, those of a warp to many
-    # lines: 18% of copy bandwidth, against Triton's 28% (4095x7168).
     x = problem.x
     per_word = 4 // x.element_size()
     in_words = (
         x.stride(-1) == 1
         and x.shape[-1] % per_word == 0
-        and (problem.grouped or x.shape[-2] % 4 == 0)
         and x.data_ptr() % 4 == 0
         and all(stride % per_word == 0 for stride in x.stride()[:-1])
     )
     if not in_words:
-        return "reads rows of whole 32-bit words, four at a time"
+        return "reads rows of whole 32-bit words"
+    if x.element_size() == 1 and x.shape[-2] % 4:
+        return "transposes bytes of four rows at a time"
     fits = max(x.stride(-2), *x.shape[-2:]) < 2**24
     return None if fits else "uses 32-bit offsets inside a block"
 
@@ -155,14 +152,6 @@ def cast_kernels(
 ) -> CastKernels:
     """The functions of :func:`cast_backend`."""
     return _loaded(cast_backend(x, format, columnwise_format))
-
-
-def grouped_cast_kernels(
-    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
-) -> CastKernels:
-    """The functions of the backend that reads ``x`` to cast it in groups."""
-    problem = CastProblem(x, format, columnwise_format, grouped=True)
-    return _loaded(first_choice(CAST_BACKENDS, problem, x.device).backend)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
+from ..scale_layouts import VECTOR_BYTES
 from .gluon_words import (
     bytes_by_column,
     bytes_by_row,
@@ -106,11 +107,11 @@ def cast_columnwise_kernel(
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
-    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. `rows` are those
-    # of the columnwise form. With GROUPS, of x there are `tokens`, a block of which lies in one of
-    # `groups` groups and fills one of `col_blocks` whole blocks there. With SQUARE, the tile is one
-    # block of the columnwise form; col_scale_ld is the distance of neighbours along K then, else
-    # along M.
+    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
+    # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
+    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
+    # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
+    # neighbours along K then, else along M.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -134,9 +135,11 @@ def cast_columnwise_kernel(
     first_word = tile_k.to(gl.int64) * WORDS
     words_left = words - tile_k * WORDS
     if GROUPS:
-        first_row, rows_left, group = _rows_of_block(tile_m, offs_ptr, groups, tokens, GROUPS)
+        first_row, rows_left, has_group, _ = _rows_of_block(
+            tile_m, offs_ptr, groups, tokens, GROUPS
+        )
         first_m = first_row.to(gl.int64)
-        col_left = gl.where((group >= 0) & (tile_m < col_blocks), 128, 0)
+        col_left = gl.where(has_group & (tile_m < col_blocks), 128, 0)
         if not ROWWISE:
             if col_left == 0:
                 return
@@ -144,8 +147,8 @@ def cast_columnwise_kernel(
             return
     else:
         first_m = col_m
-        rows_left = rows - tile_m * 128
-        col_left = rows_left
+        rows_left = tokens - tile_m * 128
+        col_left = rows - tile_m * 128
 
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
@@ -209,9 +212,8 @@ def cast_columnwise_kernel(
         if ROWWISE:
             amax = _largest_of_warps(amax_of_warps)
         scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
-        gl.store(
-            col_scale_ptr + tile_k.to(gl.int64) * col_scale_ld + tile_m, scale, mask=col_left > 0
-        )
+        place_of_scale = col_scale_ptr + tile_k.to(gl.int64) * col_scale_ld + tile_m
+        gl.store(place_of_scale, scale, mask=col_left > 0 if GROUPS else True)
         tile_pre, tile_r, tile_e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     x = gl.convert_layout(x, BY_COLUMN, assert_trivial=True)
     if MAYBE_TINY:
@@ -256,10 +258,10 @@ def plan_columnwise(
     With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
     """
     k, m = col.data.shape
+    assert m % VECTOR_BYTES == 0
     row_data, row_scale, _ = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
-    unit_m = 16 if m % 16 == 0 else 4
     unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
     options = {"num_warps": 8 // per_word}
     if row is not None and unit_k > 1:
@@ -270,7 +272,7 @@ def plan_columnwise(
     return Launch(
         cast_columnwise_kernel,
         (blocks_of(tokens, groups, row is not None) * blocks_k,),
-        (x, row_data, row_scale, col.data, col.scale, m // unit_m, k // (per_word * unit_k),
+        (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups, tokens,
@@ -280,7 +282,7 @@ def plan_columnwise(
             "SQUARE": square,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
-            "UNIT_M": unit_m,
+            "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,

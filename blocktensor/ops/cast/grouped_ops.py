@@ -16,7 +16,7 @@ from .. import checks
 from ..formats import BlockFormat, Quantized, group_columns, named
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
-from .choose_backend import grouped_cast_kernels
+from .choose_backend import cast_kernels
 from .ops import Four, Pair, other_name
 
 
@@ -103,7 +103,7 @@ def _decide_both(
     columnwise_format: BlockFormat,
 ) -> Callable[..., tuple[Quantized, Quantized]]:
     _check_both(x, offs, index, format, columnwise_format)
-    kernels = grouped_cast_kernels(x, format, columnwise_format)
+    kernels = cast_kernels(x, format, columnwise_format)
     return recorded(kernels.quantize_grouped, kernels.launches)
 
 
@@ -111,7 +111,7 @@ def _decide_columnwise(
     x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
 ) -> Callable[..., Quantized]:
     _check(x, offs, index, format)
-    kernels = grouped_cast_kernels(x, format)
+    kernels = cast_kernels(x, format)
     return recorded(kernels.quantize_grouped_columnwise, kernels.launches)
 
 

@@ -24,7 +24,8 @@ def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
 @triton.jit
 def place(block, group, begin, end, tokens):
     # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
-    # hold the rows of no group. Returns the first row, the rows left, and the group, or -1.
+    # hold the rows of no group. Returns the first row, the rows left, whether they are of a group,
+    # and which. Every program makes this search: a number that it does not use costs nothing.
     end = tl.maximum(tl.minimum(end, tokens), 0)
     begin = tl.maximum(tl.minimum(begin, end), 0)
     blocks = (end - begin + 127) // 128
@@ -33,9 +34,11 @@ def place(block, group, begin, end, tokens):
     mine = (within >= 0) & (block < after)
     first = tl.max(tl.where(mine, begin + within, -1), 0)
     left = tl.max(tl.where(mine, end - begin - within, 0), 0)
-    found = tl.max(tl.where(mine, group, -1), 0)
-    rest = tl.max(end, 0) + (block - tl.max(after, 0)) * 128
-    return tl.where(found < 0, rest, first), tl.where(found < 0, tokens - rest, left), found
+    found = left > 0
+    if not found:
+        first = tl.max(end, 0) + (block - tl.max(after, 0)) * 128
+        left = tokens - first
+    return first, left, found, tl.max(tl.where(mine, group, 0), 0)
 
 
 Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor, "Tensor | None"], Launch]

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
 from ..runtime.specialize import Specialized, recorded
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
 
 Pair = tuple[Tensor, Tensor]
@@ -33,9 +33,9 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Cast the transpose of ``x[M, K]``, data written ``[K, M]``.
+    """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
-    In square blocks, that is the transpose of the rowwise cast.
+    In square blocks, that is the transpose of the rowwise cast, and zeros.
 
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix.
@@ -229,13 +229,14 @@ def _(x: Tensor, format: str) -> Pair:
 
 @_columnwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
-    return _empty(x.shape[::-1], format, x.device)
+    data, scale, _ = empty_columnwise(x, named(format))
+    return data, scale
 
 
 @_both_op.register_fake
 def _(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
-    columnwise = _empty(x.shape[::-1], columnwise_format or format, x.device)
-    return *_empty(x.shape, format, x.device), *columnwise
+    data, scale, _ = empty_columnwise(x, named(columnwise_format or format))
+    return *_empty(x.shape, format, x.device), data, scale
 
 
 @_transpose_op.register_fake

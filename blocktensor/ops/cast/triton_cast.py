@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import empty_columnwise, empty_quantized
 from .groups import (
     blocks_of,
     grouped_by,
@@ -28,21 +28,21 @@ from .triton_128x128 import plan_128x128
 
 
 @triton.jit(
-    do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "col_blocks"]
+    do_not_specialize=["rows", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "columns"]
 )
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
-    row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, col_blocks,
+    row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, columns,
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
     GROUPS: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
-    # columnwise cast needs TILE_M = 128 (a whole block). With SQUARE, the tile is one block of the
-    # columnwise form; col_scale_ld is the distance of neighbours along K then, else along M.
-    # out_ld = rows, a separate argument so that its divisibility by 16 is specialised. With GROUPS,
-    # a block lies in one of `groups` groups and fills one of `col_blocks` whole blocks of the
-    # columnwise form.
+    # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
+    # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
+    # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
+    # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
+    # groups and fills one whole block of the columnwise form.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -53,13 +53,13 @@ def cast_1x128_kernel(
         k = k.to(tl.int64)
     col_m = tile_m.to(tl.int64) * TILE_M
     if GROUPS:
-        first_m, rows_left, group = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
+        first_m, rows_left, has_group, _ = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
         first_m = first_m.to(tl.int64)
-        col_left = tl.where((group >= 0) & (tile_m < col_blocks), 128, 0)
+        col_left = tl.where(has_group & (tile_m * TILE_M < columns), 128, 0)
     else:
         first_m = col_m
         rows_left = rows - tile_m * TILE_M
-        col_left = rows_left
+        col_left = columns - tile_m * TILE_M
     cols_left = cols - tile_k * 128
     inside = (m < rows_left)[:, None] & (k < cols_left)[None, :]
     first_k = tile_k.to(tl.int64) * 128
@@ -132,9 +132,10 @@ def _vectorised(x: Tensor) -> bool:
 def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool) -> int:
     if not columnwise:
         return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
+    # others would spill
     if x.dtype != torch.float32:
-        return 8
-    return 16 if grouped or _vectorised(x) else 32  # others would spill
+        return 8 if grouped or _vectorised(x) else 16
+    return 16 if grouped or x.stride(-1) == 1 else 32
 
 
 def plan_1x128(
@@ -167,7 +168,7 @@ def plan_1x128(
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
          col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
          blocks_k, x if offs is None else offs, x if index is None else index, groups,
-         num_blocks(col.data.shape[1]) if col else 0),
+         col.data.shape[1] if col else 0),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
@@ -238,8 +239,7 @@ def quantize_grouped(
 
 def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
-    m, k = x.shape
-    col = empty_quantized((k, m), format, x.device)
+    col = empty_columnwise(x, format)
     plan(x, None, col)()
     return col
 
@@ -248,8 +248,7 @@ def both_by(
     plan: Planner, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None
 ) -> tuple[Quantized, Quantized]:
     """Both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
-    m, k = x.shape
-    row = empty_quantized((m, k), format, x.device)
-    col = empty_quantized((k, m), columnwise_format or format, x.device)
+    row = empty_quantized(x.shape, format, x.device)
+    col = empty_columnwise(x, columnwise_format or format)
     plan(x, row, col)()
     return row, col

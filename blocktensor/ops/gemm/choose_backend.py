@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..devices import HOPPER, capability, lacks_fp8, lacks_triton, sms, triton_version
 from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
-from ..registry import Backend, Choice, first_choice
+from ..registry import Backend, Choice, Kernels, Problem, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
 from .hopper.tiles import choose_tile, cublas_is_faster
 
@@ -191,19 +191,36 @@ def choose_gemm(problem: GemmProblem) -> GemmChoice:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GemmProblem, forced: str | None) -> GemmChoice:
+    shape = f"M={problem.m}, N={problem.n}, K={problem.k}"
+    return choose_product(GEMM_BACKENDS, problem, problem.device, forced, shape)
+
+
+def choose_product(
+    backends: Sequence[Backend[Problem, Kernels]],
+    problem: Problem,
+    device: torch.device,
+    forced: str | None,
+    shape: str,
+) -> Choice[Problem, Kernels]:
+    """The backend of products named ``forced``, or else the first that takes ``problem``.
+
+    Raises:
+        ValueError: the forced one is unknown or cannot run ``problem``; ``shape`` describes it.
+    """
     if forced is None:
-        choice = first_choice(GEMM_BACKENDS, problem, problem.device)
-        if choice.name == "reference" and problem.device.type == "cuda":
-            warn_slow(problem.device, choice.others)
+        choice = first_choice(backends, problem, device)
+        if choice.name == "reference" and device.type == "cuda":
+            warn_slow(device, choice.others)
         return choice
-    objections = {b.name: b.unusable(problem.device) or b.declines(problem) for b in GEMM_BACKENDS}
+    objections = {b.name: b.unusable(device) or b.declines(problem) for b in backends}
     objection = objections.get(forced, "no backend of this name")
     if objection is None:
-        return Choice(gemm_backend(forced), f"forced by {GEMM_VARIABLE}")
+        (backend,) = (b for b in backends if b.name == forced)
+        return Choice(backend, f"forced by {GEMM_VARIABLE}")
     usable = [name for name, reason in objections.items() if reason is None]
     raise ValueError(
-        f"{GEMM_VARIABLE}={forced}: {objection}. Usable here for M={problem.m}, N={problem.n}, "
-        f"K={problem.k}: {', '.join(usable)}. Unset {GEMM_VARIABLE} to let blocktensor choose."
+        f"{GEMM_VARIABLE}={forced}: {objection}. Usable here for {shape}: {', '.join(usable)}. "
+        f"Unset {GEMM_VARIABLE} to let blocktensor choose."
     )
 
 

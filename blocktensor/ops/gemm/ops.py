@@ -41,7 +41,7 @@ def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> Tensor:
 def _check(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     checks.gemm_operand(a, "operand a")
     checks.gemm_operand(b, "operand b")
-    checks.same_k(a.data, b.data, "operand a", "operand b")
+    checks.same_contraction(a.data, b.data)
     checks.same_device(a.data, b.data, "operand a", "operand b")
     checks.gemm_output(out_dtype)
     if bias is not None:

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from ..devices import lacks_triton, sms
 from ..formats import BlockFormat, num_blocks
-from ..gemm.choose_backend import gluon_unusable, unknown_format, warn_slow
-from ..registry import Backend, Choice, first_choice
-from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
+from ..gemm.choose_backend import (
+    GEMM_BACKENDS,
+    choose_product,
+    gluon_unusable,
+    unknown_format,
+)
+from ..registry import Backend, Choice
+from ..runtime.specialize import forced_gemm
 from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 
@@ -87,7 +92,9 @@ def _gluon_why(p: GroupedProblem) -> str:
             p.tokens, p.n, num_blocks(p.k), p.experts, sms(p.device), p.bias is not None
         )
     else:
-        tile, _ = choose_wgrad_tile(p.n, p.k, p.tokens, p.experts, sms(p.device), p.accumulate)
+        tile, _ = choose_wgrad_tile(
+            p.n, p.k, p.tokens, p.experts, p.b_format.rows, sms(p.device), p.accumulate
+        )
     rows, cols = tile.size
     return f"{rows}x{cols} tiles"
 
@@ -97,8 +104,6 @@ def _gluon_declines(p: GroupedProblem) -> str | None:
         return reason
     if p.a_format.rows > 1:
         return "no 128x128 blocks on the left"
-    if p.kind == "wgrad" and p.b_format.rows > 1:
-        return "weight gradients of 1x128 blocks on both sides only"
     return "nothing to contract" if p.kind == "gemm" and p.k == 0 else None
 
 
@@ -114,6 +119,8 @@ GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
 )
 """In order of preference; the reference takes every problem."""
 
+_OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_BACKENDS}
+
 
 def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     """The backend that will run ``problem``, and why.
@@ -121,26 +128,18 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     ``BLOCKTENSOR_GEMM`` forces one of its name, where grouped GEMMs have one ("cublas" does not).
 
     Raises:
-        ValueError: the forced backend cannot run here or cannot take this problem.
+        ValueError: the forced backend cannot run here or cannot take this problem; the message
+            lists the usable ones.
     """
     return _choose(problem, forced_gemm())
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: GroupedProblem, forced: str | None) -> GroupedChoice:
-    found = {backend.name: backend for backend in GROUPED_BACKENDS}
-    if forced not in found:
-        choice = first_choice(GROUPED_BACKENDS, problem, problem.device)
-        if choice.name == "reference" and problem.device.type == "cuda":
-            warn_slow(problem.device, choice.others)
-        return choice
-    backend = found[forced]
-    objection = backend.unusable(problem.device) or backend.declines(problem)
-    if objection is None:
-        return Choice(backend, f"forced by {GEMM_VARIABLE}")
-    raise ValueError(
-        f"{GEMM_VARIABLE}={forced}: {objection}. Unset {GEMM_VARIABLE} to let blocktensor choose."
-    )
+    if forced in _OF_MATRICES_ONLY:
+        forced = None
+    shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
+    return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)
 
 
 @functools.cache

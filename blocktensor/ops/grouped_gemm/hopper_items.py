@@ -5,11 +5,27 @@ the ends of the groups, which are on the device, and describes each in shared me
 not look for groups.
 """
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..gemm.hopper.epilogue import Output
 from ..gemm.hopper.pipeline import advance, prefetch_tile, tile_of
+
+
+@dataclass(frozen=True)
+class GroupedOutput(Output):
+    """How a grouped GEMM writes its sums.
+
+    Attributes:
+        cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each has an output
+            of its own, and groups cut K (wgrad).
+    """
+
+    cuts_rows: bool = True
+
 
 SLOTS = gl.constexpr(8)
 """Items described at a time. Consumers are behind by an item a stage at most, and by the current
@@ -21,7 +37,7 @@ BEGIN = gl.constexpr(2)  # the first row that it may store, where groups cut row
 END = gl.constexpr(3)  # the row after the last one that it may store
 TILE_N = gl.constexpr(4)  # the number of the tile along the columns
 EXPERT = gl.constexpr(5)  # whose bias is added; -1 for rows of no group
-HALF = gl.constexpr(6)  # 1 if the tile is half as high
+FIRST = gl.constexpr(6)  # the first k block in memory, where groups cut K
 FIELDS = gl.constexpr(7)
 
 
@@ -49,15 +65,52 @@ def _end_of(offs, group, groups, begin, tokens):
 
 
 @gluon.jit
+def _items_of(begin, end, work, OUT: gl.constexpr, T: gl.constexpr):
+    # Of the group of tokens [begin, end): how many items, and how many k blocks each; the number of
+    # tiles one below the other.
+    _, _, _, _, tiles_m, tiles_n, blocks, _ = work
+    if OUT.cuts_rows:
+        # Copies of scales start at multiples of 16 bytes, so tiles at rows that are multiples of 4.
+        tiles_m = gl.where(end > begin, (end - begin // 4 * 4 + T.m - 1) // T.m, 0)
+    else:
+        blocks = (end - begin + 127) // 128
+    count = tiles_m * tiles_n
+    if OUT.add is not None:
+        count = gl.where(blocks > 0, count, 0)
+    return count, blocks, tiles_m
+
+
+@gluon.jit
+def _is_behind(at, item, work, OUT: gl.constexpr, T: gl.constexpr):
+    # True if `item` is none of the group `at`, and there are more.
+    group, begin, end, before, _ = at
+    _, groups, _, _, _, _, _, _ = work
+    count, _, _ = _items_of(begin, end, work, OUT, T)
+    return (item >= before + count) & (group < (groups + 1 if OUT.cuts_rows else groups))
+
+
+@gluon.jit
+def _next_group(at, work, OUT: gl.constexpr, T: gl.constexpr):
+    group, begin, end, before, first = at
+    offs, groups, tokens, _, _, _, _, _ = work
+    count, blocks, _ = _items_of(begin, end, work, OUT, T)
+    after = _end_of(offs, group + 1, groups, end, tokens)
+    return group + 1, end, after, before + count, first + blocks
+
+
+@gluon.jit
 def _load_blocks(
-    stages, maps, stage, phase, operands, first, blocks, half, place, out, OUT: gl.constexpr,
-    T: gl.constexpr,
+    stages, maps, stage, phase, operands, first, blocks, place, at, item, work, out,
+    OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     # Loads k blocks `first` and following, in order; prefetches the tile that they are added to.
+    # Looks for the group of the next item in between, one group a block: between two items it takes
+    # longer than consumers are busy with what is loaded, if the groups are small. In wgrad they are
+    # not (an expert's gradient has many tiles), and registers are few.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     a_row, a_scale_at, b_row, b_scale_at = operands
-    A_COPIES: gl.constexpr = T.a_copies
+    A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
     B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
@@ -65,27 +118,24 @@ def _load_blocks(
     for k in range(blocks):
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
-        if T.halves:
-            mbarrier.expect(bar, BYTES - T.m // 2 * 128, pred=half == 1)
-            mbarrier.expect(bar, BYTES, pred=half == 0)
-        else:
-            mbarrier.expect(bar, BYTES)
+        mbarrier.expect(bar, BYTES)
         for i in gl.static_range(SCALE_COPIES):
             # A copy of a vector starts at a multiple of 16 bytes: of 128x128 scales, k % 4 is used.
-            at = b_scale_at + (
-                k * b_scale_ld + i * (T.n // SCALE_COPIES) if T.b_block == 1 else k // 4 * 4
+            scale_at = b_scale_at + (
+                k * b_scale_ld + i * (T.n // SCALE_COPIES)
+                if T.b_block == 1
+                else i * b_scale_ld + (first + k) // 4 * 4
             )
             tma.async_copy_global_to_shared(
-                b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
+                b_scale_map, [scale_at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
             )
         tma.async_copy_global_to_shared(
             a_scale_map, [a_scale_at + k * a_scale_ld], bar, a_scale_s.index(stage)
         )
         for i in gl.static_range(A_COPIES):
-            needed = half == 0 if i > 0 else True
             tma.async_copy_global_to_shared(
                 a_map, [a_row + i * T.a_rows, (first + k) * 128], bar,
-                a_s.index(stage * A_COPIES + i), pred=needed,
+                a_s.index(stage * A_COPIES + i),
             )  # fmt: skip
         for i in gl.static_range(B_COPIES):
             target = b_s.index((stage * B_COPIES + i) * B_STEPS)
@@ -98,102 +148,72 @@ def _load_blocks(
             row, end, col = place
             out_ptr, N, out_ld = out
             prefetch_tile(out_ptr, row, col, end, N, out_ld, k, blocks, T)
+        if OUT.cuts_rows:
+            if _is_behind(at, item, work, OUT, T):
+                at = _next_group(at, work, OUT, T)
         stage, phase = advance(stage, phase, T.stages)
-    return stage, phase
+    return stage, phase, at
 
 
 @gluon.jit
 def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
-    # The producer warp: every k block of every item of this program, in order. Products with
-    # 128x128 blocks in B (fprop, dgrad) cut the rows of A at groups; those with 1x128 (wgrad), K.
+    # The producer warp: every k block of every item of this program, in order.
     _, _, _, _, full, empty = stages
     _, _, _, _, a_scale_ld, b_scale_ld = maps
-    offs, groups, tokens, expert_rows, tiles_m, tiles_n, blocks_k, blocks_n = work
+    offs, groups, tokens, expert_rows, _, tiles_n, blocks_k, blocks_n = work
     stage = 0
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
     slot = 0
     item = gl.program_id(0)
-    before = 0  # items of earlier groups
-    first = 0  # k blocks of earlier groups
-    group = 0
-    begin = 0
-    end = _end_of(offs, 0, groups, 0, tokens)
-    CUTS_ROWS: gl.constexpr = T.b_block == 128
-    last = groups + 1 if CUTS_ROWS else groups
-    while group < last:
-        blocks = blocks_k
-        # Copies of scales start at multiples of 16 bytes, so tiles at rows that are multiples of 4.
-        aligned = begin // 4 * 4
-        pairs = 0
-        if CUTS_ROWS:
-            height = gl.where(end > begin, end - aligned, 0)
-            tiles_m = (height + T.m - 1) // T.m
-            if T.halves:
-                # A row of half tiles at the end: two of them make one item, of a whole tile's time,
-                # so that programs of as many items take as long.
-                tiles_m = (height + T.m // 2 - 1) // T.m
-                pairs = gl.where(height > tiles_m * T.m, (tiles_n + 1) // 2, 0)
+    at = (0, 0, _end_of(offs, 0, groups, 0, tokens), 0, 0)
+    last = groups + 1 if OUT.cuts_rows else groups
+    while at[0] < last:
+        if _is_behind(at, item, work, OUT, T):
+            at = _next_group(at, work, OUT, T)
         else:
-            blocks = (end - begin + 127) // 128
-        count = tiles_m * tiles_n + pairs
-        if OUT.add is not None:
-            count = gl.where(blocks > 0, count, 0)
-        if item < before + count:
-            within = item - before
-            parts = 1
-            half = 0
-            tile_m, tile_n = tile_of(within, gl.maximum(tiles_m, 1), tiles_n, T.group)
-            if T.halves:
-                of_pairs = within - tiles_m * tiles_n
-                if of_pairs >= 0:
-                    half = 1
-                    tile_m = tiles_m
-                    tile_n = 2 * of_pairs
-                    parts = gl.minimum(2, tiles_n - tile_n)
+            # `before`: items of earlier groups; `first`: their k blocks.
+            group, begin, end, before, first = at
+            _, blocks, tiles_m = _items_of(begin, end, work, OUT, T)
+            tile_m, tile_n = tile_of(item - before, gl.maximum(tiles_m, 1), tiles_n, T.group)
+            col = tile_n * T.n
             # Rows of no group, and gradients of a group without tokens, are zeros: the sum of one
             # block that lies beyond the operands, where TMA fills in zeros.
-            none = group == groups if CUTS_ROWS else blocks == 0
+            none = group == groups if OUT.cuts_rows else blocks == 0
             blocks = gl.where(none, 1, blocks)
-            for part in range(parts):
-                col = (tile_n + part) * T.n
-                if CUTS_ROWS:
-                    row = aligned + tile_m * T.m
-                    row_end = end
-                    k0 = 0
-                    a_row = gl.where(none, tokens, row)
-                    a_scale_at = gl.where(none, blocks_k * a_scale_ld, row)
-                    b_row = group * expert_rows + col
-                    b_scale_at = (group * blocks_n + tile_n + part) * b_scale_ld
-                else:
-                    a_row = tile_m * T.m
-                    row = group * expert_rows + a_row
-                    row_end = (group + 1) * expert_rows
-                    k0 = gl.where(none, blocks_k, first)
-                    a_scale_at = a_row + k0 * a_scale_ld
-                    b_row = col
-                    b_scale_at = col + k0 * b_scale_ld
-                _describe(items, slot, BLOCKS, blocks)
-                _describe(items, slot, ROW, row)
-                if CUTS_ROWS:
-                    _describe(items, slot, BEGIN, begin)
-                _describe(items, slot, END, row_end)
-                _describe(items, slot, TILE_N, tile_n + part)
-                if OUT.bias:
-                    _describe(items, slot, EXPERT, gl.where(none, -1, group))
-                if T.halves:
-                    _describe(items, slot, HALF, half)
-                stage, phase = _load_blocks(
-                    stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), k0, blocks,
-                    half, (row, row_end, col), out, OUT, T,
-                )  # fmt: skip
-                slot = (slot + 1) % SLOTS
+            if OUT.cuts_rows:
+                row = begin // 4 * 4 + tile_m * T.m
+                row_end = end
+                first = 0
+                a_row = gl.where(none, tokens, row)
+                a_scale_at = gl.where(none, blocks_k * a_scale_ld, row)
+                b_row = group * expert_rows + col
+                b_scale_at = (group * blocks_n + col // 128) * b_scale_ld
+            else:
+                a_row = tile_m * T.m
+                row = group * expert_rows + a_row
+                row_end = (group + 1) * expert_rows
+                first = gl.where(none, blocks_k, first)
+                a_scale_at = a_row + first * a_scale_ld
+                b_row = col
+                b_scale_at = col + first * b_scale_ld
+                if T.b_block == 128:
+                    b_scale_at = col // 128 * b_scale_ld
+            _describe(items, slot, BLOCKS, blocks)
+            _describe(items, slot, ROW, row)
+            if OUT.cuts_rows:
+                _describe(items, slot, BEGIN, begin)
+            elif T.b_block == 128:
+                _describe(items, slot, FIRST, first)
+            _describe(items, slot, END, row_end)
+            _describe(items, slot, TILE_N, tile_n)
+            if OUT.bias:
+                _describe(items, slot, EXPERT, gl.where(none, -1, group))
             item += gl.num_programs(0)
-        else:
-            before += count
-            first += blocks
-            group += 1
-            begin = end
-            end = _end_of(offs, group, groups, begin, tokens)
+            stage, phase, at = _load_blocks(
+                stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), first, blocks,
+                (row, row_end, col), at, item, work, out, OUT, T,
+            )  # fmt: skip
+            slot = (slot + 1) % SLOTS
     mbarrier.wait(empty.index(stage), phase)
     _describe(items, slot, BLOCKS, 0)
     mbarrier.arrive(full.index(stage), count=1)

@@ -1,8 +1,7 @@
 """The grouped Hopper GEMM: the dense one's products and stores, on items of groups.
 
-``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A, where B has 128x128
-blocks (fprop, dgrad); ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e, where
-both have 1x128 blocks (wgrad).
+``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A: groups cut rows
+(fprop, dgrad). ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e (wgrad).
 """
 
 from triton.experimental import gluon
@@ -14,7 +13,7 @@ from ..gemm.hopper.blocks import block_of_rows, block_of_squares
 from ..gemm.hopper.epilogue import store_wave
 from ..gemm.hopper.pipeline import advance
 from ..gemm.hopper.products import column_scales, pieces, row_scales
-from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, HALF, ROW, SLOTS, TILE_N, field
+from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, FIRST, ROW, SLOTS, TILE_N, field
 from .hopper_items import produce as _produce
 
 
@@ -53,7 +52,7 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
     out, out_ptr, out_ld, out_s, bias = target
     row = field(items, slot, ROW) + (WG * WAVES * 64 if T.split == "m" else 0)
     col = field(items, slot, TILE_N) * T.n + (WG * T.cols * T.width if T.split == "n" else 0)
-    begin = field(items, slot, BEGIN) if T.b_block == 128 else 0
+    begin = field(items, slot, BEGIN) if OUT.cuts_rows else 0
     end = field(items, slot, END)
     biased = N
     if OUT.bias:
@@ -69,64 +68,42 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
 
 
 @gluon.jit
-def _item_of_squares(
-    stages, items, slot, blocks, stage, phase, last, started, target, N, WG: gl.constexpr,
-    OUT: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
-    # One item where B has 128x128 blocks. `started`: an earlier item has a stage to release.
-    LAYOUT: gl.constexpr = _layout(T)
-    raw = _zeros(1, T)
-    acc = _accumulators(T)
-    next_stage, next_phase = advance(stage, phase, T.stages)
-    raw, acc = block_of_squares(
-        raw, acc, stages, stage, next_stage, next_phase, last, 0, 2, 2 + started, True, WG, LAYOUT,
-        T,
-    )  # fmt: skip
-    last = stage
-    stage = next_stage
-    phase = next_phase
-    for k in range(1, blocks):
-        next_stage, next_phase = advance(stage, phase, T.stages)
-        raw, acc = block_of_squares(
-            raw, acc, stages, stage, next_stage, next_phase, last, k, 2, 3, False, WG, LAYOUT, T
-        )
-        last = stage
-        stage = next_stage
-        phase = next_phase
-    _store(acc, items, slot, target, N, WG, OUT, T)
-    return stage, phase, last
-
-
-@gluon.jit
 def _consume_squares(
     stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
 ):
-    # Consumer warpgroup WG: its share of every item. After the last item the producer fills one
-    # more stage with nothing, so that the next stage may always be awaited.
+    # Consumer warpgroup WG: its share of every item, where B has 128x128 blocks. After the last
+    # item the producer fills one more stage with nothing: the next stage may always be awaited.
     _, _, _, _, full, _ = stages
-    HALF_TILE: gl.constexpr = T.half if T.halves else T
+    LAYOUT: gl.constexpr = _layout(T)
+    raw = _zeros(1, T)
+    zeros = _accumulators(T)
     stage = 0
     phase = 0
     last = 0
     slot = 0
-    started = 0
+    started = 0  # 1: an earlier item has a stage to release
     mbarrier.wait(full.index(0), 0)
     blocks = field(items, slot, BLOCKS)
     while blocks > 0:
-        if T.halves:
-            if field(items, slot, HALF) == 1:
-                stage, phase, last = _item_of_squares(
-                    stages, items, slot, blocks, stage, phase, last, started, target, N, WG, OUT,
-                    HALF_TILE,
-                )  # fmt: skip
-            else:
-                stage, phase, last = _item_of_squares(
-                    stages, items, slot, blocks, stage, phase, last, started, target, N, WG, OUT, T
-                )
-        else:
-            stage, phase, last = _item_of_squares(
-                stages, items, slot, blocks, stage, phase, last, started, target, N, WG, OUT, T
-            )
+        first = 0 if OUT.cuts_rows else field(items, slot, FIRST)
+        next_stage, next_phase = advance(stage, phase, T.stages)
+        raw, acc = block_of_squares(
+            raw, zeros, stages, stage, next_stage, next_phase, last, first, 2, 2 + started, True,
+            WG, LAYOUT, T,
+        )  # fmt: skip
+        last = stage
+        stage = next_stage
+        phase = next_phase
+        for k in range(1, blocks):
+            next_stage, next_phase = advance(stage, phase, T.stages)
+            raw, acc = block_of_squares(
+                raw, acc, stages, stage, next_stage, next_phase, last, first + k, 2, 3, False, WG,
+                LAYOUT, T,
+            )  # fmt: skip
+            last = stage
+            stage = next_stage
+            phase = next_phase
+        _store(acc, items, slot, target, N, WG, OUT, T)
         started = 1
         slot = (slot + 1) % SLOTS
         blocks = field(items, slot, BLOCKS)

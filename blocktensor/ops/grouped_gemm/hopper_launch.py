@@ -8,11 +8,11 @@ from torch import Tensor
 from ..devices import sms
 from ..formats import Quantized, ceil_div, num_blocks
 from ..gemm.hopper import assembly
-from ..gemm.hopper.epilogue import Output
-from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map
+from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map, scales_of
 from ..gemm.hopper.tile import Tile
 from ..runtime.launch import Launch
 from ..scale_layouts import in_vectors, stacked_scale, tma_scale
+from .hopper_items import GroupedOutput
 from .hopper_kernel import grouped_kernel
 from .tiles import choose_gemm_tile, choose_wgrad_tile
 
@@ -29,14 +29,14 @@ def plan_grouped_gemm(
     """The launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e."""
     (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
-    a_scale_ld, b_scale_ld = a.scale.stride(1), b.scale.stride(1)
-    output = Output(fits_tma(out), bias is not None, clip=True)
+    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
+    b_scale_ld = b.scale.stride(1)
+    output = GroupedOutput(fits_tma(out), bias is not None, clip=True)
     assembly.install()  # before each compilation: another library may have replaced the hook
     return Launch(
         grouped_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows),
-         scale_map(a.scale, tile.a_scales, a_scale_ld, tokens, blocks_k),
+        (data_map(a.data, tile.a_rows), a_scale_map,
          data_map(b.data.flatten(0, 1), tile.b_rows),
          scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n),
          output_map(out, tile) if output.tma else out, out, out if bias is None else bias, offs,
@@ -60,16 +60,17 @@ def plan_grouped_wgrad(
     """The launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
     experts, n, k = out.shape
     blocks = num_blocks(a.data.shape[1])
-    a_scale_ld, b_scale_ld = a.scale.stride(1), b.scale.stride(1)
+    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
+    b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
     rows = out.flatten(0, 1)
     add = "staged" if accumulate else None
-    output = Output(fits_tma(rows), False, add, clip=n % tile.m != 0)
+    clip = n % tile.m != 0
+    output = GroupedOutput(fits_tma(rows), add=add, clip=clip, cuts_rows=False)
     assembly.install()
     return Launch(
         grouped_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), scale_map(a.scale, tile.a_scales, a_scale_ld, n, blocks),
-         data_map(b.data, tile.b_rows), scale_map(b.scale, tile.b_scales, b_scale_ld, k, blocks),
+        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.b_rows), b_scale_map,
          output_map(rows, tile) if output.tma else rows, rows, rows, offs, tokens, n, k, experts,
          ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
         {"OUT": output, "T": tile},
@@ -122,5 +123,7 @@ def _run_wgrad(
     out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int, accumulate: bool
 ) -> None:
     experts, n, k = out.shape
-    tile, programs = choose_wgrad_tile(n, k, tokens, experts, sms(out.device), accumulate)
+    tile, programs = choose_wgrad_tile(
+        n, k, tokens, experts, b.format.rows, sms(out.device), accumulate
+    )
     plan_grouped_wgrad(_for_tma(a), _for_tma(b), offs, tokens, out, accumulate, tile, programs)()

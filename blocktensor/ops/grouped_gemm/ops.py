@@ -69,7 +69,7 @@ def grouped_gemm_wgrad_add_(
 
 def _check_common(a: Quantized, b: Quantized, offs: Tensor) -> None:
     checks.group_ends(offs, a.data, "operand a")
-    checks.same_k(a.data, b.data, "operand a", "operand b")
+    checks.same_contraction(a.data, b.data)
     checks.same_device(a.data, b.data, "operand a", "operand b")
 
 

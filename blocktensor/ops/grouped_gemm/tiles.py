@@ -16,27 +16,44 @@ from ..gemm.hopper.tiles import TILES, programs_in_turn
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """A tile and its measured speed: microseconds an item takes for each k block, and in all else.
+    """A tile and its measured speed.
 
-    Fitted on an H200 (2026-11-22): fprop of 128 groups of 512 rows over K 2048 and 768 and of 8
-    groups of 4352 over 7168; wgrad of 4 groups of 8160 tokens and of 64 of 718.
+    Fitted on an H200 (2026-11-22): fprop of 8 groups over K 7168 and of 128 over 2048 and 768;
+    wgrad of 4 and 8 groups of 4,352 to 8,160 tokens, and of 32 to 128 of 495 to 1,020.
+
+    Attributes:
+        tile: how a program computes an item.
+        block_us: microseconds of an item for each k block.
+        item_us: microseconds of an item in all else.
+        least_us: microseconds of an item that memory takes, if they are more.
     """
 
     tile: Tile
     block_us: float
     item_us: float
+    least_us: float = 0.0
 
     def microseconds(self, blocks: float) -> float:
         """Of one item over so many k blocks."""
-        return blocks * self.block_us + self.item_us
+        return max(self.least_us, blocks * self.block_us + self.item_us)
 
 
 SQUARES = (
-    GroupedTile(replace(TILES["square 256x128"], halves=True), 0.89, 2.6),
-    GroupedTile(TILES["square 128x128"], 0.468, 1.46),
+    GroupedTile(replace(TILES["square 256x128"], name="square 128x256", split="n"), 0.88, 1.4),
+    GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )
-"""Of products with B in 128x128 blocks: fprop and dgrad."""
+"""Of products with B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
+"""
+
+WGRAD_SQUARES = (GroupedTile(TILES["square 256x128"], 0.88, 1.8), *SQUARES)
+"""Of wgrad with B in 128x128 blocks."""
+
+ADDED_SQUARES = (
+    GroupedTile(TILES["square 256x128"], 0.88, 6.0, 15.2),
+    GroupedTile(replace(TILES["square 128x128"], stages=4, buffers=8), 0.50, 2.0, 5.6),
+)
+"""Of the same, whose sums are added to an fp32 output."""
 
 ROWS = (
     GroupedTile(TILES["rows 256x128"], 1.067, 2.37),
@@ -46,11 +63,14 @@ ROWS = (
 """Of products with 1x128 blocks on both sides: wgrad."""
 
 ADDED = (
-    GroupedTile(TILES["rows 256x128"], 1.067, 9.5),
-    # Buffers for a whole fp32 tile: the next item's products hide its addition.
-    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=12), 0.97, 4.6),
+    GroupedTile(TILES["rows 256x128"], 0.95, 6.7, 15.2),
+    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=12), 0.807, 4.7, 8.9),
+    GroupedTile(
+        replace(TILES["rows 256x128"], name="rows 128x128", rows=1, buffers=8), 0.622, 2.65, 5.6
+    ),
 )
-"""Of the same, whose sums are added to an fp32 output."""
+"""Of the same, whose sums are added to an fp32 output. Those after the first have buffers for a
+whole fp32 tile: the next item's products hide its addition."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,8 +86,7 @@ def choose_gemm_tile(
         tile = found.tile
         if bias and tile.rows > 1:
             continue
-        step = tile.m // 2 if tile.halves else tile.m
-        rows = tokens / tile.m + min(experts, tokens) * step / 2 / tile.m
+        rows = tokens / tile.m + min(experts, tokens) / 2
         items = math.ceil(rows) * ceil_div(n, tile.n)
         predicted[tile] = _plan(found, items, blocks, sms)
     return _best(predicted)
@@ -75,12 +94,15 @@ def choose_gemm_tile(
 
 @functools.lru_cache(maxsize=4096)
 def choose_wgrad_tile(
-    n: int, k: int, tokens: int, experts: int, sms: int, accumulate: bool
+    n: int, k: int, tokens: int, experts: int, b_block: int, sms: int, accumulate: bool
 ) -> tuple[Tile, int]:
     """The tile for ``[experts, n, k]`` contracted over ``tokens`` in all, and the programs."""
+    tiles: tuple[GroupedTile, ...] = ADDED if accumulate else ROWS
+    if b_block == BLOCK:
+        tiles = ADDED_SQUARES if accumulate else WGRAD_SQUARES
     blocks = tokens / experts / BLOCK + 0.5
     predicted = {}
-    for found in ADDED if accumulate else ROWS:
+    for found in tiles:
         tile = found.tile
         if tile.m > BLOCK and n % tile.m:  # stores at the edge of an expert leave no registers
             continue

@@ -45,7 +45,7 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     # A tile has the rows of one block: 128 of one group, or of none, which are zeros.
     tile_n = tl.program_id(0) % tiles_n
-    first, left, group = rows_of_block(
+    first, left, has_group, group = rows_of_block(
         tl.program_id(0) // tiles_n, offs_ptr, groups, tokens, GROUPS
     )
     if left <= 0:
@@ -56,17 +56,17 @@ def grouped_gemm_kernel(
     cols = tl.arange(0, TILE_N)
     am = (first + tl.minimum(rows, left - 1)).to(tl.int64)
     bn = tl.minimum(first_n + cols, N - 1).to(tl.int64)
-    expert = tl.maximum(group, 0).to(tl.int64)
+    expert = group.to(tl.int64)
     acc = _contract(
         a_ptr + am[:, None] * K + k[None, :],
         a_scale_ptr + am * a_scale_stride_m,
         b_ptr + expert * b_stride_e + bn[None, :] * K + k[:, None],
         b_scale_ptr + expert * b_scale_stride_e + bn // 128 * b_scale_stride_n,
-        a_scale_stride_k, b_scale_stride_k, tl.where(group < 0, 0, blocks_k), K, 128, TILE_N,
+        a_scale_stride_k, b_scale_stride_k, tl.where(has_group, blocks_k, 0), K, 128, TILE_N,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * N + bn).to(tl.float32)
-        acc += tl.where(group < 0, 0.0, bias)[None, :]
+        acc += tl.where(has_group, bias, 0.0)[None, :]
     place = (first + rows).to(tl.int64)[:, None] * N + (first_n + cols)[None, :]
     inside = (rows < left)[:, None] & (first_n + cols < N)[None, :]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -73,7 +73,9 @@ class Fake:
         (torch.float16, (16, 16), (32, 1), "gluon"),
         (torch.float32, (252, 271), (271, 1), "gluon"),
         (torch.bfloat16, (252, 270), (272, 1), "gluon"),
-        (torch.bfloat16, (254, 272), (272, 1), "triton"),
+        (torch.bfloat16, (254, 272), (272, 1), "gluon"),
+        (torch.float16, (4095, 272), (272, 1), "gluon"),
+        (torch.float32, (1, 271), (271, 1), "gluon"),
         (torch.bfloat16, (256, 271), (272, 1), "triton"),
         (torch.bfloat16, (256, 270), (271, 1), "triton"),
         (torch.bfloat16, (256, 272), (1, 256), "triton"),
@@ -135,11 +137,8 @@ def test_casts_fall_back_to_the_reference(
     ("capability", "shape", "reason"),
     [
         ((9, 0), (256, 272), "takes this problem"),
-        (
-            (9, 0),
-            (255, 272),
-            "takes this problem; gluon: reads rows of whole 32-bit words, four at a time",
-        ),
+        ((9, 0), (255, 272), "takes this problem"),
+        ((9, 0), (256, 271), "takes this problem; gluon: reads rows of whole 32-bit words"),
         (
             (9, 0),
             (2**24, 272),
@@ -159,6 +158,13 @@ def test_why(
     pretend(capability)
     problem = CastProblem(Fake(torch.bfloat16, shape, (shape[1], 1)), BLOCKS_1X128)
     assert first_choice(CAST_BACKENDS, problem, CUDA).reason == reason
+
+
+def test_why_bytes_are_not_transposed_by_gluon(pretend: Pretend) -> None:
+    pretend((9, 0))
+    problem = CastProblem(Fake(torch.float8_e4m3fn, (255, 272), (272, 1)), BLOCKS_128X128)
+    wanted = "takes this problem; gluon: transposes bytes of four rows at a time"
+    assert first_choice(CAST_BACKENDS, problem, CUDA).reason == wanted
 
 
 def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> None:

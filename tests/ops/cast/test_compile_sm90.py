@@ -65,6 +65,7 @@ INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "300x576": lambda dtype: like((300, 576), dtype),
     "4096x10944": lambda dtype: like((4096, 10944), dtype),
     "129x130": lambda dtype: like((129, 130), dtype),
+    "304x130": lambda dtype: like((304, 130), dtype),
     "129x130.t()": lambda dtype: like((130, 129), dtype).t(),
     "unaligned": lambda dtype: like((257, 512), dtype).flatten()[1:-511].view(256, 512),
     "stepped": lambda dtype: like((300, 1152), dtype)[:, ::2],

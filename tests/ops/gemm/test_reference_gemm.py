@@ -14,6 +14,8 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.scale_layouts import in_vectors
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
 
 BLOCKS = ((1, 128), (1, 1), (128, 1), (128, 128))
@@ -134,3 +136,17 @@ def test_a_bad_block_spoils_the_outputs_it_enters(
     spoiled = torch.zeros(300, 129, dtype=torch.bool)
     spoiled[140 if blocks[0] == 1 else slice(128, 256)] = True
     assert torch.equal(~out.isfinite(), spoiled)
+
+
+@pytest.mark.parametrize("k", [1, 127, 129, 300, 4095])
+@pytest.mark.parametrize("b_rows", [1, 128])
+def test_zeros_after_either_side_change_no_bit(k: int, b_rows: int, rng: torch.Generator) -> None:
+    """As columnwise casts have them, beside an operand that may have none."""
+    a, b = operand(5, k, 1, rng), operand(7, k, b_rows, rng)
+    wide_a, wide_b = (x._replace(data=in_vectors(x.data), scale=x.scale) for x in (a, b))
+    assert wide_a.data.shape[1] == wide_b.data.shape[1] == -(-k // 16) * 16
+    want = reference.gemm(a, b, None, torch.float32)
+    out = torch.zeros(5, 7)
+    for left, right in ((wide_a, b), (a, wide_b), (wide_a, wide_b)):
+        assert_same(gemm(left, right, None, torch.float32), want)
+        assert_same(gemm_add_(out.zero_(), left, right), want)

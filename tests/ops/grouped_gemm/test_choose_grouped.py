@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
-from blocktensor.ops.grouped_gemm import choose_backend
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
-from tests.support.pretended_gpu import CUDA, Pretend, pretend
+from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
+from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
 
 __all__ = ["pretend"]
 
-ROWS, SQUARES = BLOCKS_1X128, BLOCKS_128X128
+pytestmark = pytest.mark.usefixtures("pretend")
+
+PROBLEM = GroupedProblem(
+    "gemm", 4096, 2048, 768, 16, BLOCKS_1X128, BLOCKS_128X128, torch.bfloat16, CUDA
+)
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_a_backend_can_be_forced(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pretend((9, 0))
+    monkeypatch.setenv(GEMM_VARIABLE, name)
+    choice = choose_grouped(PROBLEM)
+    assert (choice.name, choice.reason) == (name, "forced by BLOCKTENSOR_GEMM")
+
+
+def test_one_that_grouped_gemms_do_not_have_forces_none(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend((9, 0))
+    monkeypatch.setenv(GEMM_VARIABLE, "cublas")
+    choice = choose_grouped(PROBLEM)
+    assert (choice.name, choice.why) == ("triton", "takes any shape")
+
+
+def test_a_backend_that_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GEMM_VARIABLE, "triton")
+    with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM") as error:
+        choose_grouped(replace(PROBLEM, device=CPU))
+    assert str(error.value) == (
+        "BLOCKTENSOR_GEMM=triton: needs a CUDA device, got 'cpu'. Usable here for T=4096, N=2048, "
+        "K=768, E=16: reference. Unset BLOCKTENSOR_GEMM to let blocktensor choose."
+    )
+
+
+def test_an_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GEMM_VARIABLE, "gluten")
+    with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM=gluten: no backend of this name"):
+        choose_grouped(replace(PROBLEM, device=CPU))
+
+
+def test_the_reference_on_a_gpu_warns(pretend: Pretend) -> None:
+    pretend((9, 0), triton=None)
+    with pytest.warns(UserWarning, match=r"run in the slow pure-torch reference \(gluon, triton: "):
+        assert choose_grouped(PROBLEM).name == "reference"
 
 
 @pytest.mark.parametrize(
     ("a", "b", "name", "others"),
     [
-        (ROWS, ROWS, "gluon", ""),
-        (
-            ROWS,
-            SQUARES,
-            "triton",
-            "gluon: weight gradients of 1x128 blocks on both sides only",
-        ),
-        (SQUARES, ROWS, "triton", "gluon: no 128x128 blocks on the left"),
+        (BLOCKS_1X128, BLOCKS_1X128, "gluon", ""),
+        (BLOCKS_1X128, BLOCKS_128X128, "gluon", ""),
+        (BLOCKS_128X128, BLOCKS_1X128, "triton", "gluon: no 128x128 blocks on the left"),
     ],
     ids=str,
 )
 def test_who_makes_weight_gradients(
-    pretend: Pretend,
-    monkeypatch: pytest.MonkeyPatch,
-    a: BlockFormat,
-    b: BlockFormat,
-    name: str,
-    others: str,
+    pretend: Pretend, a: BlockFormat, b: BlockFormat, name: str, others: str
 ) -> None:
     pretend((9, 0), triton="3.6.0")
-    monkeypatch.setattr(choose_backend, "sms", lambda device: 132)
-    choose_backend._choose.cache_clear()
-    problem = GroupedProblem("wgrad", 4096, 2048, 7168, 8, a, b, torch.bfloat16, CUDA)
-    choice = choose_grouped(problem)
-    choose_backend._choose.cache_clear()
+    choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
     assert (choice.name, choice.others) == (name, others)

@@ -63,19 +63,20 @@ def wgrad(
         pytest.skip("not chosen: no registers are left")
     columns = group_blocks(TOKENS, EXPERTS) * BLOCK
     a = empty_quantized((n, columns), BLOCKS_1X128, META)
-    b = empty_quantized((k, columns), BLOCKS_1X128, META)
+    squares = found.tile.b_block == BLOCK
+    b = empty_quantized((k, columns), BLOCKS_128X128 if squares else BLOCKS_1X128, META)
     out = torch.empty((EXPERTS, n, k), dtype=dtype, device=META)
     return compile_for_sm90(plan_grouped_wgrad(a, b, OFFS, TOKENS, out, add, found.tile, 132))
 
 
-@pytest.mark.parametrize("found", tiles.ROWS, ids=named)
+@pytest.mark.parametrize("found", tiles.ROWS + tiles.WGRAD_SQUARES, ids=named)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(N, K), (N, 130), (2880, 2880), (1408, K)])
 def test_wgrad(found: tiles.GroupedTile, dtype: torch.dtype, n: int, k: int) -> None:
     assert_fits(found, wgrad(found, dtype, False, n, k))
 
 
-@pytest.mark.parametrize("found", tiles.ADDED, ids=named)
+@pytest.mark.parametrize("found", tiles.ADDED + tiles.ADDED_SQUARES, ids=named)
 @pytest.mark.parametrize("n", [N, 2880])
 def test_wgrad_added(found: tiles.GroupedTile, n: int) -> None:
     assert_fits(found, wgrad(found, FP32, True, n))

@@ -241,5 +241,5 @@ def test_the_tile_is_said() -> None:
     )
     choice = choose_backend.choose_grouped(problem)
     if choice.name == "gluon":
-        assert choice.why == "256x128 tiles"
+        assert choice.why == "128x256 tiles"
         assert sms(device) > 0

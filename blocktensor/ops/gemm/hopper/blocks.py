@@ -17,13 +17,15 @@ def block_of_squares(
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     COUNT: gl.constexpr = T.products
     PIECES: gl.constexpr = T.pieces
-    singles = b_scale_s._reinterpret(gl.float32, [T.stages * T.b_scales, 1], b_scale_s.layout)
+    SINGLES: gl.constexpr = T.stages * T.b_scale_copies * T.b_scales
+    singles = b_scale_s._reinterpret(gl.float32, [SINGLES, 1], b_scale_s.layout)
     for i in gl.static_range(COUNT):
         (product,) = raw
         product = start(product, a_s, b_s, stage, i, WG, T)
         if i == 0:
             mbarrier.arrive(empty.index(last), count=1, pred=left != total)
-            b_scale = singles.index(stage * T.b_scales + k % 4).load(gl.SliceLayout(1, LAYOUT))
+            copy = stage * T.b_scale_copies + (WG if T.split == "n" else 0)
+            b_scale = singles.index(copy * T.b_scales + k % 4).load(gl.SliceLayout(1, LAYOUT))
         scale = row_scales(a_scale_s, stage, i // T.cols, WG, T, LAYOUT) * b_scale
         if i == COUNT - 1:
             mbarrier.wait(full.index(next_stage), next_phase, pred=left > 1)

@@ -50,6 +50,17 @@ def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> Ten
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
 
 
+def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
+    """The map of a matrix's scales for copies of ``count``, and the distance of its lines.
+
+    A line is a column of 1x128 scales and a row of 128x128 scales, as ``tma_scale`` lays them out.
+    """
+    by_columns = x.format.rows == 1
+    ld = x.scale.stride(1 if by_columns else 0)
+    minor, major = x.scale.shape if by_columns else x.scale.shape[::-1]
+    return scale_map(x.scale, count, ld, minor, major), ld
+
+
 def output_map(out: Tensor, tile: Tile) -> TensorDescriptor:
     """The map of an output matrix for stores of one output buffer."""
     box = [WARPGROUP_ROWS, CHUNK.value]
@@ -94,14 +105,8 @@ def plan_gemm(
     (m, k), n = a.data.shape, b.data.shape[0]
     blocks = num_blocks(k)
     tma = fits_tma(out)
-    a_scale_ld = a.scale.stride(1)
-    a_scale_map = scale_map(a.scale, tile.a_scales, a_scale_ld, m, blocks)
-    if b.format.rows == 1:
-        b_scale_ld = b.scale.stride(1)
-        b_scale_map = scale_map(b.scale, tile.b_scales, b_scale_ld, n, blocks)
-    else:
-        b_scale_ld = b.scale.stride(0)
-        b_scale_map = scale_map(b.scale, tile.b_scales, b_scale_ld, blocks, b.scale.shape[0])
+    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
+    b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
     target: Tensor | TensorDescriptor = out
     if tma:
         target = output_map(out, tile)

@@ -102,7 +102,7 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
                 at = (
                     b_scale_at + i * (T.n // SCALE_COPIES)
                     if T.b_block == 1
-                    else b_scale_at + k // 4 * 4
+                    else b_scale_at + i * b_scale_ld + k // 4 * 4
                 )
                 tma.async_copy_global_to_shared(
                     b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i)

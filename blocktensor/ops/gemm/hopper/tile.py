@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...formats import BLOCK
 
@@ -29,8 +29,6 @@ class Tile:
         registers: registers of a consumer thread.
         programs: programs that an SM holds.
         turned: the transposed product is computed, and transposed as it is stored.
-        halves: the last tile of a group may be half as high (``half``): a row wave a warpgroup.
-        stage_m: rows of A that a stage holds, if not those of the tile.
     """
 
     name: str
@@ -47,13 +45,6 @@ class Tile:
     registers: int = 240
     programs: int = 1
     turned: bool = False
-    halves: bool = False
-    stage_m: int = 0
-
-    @property
-    def half(self) -> Tile:
-        """The tile of half the height, in the same stages."""
-        return replace(self, rows=self.rows // 2, halves=False, stage_m=self.m)
 
     @property
     def m(self) -> int:
@@ -88,14 +79,12 @@ class Tile:
     @property
     def a_rows(self) -> int:
         """Rows of A that one TMA copy loads."""
-        if self.halves:
-            return self.m // 2
         return self.m if self.m & (self.m - 1) == 0 else WARPGROUP_ROWS
 
     @property
     def a_copies(self) -> int:
         """Copies of A that a stage holds."""
-        return (self.stage_m or self.m) // self.a_rows
+        return self.m // self.a_rows
 
     @property
     def b_rows(self) -> int:
@@ -121,7 +110,9 @@ class Tile:
 
     @property
     def b_scale_copies(self) -> int:
-        """Copies that load the scales of B."""
+        """Copies that load the scales of B: of 128x128 blocks, one for each 128 columns."""
+        if self.b_block == BLOCK:
+            return self.n // BLOCK
         return 2 if self.width == 96 else 1
 
     @property
