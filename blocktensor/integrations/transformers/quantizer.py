@@ -54,10 +54,9 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             raise NotImplementedError(
                 "DeepSpeed ZeRO-3 keeps no whole weights to convert: shard with FSDP2 instead"
             )
-        if not isinstance(device_map, dict):
-            return
-        if "disk" in device_map.values():
-            raise _offloaded("device_map puts modules on disk")
+        places = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise _offloaded(f"device_map puts modules on {sorted(map(str, places))}")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether the values of a parameter are read from FP8 in the end."""
@@ -189,6 +188,6 @@ def _make_plain(model: nn.Module, module: nn.Module, key: str) -> None:
 
 def _offloaded(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk' and, beside "
-        f"GPUs, without 'cpu' (max_memory= sets the shares of GPUs), or train with FSDP2"
+        f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk', and without "
+        f"'cpu' beside GPUs (max_memory= sets their shares), or shard the model with FSDP2"
     )
