@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -55,7 +55,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     reads_fp8: bool = field(default=False, init=False, compare=False)
     """Whether the checkpoint that is being loaded holds FP8 weights."""
 
-    quant_method: ClassVar[str] = METHOD  # type: ignore[misc,assignment,unused-ignore]
+    quant_method: str = field(default=METHOD, init=False)  # type: ignore[assignment,unused-ignore]
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint.save import save_fp8
+from ...tensor.accelerate_internals import address_of_bytes
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -26,8 +27,10 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     def plain(x: Any) -> Any:
         if not isinstance(x, BlockwiseFP8Tensor):
             return x
-        data = x.rowwise().data
-        return made.setdefault(data.data_ptr(), x.dequantize().contiguous())
+        address = address_of_bytes(x)
+        if address not in made:
+            made[address] = x.dequantize().contiguous()
+        return made[address]
 
     return {name: plain(x) for name, x in state.items()}
 
