@@ -37,6 +37,7 @@ from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
 from .linear import Gradients, read_weight, run_backward
 from .main_grad import where_to_add
+from .no_experts import is_of_no_experts, of_no_experts
 from .shared_cast import this_thread
 
 
@@ -59,6 +60,8 @@ def grouped_linear(
     """
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
+        if is_of_no_experts(x, w, offs):
+            return of_no_experts(x, w, bias)
         plan = plan_grouped(x, w, offs, bias, recipe)
         cast: tuple[Tensor, ...] = ()
         running = this_thread.running
@@ -77,6 +80,8 @@ def grouped_linears(
     """:func:`grouped_linear` of one input by each weight; x is cast once for all of them."""
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
+        if all(is_of_no_experts(x, w, offs) for w in ws):
+            return tuple(of_no_experts(x, w, b) for w, b in zip(ws, biases, strict=True))
         plans = [plan_grouped(x, w, offs, b, recipe) for w, b in zip(ws, biases, strict=True)]
         first = plans[0]
         with_columnwise = first

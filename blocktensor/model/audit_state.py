@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
+from .linears import fp8_part
 
 
 @contextmanager
@@ -36,11 +37,12 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(module.no_sync())
         for parameter in model.parameters():
             _set_aside_gradient(stack, parameter)
-            if isinstance(parameter, BlockwiseFP8Weight):
-                _set_aside_cache(stack, parameter)
-            elif isinstance(parameter, BlockwiseFP8Tensor):  # may come to keep a columnwise form
+            fp8 = fp8_part(parameter)
+            if isinstance(fp8, BlockwiseFP8Weight):
+                _set_aside_cache(stack, fp8)
+            elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
                 for name in ("columnwise_data", "columnwise_scale"):
-                    stack.callback(setattr, parameter, name, getattr(parameter, name))
+                    stack.callback(setattr, fp8, name, getattr(fp8, name))
         # casts of weights, which would be used again without their graphs
         stack.callback(torch.clear_autocast_cache)
         yield
