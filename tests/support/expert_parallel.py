@@ -97,6 +97,7 @@ def assert_steps_as_one(
     device: str,
     *,
     steps: int = 2,
+    cast: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
     """Outputs, gradients and weights of experts on several ranks are those of one process.
 
@@ -105,6 +106,7 @@ def assert_steps_as_one(
         model: the same, of which each rank has some.
         sizes: for each rank of the group, how many rows each expert gets.
         steps: of AdamW.
+        cast: what the process does with its rows before it sorts them.
     """
     rank = model.group.rank()
     begin = sum(map(sum, sizes[:rank]))
@@ -116,7 +118,7 @@ def assert_steps_as_one(
     for step in range(steps):
         given = batches(sizes, k, device, torch.bfloat16, seed=7 + 100 * step)
         everything = torch.cat([x for x, _ in given]).requires_grad_()
-        y = single(everything[index], torch.tensor(counts, device=device))
+        y = single(cast(everything)[index], torch.tensor(counts, device=device))
         y = torch.empty_like(y).index_copy(0, index, y)
         y.backward(torch.cat([grad for _, grad in given]))
         x, grad = given[rank][0].clone().requires_grad_(), given[rank][1]
