@@ -21,15 +21,19 @@ AllToAll = Callable[[Tensor, list[int], list[int], Any], Tensor]
 
 
 class ExpertParallel(ParallelStyle):
-    """For ``parallelize_module``: the stacks of a module cut along ``dim``."""
+    """For ``parallelize_module``: the stacks of a module cut along ``dim``, or each along its own.
 
-    def __init__(self, dim: int = 0) -> None:
-        self.dim = dim
+    ``dims``: of stacks by name; of the others, ``dim``.
+    """
+
+    def __init__(self, dim: int = 0, dims: dict[str, int] | None = None) -> None:
+        self.dim, self.dims = dim, dims or {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in module.named_parameters(recurse=False):
-                cut = distribute_tensor(parameter, mesh, [Shard(self.dim)])
+                dim = self.dims.get(key, self.dim)
+                cut = distribute_tensor(parameter, mesh, [Shard(dim)])
                 module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
 
         return distribute_module(module, device_mesh, cut)
