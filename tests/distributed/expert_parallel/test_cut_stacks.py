@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -359,3 +362,60 @@ def test_no_write_to_a_cut_stack_leaves_its_cast_stale(world: int, device: str) 
 
 def test_one_process_sorts_by_expert_then_by_rank() -> None:
     assert as_one([[1, 2], [1, 0]]) == ([0, 3, 1, 2], [2, 2])
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(4, gpus=())
+def test_checkpoints_are_read_by_other_ranks_and_cuts(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    """Written from 4 ranks; read by experts on 2 x 2, under FSDP2, whole, and by plain ones."""
+    mesh = mesh_of(world, device)
+    both = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = dcs.get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        for p in model.parameters():
+            grad = randn(4, *p.shape[1:], seed=seed, dtype=FLOAT)
+            if isinstance(p, DTensor):
+                grad = distribute_tensor(grad, p.device_mesh, p.placements)
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+    step(model, optimizer, 1)
+    wanted = [whole(p.detach()) for p in model.parameters()]
+
+    def over_experts() -> nn.Module:
+        return cut(converted(experts_of(4, K, N, device, FLOAT)), both["expert"])
+
+    others = (
+        over_experts(),
+        fully_shard(over_experts(), mesh=both["data"]),
+        converted(experts_of(4, K, N, device, FLOAT)),
+        cut(experts_of(4, K, N, device, FLOAT), mesh),
+    )
+    for other in others:
+        optimizer = adamw(other)
+        step(other, optimizer, 7)
+        loaded = state(other, optimizer)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        dcs.set_state_dict(
+            other,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        step(other, optimizer, 1)
+        for p, want in zip(other.parameters(), wanted, strict=True):
+            assert torch.equal(whole(p.detach()), want)
