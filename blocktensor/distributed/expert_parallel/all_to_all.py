@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import all_to_all_single, wait_te
 
 from ...ops import checks
 from ...ops.cast.ops import dequantize, quantize_rowwise
-from ...ops.formats import Quantized
+from ...ops.formats import BlockFormat, Quantized
 from ...ops.scale_layouts import laid_out
 from ...recipe import DEFAULT_RECIPE, Recipe
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -66,7 +66,10 @@ def all_to_all_fp8(
     checks.rank(x, (2,), "the tokens to send", "flatten tokens to [T, K]")
     _check_cast(x, recipe)
     received, sent = _splits(x.shape[0], output_split_sizes, input_split_sizes, world)
-    made: BlockwiseFP8Tensor = _AllToAll.apply(x, received, sent, group, recipe, gradient)
+    arrived, data, scale = _AllToAll.apply(
+        x, received, sent, group, recipe.activation_format, gradient == "fp8"
+    )
+    made: BlockwiseFP8Tensor = _AsFP8.apply(arrived, data, scale, recipe)
     return made
 
 
@@ -106,6 +109,12 @@ def _splits(
 
 
 class _AllToAll(torch.autograd.Function):
+    """Data and scales that arrive, and a tensor of their shape, without memory, for the gradient.
+
+    A compiler traces the backward of a Function with gradients of the types of its outputs, so that
+    this one, which computes with the gradient, has plain outputs.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -113,29 +122,40 @@ class _AllToAll(torch.autograd.Function):
         received: list[int],
         sent: list[int],
         group: dist.ProcessGroup,
-        recipe: Recipe,
-        gradient: Gradient,
-    ) -> BlockwiseFP8Tensor:
-        ctx.way_back = sent, received, group
-        ctx.format = recipe.activation_format if gradient == "fp8" else None
-        if isinstance(x, BlockwiseFP8Tensor):
-            row = x.rowwise()
-        else:
-            row = quantize_rowwise(x, recipe.activation_format)
-        arrived = _exchange(row, received, sent, group)
-        return BlockwiseFP8Tensor(
-            arrived, None, shape=arrived.data.shape, dtype=x.dtype, recipe=recipe
-        )
+        format: BlockFormat,
+        in_fp8: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.way_back, ctx.format = (sent, received, group), format if in_fp8 else None
+        row = x.rowwise() if isinstance(x, BlockwiseFP8Tensor) else quantize_rowwise(x, format)
+        data, scale, _ = _exchange(row, received, sent, group)
+        ctx.mark_non_differentiable(data, scale)
+        arrived = torch.empty(1, dtype=x.dtype, device=x.device).expand(data.shape)
+        return arrived, data, scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+        grad = grads[0].contiguous()
         if ctx.format is None:
-            dx = wait_tensor(all_to_all_single(grad.contiguous(), *ctx.way_back))
+            dx = wait_tensor(all_to_all_single(grad, *ctx.way_back))
         else:
             arrived = _exchange(quantize_rowwise(grad, ctx.format), *ctx.way_back)
             dx = dequantize(arrived, grad.dtype)
         return dx, None, None, None, None, None
+
+
+class _AsFP8(torch.autograd.Function):
+    """What arrived, as one tensor; its gradient is that of the first argument."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, arrived: Tensor, data: Tensor, scale: Tensor, recipe: Recipe
+    ) -> BlockwiseFP8Tensor:
+        form = Quantized(data, scale, recipe.activation_format)
+        return BlockwiseFP8Tensor(form, None, shape=data.shape, dtype=arrived.dtype, recipe=recipe)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None, None
 
 
 def _exchange(
