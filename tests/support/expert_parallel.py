@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
 from tests.support.sharded import whole
@@ -137,3 +138,34 @@ def assert_steps_as_one(
             optimizer.zero_grad()
         for p, q in zip(model.parameters(), single.parameters(), strict=True):
             assert torch.equal(whole(p), whole(q)), step
+
+
+def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
+    """The experts in FP8, however small."""
+    convert(model, recipe, auto_filter_small_kn=False)
+    return model
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, dim: int = 0) -> nn.Module:
+    """Every stack along ``dim``."""
+    return parallelize_module(model, mesh, ExpertParallel(dim))
+
+
+def local_kinds(model: nn.Module) -> set[type]:
+    """The types of the local parts of all stacks."""
+    return {type(p._local_tensor) for p in model.parameters()}
+
+
+def local_values(stack: Tensor) -> Tensor:
+    """Of a stack, or of the part of it on this rank, plain."""
+    local: Any = stack.to_local() if isinstance(stack, DTensor) else stack
+    return local.dequantize() if isinstance(local, BlockwiseFP8Tensor) else local.master
+
+
+def step_of(model: nn.Module) -> Tensor:
+    """The output of 20 rows for each expert of this rank, after its backward."""
+    count, _, k = model.w1_EFD.to_local().shape
+    x = randn(20 * count, k, seed=5, grad=True)
+    y = model(x, torch.full((count,), 20))
+    y.backward(randn(*y.shape, seed=6))
+    return y.detach()
