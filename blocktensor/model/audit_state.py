@@ -40,6 +40,8 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
             fp8 = fp8_part(parameter)
             if isinstance(fp8, BlockwiseFP8Weight):
                 _set_aside_cache(stack, fp8)
+                if "main_grad" in vars(parameter):  # of a DTensor, which its to_local() reads
+                    _set_aside_main_grad(stack, parameter)
             elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
                 for name in ("columnwise_data", "columnwise_scale"):
                     stack.callback(setattr, fp8, name, getattr(fp8, name))
@@ -65,6 +67,12 @@ def _set_aside_cache(stack: ExitStack, weight: BlockwiseFP8Weight) -> None:
     weight.cache = FP8Cache(cache.master, cache.recipe)
     if main_grad is not None:
         weight.main_grad = torch.zeros_like(main_grad)
+
+
+def _set_aside_main_grad(stack: ExitStack, parameter: Any) -> None:
+    main_grad = parameter.main_grad
+    stack.callback(setattr, parameter, "main_grad", main_grad)
+    parameter.main_grad = None if main_grad is None else torch.zeros_like(main_grad)
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.ops.cast.grouped_ops import quantize_grouped_columnwise
 from tests.support.experts import grads, sample, stack, way_of_grouped_linears
 from tests.support.groups import GROUPS, ends, ranges
@@ -54,6 +54,8 @@ def test_only_wgrad_reads_other_values_than_of_plain_rows(groups: str) -> None:
         wanted = y, dx, grads(run, again, grad, w)[2]
         for a, b in zip(got, wanted, strict=True):
             assert_same(a, b)
+        with pytest.raises(ValueError, match="its columnwise blocks, which"):
+            functional.grouped_linear(quantize(x, recipe), w, offs)
 
 
 def test_several_stacks_share_the_second_cast() -> None:

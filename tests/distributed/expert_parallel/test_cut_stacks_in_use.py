@@ -156,6 +156,9 @@ def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
         for p, buffer, want in zip(model.parameters(), buffers, wanted, strict=True):
             assert p.grad is None
             torch.testing.assert_close(buffer, 2 * want, rtol=2**-8, atol=0)  # want is rounded
+        before = [buffer.clone() for buffer in buffers]
+        blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
+        assert all(map(torch.equal, buffers, before))
 
 
 def by_sgd(p: Any) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from blocktensor import BlockwiseFP8Weight, convert, functional
+from blocktensor import BlockwiseFP8Weight, SmallKN, convert, functional
 from blocktensor.distributed import FP8Shard
 from tests.support.expert_parallel import ExpertParallel, experts_of
 from tests.support.models import complaint, randn
@@ -75,6 +75,21 @@ def test_parts_of_experts_compute_what_one_process_computes_with_them(
             assert isinstance(got, DTensor)
             assert torch.equal(got.to_local(), of_part)
             assert torch.equal(got.full_tensor(), want)
+
+
+@on_ranks(2, 4, gpus=())
+def test_parts_that_are_small_are_left_alone(world: int, device: str) -> None:
+    model = experts_of(E, K, N, device, torch.float32)
+    parallelize_module(model, mesh_of(world, device), ExpertParallel(dims=DIMS))
+    small = SmallKN(expert_n=192, expert_k=192, expert_size=0)
+    if world == 2:
+        assert len(convert(model, auto_filter_small_kn=small).converted) == 3
+        return
+    with pytest.warns(UserWarning, match="no weight of this GroupedExperts is in FP8"):
+        report = convert(model, auto_filter_small_kn=small)
+    reasons = {entry.name: entry.reason for entry in report.entries}
+    assert reasons["w1_EFD"].startswith("small: N")
+    assert reasons["w2_EDF"].startswith("small: K")
 
 
 @pytest.mark.filterwarnings("ignore:While redistributing")
