@@ -54,6 +54,7 @@ def test_only_wgrad_reads_other_values_than_of_plain_rows(groups: str) -> None:
         wanted = y, dx, grads(run, again, grad, w)[2]
         for a, b in zip(got, wanted, strict=True):
             assert_same(a, b)
+        run(rows_alone(x, recipe))  # a plan of tensors of this shape
         with pytest.raises(ValueError, match="its columnwise blocks, which"):
             functional.grouped_linear(quantize(x, recipe), w, offs)
 
