@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from ...ops import checks
@@ -16,6 +17,7 @@ from ...ops.formats import BlockFormat, Quantized
 from ...ops.scale_layouts import laid_out
 from ...recipe import DEFAULT_RECIPE, Recipe
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..compare_ranks import agree
 
 Gradient = Literal["high_precision", "fp8"]
 
@@ -58,6 +60,7 @@ def all_to_all_fp8(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, sizes or recipes that do not fit.
+        RuntimeError: the ranks do not send alike. They are compared at the first call of a kind.
     """
     world = group.size()
     if gradient not in _WAYS:
@@ -66,6 +69,8 @@ def all_to_all_fp8(
     checks.rank(x, (2,), "the tokens to send", "flatten tokens to [T, K]")
     _check_cast(x, recipe)
     received, sent = _splits(x.shape[0], output_split_sizes, input_split_sizes, world)
+    if not is_compiling():
+        _compare_ranks(x, recipe.activation_format, gradient, group)
     arrived, data, scale = _AllToAll.apply(
         x, received, sent, group, recipe.activation_format, gradient == "fp8"
     )
@@ -86,6 +91,19 @@ def _check_cast(x: Tensor, recipe: Recipe) -> None:
             f"the tokens to send are in {x.rowwise_format.name} blocks, and the recipe says "
             f"{recipe.activation_format.name}: pass recipe=x.recipe"
         )
+
+
+_compared: set[tuple[str, str]] = set()
+"""Groups, and what their ranks are known to send alike."""
+
+
+def _compare_ranks(
+    x: Tensor, format: BlockFormat, gradient: Gradient, group: dist.ProcessGroup
+) -> None:
+    line = f"{x.shape[1]} columns of {x.dtype} in {format.name} blocks, gradient={gradient!r}"
+    if (group.group_name, line) not in _compared:
+        agree("tokens that travel in FP8", [line], group)
+        _compared.add((group.group_name, line))
 
 
 def _splits(

@@ -164,6 +164,18 @@ def test_outputs_and_input_gradients_are_those_of_a_dispatch_in_bf16(
 
 
 @on_ranks(2, gpus=())
+def test_ranks_that_disagree_raise(world: int, device: str) -> None:
+    group, rank = here()
+    x = randn(4, 2 * K, device=device)
+    recipe = (Recipe(), POWER_OF_TWO)[rank]
+    with pytest.raises(RuntimeError, match="ranks disagree on tokens that travel in FP8"):
+        all_to_all_fp8(x, None, None, group, recipe=recipe)
+    with pytest.raises(RuntimeError, match=f"gradient='{('fp8', 'high_precision')[rank]}'"):
+        all_to_all_fp8(x, None, None, group, gradient=("fp8", "high_precision")[rank])
+    assert len(all_to_all_fp8(x, None, None, group)) == 4
+
+
+@on_ranks(2, gpus=())
 def test_what_is_refused(world: int, device: str) -> None:
     group, _ = here()
     x = randn(4, K, device=device)

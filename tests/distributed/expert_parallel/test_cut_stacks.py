@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
-from blocktensor.distributed import FP8Shard
+from blocktensor.distributed import FP8Shard, FrozenShard
 from tests.support.expert_parallel import (
     Dispatched,
     as_one,
@@ -86,6 +86,33 @@ def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
         dispatched = Dispatched(model, mesh["expert"].get_group())
         # both rows of the mesh run the same batches: FSDP averages two equal gradients
         assert_steps_as_one(single, dispatched, sizes_of(4, 2), device)
+
+
+@on_ranks(4, gpus=())
+def test_frozen_experts_that_are_cut_and_sharded(world: int, device: str) -> None:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    mine = slice(2 * mesh["expert"].get_local_rank(), 2 * mesh["expert"].get_local_rank() + 2)
+    whole_model = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
+    single = experts_of(2, K, N, device, FLOAT).requires_grad_(False)
+    for p, q in zip(single.parameters(), whole_model.parameters(), strict=True):
+        p.copy_(q[mine])
+    converted(single)
+    for before in (True, False):
+        model = copy.deepcopy(whole_model)
+        if before:
+            converted(model)
+        cut(model, mesh["expert"])
+        if not before:
+            converted(model)
+        fully_shard(model, mesh=mesh["data"])
+        assert local_kinds(model) == {FrozenShard}
+        made = []
+        for each in (model, single):
+            x = randn(40, K, device=device, grad=True)
+            y = each(x, torch.tensor([13, 27], device=device))
+            y.backward(randn(40, K, seed=1, device=device))
+            made.append((y, x.grad))
+        assert all(map(torch.equal, *made))
 
 
 @on_ranks(2, gpus=())
