@@ -20,12 +20,13 @@ class Traffic(NamedTuple):
 
 
 class Wire(TorchDispatchMode):
-    """Every tensor that is gathered or all-reduced."""
+    """Every tensor that is gathered, all-reduced, or sent by an all-to-all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gathered: list[Tensor] = []
         self.reduced: list[Tensor] = []
+        self.exchanged: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -35,6 +36,8 @@ class Wire(TorchDispatchMode):
         elif func.namespace == "c10d" and "allreduce" in str(func):
             (tensor,) = args[0]
             self.reduced.append(tensor)
+        elif func.namespace == "_c10d_functional" and "all_to_all" in str(func):
+            self.exchanged.append(args[0])
         return func(*args, **(kwargs or {}))
 
     def traffic(self) -> Traffic:
