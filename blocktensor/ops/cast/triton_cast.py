@@ -24,7 +24,18 @@ from .groups import (
     rows_of_block,
 )
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
+from .producer import NONE, Producer
 from .triton_128x128 import plan_128x128
+
+
+@triton.jit
+def _more(ptr, stride_m, first_m, first_k, m, k, inside, EVEN: tl.constexpr):
+    # The tile of another tensor, whose rows have unit stride
+    source = ptr + first_m * stride_m + first_k + (m[:, None] * stride_m + k[None, :])
+    if EVEN:
+        return tl.load(source)
+    else:
+        return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit(
@@ -33,17 +44,27 @@ from .triton_128x128 import plan_128x128
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
     row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, columns,
+    y_ptr, z_ptr, y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
-    GROUPS: tl.constexpr, INDEXED: tl.constexpr,
+    GROUPS: tl.constexpr, INDEXED: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
+    SOURCES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
     # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
     # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
     # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
-    # groups and fills one whole block of the columnwise form.
+    # groups and fills one whole block of the columnwise form. With COMPUTE (producer.py), the tile
+    # is computed from those of x, y and z, and of two PARTS the second has other outputs.
     tile = tl.program_id(0)
+    part = 0
+    if PARTS == 2:
+        part = tile % 2
+        tile = tile // 2
+        if part == 1:
+            row_ptr, row_scale_ptr = row_ptr_1, row_scale_ptr_1
+            col_ptr, col_scale_ptr = col_ptr_1, col_scale_ptr_1
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
     m = tl.arange(0, TILE_M)
@@ -75,6 +96,13 @@ def cast_1x128_kernel(
         x = tl.load(source + offsets)
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
+    if COMPUTE is not None:
+        y, z = x, x
+        if SOURCES > 1:
+            y = _more(y_ptr, y_stride_m, first_m, first_k, m, k, inside, EVEN)
+        if SOURCES > 2:  # of part 0 alone
+            z = _more(z_ptr, z_stride_m, first_m, first_k, m, k, inside & (part == 0), False)
+        x = COMPUTE(x, y, z, part, DETAIL, x_ptr.dtype.element_ty)
     bits = magnitude_bits(x)
     x = x.to(tl.float32)
 
@@ -144,10 +172,12 @@ def plan_1x128(
     col: Quantized | None,
     offs: Tensor | None = None,
     index: Tensor | None = None,
+    producer: Producer = NONE,
 ) -> Launch:
     """The launch that casts ``x[M, K]`` into the outputs that are not None.
 
-    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
+    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``; or of what ``producer``
+    makes of ``x``.
     """
     k = x.shape[1]
     m = (x if index is None else index).shape[0]
@@ -163,23 +193,25 @@ def plan_1x128(
     square = col is not None and col.format.transposes
     return Launch(
         cast_1x128_kernel,
-        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k,),
+        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k * producer.parts,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
          col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
          blocks_k, x if offs is None else offs, x if index is None else index, groups,
-         col.data.shape[1] if col else 0),
+         col.data.shape[1] if col else 0,
+         *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
             "COLUMNWISE": col is not None,
             "SQUARE": square,
             "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
-            "WIDE": is_wide(*x.stride(), m, k),
+            "WIDE": is_wide(*x.stride(), *(y.stride(0) for y in producer.more), m, k),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,
+            **producer.constants(),
         },
         {"num_warps": _warps_1x128(x, col is not None, offs is not None)},
     )  # fmt: skip
