@@ -267,6 +267,19 @@ def cast_columnwise_kernel(
         row_partial._keep_alive()
 
 
+def _threads(
+    per_word: int, unit_k: int, rowwise: bool, producer: Producer
+) -> tuple[int, dict[str, int]]:
+    # Rows of a thread's patch, and options. Without a limit, fewer programs fit on an SM.
+    if producer.compute is None:
+        limit = {"maxnreg": 128} if rowwise and unit_k > 1 else {}
+        return 16, {"num_warps": 8 // per_word, **limit}
+    # A thread holds its patch of every source, and the steps of the computation: 16 warps share a
+    # tile. Two programs then fit on an SM; one, where the limit of 64 registers would make it spill
+    fits = per_word == 2 and len(producer.more) < 2
+    return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
+
+
 def plan_columnwise(
     x: Tensor,
     row: Quantized | None,
@@ -288,10 +301,7 @@ def plan_columnwise(
     sources = (x, *producer.more)
     even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
     unit_k = 4 if even else 1
-    patch_rows = producer.patch_rows
-    options = {"num_warps": 128 // patch_rows // per_word}
-    if (row is not None and unit_k > 1) or producer.compute is not None:
-        options["maxnreg"] = 128  # an SM then holds 16 warps; nothing spills
+    patch_rows, options = _threads(per_word, unit_k, row is not None, producer)
     tokens = (x if index is None else index).shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes

@@ -48,11 +48,6 @@ class Producer:
         }
 
     @property
-    def patch_rows(self) -> int:
-        """Rows of what a thread casts in Gluon: its registers hold as much of every source."""
-        return 16 if self.compute is None else 8
-
-    @property
     def parts(self) -> int:
         """Tiles made from each place."""
         return 2 if self.second else 1

@@ -1,4 +1,4 @@
-"""Producers by the cast kernels: signatures and, byte for byte, results of ``reference.py`` on CUDA.
+"""Producers by the cast kernels: on CUDA, bytes are those of ``reference.py``.
 
 On the CPU, eager mode computes exp, erf and tanh in other ways.
 """

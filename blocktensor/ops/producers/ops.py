@@ -175,8 +175,10 @@ def _dispatch_gated_backward(
     _check(given, offs, activation, rowwise, columnwise)
     names = _name(rowwise), _name(columnwise)
     made = _gated_backward_op(grad, gate, up, offs, activation, *names)
-    of_gate = _forms(made, rowwise, columnwise)
-    return of_gate, (None, None) if up is None else _forms(made, rowwise, columnwise)
+    if up is None:
+        return _forms(made, rowwise, columnwise), (None, None)
+    half = len(made) // 2
+    return _forms(made[:half], rowwise, columnwise), _forms(made[half:], rowwise, columnwise)
 
 
 _gated = Specialized(_decide_gated, _dispatch_gated)
@@ -202,12 +204,9 @@ def _tensors(*all_forms: Forms) -> list[Tensor]:
 def _forms(
     made: list[Tensor], rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
-    # Takes its tensors from the front of the list
-    row, col = (
-        None if format is None else Quantized(made.pop(0), made.pop(0), format)
-        for format in (rowwise, columnwise)
-    )
-    return row, col
+    row = None if rowwise is None else Quantized(made[0], made[1], rowwise)
+    # the columnwise form is the last one
+    return row, None if columnwise is None else Quantized(made[-2], made[-1], columnwise)
 
 
 def _empty(
