@@ -157,6 +157,11 @@ def _vectorised(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(-2) % 8 == 0
 
 
+def is_awkward(x: Tensor) -> bool:
+    """True if a tile of ``x`` is read in single elements or with 64-bit offsets."""
+    return not _vectorised(x) or is_wide(*x.stride(), *x.shape)
+
+
 def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool) -> int:
     if not columnwise:
         return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
@@ -237,9 +242,8 @@ def quantize_both(
     Except with scalar loads or 64-bit offsets, of fp32 or into two formats: both casts of a tile
     would spill registers.
     """
-    awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape)
     columnwise_format = columnwise_format or format
-    if awkward and (x.dtype == torch.float32 or columnwise_format is not format):
+    if is_awkward(x) and (x.dtype == torch.float32 or columnwise_format is not format):
         return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format)
     return both_by(plan_1x128, x, format, columnwise_format)
 
@@ -262,8 +266,7 @@ def quantize_grouped(
 
     Except fp32 with scalar loads, 64-bit offsets or an index: both casts of a tile would spill.
     """
-    awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape) or index is not None
-    if awkward and x.dtype == torch.float32:
+    if (is_awkward(x) or index is not None) and x.dtype == torch.float32:
         columnwise = quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
         return quantize_rowwise(x if index is None else x[index], format), columnwise
     return grouped_by(plan_1x128, x, offs, index, format, columnwise_format)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..cast.choose_backend import CAST_BACKENDS, CastKernels, CastProblem
@@ -60,6 +61,9 @@ def _declines(of_cast: Backend[CastProblem, CastKernels], problem: ProducerProbl
             return reason
         if source.stride(-1) != 1 and source.shape[-1] > 1:
             return "reads rows of unit stride"
+        rows_apart = source.stride(0) | source.shape[1]
+        if source.dtype != torch.bfloat16 and rows_apart % 8:  # gradients of gelu would spill
+            return "reads fp16 and fp32 in whole vectors of eight elements"
     return None
 
 

@@ -5,13 +5,15 @@ On the CPU, eager mode computes exp, erf and tanh in other ways.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ..cast.groups import empty_grouped_columnwise
 from ..cast.producer import Forms, Producer
-from ..cast.triton_cast import plan_1x128
+from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat
-from ..runtime.launch import Launch
 from ..scale_layouts import empty_columnwise, empty_quantized
 from .triton_activation import tile_of_elements
 
@@ -27,26 +29,41 @@ def _empty(
     return row, empty_grouped_columnwise(x, offs, None, columnwise)
 
 
-def _plan(
+def _launch(
     in_words: bool,
     detail: tuple[str, str],
     sources: tuple[Tensor, ...],
     offs: Tensor | None,
     forms: Forms,
     second: Forms | None = None,
-) -> Launch:
+) -> None:
     x, *more = sources
     row, col = forms
-    if col is None:  # rowwise blocks ignore groups, and gain nothing from words
-        return plan_1x128(x, row, None, producer=Producer(tile_of_elements, detail, more, second))
-    if not in_words:
-        producer = Producer(tile_of_elements, detail, more, second)
-        return plan_1x128(x, row, col, offs, producer=producer)
-    from ..cast.gluon_columnwise import plan_columnwise  # Triton may have no Gluon
-    from .gluon_activation import tile_of_words
+    if in_words and col is not None:  # rowwise forms gain nothing from words
+        from ..cast.gluon_columnwise import plan_columnwise  # Triton may have no Gluon
+        from .gluon_activation import tile_of_words
 
-    producer = Producer(tile_of_words, detail, more, second)
-    return plan_columnwise(x, row, col, offs, producer=producer)
+        producer = Producer(tile_of_words, detail, more, second)
+        plan_columnwise(x, row, col, offs, producer=producer)()
+        return
+    if row is not None and col is not None and _would_spill(sources, row.format, col.format):
+        for part in range(2):
+            chosen = None if second is None else _only(second, part)
+            _launch(in_words, detail, sources, offs, _only(forms, part), chosen)
+        return
+    producer = Producer(tile_of_elements, detail, more, second)
+    plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
+
+
+def _would_spill(sources: Sequence[Tensor], row: BlockFormat, col: BlockFormat) -> bool:
+    # Both forms of a tile, by plan_1x128; see triton_cast.quantize_both
+    if len(sources) == 3 and sources[0].dtype != torch.bfloat16:
+        return True
+    return row is not col and any(map(is_awkward, sources))
+
+
+def _only(forms: Forms, part: int) -> Forms:
+    return (forms[0], None) if part == 0 else (None, forms[1])
 
 
 def gated(
@@ -61,7 +78,7 @@ def gated(
     """See :func:`blocktensor.ops.producers.reference.gated`."""
     made = _empty(gate, offs, rowwise, columnwise)
     role, sources = ("value", (gate,)) if up is None else ("gated", (gate, up))
-    _plan(in_words, (activation, role), sources, offs, made)()
+    _launch(in_words, (activation, role), sources, offs, made)
     return made
 
 
@@ -75,12 +92,12 @@ def gated_backward(
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> tuple[Forms, Forms]:
-    """See :func:`blocktensor.ops.producers.reference.gated_backward`; one launch."""
+    """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
     of_gate = _empty(gate, offs, rowwise, columnwise)
     if up is None:
-        _plan(in_words, (activation, "gradient"), (gate, grad), offs, of_gate)()
+        _launch(in_words, (activation, "gradient"), (gate, grad), offs, of_gate)
         return of_gate, (None, None)
     of_up = _empty(gate, offs, rowwise, columnwise)
     detail = activation, "gated gradient"
-    _plan(in_words, detail, (gate, grad, up), offs, of_gate, of_up)()
+    _launch(in_words, detail, (gate, grad, up), offs, of_gate, of_up)
     return of_gate, of_up

@@ -34,15 +34,16 @@ VARIANTS: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
     *product(["gluon"], ["silu"], [BF16], [(4096, 14336), (302, 130)], [BOTH, MIXED, COLUMNWISE]),
     *product(["gluon"], ["gelu", "gelu_tanh"], [BF16], [(302, 130)], [BOTH, MIXED]),
     ("gluon", "relu2", BF16, (300, 576), BOTH),
-    ("gluon", "gelu", FP16, (302, 130), MIXED),
-    ("gluon", "silu", FP32, (300, 575), BOTH),
+    ("gluon", "gelu", FP16, (302, 136), MIXED),
+    ("gluon", "silu", FP32, (300, 520), BOTH),
     ("gluon", "gelu_tanh", FP32, (300, 576), MIXED),
     ("gluon", "silu", BF16, (300, 576), POW2),
     *product(["triton"], ["silu"], [BF16], [(4096, 14336)], [BOTH, MIXED, ROWWISE]),
     *product(["triton"], ["gelu", "gelu_tanh"], [BF16], [(129, 131)], [BOTH]),
     ("triton", "relu2", BF16, (129, 131), ROWWISE),
-    ("triton", "gelu", FP16, (129, 131), MIXED),
-    ("triton", "gelu", FP32, (129, 131), BOTH),
+    *product(["triton"], ["gelu"], [BF16], [(129, 131)], [MIXED, POW2]),
+    ("triton", "gelu", FP16, (129, 136), MIXED),
+    *product(["triton"], ["gelu", "gelu_tanh"], [FP32], [(129, 136)], [BOTH]),
     ("triton", "silu", FP32, (300, 576), MIXED),
 ]
 
@@ -87,8 +88,11 @@ def test_gated(
     sources = grad, gate, up = sources_of(shape, dtype)
     assert backend.declines(ProducerProblem(sources, *formats)) is None
     kernels, rest = backend.load(), (None, activation, *formats)
-    assert compile_all(launches, lambda: kernels.gated(gate, up, *rest)) == 1
-    assert compile_all(launches, lambda: kernels.gated_backward(grad, gate, up, *rest)) == 1
+    forward = 2 if name == "triton" and shape[1] % 8 and formats == MIXED else 1
+    both = name == "triton" and None not in formats
+    backward = 2 if both and dtype != BF16 else forward
+    assert compile_all(launches, lambda: kernels.gated(gate, up, *rest)) == forward
+    assert compile_all(launches, lambda: kernels.gated_backward(grad, gate, up, *rest)) == backward
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])

@@ -46,7 +46,7 @@ FORMATS: tuple[Formats, ...] = (
     (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
     (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
 )
-SIZES = (0, 1, 127, 128, 129, 130, 256, 300, 512, 576, 1100, 10944)
+SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)
 VIEWS = ("contiguous", "halves", "rows apart", "one row")
 
 
@@ -59,12 +59,13 @@ class Case(NamedTuple):
     is_gated: bool
 
 
-def cases(name: str, count: int) -> Iterator[Case]:
-    """``count`` cases that the backend takes, of 16-bit elements or wider ones."""
+def cases(name: str, dtype: torch.dtype, count: int) -> Iterator[Case]:
+    """``count`` cases that the backend takes."""
+    unit = 8 if dtype != BF16 else 1 if name == "triton" else 2
     draw = random.Random(name)
     for i in range(count):
         rows = cols = 2**20
-        while rows * cols > 1_500_000 or (name == "gluon" and cols % 2):
+        while rows * cols > 1_500_000 or cols % unit:
             rows, cols = draw.choice(SIZES), draw.choice(SIZES)
         formats = draw.choice([f for f in FORMATS if f[1] or name == "triton"])
         yield Case(
@@ -74,7 +75,7 @@ def cases(name: str, count: int) -> Iterator[Case]:
 
 def laid_out(x: Tensor, view: str) -> Tensor:
     if view == "rows apart":
-        return x.new_zeros((x.shape[0], x.shape[1] + 6))[:, 2:-4].copy_(x)
+        return x.new_zeros((x.shape[0], x.shape[1] + 16))[:, 8:-8].copy_(x)
     return x[:1].expand(x.shape) if view == "one row" and len(x) else x
 
 
@@ -136,7 +137,7 @@ def check(
 @pytest.mark.parametrize("name", ["triton", "gluon"])
 def test_bytes(name: str, activation: str, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
-    for case in cases(name, 200):
+    for case in cases(name, dtype, 200):
         sources = inputs(case, dtype, rng)
         assert takes(name, sources, case.formats)
         check(kernels(name), activation, sources, case.is_gated, case.formats)

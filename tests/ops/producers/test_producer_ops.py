@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -110,6 +111,9 @@ def test_who_takes_which_layouts() -> None:
     assert declines("triton", gate, odd) is None
     assert declines("triton", gate, across) == "reads rows of unit stride"
     assert declines("reference", gate, across) is None
+    wide = torch.empty((128, 258), device="meta")
+    assert declines("triton", wide) == "reads fp16 and fp32 in whole vectors of eight elements"
+    assert declines("triton", wide[:, :256].contiguous()) is None
 
 
 class TestBadInput(TestCase):
@@ -133,15 +137,18 @@ class TestBadInput(TestCase):
             self.refused(gate, up, *rest, offs=torch.tensor([130])),
         )
         self.assertExpectedInline(
-            "\n".join(calls),
+            "\n".join(line for call in calls for line in wrap(call, 90)),
             """\
 ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
 ValueError: neither a rowwise nor a columnwise format was given: pass one or both
-ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks are for the columnwise form
+ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square
+blocks are for the columnwise form
 ValueError: up has shape [5, 300] and gate [130, 300]: expected the same
 TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
-ValueError: gate has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T, I]
-TypeError: gate has dtype torch.int32: blocktensor casts torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+ValueError: gate has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T,
+I]
+TypeError: gate has dtype torch.int32: blocktensor casts torch.bfloat16, torch.float16 and
+torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
 ValueError: up is on meta and gate on cpu: move them to one device
 TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)""",
         )
