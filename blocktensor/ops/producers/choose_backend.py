@@ -56,13 +56,16 @@ def _load_kernels(in_words: bool) -> ProducerKernels:
 
 def _declines(of_cast: Backend[CastProblem, CastKernels], problem: ProducerProblem) -> str | None:
     formats = [format for format in (problem.rowwise, problem.columnwise) if format is not None]
+    of_bf16 = problem.sources[0].dtype == torch.bfloat16
+    if of_cast.name == "triton" and len(problem.sources) > 2 and not of_bf16:
+        return "computes from three tensors in bf16 alone: others would spill"
     for source in problem.sources:
         if reason := of_cast.declines(CastProblem(source, *formats)):
             return reason
         if source.stride(-1) != 1 and source.shape[-1] > 1:
             return "reads rows of unit stride"
         rows_apart = source.stride(0) | source.shape[1]
-        if source.dtype != torch.bfloat16 and rows_apart % 8:  # gradients of gelu would spill
+        if not of_bf16 and rows_apart % 8:  # would spill
             return "reads fp16 and fp32 in whole vectors of eight elements"
     return None
 

@@ -5,9 +5,6 @@ On the CPU, eager mode computes exp, erf and tanh in other ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from ..cast.groups import empty_grouped_columnwise
@@ -46,20 +43,15 @@ def _launch(
         producer = Producer(tile_of_words, detail, more, second)
         plan_columnwise(x, row, col, offs, producer=producer)()
         return
-    if row is not None and col is not None and _would_spill(sources, row.format, col.format):
+    mixed = row is not None and col is not None and row.format is not col.format
+    if mixed and any(map(is_awkward, sources)):
+        # both forms of a tile would spill, as in triton_cast.quantize_both
         for part in range(2):
             chosen = None if second is None else _only(second, part)
             _launch(in_words, detail, sources, offs, _only(forms, part), chosen)
         return
     producer = Producer(tile_of_elements, detail, more, second)
     plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
-
-
-def _would_spill(sources: Sequence[Tensor], row: BlockFormat, col: BlockFormat) -> bool:
-    # Both forms of a tile, by plan_1x128; see triton_cast.quantize_both
-    if len(sources) == 3 and sources[0].dtype != torch.bfloat16:
-        return True
-    return row is not col and any(map(is_awkward, sources))
 
 
 def _only(forms: Forms, part: int) -> Forms:

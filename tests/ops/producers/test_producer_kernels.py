@@ -47,6 +47,7 @@ FORMATS: tuple[Formats, ...] = (
     (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
 )
 SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)
+ROWS: Formats = BLOCKS_1X128, None
 VIEWS = ("contiguous", "halves", "rows apart", "one row")
 
 
@@ -139,8 +140,9 @@ def test_bytes(name: str, activation: str, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     for case in cases(name, dtype, 200):
         sources = inputs(case, dtype, rng)
-        assert takes(name, sources, case.formats)
-        check(kernels(name), activation, sources, case.is_gated, case.formats)
+        is_gated = case.is_gated and (name == "gluon" or dtype == BF16)
+        assert takes(name, sources[: 2 + is_gated], case.formats)
+        check(kernels(name), activation, sources, is_gated, case.formats)
 
 
 def every_number(dtype: torch.dtype) -> Tensor:
@@ -159,7 +161,7 @@ def test_every_gate(activation: str, dtype: torch.dtype) -> None:
             grad = up = torch.ones_like(gate)
         else:
             grad, up = (values(kind, 2**16, 1, dtype, rng).to(CUDA) for _ in range(2))
-        check(kernels("triton"), activation, (grad, gate, up), True, (BLOCKS_1X128, None))
+        check(kernels("triton"), activation, (grad, gate, up), True, ROWS)
 
 
 @on_a_gpu

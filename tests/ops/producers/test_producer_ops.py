@@ -111,6 +111,10 @@ def test_who_takes_which_layouts() -> None:
     assert declines("triton", gate, odd) is None
     assert declines("triton", gate, across) == "reads rows of unit stride"
     assert declines("reference", gate, across) is None
+    wide = torch.empty((128, 256), device="meta")
+    three_alone = "computes from three tensors in bf16 alone: others would spill"
+    assert declines("triton", wide, wide, wide) == three_alone
+    assert declines("gluon", wide, wide, wide) is None
     wide = torch.empty((128, 258), device="meta")
     assert declines("triton", wide) == "reads fp16 and fp32 in whole vectors of eight elements"
     assert declines("triton", wide[:, :256].contiguous()) is None
