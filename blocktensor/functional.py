@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .autograd import gated_mlp as _gated_mlp
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
+from .autograd import whole_functions as _whole_functions
+from .autograd.gated_activation import gated_activation
 from .autograd.quantize import quantize
+from .ops.producers.ops import ActivationName
 from .recipe import Recipe
 from .tensor.base import FP8Base
 
-__all__ = ["grouped_linear", "linear", "quantize"]
+__all__ = ["gated_activation", "gated_mlp", "grouped_linear", "linear", "quantize"]
 
 
 def linear(
@@ -44,6 +48,55 @@ def linear(
     if _stays_whole(w):
         return torch.nn.functional.linear(x, w, bias)
     return _linear.linear(x, w, bias, recipe=recipe)
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    *,
+    activation: ActivationName = "silu",
+    recompute: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))`` in blockwise FP8, without passes for casts.
+
+    x is cast once for gate and up. ``h = activation(gate(x)) * up(x)`` is cast as it is computed,
+    and is never stored in high precision; so are the gradients of gate and up in the backward, from
+    one read of what they depend on. The bits, forward and backward, are those of three
+    :func:`linear` with eager ops between them. With ``Recipe(wgrad_input="high_precision")``, whose
+    weight gradients read high precision, it runs these.
+
+    :func:`blocktensor.fuse` lets the MLPs of a converted model run so.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
+        w_gate, w_up: ``[I, K]``, of x's dtype (any, under autocast).
+        w_down: ``[N, I]``, alike.
+        bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None. Where a bias of gate
+            or up is trained, the gradients of gate and up are stored in high precision.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        recompute: backward makes the columnwise form of h again, which takes another read of gate
+            and up, in place of saving it: a byte for each of its elements.
+        recipe: numeric choices; default ``Recipe()``, or that of the weights.
+
+    Returns:
+        ``[..., N]`` in x's dtype, or autocast's.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
+            fit together.
+    """
+    weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
+    if any(map(_stays_whole, weights)):
+        return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute)
+    if not is_dynamo_compiling():
+        _whole_functions.announce_if_loaded()
+    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe)
 
 
 def _stays_whole(w: Tensor) -> bool:

@@ -29,8 +29,10 @@ def check_main_grad(tracing: bool) -> None:
         )
 
 
-def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
+def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> tuple[Tensor | None, bool]:
     """The buffer that this backward adds to, and whether the weight's gradient is needed.
+
+    ``place``: of the weight among the arguments of the forward.
 
     ``needs_input_grad`` says which gradients could be needed. Adding is a side effect: it must not
     happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.
@@ -38,7 +40,7 @@ def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
     A stack of experts may be a transpose of the weight, as grouped products take it: the buffer is
     then transposed alike. ``weight.to(dtype)`` has the buffer of the weight (``late_copy.py``).
     """
-    (node, _) = ctx.next_functions[1]
+    (node, _) = ctx.next_functions[place]
     while True:
         # of the last two dimensions: other views share no buffer
         is_transpose = main_grad.ndim == 3 and node.name() == "TransposeBackward0"

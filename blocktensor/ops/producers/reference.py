@@ -90,8 +90,13 @@ def gated_backward(
     No forms of the latter without ``up``.
     """
     act = ACTIVATIONS[activation]
-    grad_value = grad if up is None else grad * up
-    of_gate = _forms(act.gradient(grad_value, gate), offs, rowwise, columnwise)
     if up is None:
-        return of_gate, (None, None)
-    return of_gate, _forms(grad * act.value(gate), offs, rowwise, columnwise)
+        return _forms(act.gradient(grad, gate), offs, rowwise, columnwise), (None, None)
+    d_gate, d_up = gradients(grad, gate, up, activation)
+    return _forms(d_gate, offs, rowwise, columnwise), _forms(d_up, offs, rowwise, columnwise)
+
+
+def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
+    act = ACTIVATIONS[activation]
+    return act.gradient(grad * up, gate), grad * act.value(gate)
