@@ -196,31 +196,13 @@ def _parts_of(found: _Found, recompute: bool, drawn: Drawn) -> tuple[GatedParts 
     for activation in activations:
         value = getattr(module, attribute) if attribute is not None else None
         parts = GatedParts(*found.linears, activation, attribute, value, recompute)
-        if apart := _why_apart_when_whole(module, parts):
+        if apart := why_apart(module, parts, sharded=True):
             return parts, apart
         different = why_different(module, parts, drawn)
         if different is None:
             return parts, ""
         first = first or different
     return GatedParts(*found.linears, activations[0], attribute), first
-
-
-def _why_apart_when_whole(module: nn.Module, parts: GatedParts) -> str | None:
-    """:func:`why_apart`, of weights that FSDP2 may hold as shards."""
-    held = []
-    for name in parts.linears:
-        linear = module._modules[name]
-        assert linear is not None
-        weight: Any = linear._parameters.get("weight")
-        part = fp8_part(weight)
-        if part is not None and part is not weight:
-            held.append((linear._parameters, weight))
-            linear._parameters["weight"] = part
-    try:
-        return why_apart(module, parts)
-    finally:
-        for parameters, weight in held:
-            parameters["weight"] = weight
 
 
 def _why_unlike(found: _Found) -> str:

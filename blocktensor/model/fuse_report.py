@@ -47,8 +47,8 @@ class FusionReport:
     def __str__(self) -> str:
         if not self.entries:
             return (
-                "no gated MLP was found: fuse(model, mlp={pattern: (gate, up, down, activation)}) "
-                "names those with linears of other names"
+                "no gated MLP was found; fuse(model, mlp={pattern: (gate, up, down, activation)})\n"
+                "names those whose linears have other names"
             )
         rows = collapse(
             (e.name or "(model)", e.kind, e.computes, e.reason or "fused") for e in self.entries

@@ -72,16 +72,8 @@ def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | N
                     except Exception as error:
                         return f"raised {type(error).__name__} on one tensor: {error}"
             if different := _first_difference(*made):
-                mode = (
-                    ("in training" if training else "in evaluation")
-                    + " mode"
-                    + (", under autocast" if autocast else "")
-                )
-                gate, up, down = parts.linears
-                return (
-                    f"computes something else than {down}({parts.activation}({gate}(x)) * {up}(x))"
-                    f": {different} differs {mode}"
-                )
+                mode = "" if training else " in evaluation mode"
+                return f"differs in {different}{mode}{' under autocast' if autocast else ''}"
     return None
 
 

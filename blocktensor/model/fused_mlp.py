@@ -84,10 +84,11 @@ def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
     )
 
 
-def why_apart(module: nn.Module, parts: GatedParts) -> str | None:
+def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> str | None:
     """Why the linears of a module have to be called one by one; None if they need not be.
 
     Checked in every forward: hooks, adapters and activations may come after :func:`set_parts`.
+    ``sharded``: whether FSDP2 may hold the weights.
     """
     for name in parts.linears:
         linear: Any = module._modules.get(name)
@@ -95,9 +96,8 @@ def why_apart(module: nn.Module, parts: GatedParts) -> str | None:
             return f"{name} is a {type(linear).__name__}, not an nn.Linear"
         if "forward" in linear.__dict__:
             return f"{name} has a forward of its own"
-        if not isinstance(
-            linear._parameters.get("weight"), (BlockwiseFP8Weight, BlockwiseFP8Tensor)
-        ):
+        weight = linear._parameters.get("weight")
+        if not (sharded or isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))):
             return f"{name} is not in FP8"
         for kind in _HOOKS:
             if any(map(_is_of_users, linear.__dict__[kind].values())):

@@ -1,4 +1,4 @@
-"""A module is fused only if it computes the same bits; what differs is found, and nothing changed."""
+"""A module is fused only if it computes the same bits; verification changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, Recipe, fuse
 from tests.support.gated import assert_bits
-from tests.support.mlps import HIDDEN, K, MLP, PLANTED, X, converted, fused_in, planted, results
+from tests.support.mlps import HIDDEN, MLP, PLANTED, K, X, converted, fused_in, planted, results
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -20,7 +20,7 @@ def test_a_planted_difference_is_found(name: str, dtype: torch.dtype) -> None:
     model = converted(planted(name), dtype=dtype)
     report = fuse(model, mlp={"": (*MLP.names, "silu")})
     (entry,) = report.entries
-    assert entry.reason.startswith(("computes something else than down_proj(silu(", "raised "))
+    assert entry.reason.startswith(("differs in ", "raised "))
     assert fused_in(model) == []
     assert type(model).__name__ == "Planted"
 
@@ -31,7 +31,7 @@ def test_a_planted_difference_beside_an_activation_that_is_not_called(
     name: str, dtype: torch.dtype
 ) -> None:
     (entry,) = fuse(converted(planted(name), dtype=dtype)).entries
-    assert "computes something else" in entry.reason
+    assert "differs in " in entry.reason
 
 
 def reason_of(name: str) -> str:
@@ -43,15 +43,21 @@ def test_reasons() -> None:
     assert_expected_inline(
         "\n".join(
             reason_of(name)
-            for name in ("a clamp far away", "a gradient stopped at up", "dropout", "a tuple",
-                         "another evaluation mode", "two inputs")  # fmt: skip
+            for name in (
+                "a clamp far away",
+                "a gradient stopped at up",
+                "dropout",
+                "a tuple",
+                "another evaluation mode",
+                "two inputs",
+            )
         ),
         """\
-computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): its output differs in training mode
-computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): the gradient of its input differs in training mode
-computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): its output differs in training mode
-computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): the type of its output differs in training mode
-computes something else than down_proj(silu(gate_proj(x)) * up_proj(x)): its output differs in evaluation mode
+differs in its output
+differs in the gradient of its input
+differs in its output
+differs in the type of its output
+differs in its output in evaluation mode
 raised AttributeError on one tensor: 'Planted' object has no attribute 'missing'""",
     )
 
@@ -61,7 +67,7 @@ def test_a_difference_that_weights_of_zeros_would_hide() -> None:
     with torch.no_grad():
         model.down_proj.weight.zero_()
     (entry,) = fuse(model).entries
-    assert "its output differs" in entry.reason
+    assert "its output" in entry.reason
 
 
 @pytest.mark.parametrize("name", ["dropout", "a clamp far away", "a tuple", None])
@@ -131,7 +137,9 @@ def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
     reasons.append(reason(model))
     reasons.append(reason(converted(MLP(act=nn.Tanh()))))
     reasons.append(reason(converted(MLP(act=torch.sigmoid))))
-    assert_expected_inline("\n".join(reasons), """\
+    assert_expected_inline(
+        "\n".join(reasons),
+        """\
 has more than linears and an activation: scale
 has more than linears and an activation: limit
 has more than linears and an activation: drop
@@ -144,7 +152,8 @@ weight gradients read high precision (wgrad_input='high_precision')
 gate_proj has hooks
 act_fn has hooks
 its act_fn, Tanh, is none of silu, gelu, gelu_tanh, relu2
-its act_fn, sigmoid, is none of silu, gelu, gelu_tanh, relu2""")
+its act_fn, sigmoid, is none of silu, gelu, gelu_tanh, relu2""",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -24,9 +24,7 @@ class MLP(nn.Module):
 
     def __init__(self, bias: bool = False, act: Any = None) -> None:
         super().__init__()
-        for name, (n, k) in zip(
-            self.names, ((HIDDEN, K), (HIDDEN, K), (K, HIDDEN)), strict=True
-        ):
+        for name, (n, k) in zip(self.names, ((HIDDEN, K), (HIDDEN, K), (K, HIDDEN)), strict=True):
             self.add_module(name, nn.Linear(k, n, bias=bias))
         self.act_fn = nn.SiLU() if act is None else act
 
@@ -117,9 +115,7 @@ PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
     "another evaluation mode": _other_mode,
     "slices": lambda m, x: sum(
         F.linear(part, w)
-        for part, w in zip(
-            _h(m, x).split(128, -1), m.down_proj.weight.split(128, 1), strict=True
-        )
+        for part, w in zip(_h(m, x).split(128, -1), m.down_proj.weight.split(128, 1), strict=True)
     ),
     "a tuple": lambda m, x: (m.down_proj(_h(m, x)), None),
     "two inputs": lambda m, x: m.down_proj(_h(m, x)) * m.missing,
@@ -142,7 +138,7 @@ def results(model: nn.Module, x: Tensor = X, run: Any = None) -> list[Tensor | N
     for p in model.parameters():
         p.grad = None
     leaf = x.to(next(model.parameters()).dtype).detach().requires_grad_()
-    y = (run or model)(leaf)
+    y = (model if run is None else run)(leaf)
     if y.requires_grad:
         y.backward(torch.ones_like(y) / 3)
     return [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
