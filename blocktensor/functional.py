@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .autograd import gated_activation as _gated_activation
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
+from .autograd import rms_norm as _rms_norm
 from .autograd import whole_functions as _whole_functions
-from .autograd.gated_activation import gated_activation
 from .autograd.quantize import quantize
+from .ops.producers.norm_reference import NormKind
 from .ops.producers.ops import ActivationName
-from .recipe import Recipe
+from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor.base import FP8Base
+from .tensor.fp8_tensor import BlockwiseFP8Tensor
 
-__all__ = ["gated_activation", "gated_mlp", "grouped_linear", "linear", "quantize"]
+__all__ = ["gated_activation", "gated_mlp", "grouped_linear", "linear", "quantize", "rms_norm"]
 
 
 def linear(
@@ -97,6 +100,72 @@ def gated_mlp(
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe)
+
+
+def gated_activation(
+    gate: Tensor,
+    up: Tensor,
+    activation: ActivationName = "silu",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """``quantize(activation(gate) * up)``, in one read and without the product in high precision.
+
+    SwiGLU, if ``activation`` is "silu". The bits, forward and backward, are those of eager ops and
+    :func:`quantize`. Saved for backward: gate and up. :func:`gated_mlp` also casts the gradients as
+    they are computed.
+
+    Args:
+        gate: ``[..., I]`` bf16, fp16 or fp32.
+        up: alike.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
+            product is computed and kept.
+
+    Returns:
+        ``[..., I]`` in FP8, both forms; for linears.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; shapes, dtypes or devices that differ; a
+            scalar.
+    """
+    if is_dynamo_compiling():
+        return _whole_functions.gated_activation(gate, up, activation, recipe)
+    _whole_functions.announce_if_loaded()
+    return _gated_activation.gated_activation(gate, up, activation, recipe)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    kind: NormKind = "llama",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
+
+    The bits, forward and backward, are those of transformers' norms in eager mode and
+    :func:`quantize`. The result in high precision is neither stored nor saved: backward
+    reads x.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        weight: ``[K]``. Of another dtype than x, the norm is computed by torch's ops.
+        eps: added to the mean square.
+        kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
+            write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
+        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
+            norm is computed by torch's ops and kept.
+
+    Returns:
+        ``[..., K]`` in FP8, both forms; for linears.
+
+    Raises:
+        TypeError, ValueError: an unknown kind; shapes, dtypes or devices that do not fit.
+    """
+    if is_dynamo_compiling():
+        return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
+    _whole_functions.announce_if_loaded()
+    return _rms_norm.rms_norm(x, weight, eps, kind, recipe)
 
 
 def _stays_whole(w: Tensor) -> bool:

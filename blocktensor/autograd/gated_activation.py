@@ -21,26 +21,7 @@ def gated_activation(
     activation: ActivationName = "silu",
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> BlockwiseFP8Tensor:
-    """``quantize(activation(gate) * up)``, in one read and without the product in high precision.
-
-    SwiGLU, if ``activation`` is "silu". The bits, forward and backward, are those of eager ops and
-    :func:`blocktensor.quantize`. Saved for backward: gate and up. :func:`gated_mlp
-    <blocktensor.functional.gated_mlp>` also casts the gradients as they are computed.
-
-    Args:
-        gate: ``[..., I]`` bf16, fp16 or fp32.
-        up: alike.
-        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
-        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
-            product is computed and kept.
-
-    Returns:
-        ``[..., I]`` in FP8, both forms; for linears.
-
-    Raises:
-        TypeError, ValueError: an unknown activation; shapes, dtypes or devices that differ; a
-            scalar.
-    """
+    """:func:`blocktensor.functional.gated_activation`."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape or gate.ndim == 0:

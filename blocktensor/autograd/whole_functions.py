@@ -7,15 +7,22 @@ who compile should spend.
 
 from __future__ import annotations
 
-import functools
 import sys
+from dataclasses import astuple
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.producers.norm_reference import NormKind, normalize
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from . import gated_activation as _gated_activation
 from . import gated_mlp as _gated_mlp
+from . import rms_norm as _rms_norm
+from .quantize import quantize
 
 _announced = False
 
@@ -26,7 +33,8 @@ def announce() -> None:
     if not _announced:
         from torch.compiler import allow_in_graph
 
-        allow_in_graph(_gated_mlp_whole)
+        for function in (_gated_mlp_whole, _gated_activation_whole, _rms_norm_whole):
+            allow_in_graph(function)
         _announced = True
 
 
@@ -55,7 +63,38 @@ def gated_mlp(
     return F.linear(ACTIVATIONS[activation].value(gate) * up, w_down, bias_down)
 
 
-@functools.wraps(_gated_mlp.gated_mlp)
-def _gated_mlp_whole(*args: object) -> Tensor:
-    made: Tensor = _gated_mlp.gated_mlp(*args)  # type: ignore[arg-type]
-    return made
+def gated_activation(
+    gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
+) -> BlockwiseFP8Tensor:
+    """``gated_activation.gated_activation`` while Dynamo traces, or op by op."""
+    if _announced:
+        return _gated_activation_whole(gate, up, activation, *astuple(recipe))
+    return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe
+) -> BlockwiseFP8Tensor:
+    """``rms_norm.rms_norm`` while Dynamo traces, or op by op."""
+    if _announced:
+        return _rms_norm_whole(x, weight, eps, kind, *astuple(recipe))
+    return quantize(normalize(x, _rms_norm.rstd_of(x, eps), weight, kind), recipe)
+
+
+# Graphs hold no recipe, but its fields
+
+
+def _gated_mlp_whole(*args: Any) -> Tensor:
+    return _gated_mlp.gated_mlp(*args)
+
+
+def _gated_activation_whole(
+    gate: Tensor, up: Tensor, activation: ActivationName, *recipe: Any
+) -> BlockwiseFP8Tensor:
+    return _gated_activation.gated_activation(gate, up, activation, Recipe(*recipe))
+
+
+def _rms_norm_whole(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, *recipe: Any
+) -> BlockwiseFP8Tensor:
+    return _rms_norm.rms_norm(x, weight, eps, kind, Recipe(*recipe))

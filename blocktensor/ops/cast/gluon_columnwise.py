@@ -106,7 +106,7 @@ def cast_columnwise_kernel(
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
     PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, PER_ROW: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
@@ -179,6 +179,9 @@ def cast_columnwise_kernel(
             ld = z_stride_m * UNIT_K
             source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
             z = gl.load(source + (m * ld + word), mask=inside & (part == 0), other=0)
+        if PER_ROW:
+            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m
+            z = gl.load(source + m, mask=m < rows_left, other=0)
         x = COMPUTE(x, y, z, part, DETAIL, DTYPE)
 
     magnitude = magnitudes(x, DTYPE)
@@ -277,6 +280,7 @@ def _threads(
     # A thread holds its patch of every source, and the steps of the computation: 16 warps share a
     # tile. Two programs then fit on an SM; one, where the limit of 64 registers would make it spill
     fits = per_word == 2 and len(producer.more) < 2
+    fits = fits and (producer.per_row is None or unit_k > 1)
     return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
 
 

@@ -29,6 +29,8 @@ class Producer:
             columnwise casts end in zeros.
         detail: a constant for ``compute``.
         more: y and z, ``[M, K]`` as x is, with rows of unit stride. A second part gets zeros for z.
+        per_row: in place of z, fp32 ``[M]``, contiguous: a tile gets them as ``[TILE_M, 1]``, in
+            Gluon as 32-bit words.
         second: the forms of a second tile from the same tensors, part 1. The program after that of
             part 0 makes it, and finds in cache what that one read.
     """
@@ -37,6 +39,7 @@ class Producer:
     detail: Any
     more: Sequence[Tensor] = ()
     second: Forms | None = None
+    per_row: Tensor | None = None
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments."""
@@ -45,6 +48,7 @@ class Producer:
             "DETAIL": self.detail,
             "SOURCES": 1 + len(self.more),
             "PARTS": self.parts,
+            "PER_ROW": self.per_row is not None,
         }
 
     @property
@@ -61,6 +65,8 @@ class Producer:
             unit: that row strides are counted in.
         """
         y, z = (*self.more, x, x)[:2]
+        if self.per_row is not None:
+            z = self.per_row
         forms = self.second or (None, None)
         second = [
             made

@@ -26,6 +26,7 @@ class ProducerKernels:
 
     gated: Callable[..., Forms]
     gated_backward: Callable[..., tuple[Forms, Forms]]
+    normalized: Callable[..., Forms]
     launches: bool
 
 
@@ -39,9 +40,11 @@ class ProducerProblem:
 
 
 def _load_reference() -> ProducerKernels:
-    from . import reference
+    from . import norm_reference, reference
 
-    return ProducerKernels(reference.gated, reference.gated_backward, launches=False)
+    return ProducerKernels(
+        reference.gated, reference.gated_backward, norm_reference.normalized, launches=False
+    )
 
 
 def _load_kernels(in_words: bool) -> ProducerKernels:
@@ -50,6 +53,7 @@ def _load_kernels(in_words: bool) -> ProducerKernels:
     return ProducerKernels(
         functools.partial(kernels.gated, in_words),
         functools.partial(kernels.gated_backward, in_words),
+        functools.partial(kernels.normalized, in_words),
         launches=True,
     )
 

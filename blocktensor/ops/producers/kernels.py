@@ -13,6 +13,7 @@ from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat
 from ..scale_layouts import empty_columnwise, empty_quantized
 from .triton_activation import tile_of_elements
+from .triton_norm import normalized_elements
 
 
 def _empty(
@@ -52,6 +53,34 @@ def _launch(
         return
     producer = Producer(tile_of_elements, detail, more, second)
     plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
+
+
+def normalized(
+    in_words: bool,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    """See :func:`blocktensor.ops.producers.norm_reference.normalized`."""
+    row, col = made = _empty(x, None, rowwise, columnwise)
+    more = [weight.expand(x.shape)]
+    if in_words and col is not None:
+        from ..cast.gluon_columnwise import plan_columnwise
+        from .gluon_norm import normalized_words
+
+        producer = Producer(normalized_words, kind, more, per_row=rstd)
+        plan_columnwise(x, row, col, producer=producer)()
+        return made
+    producer = Producer(normalized_elements, kind, more, per_row=rstd)
+    if row is not None and col is not None and row.format is not col.format and is_awkward(x):
+        plan_1x128(x, row, None, producer=producer)()  # both would spill, as above
+        plan_1x128(x, None, col, producer=producer)()
+        return made
+    plan_1x128(x, row, col, producer=producer)()
+    return made
 
 
 def _only(forms: Forms, part: int) -> Forms:

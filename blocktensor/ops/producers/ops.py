@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .. import checks
 from ..cast.producer import Forms
-from ..formats import BlockFormat, Quantized, group_columns, named
+from ..formats import BlockFormat
 from ..runtime.specialize import Specialized, recorded
-from ..scale_layouts import empty_columnwise, empty_quantized
 from .choose_backend import producer_kernels
+from .op_forms import check_formats, empty_forms, format_named, forms_of, name_of, tensors_of
 from .reference import ACTIVATIONS
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -94,13 +94,7 @@ def _check(
     # The sources that are there, of which `gate` is one
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    if rowwise is None and columnwise is None:
-        raise ValueError("neither a rowwise nor a columnwise format was given: pass one or both")
-    if rowwise is not None and rowwise.rows != 1:
-        raise ValueError(
-            f"the rowwise format is {rowwise.name}: expected blocks of one row, e.g. 1x128; square "
-            f"blocks are for the columnwise form"
-        )
+    check_formats(rowwise, columnwise)
     gate = sources["gate"]
     assert gate is not None
     given = {name: x for name, x in sources.items() if x is not None}
@@ -158,8 +152,8 @@ def _dispatch_gated(
     columnwise: BlockFormat | None,
 ) -> Forms:
     _check({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
-    made = _gated_op(gate, up, offs, activation, _name(rowwise), _name(columnwise))
-    return _forms(made, rowwise, columnwise)
+    made = _gated_op(gate, up, offs, activation, name_of(rowwise), name_of(columnwise))
+    return forms_of(made, rowwise, columnwise)
 
 
 def _dispatch_gated_backward(
@@ -173,53 +167,16 @@ def _dispatch_gated_backward(
 ) -> tuple[Forms, Forms]:
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
     _check(given, offs, activation, rowwise, columnwise)
-    names = _name(rowwise), _name(columnwise)
+    names = name_of(rowwise), name_of(columnwise)
     made = _gated_backward_op(grad, gate, up, offs, activation, *names)
     if up is None:
-        return _forms(made, rowwise, columnwise), (None, None)
+        return forms_of(made, rowwise, columnwise), (None, None)
     half = len(made) // 2
-    return _forms(made[:half], rowwise, columnwise), _forms(made[half:], rowwise, columnwise)
+    return forms_of(made[:half], rowwise, columnwise), forms_of(made[half:], rowwise, columnwise)
 
 
 _gated = Specialized(_decide_gated, _dispatch_gated)
 _gated_backward = Specialized(_decide_gated_backward, _dispatch_gated_backward)
-
-
-# Registered ops take names of formats, and return data and scale of each form in one list
-
-
-def _name(format: BlockFormat | None) -> str | None:
-    return None if format is None else format.name
-
-
-def _named(name: str | None) -> BlockFormat | None:
-    return None if name is None else named(name)
-
-
-def _tensors(*all_forms: Forms) -> list[Tensor]:
-    forms = [form for forms in all_forms for form in forms if form is not None]
-    return [x for form in forms for x in form[:2]]
-
-
-def _forms(
-    made: list[Tensor], rowwise: BlockFormat | None, columnwise: BlockFormat | None
-) -> Forms:
-    row = None if rowwise is None else Quantized(made[0], made[1], rowwise)
-    # the columnwise form is the last one
-    return row, None if columnwise is None else Quantized(made[-2], made[-1], columnwise)
-
-
-def _empty(
-    gate: Tensor, offs: Tensor | None, rowwise: str | None, columnwise: str | None
-) -> list[Tensor]:
-    row = None if rowwise is None else empty_quantized(gate.shape, named(rowwise), gate.device)
-    if columnwise is None:
-        return _tensors((row, None))
-    if offs is None:
-        return _tensors((row, empty_columnwise(gate, named(columnwise))))
-    tokens, k = gate.shape
-    shape = k, group_columns(tokens, offs.shape[0])
-    return _tensors((row, empty_quantized(shape, named(columnwise), gate.device)))
 
 
 @torch.library.custom_op("blocktensor::gated", mutates_args=())
@@ -231,7 +188,9 @@ def _gated_op(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    return _tensors(_gated.run(gate, up, offs, activation, _named(rowwise), _named(columnwise)))
+    return tensors_of(
+        _gated.run(gate, up, offs, activation, format_named(rowwise), format_named(columnwise))
+    )
 
 
 @torch.library.custom_op("blocktensor::gated_backward", mutates_args=())
@@ -244,8 +203,8 @@ def _gated_backward_op(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    formats = _named(rowwise), _named(columnwise)
-    return _tensors(*_gated_backward.run(grad, gate, up, offs, activation, *formats))
+    formats = format_named(rowwise), format_named(columnwise)
+    return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats))
 
 
 @_gated_op.register_fake
@@ -257,7 +216,7 @@ def _(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    return _empty(gate, offs, rowwise, columnwise)
+    return empty_forms(gate, offs, rowwise, columnwise)
 
 
 @_gated_backward_op.register_fake
@@ -270,5 +229,5 @@ def _(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    made = _empty(gate, offs, rowwise, columnwise)
-    return made if up is None else made + _empty(gate, offs, rowwise, columnwise)
+    made = empty_forms(gate, offs, rowwise, columnwise)
+    return made if up is None else made + empty_forms(gate, offs, rowwise, columnwise)
