@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
         "(default: fp8 with --precision fp8)",
     )
+    add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(
         "--master-dtype",
@@ -134,6 +135,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
         parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.fuse and (options.precision != "fp8" or options.gather == "bf16"):
+        parser.error("--fuse is about FP8 weights: give --precision fp8, and not --gather bf16")
     if options.fake_ranks and options.checkpoint:
         parser.error("--fake-ranks has one rank's rows only: nothing to --checkpoint")
     if options.fake_ranks and "RANK" in os.environ:
