@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..ops.producers.norm_ops import normalized
-from ..ops.producers.norm_reference import NormKind, normalize
+from ..ops.producers.norm_reference import NormKind, rstd_of
+from ..ops.producers.norm_reference import rms_norm as eager
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .linear import Gradients, run_backward
@@ -37,14 +38,9 @@ def rms_norm(
             f"and [K]"
         )
     if recipe.wgrad_input_format is None or weight.dtype != x.dtype:
-        return quantize(normalize(x, rstd_of(x, eps), weight, kind), recipe)
+        return quantize(eager(x, weight, eps, kind), recipe)
     made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe)
     return made
-
-
-def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """``1 / rms`` of the rows, fp32 ``[..., 1]``, by the ops of transformers' norms."""
-    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -14,7 +14,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.producers.norm_reference import NormKind, normalize
+from ..ops.producers.norm_reference import NormKind
+from ..ops.producers.norm_reference import rms_norm as eager_norm
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
@@ -78,7 +79,7 @@ def rms_norm(
     """``rms_norm.rms_norm`` while Dynamo traces, or op by op."""
     if _announced:
         return _rms_norm_whole(x, weight, eps, kind, *astuple(recipe))
-    return quantize(normalize(x, _rms_norm.rstd_of(x, eps), weight, kind), recipe)
+    return quantize(eager_norm(x, weight, eps, kind), recipe)
 
 
 # Graphs hold no recipe, but its fields

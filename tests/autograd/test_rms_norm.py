@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
 from blocktensor.autograd import whole_functions
+from blocktensor.ops.producers import norm_reference
 from tests.support.compiling import afresh  # noqa: F401
 from tests.support.gated import assert_bits, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, complaint, randn
@@ -76,11 +77,26 @@ def test_it_is_the_cast_of_the_norm(kind: Any) -> None:
         assert_same(made.detach(), quantize(module(x), recipe).detach())
     other = rms_norm(x, weight.float(), kind=kind)  # in fp32, as torch promotes
     assert_same(other, quantize(norm(kind, 1e-6, weight.float())(x)).detach())
+    assert torch.equal(norm_reference.rms_norm(x, weight, 1e-6, kind), module(x))
     with Trace() as trace:
         rms_norm(x, weight, kind=kind)
     assert [op for op in trace.ops if "blocktensor" in op] == [
         f"blocktensor.normalized {kind} 1x128 1x128"
     ]
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_bits_where_torch_computes_the_norm(kind: Any) -> None:
+    recipe = Recipe(wgrad_input="high_precision")
+    w, weight = weights(recipe=recipe)[0], randn(K, seed=8, grad=True)
+    module = norm(kind, 1e-6, weight.detach().clone())
+    x = spread(75).requires_grad_()
+
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(rms_norm(x, weight, kind=kind, recipe=recipe), w)
+
+    wanted = results(lambda x, _: torch.nn.functional.linear(module(x), w), x, [module.weight])
+    assert_bits(results(fused, x, [weight]), wanted)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])

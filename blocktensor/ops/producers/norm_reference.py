@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..cast import ops
@@ -23,10 +24,28 @@ def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor
     "llama": rounded to the dtype of x, then multiplied (transformers' Llama, Mistral, Qwen,
     DeepSeek). "gemma": multiplied by ``1 + weight`` in fp32, then rounded.
     """
-    scaled = x.float() * rstd
+    return _weighted(x.float() * rstd, weight, kind, x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """An RMS norm as transformers write it, for autograd: one copy of x in fp32 serves all."""
+    values = x.float()
+    return _weighted(values * _rstd(values, eps), weight, kind, x.dtype)
+
+
+def rstd_of(x: Tensor, eps: float) -> Tensor:
+    """The reciprocal of the root mean square of rows, fp32 ``[..., 1]``, as transformers' norms."""
+    return _rstd(x.float(), eps)
+
+
+def _rstd(values: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
     if kind == "llama":
-        return weight * scaled.to(x.dtype)
-    return (scaled * (1.0 + weight.float())).type_as(x)
+        return weight * scaled.to(dtype)
+    return (scaled * (1.0 + weight.float())).to(dtype)
 
 
 def normalized(

@@ -105,7 +105,9 @@ def test_bad_input() -> None:
         refused(x, rstd, weight.float(), *rest),
         refused(x, rstd, weight.to("meta"), *rest),
     )
-    assert_expected_inline("\n".join(calls), """\
+    assert_expected_inline(
+        "\n".join(calls),
+        """\
 kind 'layer': expected one of llama, gemma
 neither a rowwise nor a columnwise format was given: pass one or both
 x has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T, K]
@@ -113,7 +115,8 @@ rstd has shape [5, 1]: expected [130, 1]
 the weight has shape [5]: expected [300]
 rstd has dtype torch.bfloat16: expected torch.float32
 the weight has dtype torch.float32: expected torch.bfloat16
-the weight is on meta and x on cpu: move them to one device""")
+the weight is on meta and x on cpu: move them to one device""",
+    )
 
 
 def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Any:
