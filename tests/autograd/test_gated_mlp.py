@@ -294,3 +294,22 @@ def test_gradients_may_not_come_back() -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
     assert all(w.grad is None for w in operands)
     assert gated_mlp._WEIGHTS_AT == 2
+
+
+@pytest.mark.parametrize("early", [0, 1 << 40])
+def test_large_gradients_are_cast_before_backward_begins(
+    early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", early)
+    monkeypatch.setattr("blocktensor.autograd.linear_plan._PLANS._table", {})
+    given: list[Tensor | None] = []
+    gradients = gated_mlp._gradients
+
+    def watched(ctx: Any, saved: Any, grad: Tensor | None) -> Any:
+        given.append(grad)
+        return gradients(ctx, saved, grad)
+
+    monkeypatch.setattr(gated_mlp, "_gradients", watched)
+    fused(inputs(70), *weights()).sum().backward()
+    (grad,) = given
+    assert (grad is None) == (early == 0)
