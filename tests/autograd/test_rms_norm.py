@@ -118,8 +118,7 @@ def test_one_gradient(kind: Any, needs: tuple[bool, bool]) -> None:
 
 def test_second_derivatives_raise() -> None:
     x = randn(70, K, grad=True)
-    y = torch.nn.functional.linear(rms_norm(x, randn(K)), weights()[0])
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(rms_norm(x, randn(K)), x, randn(70, K), create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         dx.sum().backward()
 

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import Recipe, audit, convert, fuse, share_inputs, unfuse
+from blocktensor.autograd import whole_functions
 from tests.support.gated import assert_bits
 from tests.support.mlps import MLP, K, Model, Torchtitan, X, converted, fused_in, planted, results
 from tests.support.models import Trace, complaint, randn
@@ -71,7 +72,8 @@ def test_audit_shows_the_same_products(recompute: bool, wgrad_input: Any) -> Non
     wanted = products()
     fuse(model, recompute=recompute)
     assert products() == wanted
-    assert fused_in(model)
+    report = audit(model, input_ids=TOKENS, labels=TOKENS)
+    assert sum(entry.module == "model.layers.0.mlp" for entry in report.entries) == 9
 
 
 @pytest.mark.parametrize("make", [MLP, Torchtitan, lambda: renamed("gate", "up", "down")])
@@ -290,3 +292,13 @@ def test_bits_in_many_shapes_on_a_gpu_and_here(device: torch.device) -> None:
     for i, rows in enumerate((0, 1, 2, 127, 128, 129, 300)):
         x = randn(rows, K, seed=i, device=device)
         assert_bits(results(model, x), results(twin, x))
+
+
+def test_compilers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a fused model may be compiled before its first eager call."""
+    monkeypatch.setattr(whole_functions, "_announced", False)
+    monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
+    fuse(converted(planted("a constant")))
+    assert not whole_functions._announced
+    fuse(converted(MLP()))
+    assert whole_functions._announced
