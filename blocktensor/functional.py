@@ -13,6 +13,7 @@ from .autograd import gated_activation as _gated_activation
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
+from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import rms_norm as _rms_norm
 from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
@@ -22,7 +23,10 @@ from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor.base import FP8Base
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
 
-__all__ = ["gated_activation", "gated_mlp", "grouped_linear", "linear", "quantize", "rms_norm"]
+__all__ = [
+    "gated_activation", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
+    "rms_norm",
+]  # fmt: skip
 
 
 def linear(
@@ -166,6 +170,53 @@ def rms_norm(
         return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
     _whole_functions.announce_if_loaded()
     return _rms_norm.rms_norm(x, weight, eps, kind, recipe)
+
+
+@torch.compiler.disable
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``F.cross_entropy((x wᵀ + bias).float(), target)`` in FP8, without the logits of all tokens.
+
+    Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
+    bias are computed in the forward; backward scales them by the gradient of the loss, which may
+    round them once more unless it is 1. The gradient of w is summed over the chunks in an fp32
+    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here.
+
+    Under FSDP2, call it where the weight is gathered: in the forward of the module that FSDP2 wraps
+    the head with.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, as the head takes it.
+        w: ``[N, K]``: the weight of a converted head (``convert(model, head="fp8")``), or a plain
+            one, which is cast.
+        target: int64 ``[...]``, the indices of classes.
+        bias: ``[N]`` or None.
+        weight, reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions
+            "mean" and "sum".
+        chunk_size: tokens of a chunk, a multiple of 128; by default as many as have 2**27 logits,
+            about 1.9 GB of temporary memory.
+        recipe: numeric choices where x and w are plain; default ``Recipe()``.
+
+    Returns:
+        The loss, an fp32 scalar. Of no tokens it is 0 as a sum and nan as a mean.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
+        NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
+    """
+    loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
+    return _linear_cross_entropy.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
 
 
 def _stays_whole(w: Tensor) -> bool:

@@ -24,7 +24,10 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 class ConversionPlan:
-    """What a conversion is to change; every check is made here."""
+    """What a conversion is to change; every check is made here.
+
+    ``head``: whether the head is converted too.
+    """
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class ConversionPlan:
         filter: Filter | None,
         skipped: dict[Weight, str],
         small: bool | SmallKN,
+        head: bool,
     ) -> None:
         self.modules = dict(model.named_modules())
-        self.heads = heads_of(model)
+        self.heads = {} if head else heads_of(model)
         self.recipe, self.filter, self.skipped = recipe, filter, skipped
         self.thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -101,14 +102,15 @@ def convert(
     auto_filter_small_kn: bool | SmallKN = True,
     *,
     experts: Experts | None = None,
+    head: Literal["fp8"] | None = None,
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
     These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
     modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
-    that ``experts`` names). Embeddings and the head (a linear that is tied
-    to an embedding, or maps to as many outputs as one has entries, or has a usual name in the
-    place of a head) are left alone. All checks come before the first change: a call that raises
+    that ``experts`` names). Embeddings are left alone, and so is the head (a linear that is tied to
+    an embedding, or maps to as many outputs as one has entries, or has a usual name in the place of
+    a head) unless ``head="fp8"``. All checks come before the first change: a call that raises
     leaves the model as it was.
 
     Args:
@@ -125,6 +127,9 @@ def convert(
             measured sizes, False for none, or a :class:`SmallKN`.
         experts: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
             module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
+        head: "fp8" converts the head too, unless it is tied to an embedding.
+            :func:`blocktensor.functional.linear_cross_entropy` computes its loss without the logits
+            of all tokens.
 
     Returns:
         The report; ``print`` it.
@@ -145,11 +150,13 @@ def convert(
         raise TypeError(
             f"auto_filter_small_kn={auto_filter_small_kn!r}: expected True, False or a SmallKN"
         )
+    if head not in (None, "fp8"):
+        raise ValueError(f"head={head!r}: expected 'fp8', or None to leave the head alone")
     named = {} if experts is None else named_experts(model, experts)
     skipped = weights_to_skip(model, skip, named)
     conversion_checks.not_fake(model.parameters())
     matrices = matrices_of(model, named)
-    plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn)
+    plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn, head is not None)
     tied: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         tied[id(matrix.parameter)].append(matrix)
