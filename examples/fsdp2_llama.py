@@ -96,6 +96,8 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
     if options.gather == "bf16":
         for entry in report.converted:
             model.get_submodule(entry.name).__class__ = CastLinear
+    if options.fuse:
+        blocktensor.fuse(converted)
     return len(report.converted)
 
 

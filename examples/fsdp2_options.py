@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
         "(default: fp8 with --precision fp8)",
     )
+    add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
     add(
         "--head",
         choices=("bf16", "fp8"),
@@ -141,6 +142,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
         parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.fuse and (options.precision != "fp8" or options.gather == "bf16"):
+        parser.error("--fuse is about FP8 weights: give --precision fp8, and not --gather bf16")
     if options.head == "fp8" and (options.precision != "fp8" or options.gather == "bf16"):
         parser.error("--head fp8 needs --precision fp8, without --gather bf16")
     if options.head == "fp8" and options.loss_chunk % 128:

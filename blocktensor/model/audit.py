@@ -107,8 +107,7 @@ class _Products(TorchDispatchMode):
         place = self._tracker.place()
         out = func(*args, **kwargs)
         product = product_of(func, args, kwargs, out)
-        cast = columnwise_data(func, out)
-        if cast is not None:
+        for cast in columnwise_data(func, args, out):
             self._columnwise[id(cast)] = cast
         if product is not None:
             self._add(product, place, (args, kwargs))

@@ -59,6 +59,7 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
     found = {
         "bf16": run(example, where / "bf16", *bf16),
         "fp8": run(example, where / "fp8", *fp8),
+        "fused": run(example, where / "fused", *fp8, "--fuse"),
         "gather": run(example, where / "gather", *fp8, "--gather", "bf16"),
         "ac": run(example, where / "ac", *fp8, "--ac", "--no-reshard-after-forward"),
         "fp32": run(example, where / "fp32", "--precision", "fp8", "--loss-chunk", "50"),
@@ -112,7 +113,7 @@ def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
     assert ends["fp32"] == pytest.approx(ends["bf16"], rel=0.1)  # another master rounds otherwise
 
 
-@pytest.mark.parametrize("other", ["gather", "ac"])
+@pytest.mark.parametrize("other", ["gather", "ac", "fused"])
 def test_the_way_to_the_weights_changes_no_bit(runs: dict[str, Any], other: str) -> None:
     assert runs[other]["losses"] == runs["fp8"]["losses"]
 
@@ -241,6 +242,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--gather", "bf16"], "--gather is about FP8 weights: give --precision fp8 as well"),
+        (["--fuse"], "--fuse is about FP8 weights: give --precision fp8"),
         (["--head", "fp8"], "--head fp8 needs --precision fp8, without --gather bf16"),
         (
             ["--precision", "fp8", "--head", "fp8", "--loss-chunk", "50"],
