@@ -70,12 +70,12 @@ def _fprop(
     columnwise: bool,
 ) -> tuple[Tensor, Quantized | None]:
     """``y = x wᵀ (+ bias)`` and, if asked for, the columnwise form of x; of rowwise w."""
-    x_row, x_col = _forms(x, format, True, columnwise)
+    x_row, x_col = forms_of(x, format, True, columnwise)
     assert x_row is not None
     return gemm(x_row, w, bias, out_dtype), x_col
 
 
-def _forms(
+def forms_of(
     x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
 ) -> tuple[Quantized | None, Quantized | None]:
     """The forms of an activation or gradient, cast now unless it is FP8 already."""
@@ -170,7 +170,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
     dx = dw = dbias = None
     if needs_dbias and grad is not None:
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(plan.bias_dtype)
+        dbias = bias_gradient(grad).to(plan.bias_dtype)
     if not (needs_dx or needs_dw):
         return dx, dw, dbias, None, None
 
@@ -185,7 +185,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
                 return *both, dbias, None, None
-        g = _forms(grad, plan.format, needs_dx, needs_dw)
+        g = forms_of(grad, plan.format, needs_dx, needs_dw)
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
@@ -194,13 +194,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     del g
     if needs_dx:
         assert g_row is not None
-        if w_col is None:
-            dx = saved_weight.dgrad_as_one_op(
-                g_row, weight, ctx.names, plan.weight_format, plan.x_dtype
-            )
-        else:
-            dx = gemm(g_row, w_col, None, plan.x_dtype)
-        dx = dx.view(plan.x_shape)
+        dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
     if needs_dw:
         assert g_col is not None
@@ -209,6 +203,25 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         else:
             gemm_add_(main_grad, g_col, x_col)
     return dx, dw, dbias, None, None
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """The sum of ``grad[..., N]`` over its rows, in fp32."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+
+
+def dgrad(
+    ctx: Any,
+    grad: Quantized,
+    weight: Sequence[Tensor],
+    w_col: Quantized | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``dx[M, K]``; of a weight that was saved, and of its columnwise form if it was read."""
+    if w_col is None:
+        format = ctx.plan.weight_format
+        return saved_weight.dgrad_as_one_op(grad, weight, ctx.names, format, out_dtype)
+    return gemm(grad, w_col, None, out_dtype)
 
 
 def _recorded_gradients(

@@ -97,9 +97,10 @@ def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _refuse_distribute_tensor(name: str, tensor: Tensor) -> None:
     if name in ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types"):
         raise NotImplementedError(
-            f"distribute_tensor of an FP8 weight {list(tensor.shape)}: tensor parallel with FP8 "
-            f"weights is not supported yet. Leave the linears of parallelize_module unconverted "
-            f"(convert(..., skip=[...])), or shard the converted model with fully_shard (FSDP2)"
+            f"distribute_tensor of an FP8 weight {list(tensor.shape)}, whose gradient DTensor "
+            f"would silently compute in high precision: pass ColwiseParallel or RowwiseParallel of "
+            f"blocktensor.distributed to parallelize_module, or shard the converted model with "
+            f"fully_shard (FSDP2)"
         )
 
 

@@ -1,9 +1,19 @@
-"""Sharded FP8 weights: FSDP2 gathers e4m3 bytes, and every rank computes as one process would.
+"""Sharded FP8 weights: what travels is e4m3, and every rank computes as one process would.
+
+``fully_shard`` (FSDP2) gathers FP8 weights as they are. :class:`ColwiseParallel` and
+:class:`RowwiseParallel` are styles for ``parallelize_module``.
 
 Public: the names below. The modules of this folder are internal.
 """
 
 from .fsdp.frozen import FrozenShard
 from .fsdp.trainable import FP8Shard, precompute_block_amax
+from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["FP8Shard", "FrozenShard", "precompute_block_amax"]
+__all__ = [
+    "ColwiseParallel",
+    "FP8Shard",
+    "FrozenShard",
+    "RowwiseParallel",
+    "precompute_block_amax",
+]
