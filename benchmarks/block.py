@@ -17,7 +17,13 @@ from .timing import Call, round_robin
 QUICK: dict[str, Any] = {"layers": 1, "rounds": 3}
 """The arguments of a smoke run."""
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, cache_weight=False")
+VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, inputs shared",
+    "fp8, cache_weight=False",
+    "fp8, wgrad_input=128x128",
+)
 
 
 def variant(name: str, model: nn.Module) -> nn.Module:
@@ -25,7 +31,11 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     made = copy.deepcopy(model)
     if name == "bf16":
         return made
-    bt.convert(made, bt.Recipe(cache_weight=False if "cache_weight=False" in name else "backward"))
+    recipe = bt.Recipe(
+        cache_weight=False if "cache_weight=False" in name else "backward",
+        wgrad_input="128x128" if "wgrad_input" in name else "1x128",
+    )
+    bt.convert(made, recipe)
     if "shared" in name:
         bt.share_inputs(made)
     return made

@@ -42,6 +42,12 @@ def ops(x: Tensor) -> list[Op]:
         Op("rowwise", name, lambda: casts.quantize_rowwise(x, BLOCKS_1X128), size + 1),
         Op("columnwise", name, lambda: casts.quantize_columnwise(x, BLOCKS_1X128), size + 1),
         Op("rowwise+columnwise", name, lambda: casts.quantize_both(x, BLOCKS_1X128), size + 2),
+        Op(
+            "rowwise+columnwise 128x128",
+            name,
+            lambda: casts.quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
+            size + 2,
+        ),
         Op("128x128", name, lambda: casts.quantize_rowwise(x, BLOCKS_128X128), size + 1),
         Op("dequantize 1x128", name, lambda: casts.dequantize(row, dtype), size + 1),
         Op("dequantize 128x128", name, lambda: casts.dequantize(square, dtype), size + 1),
@@ -53,7 +59,7 @@ def ops(x: Tensor) -> list[Op]:
 
 def total(shapes: tuple[tuple[int, int], ...] = CASTS) -> int:
     """How many rows ``measure`` will yield."""
-    return len(shapes) * 13
+    return len(shapes) * 15
 
 
 def facts() -> dict[str, Any]:

@@ -29,7 +29,7 @@ VARIANTS = {
 
 def variants(kind: str) -> tuple[str, ...]:
     """The drafts to measure for this kind of GEMM; none unless the variable is set."""
-    return VARIANTS[kind] if os.environ.get(VARIABLE) else ()
+    return VARIANTS.get(kind, ()) if os.environ.get(VARIABLE) else ()
 
 
 @contextmanager

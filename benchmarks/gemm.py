@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.cast.ops import quantize_columnwise, quantize_rowwise
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
@@ -24,9 +24,9 @@ from . import drafts, peers
 from .candidates import Maker, times_of
 from .shapes import SET_S, SMALL, Shape
 
-KINDS = ("fprop", "wgrad", "wgrad_add")
-"""1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); 1x128 by 1x128 to bf16; the same
-added to fp32."""
+KINDS = ("fprop", "wgrad", "wgrad_add", "square", "square_add")
+"""1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); the weight gradient, 1x128 by
+1x128, to bf16; the same added to fp32; both with x in 128x128 blocks."""
 
 QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
 """The arguments of a smoke run."""
@@ -53,28 +53,41 @@ class Case:
         return self.m * (self.n + self.k)
 
     @property
+    def adds(self) -> bool:
+        """Whether the product is added to fp32."""
+        return self.kind.endswith("_add")
+
+    @property
+    def b_format(self) -> BlockFormat:
+        """The format of the right operand."""
+        return BLOCKS_1X128 if self.kind.startswith("wgrad") else BLOCKS_128X128
+
+    @property
     def out_dtype(self) -> torch.dtype:
-        return torch.float32 if self.kind == "wgrad_add" else torch.bfloat16
+        return torch.float32 if self.adds else torch.bfloat16
 
     def problem(self, accumulate: bool) -> GemmProblem:
         """What the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
-        tokens = columnwise_width(self.m, BLOCKS_1X128)
+        tokens = columnwise_width(self.m, self.b_format)
         sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, tokens)
-        b_format = BLOCKS_128X128 if self.kind == "fprop" else BLOCKS_1X128
         return GemmProblem(
-            *sizes, BLOCKS_1X128, b_format, self.out_dtype, device, accumulate=accumulate
+            *sizes, BLOCKS_1X128, self.b_format, self.out_dtype, device, accumulate=accumulate
         )
 
 
 class Inputs(NamedTuple):
-    """One set of operands: the bf16 product is ``left @ right``, the FP8 one ``a bᵀ``."""
+    """One set of operands: the bf16 product is ``left @ right``, the FP8 one ``a bᵀ``.
+
+    ``rows``: of a weight gradient, b in 1x128 blocks.
+    """
 
     left: Tensor
     right: Tensor
     a: Quantized
     b: Quantized
     out: Tensor
+    rows: Quantized
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -83,18 +96,19 @@ def make_inputs(case: Case) -> Inputs:
     if case.kind == "fprop":
         w = torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
         a, b = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
-        left, right = x, w.t()
+        left, right, rows = x, w.t(), b
     else:
         g = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
-        a, b = quantize_columnwise(g, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
+        a, rows = quantize_columnwise(g, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
+        b = quantize_columnwise(x, case.b_format)
         left, right = g.t(), x
     out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=case.out_dtype, device="cuda")
-    return Inputs(left, right, a, b, out)
+    return Inputs(left, right, a, b, out, rows)
 
 
 def ours(case: Case) -> dict[str, Maker]:
     """The public op, then every backend that takes this shape; they may not fail."""
-    adds = case.kind == "wgrad_add"
+    adds = case.adds
     makers: dict[str, Maker] = {}
     if adds:
         makers["blocktensor"] = lambda i: lambda: gemm_add_(i.out, i.a, i.b)
@@ -130,11 +144,19 @@ def others(case: Case) -> dict[str, Maker]:
             )
         )
     }
-    if case.kind != "wgrad_add":
+    if not case.adds:
         makers["bf16"] = lambda i: lambda: torch.mm(i.left, i.right)
+    if case.kind.startswith("square"):  # what a linear runs without the option
+        cublas = choose_backend.gemm_kernels(choose_backend.gemm_backend("cublas"))
+        makers["1x128"] = lambda i: (
+            (lambda: gemm_add_(i.out, i.a, i.rows))
+            if case.adds
+            else (lambda: gemm(i.a, i.rows, None, dtype))
+        )
+        makers["cublas_1x128"] = lambda i: lambda: cublas.gemm(i.a, i.rows, None, dtype)
     if peers.present("torchao"):
         makers["torchao"] = lambda i: peers.torchao_gemm(i.a, i.b, dtype)
-    if peers.present("deepgemm") and case.kind != "wgrad":
+    if peers.present("deepgemm") and case.kind in ("fprop", "wgrad_add"):
         deepgemm = peers.deepgemm_fprop if case.kind == "fprop" else peers.deepgemm_add
         makers["deepgemm"] = lambda i: deepgemm(i.a, i.b, i.out)
     for variant in drafts.variants(case.kind):
@@ -159,13 +181,15 @@ def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
         "m": case.m,
         "n": case.n,
         "k": case.k,
-        "backend": choose_backend.choose_gemm(case.problem(case.kind == "wgrad_add")).name,
+        "backend": choose_backend.choose_gemm(case.problem(case.adds)).name,
         **{name: round(rate, 1) for name, rate in rates.items()},
     }
     best = max((rate for name, rate in rates.items() if name.startswith("draft_")), default=None)
     if best is not None:
         row["best_draft"] = round(best, 1)
-    for label, peer in (("vs_cublas", "cublas"), ("vs_bf16", "bf16"), ("of_limit", "tensorwise")):
+    ratios = {"vs_cublas": "cublas", "vs_bf16": "bf16", "of_limit": "tensorwise"}
+    ratios |= {"vs_1x128": "1x128", "vs_cublas_1x128": "cublas_1x128"}
+    for label, peer in ratios.items():
         if peer in rates:
             row[label] = round(rates["blocktensor"] / rates[peer], 3)
     return row | {"note": note}

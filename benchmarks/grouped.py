@@ -17,7 +17,13 @@ from torch import Tensor
 
 from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
 from blocktensor.ops.cast.ops import quantize_both, quantize_columnwise, quantize_rowwise
-from blocktensor.ops.formats import BLOCK, BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import (
+    BLOCK,
+    BLOCKS_1X128,
+    BLOCKS_128X128,
+    BlockFormat,
+    Quantized,
+)
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
 from blocktensor.ops.grouped_gemm.ops import (
@@ -30,9 +36,10 @@ from . import peers
 from .candidates import Maker, times_of
 from .shapes import GROUPED, SMALL_GROUPED, GroupedShape, group_sizes
 
-KINDS = ("fprop", "wgrad", "wgrad_add", "cast")
+KINDS = ("fprop", "wgrad", "wgrad_add", "cast", "square", "square_add", "square_cast")
 """``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16; the
-same added to fp32; both forms of ``[T, K]``."""
+same added to fp32; both forms of ``[T, K]``; these three with the columnwise form of x in 128x128
+blocks."""
 
 GROUPS = {"aligned": BLOCK, "ragged": 1}
 """What the sizes of groups are multiples of."""
@@ -60,24 +67,39 @@ class Case:
         return group_sizes(self.experts, self.tokens, GROUPS[self.groups])
 
     @property
+    def is_cast(self) -> bool:
+        """Whether it is a cast."""
+        return self.kind.endswith("cast")
+
+    @property
+    def adds(self) -> bool:
+        """Whether the product is added to fp32."""
+        return self.kind.endswith("_add")
+
+    @property
+    def x_columnwise(self) -> BlockFormat:
+        """The format of the columnwise form of x."""
+        return BLOCKS_128X128 if self.kind.startswith("square") else BLOCKS_1X128
+
+    @property
     def unit(self) -> str:
         """Of the rates."""
-        return "GB/s" if self.kind == "cast" else "TFLOP/s"
+        return "GB/s" if self.is_cast else "TFLOP/s"
 
     @property
     def work(self) -> int:
         """Flops of all rows; of a cast bytes, bf16 read and two forms written."""
-        return self.tokens * self.k * (4 if self.kind == "cast" else 2 * self.n)
+        return self.tokens * self.k * (4 if self.is_cast else 2 * self.n)
 
     @property
     def flops(self) -> int:
         """That take as long as the work."""
-        return self.work * (_FLOPS_A_BYTE if self.kind == "cast" else 1)
+        return self.work * (_FLOPS_A_BYTE if self.is_cast else 1)
 
     @property
     def read(self) -> int:
         """Bytes that a call reads."""
-        if self.kind == "cast":
+        if self.is_cast:
             return 2 * self.tokens * self.k
         if self.kind == "fprop":
             return (self.tokens + self.experts * self.n) * self.k
@@ -85,7 +107,7 @@ class Case:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return torch.float32 if self.kind == "wgrad_add" else torch.bfloat16
+        return torch.float32 if self.adds else torch.bfloat16
 
     def problem(self, device: torch.device) -> GroupedProblem:
         """What the choice of backend sees."""
@@ -93,10 +115,10 @@ class Case:
         return GroupedProblem(
             "gemm" if is_fprop else "wgrad",
             *(self.tokens, self.n, self.k, self.experts),
-            *(BLOCKS_1X128, BLOCKS_128X128 if is_fprop else BLOCKS_1X128),
+            *(BLOCKS_1X128, BLOCKS_128X128 if is_fprop else self.x_columnwise),
             self.out_dtype,
             device,
-            accumulate=self.kind == "wgrad_add",
+            accumulate=self.adds,
         )
 
 
@@ -128,7 +150,7 @@ def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
 
     offs = torch.tensor(list(accumulate(case.sizes)), dtype=torch.int32, device=device)
     x = randn(case.tokens, case.k)
-    if case.kind == "cast":
+    if case.is_cast:
         form, nothing = quantize_rowwise(x, BLOCKS_1X128), empty(0)
         return Inputs(x, x, offs, form, form, form, form, nothing, nothing)
     if case.kind == "fprop":
@@ -138,20 +160,24 @@ def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
         out = empty(case.tokens, case.n)
         return Inputs(x, w.transpose(1, 2), offs, a, b, a, first, out, out)
     g = randn(case.tokens, case.n)
-    a, b = (quantize_grouped_columnwise(t, offs, BLOCKS_1X128) for t in (g, x))
-    dense_a, dense_b = (quantize_columnwise(t, BLOCKS_1X128) for t in (g, x))
+    formats = ((g, BLOCKS_1X128), (x, case.x_columnwise))
+    a, b = (quantize_grouped_columnwise(t, offs, format) for t, format in formats)
+    dense_a, dense_b = (quantize_columnwise(t, format) for t, format in formats)
     out = empty(case.experts, case.n, case.k)
     return Inputs(g.t(), x, offs, a, b, dense_a, dense_b, out, empty(case.n, case.k))
 
 
 def ours(case: Case) -> dict[str, Maker]:
     """The public op, and the dense one of as much work."""
-    if case.kind == "cast":
+    if case.is_cast:
+        rows, col = BLOCKS_1X128, case.x_columnwise
         return {
-            "blocktensor": lambda i: lambda: quantize_grouped(i.left, i.offs, BLOCKS_1X128),
-            "dense": lambda i: lambda: quantize_both(i.left, BLOCKS_1X128),
+            "blocktensor": lambda i: (
+                lambda: quantize_grouped(i.left, i.offs, rows, columnwise_format=col)
+            ),
+            "dense": lambda i: lambda: quantize_both(i.left, rows, col),
         }
-    if case.kind == "wgrad_add":
+    if case.adds:
         return {
             "blocktensor": lambda i: (
                 lambda: grouped_gemm_wgrad_add_(i.out, i.a, i.b, i.offs, case.tokens)
@@ -159,7 +185,7 @@ def ours(case: Case) -> dict[str, Maker]:
             "dense": lambda i: lambda: gemm_add_(i.dense_out, i.dense_a, i.dense_b),
         }
     dense: Maker = lambda i: lambda: gemm(i.dense_a, i.dense_b, None, case.out_dtype)  # noqa: E731
-    if case.kind == "wgrad":
+    if case.kind != "fprop":
         return {
             "blocktensor": lambda i: lambda: grouped_gemm_wgrad(i.a, i.b, i.offs, case.tokens),
             "dense": dense,
@@ -170,7 +196,7 @@ def ours(case: Case) -> dict[str, Maker]:
 def others(case: Case) -> dict[str, Maker]:
     """Peers that are here and take such groups. That of bf16 does not add, which is less work."""
     makers: dict[str, Maker] = {}
-    if case.kind == "cast":
+    if case.is_cast:
         return makers
     makers["bf16"] = lambda i: lambda: torch._grouped_mm(i.left, i.right, offs=i.offs)
     if peers.present("deepgemm") and case.groups == "aligned":
@@ -189,7 +215,7 @@ def measure_case(case: Case, rounds: int) -> dict[str, Any]:
 
 def row(case: Case, ms: dict[str, float], note: str, device: torch.device) -> dict[str, Any]:
     """One row of the results: rates, and ratios made from them before they were rounded."""
-    scale = 1e-6 if case.kind == "cast" else 1e-9
+    scale = 1e-6 if case.is_cast else 1e-9
     rates = {name: case.work / each * scale for name, each in ms.items()}
     made: dict[str, Any] = {
         "kind": case.kind,
@@ -202,7 +228,7 @@ def row(case: Case, ms: dict[str, float], note: str, device: torch.device) -> di
         "unit": case.unit,
         **{name: round(rate, 1) for name, rate in rates.items()},
     }
-    if case.kind != "cast":
+    if not case.is_cast:
         made["backend"] = choose_grouped(case.problem(device)).name
     for label, peer in (("of_dense", "dense"), ("vs_bf16", "bf16"), ("vs_deepgemm", "deepgemm")):
         if peer in rates:

@@ -46,7 +46,10 @@ def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
 
 
 def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
-    """The same linear in bf16, in FP8, and unless not ``peer`` in torchao's FP8, if it is here."""
+    """The same linear in bf16 and in FP8.
+
+    With ``peer`` also in FP8 with ``wgrad_input="128x128"``, and in torchao's FP8, if it is here.
+    """
 
     def plain() -> nn.Linear:
         return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -54,6 +57,9 @@ def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
     fp8 = plain()
     bt.to_blockwise_fp8_weights(fp8)
     made: dict[str, nn.Linear] = {"bf16": plain(), "fp8": fp8}
+    if peer:
+        made["square"] = plain()
+        bt.to_blockwise_fp8_weights(made["square"], bt.Recipe(wgrad_input="128x128"))
     if peer and peers.present("torchao") and n % 128 == 0 and k % 128 == 0:
         made["torchao"] = peers.torchao_linear(plain())
     return made
@@ -125,6 +131,8 @@ def measure_shape(shape: Shape, rounds: int) -> dict[str, Any]:
             f"{label}_bf16_ms": round(times["bf16"], 4),
             f"{label}_fp8_ms": round(times["fp8"], 4),
             f"{label}_speedup": round(times["bf16"] / times["fp8"], 3),
+            f"{label}_square_ms": round(times["square"], 4),
+            f"{label}_square_speedup": round(times["bf16"] / times["square"], 3),
         }
     if "torchao" in eager:
         row["eager_torchao_ms"] = round(eager["torchao"], 4)

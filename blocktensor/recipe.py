@@ -9,6 +9,7 @@ from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleR
 
 ColumnwisePolicy = Literal["on_demand", "keep"]
 CachePolicy = Literal["backward", "step", False]
+WgradInput = Literal["1x128", "128x128", "high_precision"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Recipe:
               ``weight.invalidate()``.
             - ``False``: not at all; backward casts again.
 
+        wgrad_input: the form of the input that the weight gradient reads, and that is saved for it.
+            Gradients are cast in 1x128 blocks in any case.
+
+            - ``"1x128"``: FP8 in blocks of 128 tokens of one feature.
+            - ``"128x128"``: FP8 in blocks of 128 tokens by 128 features. The weight gradient then
+              runs at the speed of the forward; its error is that of 1x128 blocks plus at most about
+              3 dB where tokens or features differ in size (docs/guides/recipes.md).
+            - ``"high_precision"``: the input itself. The weight gradient is then computed in its
+              dtype, and the input takes twice the memory.
+
     Raises:
         ValueError: for a value outside the choices above.
     """
@@ -39,12 +50,14 @@ class Recipe:
     scale: ScaleRounding = "fp32"
     columnwise: ColumnwisePolicy = "on_demand"
     cache_weight: CachePolicy = "backward"
+    wgrad_input: WgradInput = "1x128"
 
     def __post_init__(self) -> None:
         fields = {
             "scale": ScaleRounding,
             "columnwise": ColumnwisePolicy,
             "cache_weight": CachePolicy,
+            "wgrad_input": WgradInput,
         }
         for name, choices in fields.items():
             value, allowed = getattr(self, name), get_args(choices)
@@ -56,14 +69,20 @@ class Recipe:
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state.get("cache_weight") is True:  # a file from before there were three choices
             state = {**state, "cache_weight": "backward"}
-        self.__dict__.update(state)
+        self.__dict__.update({"wgrad_input": "1x128", **state})  # or from before that was one
 
     # Properties, not cached ones, whose lock compilers cannot trace.
 
     @property
     def activation_format(self) -> BlockFormat:
-        """The format of activations and gradients."""
+        """The format of gradients, and of activations rowwise."""
         return ACTIVATION_FORMATS[self.scale]
+
+    @property
+    def wgrad_input_format(self) -> BlockFormat | None:
+        """The format of activations columnwise; None if weight gradients are in high precision."""
+        formats = {"1x128": self.activation_format, "128x128": self.weight_format}
+        return formats.get(self.wgrad_input)
 
     @property
     def weight_format(self) -> BlockFormat:

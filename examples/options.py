@@ -29,6 +29,7 @@ examples:
   python examples/train_lm.py                          a demo sized for this machine
   python examples/train_lm.py --steps 50               a quick look
   python examples/train_lm.py --recipe power_of_two    scales rounded up to powers of two
+  python examples/train_lm.py --wgrad-input 128x128    weight gradients at the forward's speed
   python examples/train_lm.py --seeds 5                is the difference larger than the noise?
   python examples/train_lm.py --experts 8              a mixture of experts, 2 of 8 a token
   python examples/train_lm.py --preset gpu --dim 2048 --heads 16 --layers 16
@@ -76,6 +77,7 @@ class Options:
     steps: int
     lr: float
     recipe: Literal["fp32", "power_of_two"]
+    wgrad_input: Literal["1x128", "128x128", "high_precision"]
     seed: int
     seeds: int
     device: torch.device
@@ -180,6 +182,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="FP8 block scales: exact fp32, or rounded up to a power of two (default: fp32)",
     )
     add(
+        "--wgrad-input",
+        choices=("1x128", "128x128", "high_precision"),
+        default="1x128",
+        help="what weight gradients read of the input: FP8 in these blocks, or bf16 "
+        "(default: 1x128)",
+    )
+    add(
         "--seed",
         type=_at_least(0),
         default=0,
@@ -248,6 +257,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         steps=size("steps"),
         lr=preset.lr if flags.lr is None else flags.lr,
         recipe=flags.recipe,
+        wgrad_input=flags.wgrad_input,
         seed=flags.seed,
         seeds=flags.seeds,
         device=device,

@@ -111,6 +111,7 @@ class Comparison:
                 "tokens_per_step": options.tokens_per_step,
                 "lr": options.lr,
                 "recipe": options.recipe,
+                "wgrad_input": options.wgrad_input,
                 "seed": options.seed,
                 "seeds": options.seeds,
                 "train_loss_is_mean_of_last_steps": tail(options.steps),

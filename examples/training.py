@@ -173,7 +173,7 @@ def perform(run: Run, corpus: Corpus, options: Options, progress: OnProgress) ->
     model = GPT(options.model).to(options.device)
 
     if run.precision == "fp8":
-        recipe = blocktensor.Recipe(scale=options.recipe)
+        recipe = blocktensor.Recipe(scale=options.recipe, wgrad_input=options.wgrad_input)
         # A router has as few outputs as there are experts, and decides: it stays in fp32.
         skip = ["*.router"] if options.model.experts else []
         # The one line by which the two runs differ. (The filter leaves small layers, which gain no

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import textwrap
 from typing import Any
 
 import pytest
@@ -15,23 +16,31 @@ from tests.support.models import complaint
 
 def test_the_defaults() -> None:
     assert_expected_inline(
-        repr(Recipe()), """Recipe(scale='fp32', columnwise='on_demand', cache_weight='backward')"""
+        textwrap.fill(repr(Recipe()), 84),
+        """\
+Recipe(scale='fp32', columnwise='on_demand', cache_weight='backward',
+wgrad_input='1x128')""",
     )
 
 
 @pytest.mark.parametrize(("scale", "power_of_two"), [("fp32", False), ("power_of_two", True)])
 @pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
 @pytest.mark.parametrize("cache_weight", [False, "backward", "step"])
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
 def test_every_choice_is_a_value(
-    scale: Any, power_of_two: bool, columnwise: Any, cache_weight: Any
+    scale: Any, power_of_two: bool, columnwise: Any, cache_weight: Any, wgrad_input: Any
 ) -> None:
-    recipe = Recipe(scale, columnwise, cache_weight)
-    twin = Recipe(scale=scale, columnwise=columnwise, cache_weight=cache_weight)
+    recipe = Recipe(scale, columnwise, cache_weight, wgrad_input)
+    twin = Recipe(
+        scale=scale, columnwise=columnwise, cache_weight=cache_weight, wgrad_input=wgrad_input
+    )
     assert recipe.power_of_two is power_of_two
     assert recipe == twin == pickle.loads(pickle.dumps(recipe))
     assert hash(recipe) == hash(twin)
     other = "step" if cache_weight == "backward" else "backward"
-    assert recipe != Recipe(scale, columnwise, other)
+    assert recipe != Recipe(scale, columnwise, other, wgrad_input)
+    another = "1x128" if wgrad_input == "128x128" else "128x128"
+    assert recipe != Recipe(scale, columnwise, cache_weight, another)
 
 
 def test_a_recipe_is_frozen() -> None:
@@ -45,6 +54,7 @@ def test_a_recipe_is_frozen() -> None:
         *(("scale", v) for v in ("ue8m0", "FP32", "", None, True)),
         *(("columnwise", v) for v in ("always", None, False)),
         *(("cache_weight", v) for v in ("no", None, 1, 0, True)),
+        *(("wgrad_input", v) for v in ("bf16", None, (128, 128), "128x1")),
     ],
 )
 def test_other_values_are_refused(name: str, value: Any) -> None:
@@ -63,7 +73,7 @@ def test_the_texts() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["scale", "columnwise", "cache_weight"])
+@pytest.mark.parametrize("name", ["scale", "columnwise", "cache_weight", "wgrad_input"])
 def test_bad_recipes_name_the_field(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Recipe\({name}='no'\): expected"):
         Recipe(**{name: "no"})
@@ -75,9 +85,22 @@ def test_its_formats(scale: Any) -> None:
     activations, weights = recipe.activation_format, recipe.weight_format
     assert (activations.block_shape, weights.block_shape) == ((1, 128), (128, 128))
     assert activations.scale_rounding == weights.scale_rounding == scale
+    wgrad_inputs = {"1x128": activations, "128x128": weights, "high_precision": None}
+    for choice, format in wgrad_inputs.items():
+        found = Recipe(scale=scale, wgrad_input=choice)  # type: ignore[arg-type]
+        assert found.wgrad_input_format is format
+        assert found.activation_format is activations
 
 
 def test_a_file_from_before_there_were_three_policies() -> None:
     old = Recipe()
     vars(old)["cache_weight"] = True
     assert pickle.loads(pickle.dumps(old)) == Recipe()
+
+
+def test_a_file_from_before_the_input_of_weight_gradients_was_a_choice() -> None:
+    old = Recipe(scale="power_of_two")
+    del vars(old)["wgrad_input"]
+    loaded = pickle.loads(pickle.dumps(old))
+    assert loaded == Recipe(scale="power_of_two")
+    assert vars(loaded).keys() == vars(Recipe()).keys()

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..ops import checks
 from ..recipe import Recipe
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor, check_same_scaling
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.refusals import check_same_scaling
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -31,6 +32,8 @@ def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> t
     if x.ndim == 0:
         raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
     _check_blocks(x, w, recipe)
+    if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
+        _check_wgrad_input(x, recipe)
     _check_bias(x, w, bias)
     return _output_dtype(x, w, bias)
 
@@ -77,14 +80,32 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
     checks.same_k(x, w, "input", "weight")
     checks.same_device(x, w, "the input", "the weight")
     expected = recipe.activation_format.block_shape
-    if isinstance(x, BlockwiseFP8Tensor) and x.block_shape != expected:
+    if isinstance(x, BlockwiseFP8Tensor) and x.rowwise_format.block_shape != expected:
         raise ValueError(
-            f"the input of an FP8 linear has blocks of {x.block_shape}: expected {expected}; "
-            f"blocktensor.quantize(x) makes them"
+            f"the input of an FP8 linear has blocks of {x.rowwise_format.block_shape}: expected "
+            f"{expected}; blocktensor.quantize(x) makes them"
         )
     for tensor in (x, w):
         if isinstance(tensor, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
             check_same_scaling(recipe.activation_format, tensor.format)
+
+
+def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
+    """``x`` holds what the gradient of the weight reads."""
+    wanted = recipe.wgrad_input_format
+    if wanted is None or x.source is not None:
+        fits = wanted is None and x.source is not None
+    else:
+        fits = x.columnwise_format.block_shape == wanted.block_shape
+    if fits:
+        return
+    name = x.columnwise_format.name
+    held = f"holds {name} blocks" if x.source is None else "is cast for 'high_precision'"
+    raise ValueError(
+        f"mixed recipes: the gradient of the weight has wgrad_input={recipe.wgrad_input!r}, and "
+        f"the input, which is FP8 already, {held}; cast it with one recipe, e.g. "
+        f"blocktensor.quantize(x, recipe=weight.recipe)"
+    )
 
 
 def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:

@@ -4,13 +4,15 @@
 
     fprop  y[T, N]      = x[T, K] · w[e]ᵀ    x.rowwise     w.rowwise       1x128 · 128x128
     dgrad  dx[T, K]     = g[T, N] · w[e]     g.rowwise     w.columnwise    1x128 · 128x128
-    wgrad  dw[e, N, K]  = gᵀ · x of group e  g.columnwise  x.columnwise    1x128 · 1x128
+    wgrad  dw[e, N, K]  = gᵀ · x of group e  g.columnwise  x.columnwise    1x128 · 1x128, or
+                                                                           1x128 · 128x128
 
 Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here reads
 it on the host. The columnwise blocks of x and g begin anew in every group. Rows of no group, from
 ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
 
-Saved for backward: the FP8 columnwise form of x, ``offs``, and the weight (``saved_weight.py``).
+Saved for backward: the FP8 columnwise form of x, or x itself for a gradient in high precision (both
+as in ``linear.py``), ``offs``, and the weight (``saved_weight.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
 from .early_cast import EarlyCast, Forms
 from .grouped_plan import GroupedPlan, plan_grouped
+from .high_precision import grouped_wgrad
 from .linear import Gradients, read_weight, run_backward
 from .main_grad import where_to_add
 from .shared_cast import this_thread
@@ -60,7 +63,7 @@ def grouped_linear(
         cast: tuple[Tensor, ...] = ()
         running = this_thread.running
         if running is not None and not isinstance(x, BlockwiseFP8Tensor):
-            cast = running.forms_of(x, offs, plan, functools.partial(_cast, offs, plan.format))
+            cast = running.forms_of(x, offs, plan, functools.partial(_cast, offs))
         return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan, cast)
 
 
@@ -76,6 +79,7 @@ def grouped_linears(
         x = _as_input(x)
         plans = [plan_grouped(x, w, offs, b, recipe) for w, b in zip(ws, biases, strict=True)]
         first = plans[0]
+        with_columnwise = first
         for plan in plans:
             if plan.format is not first.format:
                 raise ValueError(
@@ -83,17 +87,25 @@ def grouped_linears(
                     f"{plan.format.name} blocks: give them one recipe, or call "
                     f"grouped_linear(x, w, offs) for each"
                 )
+            if plan.wgrad_input != first.wgrad_input:
+                raise ValueError(
+                    f"weights of one input have wgrad_input={first.wgrad_input!r} and "
+                    f"{plan.wgrad_input!r}: give them one recipe, or call "
+                    f"grouped_linear(x, w, offs) for each"
+                )
+            if plan.x_columnwise is not None:
+                with_columnwise = plan
         if first.casts_x:
             x = x.to(first.out_dtype)
-        cast = _cast(offs, first.format, x.detach(), any(plan.needs[1] for plan in plans))
+        cast = _cast(offs, with_columnwise, x.detach())
         return tuple(
             _apply(x, w, offs, b, plan, cast) for w, b, plan in zip(ws, biases, plans, strict=True)
         )
 
 
-def _cast(offs: Tensor, format: BlockFormat, x: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
-    """Data and scale of the rowwise form of x and, if asked for, of its columnwise one."""
-    row, col = _forms(x, offs, format, True, columnwise)
+def _cast(offs: Tensor, plan: GroupedPlan, x: Tensor) -> tuple[Tensor, ...]:
+    """Data and scale of the rowwise form of x and, if the plan has one, of its columnwise one."""
+    row, col = _forms(x, offs, plan.format, plan.x_columnwise)
     assert row is not None
     return *row[:2], *(col[:2] if col is not None else ())
 
@@ -113,7 +125,7 @@ def _apply(
     """The grouped linear of this plan; ``cast``: data and scale of the forms of x, if made."""
     early = None
     if plan.casts_grad_early:
-        early = EarlyCast(lambda grad: _forms(grad, offs, plan.format, *plan.needs))
+        early = EarlyCast(lambda grad: _forms(grad, offs, *plan.grad_formats))
     apply = _GroupedLinear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, offs, bias, plan, early, *cast)
     if early is not None:
@@ -121,7 +133,9 @@ def _apply(
     return y
 
 
-def _forms(x: Tensor, offs: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool) -> Forms:
+def _forms(
+    x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> Forms:
     """The forms of an activation or gradient ``[T, ...]``, cast now unless it is FP8 already."""
     if isinstance(x, BlockwiseFP8Tensor):
         if columnwise:
@@ -131,11 +145,11 @@ def _forms(x: Tensor, offs: Tensor, format: BlockFormat, rowwise: bool, columnwi
                 "precision (.dequantize())"
             )
         return x.rowwise() if rowwise else None, None
-    if rowwise and columnwise:
-        return quantize_grouped(x, offs, format)
+    if rowwise is not None and columnwise is not None:
+        return quantize_grouped(x, offs, rowwise, columnwise_format=columnwise)
     return (
-        quantize_rowwise(x, format) if rowwise else None,
-        quantize_grouped_columnwise(x, offs, format) if columnwise else None,
+        None if rowwise is None else quantize_rowwise(x, rowwise),
+        None if columnwise is None else quantize_grouped_columnwise(x, offs, columnwise),
     )
 
 
@@ -151,18 +165,20 @@ class _GroupedLinear(torch.autograd.Function):
         early: EarlyCast | None,
         *cast: Tensor,
     ) -> Tensor:
-        needs_dx, needs_dw = plan.needs
         ctx.plan, ctx.early, ctx.casts = plan, early, len(cast)
         w_row, w_saved = read_weight(ctx, w, plan)
         if cast:
             x_row: Quantized | None = Quantized(cast[0], cast[1], plan.format)
-            x_col = Quantized(cast[2], cast[3], plan.format) if needs_dw else None
+            columnwise = plan.x_columnwise
+            x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
         else:
-            x_row, x_col = _forms(x, offs, plan.format, True, needs_dw)
+            x_row, x_col = _forms(x, offs, plan.format, plan.x_columnwise)
         assert x_row is not None
         y = grouped_gemm(x_row, w_row, offs, bias, plan.out_dtype)
-        x_saved = (None, None) if x_col is None else x_col[:2]
-        ctx.save_for_backward(offs, *x_saved, *(w_saved if needs_dx else ()))
+        x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
+        if plan.saves_x:
+            x_saved = x, None
+        ctx.save_for_backward(offs, *x_saved, *(w_saved if plan.needs[0] else ()))
         ctx.set_materialize_grads(False)
         return y
 
@@ -188,7 +204,8 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         main_grad, needs_dw = where_to_add(ctx, main_grad)
     g = None if ctx.early is None else ctx.early.take()
     if g is None and grad is not None:
-        g = _forms(grad, offs, plan.format, needs_dx, needs_dw)
+        row, col = plan.grad_formats
+        g = _forms(grad, offs, row if needs_dx else None, col if needs_dw else None)
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, None, dbias, *rest
@@ -204,9 +221,16 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         else:
             dx = grouped_gemm(g_row, w_col, offs, None, plan.x_dtype)
         del w_col, g_row
-    if needs_dw:
+    if needs_dw and plan.saves_x:
+        assert grad is not None
+        dw = grouped_wgrad(grad, x_data, offs, plan.w_dtype)
+        if main_grad is not None:
+            main_grad.add_(dw)
+            dw = None
+    elif needs_dw:
         assert g_col is not None
-        x_col = Quantized(x_data, x_scale, plan.format)
+        assert plan.x_columnwise is not None
+        x_col = Quantized(x_data, x_scale, plan.x_columnwise)
         if main_grad is not None:
             _add_wgrad(main_grad, g_col, x_col, offs, plan.tokens)
         elif plan.w_is_transposed:

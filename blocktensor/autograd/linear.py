@@ -4,9 +4,11 @@
 
     fprop  y  = x  · wᵀ    x.rowwise     w.rowwise       1x128 · 128x128
     dgrad  dx = g  · w     g.rowwise     w.columnwise    1x128 · 128x128
-    wgrad  dw = gᵀ · x     g.columnwise  x.columnwise    1x128 · 1x128
+    wgrad  dw = gᵀ · x     g.columnwise  x.columnwise    1x128 · 1x128, or 1x128 · 128x128
 
-Saved for backward: the FP8 columnwise form of x, and the weight (``saved_weight.py``).
+Saved for backward: the FP8 columnwise form of x, in the blocks of ``Recipe(wgrad_input=...)``, and
+the weight (``saved_weight.py``). With ``wgrad_input="high_precision"`` x is saved itself, and wgrad
+is a product in its dtype (``high_precision.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
+from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 
@@ -53,7 +56,7 @@ def linear(
             x = x.to(plan.out_dtype)
         early = None
         if plan.casts_grad_early:
-            early = EarlyCast(lambda grad: quantize_forms(grad, plan.format, *plan.needs))
+            early = EarlyCast(lambda grad: quantize_forms(grad, *plan.grad_formats))
         apply = _Linear.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, w, bias, plan, early)
         if early is not None:
@@ -67,28 +70,39 @@ def _fprop(
     bias: Tensor | None,
     format: BlockFormat,
     out_dtype: torch.dtype,
-    columnwise: bool,
+    columnwise: BlockFormat | None,
 ) -> tuple[Tensor, Quantized | None]:
-    """``y = x wᵀ (+ bias)`` and, if asked for, the columnwise form of x; of rowwise w."""
-    x_row, x_col = forms_of(x, format, True, columnwise)
+    """``y = x wᵀ (+ bias)`` and, if it has a format, the columnwise form of x; of rowwise w."""
+    x_row, x_col = forms_of(x, format, columnwise)
     assert x_row is not None
     return gemm(x_row, w, bias, out_dtype), x_col
 
 
 def forms_of(
-    x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
+    x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> tuple[Quantized | None, Quantized | None]:
     """The forms of an activation or gradient, cast now unless it is FP8 already."""
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
-    return quantize_forms(x, format, rowwise, columnwise)
+    if not isinstance(x, BlockwiseFP8Tensor):
+        return quantize_forms(x, rowwise, columnwise)
+    for side, held, wanted in zip(("row", "column"), x.formats, (rowwise, columnwise), strict=True):
+        if wanted is not None and held.block_shape != wanted.block_shape:
+            raise ValueError(
+                f"a {side}wise form in {held.name} blocks where an FP8 linear reads {wanted.name}: "
+                f"pass the tensor in high precision"
+            )
+    return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
 
 
 def _dgrad_and_wgrad(
-    grad: Tensor, x: Quantized, w: Quantized, x_dtype: torch.dtype, w_dtype: torch.dtype
+    grad: Tensor,
+    x: Quantized,
+    w: Quantized,
+    format: BlockFormat,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """``dx = grad w`` and ``dw = gradᵀ x``; of columnwise x and rowwise w."""
-    g_row, g_col = quantize_both(grad, x.format)
+    g_row, g_col = quantize_both(grad, format)
     dx = gemm(g_row, transpose(w), None, x_dtype)
     return dx, gemm(g_col, x, None, w_dtype)
 
@@ -103,14 +117,15 @@ class _Linear(torch.autograd.Function):
         plan: LinearPlan,
         early: EarlyCast | None,
     ) -> Tensor:
-        needs_dx, needs_dw = plan.needs
         ctx.plan, ctx.early = plan, early
         w_row, w_saved = read_weight(ctx, w, plan)
         if plan.fprop is None:
             plan.fprop = recorded(_fprop, plan.records_forward)
-        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, needs_dw)
-        x_saved = (None, None) if x_col is None else x_col[:2]
-        ctx.save_for_backward(*x_saved, *(w_saved if needs_dx else ()))
+        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, plan.x_columnwise)
+        x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
+        if plan.saves_x:
+            x_saved = x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
+        ctx.save_for_backward(*x_saved, *(w_saved if plan.needs[0] else ()))
         ctx.set_materialize_grads(False)
         # a plain view made in here could not be modified in place by the caller
         return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
@@ -175,17 +190,19 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         return dx, dw, dbias, None, None
 
     x_data, x_scale, *weight = saved
-    x_col = Quantized(x_data, x_scale, plan.format)
     main_grad = None if ctx.cache is None else ctx.cache.main_grad
     if main_grad is not None and needs_dw:
         main_grad, needs_dw = where_to_add(ctx, main_grad)
     g = None if ctx.early is None else ctx.early.take()
     if g is None and grad is not None:
         if plan.records_backward and needs_dx and needs_dw and main_grad is None:
+            assert plan.x_columnwise is not None
+            x_col = Quantized(x_data, x_scale, plan.x_columnwise)
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
                 return *both, dbias, None, None
-        g = forms_of(grad, plan.format, needs_dx, needs_dw)
+        row, col = plan.grad_formats
+        g = forms_of(grad, row if needs_dx else None, col if needs_dw else None)
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
@@ -196,8 +213,16 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         assert g_row is not None
         dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
-    if needs_dw:
+    if needs_dw and plan.saves_x:
+        assert grad is not None
+        if main_grad is None:
+            dw = wgrad(grad, x_data, plan.w_dtype)
+        else:
+            main_grad.add_(wgrad(grad, x_data, torch.float32))
+    elif needs_dw:
         assert g_col is not None
+        assert plan.x_columnwise is not None
+        x_col = Quantized(x_data, x_scale, plan.x_columnwise)
         if main_grad is None:
             dw = gemm(g_col, x_col, None, plan.w_dtype)
         else:
@@ -237,7 +262,7 @@ def _recorded_gradients(
     is_matrix = grad.ndim == 2
     grad = grad if is_matrix else grad.reshape(-1, grad.shape[-1])
     run = plan.record_backward(_dgrad_and_wgrad, grad, x)
-    dx, dw = run(grad, x, w, plan.x_dtype, plan.w_dtype)
+    dx, dw = run(grad, x, w, plan.format, plan.x_dtype, plan.w_dtype)
     return dx if is_matrix else dx.view(plan.x_shape), dw
 
 

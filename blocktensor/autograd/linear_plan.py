@@ -29,7 +29,13 @@ class Plan:
     """What one kind of linear and one kind of grouped linear have in common.
 
     Attributes:
-        format: of x and of the output's gradient.
+        format: of the output's gradient, and of x rowwise.
+        x_columnwise: of x columnwise, for the gradient of w; None if that is not asked for, or
+            computed in high precision.
+        saves_x: whether it is.
+        wgrad_input: of the recipe.
+        grad_formats: of the output's gradient rowwise and columnwise; None where no product will
+            read it.
         weight_format: of a plain weight.
         out_dtype: of the output, and of the input where ``casts_x``.
         casts_x: whether autocast changes the dtype of x.
@@ -39,8 +45,9 @@ class Plan:
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
     """
 
-    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "needs", "out_dtype",
-                 "tracing", "w_dtype", "weight_format", "x_dtype")  # fmt: skip
+    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "grad_formats", "needs",
+                 "out_dtype", "saves_x", "tracing", "w_dtype", "weight_format", "wgrad_input",
+                 "x_columnwise", "x_dtype")  # fmt: skip
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
@@ -51,14 +58,23 @@ class Plan:
         self.casts_x = x.dtype != out_dtype and not isinstance(x, BlockwiseFP8Tensor)
         has_graph = torch.is_grad_enabled()
         self.needs = has_graph and x.requires_grad, has_graph and w.requires_grad
+        needs_dx, needs_dw = self.needs
+        self.wgrad_input = recipe.wgrad_input
+        self.x_columnwise = recipe.wgrad_input_format if needs_dw else None
+        self.saves_x = needs_dw and self.x_columnwise is None
+        self.grad_formats = (
+            self.format if needs_dx else None,
+            self.format if needs_dw and not self.saves_x else None,
+        )
         self.tracing = (
             is_compiling()
             or torch._C._are_functorch_transforms_active()
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
-        sums_grad = bias is not None and bias.requires_grad  # which then has to stay
-        self.casts_grad_early = any(self.needs) and not (sums_grad or self.tracing)
+        # the gradient then has to stay
+        reads_grad = self.saves_x or (bias is not None and bias.requires_grad)
+        self.casts_grad_early = any(self.needs) and not (reads_grad or self.tracing)
         if self.casts_grad_early:  # a compiler would guard on the comparison of sizes
             grad_bytes = math.prod(x.shape[:-1]) * w.shape[-2] * out_dtype.itemsize
             self.casts_grad_early = grad_bytes >= early_cast.EARLY_BYTES
@@ -92,7 +108,7 @@ class LinearPlan(Plan):
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         launches = records and lacks_triton(x.device) is None
         self.records_forward = launches and not is_cast and 0 not in (x.numel(), w.numel())
-        self.records_backward = launches and _is_small(x, w)
+        self.records_backward = launches and _is_small(x, w) and not self.saves_x
         self.fprop: Callable[..., tuple[Tensor, Quantized | None]] | None = None
         self._backwards: Specialized[Callable[..., tuple[Tensor, Tensor]]] | None = None
 
@@ -142,12 +158,14 @@ def key_of_operands(
         return None
     return (  # every eager call builds it
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
-        x.format if isinstance(x, BlockwiseFP8Tensor) else None,
+        (*x.formats, x.source is None) if isinstance(x, BlockwiseFP8Tensor) else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
         # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
-        w.cache.format if isinstance(w, BlockwiseFP8Weight) else key_of(w.operand),
+        (w.cache.format, w.cache.recipe.wgrad_input)
+        if isinstance(w, BlockwiseFP8Weight)
+        else (key_of(w.operand), w.recipe.wgrad_input),
         None if bias is None else (key_of((bias,)), bias.requires_grad),
-        None if recipe is None else recipe.activation_format,
+        None if recipe is None else (recipe.activation_format, recipe.wgrad_input),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
     )

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ..ops.cast.ops import quantize_forms
+from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
@@ -18,8 +20,10 @@ def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
     Both forms are made from one read. Differentiable: the gradient passes straight through.
 
     Args:
-        x: bf16, fp16 or fp32, ``[..., K]``.
-        recipe: must round scales as the recipe of the weights it will meet.
+        x: bf16, fp16 or fp32, ``[..., K]``. With ``Recipe(wgrad_input="high_precision")`` the
+            result refers to it, and it must not be changed in place before the linears run.
+        recipe: that of the weights it will meet, at least in ``scale`` and, if they are trained,
+            in ``wgrad_input``.
 
     Raises:
         TypeError, ValueError: another dtype, or a scalar.
@@ -29,10 +33,31 @@ def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
     return _Quantize.apply(x, recipe)
 
 
+def cast_activation(x: Tensor, recipe: Recipe, columnwise: bool = True) -> BlockwiseFP8Tensor:
+    """The input ``x[..., K]`` of linears, cast as ``recipe`` says; not differentiable.
+
+    ``columnwise``: with what a weight gradient reads, unless that is ``x`` itself, which is held in
+    any case.
+    """
+    format, other = recipe.activation_format, recipe.wgrad_input_format
+    source = x.detach() if other is None else None
+    made = BlockwiseFP8Tensor(
+        *quantize_forms(x, format, other if columnwise else None),
+        shape=x.shape,
+        dtype=x.dtype,
+        recipe=recipe,
+        formats=(format, other or format),
+        source=source,
+    )
+    if source is not None and not (must_dispatch(x) or x.is_inference()):
+        made.source_version = source.data_ptr(), source._version
+    return made
+
+
 class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
-        return BlockwiseFP8Tensor.cast(x, recipe.activation_format, recipe)
+        return cast_activation(x, recipe)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -19,8 +19,8 @@ from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.dgrad_ops import grouped_dgrad_of_master, grouped_dgrad_of_rowwise
 from ..ops.grouped_gemm.ops import grouped_gemm
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation, operand_of
-from ..tensor.operand import Operand
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
+from ..tensor.operand import Operand, operand_of
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ForwardCast
 
@@ -42,7 +42,7 @@ def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], Names]:
 
 def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Operand:
     if names:
-        return operand_of(dict(zip(names, saved, strict=True)), format)
+        return operand_of(dict(zip(names, saved, strict=True)), format, format)
     (w,) = saved
     if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
         return w.operand

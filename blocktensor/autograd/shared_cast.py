@@ -98,12 +98,12 @@ class SharedCasts:
         x: Tensor,
         offs: Tensor,
         plan: GroupedPlan,
-        cast: Callable[[Tensor, bool], tuple[Tensor, ...]],
+        cast: Callable[[GroupedPlan, Tensor], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """Data and scales of the forms of ``x``, made by ``cast`` now or for another linear.
 
-        ``cast`` is given the input in the dtype that is cast, and whether to make the columnwise
-        form too. Empty if the linear is to cast it.
+        ``cast`` is given the plan, and the input in the dtype that is cast. Empty if the linear is
+        to cast it.
         """
         if plan.tracing or must_dispatch(x) or must_dispatch(offs):
             return ()
@@ -112,7 +112,7 @@ class SharedCasts:
         stream: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
         key = (
             id(x), x._version, x.data_ptr(), x.shape, x.stride(), plan.casts_x and plan.out_dtype,
-            id(offs), offs._version, offs.data_ptr(), plan.format, stream,
+            id(offs), offs._version, offs.data_ptr(), plan.format, plan.wgrad_input, stream,
         )  # fmt: skip
         run = self._run
         latest = run.latest
@@ -123,14 +123,14 @@ class SharedCasts:
         run.users[-1] += 1
         place = len(run.users) - 1
         expected = self.expected[place] if place < len(self.expected) else 0
-        forms, needs_columnwise = latest.forms, plan.needs[1]
-        if len(forms) >= (4 if needs_columnwise else 2):
+        forms = latest.forms
+        if len(forms) >= (2 if plan.x_columnwise is None else 4):
             self.saved += 1
         else:
             self.casts += 1
             if expected == run.users[-1] == 1:
                 return ()
             made = x.detach()
-            forms = cast(made.to(plan.out_dtype) if plan.casts_x else made, needs_columnwise)
+            forms = cast(plan, made.to(plan.out_dtype) if plan.casts_x else made)
         latest.forms = () if run.users[-1] == expected else forms
         return forms

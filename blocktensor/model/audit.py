@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..ops.formats import named
 from .audit_modules import ModuleTracker, Place
-from .audit_products import Product, hides_products, product_of
-from .audit_report import FP8, AuditedProduct, AuditReport
+from .audit_products import Product, columnwise_data, hides_products, product_of
+from .audit_report import BY_RECIPE, FP8, IN_SQUARES, AuditedProduct, AuditReport
 from .audit_state import left_as_it_is
 from .audit_weights import WeightMemory
 
@@ -33,7 +35,8 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     also if the run raises: gradients, ``main_grad``, FP8 forms, buffers, training mode, torch's
     random numbers. Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
     mode. In a process group, every rank must call it; the report is that of the calling rank. Under
-    FSDP2, call it between steps, not while gradients are accumulated without reduction.
+    FSDP2, call it between steps, not while gradients are accumulated without reduction. Weight
+    gradients that ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
 
     Args:
         model: any module, converted or not.
@@ -85,6 +88,7 @@ class _Products(TorchDispatchMode):
         self.entries: list[AuditedProduct] = []
         self._tracker, self._weights = tracker, weights
         self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
+        self._columnwise: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
         self._hidden: dict[str, None] = {}
 
     def __torch_dispatch__(
@@ -103,6 +107,9 @@ class _Products(TorchDispatchMode):
         place = self._tracker.place()
         out = func(*args, **kwargs)
         product = product_of(func, args, kwargs, out)
+        cast = columnwise_data(func, out)
+        if cast is not None:
+            self._columnwise[id(cast)] = cast
         if product is not None:
             self._add(product, place, (args, kwargs))
         elif hides_products(func):
@@ -116,13 +123,19 @@ class _Products(TorchDispatchMode):
         is_attention = product.is_attention
         kind = "fprop" if is_fp8 else "forward"
         reason = "" if is_fp8 else self._weights.misread(operands)
+        note = ""
         if not place.in_backward:
             is_attention |= product.is_batched and not self._weights.reads_weight(operands)
         else:
-            kind = "dgrad" if product.is_dgrad else "wgrad"
-            if not is_fp8:
+            kind = "dgrad" if self._is_dgrad(product, operands) else "wgrad"
+            forward = self._recorded_by.get(place.node)
+            if is_fp8:
+                if kind == "wgrad" and any(named(name).transposes for name in product.formats):
+                    note = IN_SQUARES
+            elif forward is not None and forward.precision == FP8 and not reason:
+                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear's backward is
+            else:
                 kind = "backward"
-                forward = self._recorded_by.get(place.node)
                 if forward is not None:  # the gradient of the weight does not read the weight
                     reason, is_attention = reason or forward.reason, forward.attention
         entry = AuditedProduct(
@@ -134,10 +147,18 @@ class _Products(TorchDispatchMode):
             is_attention,
             place.recomputed,
             reason,
+            note,
         )
         if not place.in_backward:
             self._recorded_by.setdefault(place.node, entry)
         self.entries.append(entry)
+
+    def _is_dgrad(self, product: Product, operands: Any) -> bool:
+        """Whether a product of a backward computes the gradient of an input."""
+        if product.is_dgrad is not None:
+            return product.is_dgrad
+        left = operands[0][0]  # rowwise in dgrad, columnwise in wgrad
+        return self._columnwise.get(id(left)) is not left
 
     def notes(self) -> list[str]:
         """What runs products that no entry tells of."""

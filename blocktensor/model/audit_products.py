@@ -22,7 +22,9 @@ class Product(NamedTuple):
     """The product that an op computes; see :class:`~.audit_report.AuditedProduct`.
 
     Attributes:
-        is_dgrad: in FP8, whether a backward that runs it computes the gradient of an input.
+        is_dgrad: in FP8, whether a backward that runs it computes the gradient of an input; None
+            where the op does not tell.
+        formats: in FP8, those of the operands, by name.
         is_attention: whether the op is one of attention.
         is_batched: whether it is one of a stack of matrices by another.
     """
@@ -33,7 +35,8 @@ class Product(NamedTuple):
     k: int
     precision: str
     flops: int
-    is_dgrad: bool = False
+    is_dgrad: bool | None = False
+    formats: tuple[str, ...] = ()
     is_attention: bool = False
     is_batched: bool = False
 
@@ -60,13 +63,15 @@ _LEFT_OPERAND = {
 }
 """Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
 
-_FORMAT_OF_B = {
-    ours.gemm: 5,
-    ours.gemm_add_: 6,
-    ours.grouped_gemm: 5,
-    ours.grouped_gemm_wgrad: 5,
-    ours.grouped_gemm_wgrad_add_: 6,
+_WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_)
+
+_COLUMNWISE = {
+    ours.quantize_both: 2,
+    ours.quantize_columnwise: 0,
+    ours.quantize_grouped: 2,
+    ours.quantize_grouped_columnwise: 0,
 }
+"""Casts of activations and gradients: the place of the columnwise data in the result."""
 
 _CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
 """Where the operand is wider than what is contracted: the number of tokens."""
@@ -130,6 +135,13 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
 
 
+def columnwise_data(func: Any, out: Any) -> Tensor | None:
+    """The data of the columnwise form that ``func`` made, if it cast one."""
+    place = _COLUMNWISE.get(packet_of(func))
+    made: Tensor | None = None if place is None else out[place]
+    return made
+
+
 def hides_products(func: Any) -> bool:
     """Whether products may run inside ``func`` that nothing tells of."""
     packet = packet_of(func)
@@ -149,7 +161,10 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
     batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    of_b = _FORMAT_OF_B.get(packet)
+    formats = tuple(x for x in args if isinstance(x, str))
+    is_dgrad: bool | None = packet not in _WGRADS
+    if packet is ours.gemm:  # those of a linear; in 1x128 blocks on both sides only wgrad is
+        is_dgrad = None if named(formats[1]).transposes else False
     return Product(
         batch,
         m,
@@ -157,7 +172,8 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
         k,
         _precision(packet, a),
         2 * batch * m * n * k,
-        is_dgrad=of_b is None or named(args[of_b]).transposes,
+        is_dgrad=is_dgrad,
+        formats=formats,
         is_batched=a.ndim == b.ndim == 3,
     )
 

@@ -12,6 +12,10 @@ from ..text_table import collapse, pattern, text_table
 FP8 = "FP8"
 """The precision of products by this library's ops."""
 
+BY_RECIPE = "in high precision by recipe"
+IN_SQUARES = "of x in 128x128 blocks"
+"""Notes on weight gradients: ``Recipe(wgrad_input="high_precision")``, and ``"128x128"``."""
+
 Name = TypeVar("Name")
 
 _NAMED = 4  # the most groups that the totals name for one precision
@@ -31,6 +35,7 @@ class AuditedProduct:
         attention: whether it is attention, or a batched product of two activations.
         recomputed: whether activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
+        note: what ``Recipe(wgrad_input=...)`` asks of a weight gradient; empty for the default.
     """
 
     module: str
@@ -44,6 +49,7 @@ class AuditedProduct:
     attention: bool = False
     recomputed: bool = False
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class AuditReport:
 
 
 def _cells(e: AuditedProduct) -> tuple[str, ...]:
-    kind = f"attention {e.kind}" if e.attention else e.kind
+    kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
     shape = f"{e.m} x {e.n} x {e.k}"
     return (
         e.module,
@@ -136,6 +142,9 @@ def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
     """What totals call ``e``: its module, or the pattern of all that are alike."""
     if e.attention:
         return "attention scores"
+    if e.note:
+        return f"{e.kind} {e.note}"
     alike = pattern(e.module)
-    is_alone = all(x.module == e.module for x in others if pattern(x.module) == alike)
+    named_alike = [x for x in others if pattern(x.module) == alike and not x.note]
+    is_alone = all(x.module == e.module for x in named_alike)
     return e.module if is_alone else alike

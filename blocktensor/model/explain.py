@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
-from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
-from ..ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
+from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
+from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
+from ..recipe import DEFAULT_RECIPE, Recipe
 from ..text_table import collapse_alike, text_table
 from .experts import experts_per_token
 from .linears import fp8_part
@@ -72,6 +72,7 @@ def explain(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
+    recipe: Recipe = DEFAULT_RECIPE,
 ) -> Explanation:
     """The backend of every FP8 product, forward and backward, and why it was chosen.
 
@@ -83,6 +84,7 @@ def explain(
         dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
             for shapes, this one.
         device: for shapes; default CUDA if available, else CPU.
+        recipe: for shapes; a model's weights have theirs.
 
     Raises:
         ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot run them.
@@ -94,28 +96,24 @@ def explain(
                 weight: Any = module._parameters[key]
                 fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
                 kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
-                formats = fp8.recipe.activation_format, fp8.recipe.weight_format
+                casts = fp8.recipe
                 sizes = sizes_of(module, key, weight)
                 label, where = label_of(name, key), weight.device
                 if weight.ndim == 3:
                     shape = (tokens * experts_per_token(module), *sizes)
                     dtypes = dtype, weight.dtype
-                    products += _grouped(label, shape, len(weight), kinds, formats, dtypes, where)
+                    products += _grouped(label, shape, len(weight), kinds, casts, dtypes, where)
                     continue
                 bias = None if getattr(module, "bias", None) is None else dtype
                 shape = (tokens, *sizes)
-                products += _products(
-                    label, shape, kinds, formats, bias, dtype, weight.dtype, where
-                )
+                products += _products(label, shape, kinds, casts, bias, dtype, weight.dtype, where)
         return Explanation(tuple(products))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for shape in model_or_shapes:
         if len(shape) != 3:
             raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        products += _products(
-            label, shape, kinds, (BLOCKS_1X128, BLOCKS_128X128), None, dtype, dtype, where
-        )
+        products += _products(label, shape, kinds, recipe, None, dtype, dtype, where)
     return Explanation(tuple(products))
 
 
@@ -123,24 +121,48 @@ def _products(
     layer: str,
     shape: Shape,
     kinds: Sequence[str],
-    formats: tuple[BlockFormat, BlockFormat],
+    recipe: Recipe,
     bias: torch.dtype | None,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: torch.device,
 ) -> list[Product]:
-    (m, n, k), (rows, squares) = shape, formats
+    (m, n, k), rows, squares = shape, recipe.activation_format, recipe.weight_format
+    x_columnwise = recipe.wgrad_input_format
     problems = {
         "fprop": GemmProblem(m, n, k, rows, squares, dtype, device, bias=bias),
         "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
-        "wgrad": GemmProblem(n, k, columnwise_width(m, rows), rows, rows, weight_dtype, device),
     }
+    if x_columnwise is not None:
+        contracted = columnwise_width(m, x_columnwise)
+        problems["wgrad"] = GemmProblem(n, k, contracted, rows, x_columnwise, weight_dtype, device)
     sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    products = []
-    for kind in kinds:
-        choice = choose_gemm(problems[kind])
-        products.append(Product(layer, kind, *sizes[kind], choice.name, choice.reason))
-    return products
+    return [
+        _product(layer, kind, sizes[kind], choose_gemm(problems[kind]), recipe)
+        if kind in problems
+        else _in_high_precision(layer, sizes[kind], dtype)
+        for kind in kinds
+    ]
+
+
+def _product(
+    layer: str,
+    kind: str,
+    sizes: Shape,
+    choice: GemmChoice | GroupedChoice,
+    recipe: Recipe,
+    groups: int = 1,
+) -> Product:
+    reason, x_columnwise = choice.reason, recipe.wgrad_input_format
+    if kind == "wgrad" and x_columnwise is not None and x_columnwise.transposes:
+        reason = f"x in {x_columnwise.name} blocks; {reason}"
+    return Product(layer, kind, *sizes, choice.name, reason, groups)
+
+
+def _in_high_precision(layer: str, sizes: Shape, dtype: torch.dtype, groups: int = 1) -> Product:
+    name = str(dtype).removeprefix("torch.")
+    reason = f"{name}, by Recipe(wgrad_input='high_precision')"
+    return Product(layer, "wgrad", *sizes, "torch", reason, groups)
 
 
 def _grouped(
@@ -148,20 +170,27 @@ def _grouped(
     shape: Shape,
     experts: int,
     kinds: Sequence[str],
-    formats: tuple[BlockFormat, BlockFormat],
+    recipe: Recipe,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
 ) -> list[Product]:
     """The products with a stack; ``dtypes``: of activations and of the weight."""
-    (m, n, k), (rows, squares), (dtype, weight_dtype) = shape, formats, dtypes
+    (m, n, k), (dtype, weight_dtype) = shape, dtypes
+    rows, squares, x_columnwise = (
+        recipe.activation_format, recipe.weight_format, recipe.wgrad_input_format,
+    )  # fmt: skip
     problems = {
         "fprop": GroupedProblem("gemm", m, n, k, experts, rows, squares, dtype, device),
         "dgrad": GroupedProblem("gemm", m, k, n, experts, rows, squares, dtype, device),
-        "wgrad": GroupedProblem("wgrad", m, n, k, experts, rows, rows, weight_dtype, device),
     }
+    if x_columnwise is not None:
+        problems["wgrad"] = GroupedProblem(
+            "wgrad", m, n, k, experts, rows, x_columnwise, weight_dtype, device
+        )
     sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    products = []
-    for kind in kinds:
-        choice = choose_grouped(problems[kind])
-        products.append(Product(layer, kind, *sizes[kind], choice.name, choice.reason, experts))
-    return products
+    return [
+        _product(layer, kind, sizes[kind], choose_grouped(problems[kind]), recipe, experts)
+        if kind in problems
+        else _in_high_precision(layer, sizes[kind], dtype, experts)
+        for kind in kinds
+    ]

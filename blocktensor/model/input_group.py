@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd.check_operands import autocast_dtype
+from ..autograd.quantize import cast_activation
 from ..ops.checks import HIGH_PRECISION
 from ..ops.runtime.specialize import must_dispatch
 from ..tensor.base import FP8Base
@@ -133,7 +134,8 @@ class InputGroup:
         dtype = autocast_dtype(x) or x.dtype
         stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
         layout = x._version, x.data_ptr(), x.shape, x.stride()  # .data = … keeps the version
-        key = id(x), *layout, dtype, weight.recipe.activation_format, stream
+        recipe = weight.recipe
+        key = id(x), *layout, dtype, recipe.activation_format, recipe.wgrad_input, stream
         given = self._thread.given
         if given is None or given.key != key:
             self._learn()
@@ -141,17 +143,14 @@ class InputGroup:
             given.key, given.users, given.fp8 = key, (), None
         given.users += (linear,)
         expected = self._expected.get(given.users[0], ())
-        fp8, columnwise = given.fp8, torch.is_grad_enabled() and weight.requires_grad
-        if fp8 is not None and (fp8.columnwise_data is not None or not columnwise):
+        fp8, needs_dw = given.fp8, torch.is_grad_enabled() and weight.requires_grad
+        if fp8 is not None and (fp8.serves_wgrad or not needs_dw):
             self.saved += 1
         else:
             self.casts += 1
             if len(expected) == len(given.users) == 1:
                 return None  # not shared: its cast and product may be one recorded sequence
-            recipe = weight.recipe
-            fp8 = BlockwiseFP8Tensor.cast(
-                x.detach().to(dtype), recipe.activation_format, recipe, columnwise=columnwise
-            )
+            fp8 = cast_activation(x.detach().to(dtype), recipe, columnwise=needs_dw)
         given.fp8 = None if len(given.users) == len(expected) else fp8
         return fp8
 

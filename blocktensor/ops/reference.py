@@ -91,9 +91,11 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     return quantize_rowwise(F.pad(x.t(), (0, zeros)) if zeros else x.t(), format)
 
 
-def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    """The rowwise and the columnwise cast of ``x[M, K]``."""
-    return quantize_rowwise(x, format), quantize_columnwise(x, format)
+def quantize_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> tuple[Quantized, Quantized]:
+    """The rowwise cast of ``x[M, K]``, and the columnwise one in ``columnwise_format`` or alike."""
+    return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format or format)
 
 
 def transpose(x: Quantized) -> Quantized:
@@ -172,9 +174,9 @@ def quantize_grouped_columnwise(
 ) -> Quantized:
     """Cast the transpose of ``x[T, K]`` (or of ``x[index]``) with blocks of its own for each group.
 
-    Data ``[K, P]`` of 1x128 blocks, where P is :func:`group_columns` ``(T, E)``: the columnwise
-    cast of each group, filled up with zeros to whole blocks, one after the other. Blocks after
-    those of the last group may hold anything.
+    Data ``[K, P]``, where P is :func:`group_columns` ``(T, E)``: the columnwise cast of each group,
+    filled up with zeros to whole blocks of 128 tokens, one after the other. Blocks after those of
+    the last group may hold anything.
     """
     x = x if index is None else x[index]
     rows, k = x.shape
@@ -187,11 +189,18 @@ def quantize_grouped_columnwise(
 
 
 def quantize_grouped(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """The rowwise cast of ``x[T, K]`` (or of ``x[index]``), and its columnwise cast by groups."""
+    """The rowwise cast of ``x[T, K]`` (or of ``x[index]``), and its columnwise cast by groups.
+
+    The latter in ``columnwise_format``; by default in the same.
+    """
     rowwise = quantize_rowwise(x if index is None else x[index], format)
-    return rowwise, quantize_grouped_columnwise(x, offs, index, format)
+    return rowwise, quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
 
 
 def grouped_gemm(

@@ -1,9 +1,10 @@
 """Memory layouts of FP8 data and of scales: strides and padding are decided here alone.
 
-Data is contiguous. A columnwise cast in blocks of one row ends in zeros, as if x had more rows of
-zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So casts
-store whole vectors and GEMMs read rows where they lie, whatever the number of tokens M. The zeros
-add nothing to a contraction, and the blocks are those of M columns.
+Data is contiguous. A columnwise cast of an activation or gradient ends in zeros, as if x had more
+rows of zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So
+casts store whole vectors and GEMMs read rows where they lie, whatever the number of tokens M. The
+zeros add nothing to a contraction, and the blocks are those of M columns. The columnwise form of a
+weight is no cast but the transpose of its rowwise form, and has no zeros.
 
 Two layouts of scales exist, chosen so that TMA and cuBLAS can read scales where they lie:
 
@@ -35,8 +36,7 @@ def padded_to_vectors(size: int) -> int:
 
 def columnwise_width(tokens: int, format: BlockFormat) -> int:
     """Columns of the data of a columnwise cast of ``tokens`` rows; zeros from ``tokens`` on."""
-    of_rows = format.rows == 1 and format.cols % VECTOR_BYTES == 0
-    return padded_to_vectors(tokens) if of_rows else tokens
+    return padded_to_vectors(tokens) if format.cols % VECTOR_BYTES == 0 else tokens
 
 
 def pad4(size: int) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.formats import Quantized
 from ..ops.scale_layouts import copy_data_, empty_quantized
-from .fp8_tensor import BlockwiseFP8Tensor, only_dtype, refuse, refuse_to_pick
+from .fp8_tensor import BlockwiseFP8Tensor, only_dtype
+from .refusals import refuse, refuse_to_pick
 
 aten = torch.ops.aten
 
@@ -34,8 +35,19 @@ def _fresh(
             _copy_form(new, form, non_blocking)
         made.append(new)
     checks.gemm_output(dtype or x.dtype)
+    source = None
+    if x.source is not None:
+        source = torch.empty_like(x.source, device=device)
+        if copy:
+            source.copy_(x.source, non_blocking=non_blocking)
     return BlockwiseFP8Tensor(
-        *made, shape=x.shape, strides=x.stride(), dtype=dtype or x.dtype, recipe=x.recipe
+        *made,
+        shape=x.shape,
+        strides=x.stride(),
+        dtype=dtype or x.dtype,
+        recipe=x.recipe,
+        formats=x.formats,
+        source=source,
     )
 
 
@@ -79,7 +91,7 @@ def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):
         refuse(func)
-    if x.shape != source.shape or x.format is not source.format:
+    if x.shape != source.shape or x.formats != source.formats:
         raise ValueError(
             f"copy_ between BlockwiseFP8Tensors needs one shape, block_shape and scale rounding: "
             f"got {source!r} for {x!r}"
@@ -88,6 +100,8 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
         _copy_form(x.rowwise(), source.rowwise(), non_blocking)
     if x.columnwise_data is not None:
         _copy_form(x.columnwise(), source.columnwise(), non_blocking)
+    x.source = source.source
+    x.source_version = source.source_version
     return x
 
 

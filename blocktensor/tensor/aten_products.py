@@ -11,7 +11,8 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.gemm.ops import gemm
 from .base import FP8Base
-from .fp8_tensor import BlockwiseFP8Tensor, check_same_scaling, refuse
+from .fp8_tensor import BlockwiseFP8Tensor
+from .refusals import check_same_scaling, refuse
 from .weight import BlockwiseFP8Weight
 
 aten = torch.ops.aten

@@ -38,7 +38,8 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
         operand = operand.transposed()
     rows = math.prod(x.shape[dim + 1 : -1]) if not columns else 1  # of data, for an index of dim
     across = operand.columnwise
-    _check_boundary(x, dim, start, stop, 1 if rows == 0 else rows, across is not None, op)
+    in_rows = operand.rowwise is not None and operand.rowwise.format.rows > 1
+    _check_boundary(x, dim, start, stop, max(rows, 1), across is not None or in_rows, op)
     start, stop = start * rows, stop * rows
     along = None if operand.rowwise is None else _rows(operand.rowwise, start, stop)
     made = Operand(along, None)
@@ -48,10 +49,10 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
 
 
 def _check_boundary(
-    x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, rows: int, across: bool, op: str
+    x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, rows: int, blocks: bool, op: str
 ) -> None:
-    """Refuse a cut through a block; ``across``: blocks of a form held lie along ``dim``."""
-    if not _in_squares(x) and not across:
+    """Refuse a cut through a block; ``blocks``: those of a form held lie along ``dim``."""
+    if not blocks:
         return
     size, block = x.shape[dim], x.format.cols
     for index in (start, stop):
@@ -89,7 +90,7 @@ def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> Bloc
         *lead, n, k = torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride()
         strides = [*lead, k, n]
     return BlockwiseFP8Tensor(
-        *operand, shape=shape, strides=strides, dtype=x.dtype, recipe=x.recipe
+        *operand, shape=shape, strides=strides, dtype=x.dtype, recipe=x.recipe, formats=x.formats
     )
 
 
@@ -179,7 +180,7 @@ def _split_with_sizes(
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tensor:
     first = tensors[0]
     fp8 = [x for x in tensors if isinstance(x, BlockwiseFP8Tensor)]
-    kinds = {(x.format, x.dtype, x.ndim, x.is_contiguous()) for x in fp8}
+    kinds = {(x.formats, x.dtype, x.ndim, x.is_contiguous()) for x in fp8}
     if not isinstance(first, BlockwiseFP8Tensor) or len(fp8) < len(tensors) or len(kinds) > 1:
         found = ", ".join(
             repr(x) if isinstance(x, BlockwiseFP8Tensor) else f"a {x.dtype} tensor" for x in tensors
@@ -198,9 +199,10 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
     columns = dim == first.ndim - 1
     rows = 1 if columns or lead else math.prod(first.shape[dim + 1 : -1])
     across = [x.operand[0 if columns else 1] is not None for x in fp8]
+    squares = [form.format.rows > 1 for x in fp8 for form in x.operand if form is not None]
     for x in [] if lead else fp8[:-1]:
         block = x.format.cols
-        if (_in_squares(x) or any(across)) and x.shape[dim] * rows % block:
+        if any(squares + across) and x.shape[dim] * rows % block:
             raise ValueError(
                 f"cat along {dim}: {list(x.shape)} ends inside a block of {block}, and only the "
                 f"last part may; call .dequantize() first"
@@ -217,7 +219,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
         parts = [form.data if at == -1 else form.data[..., :width] for form in held]
         data = torch.cat(parts, at)
         scale = torch.cat([form.scale for form in held], at)
-        made.append(laid_out(data, scale, first.format))
+        made.append(laid_out(data, scale, first.formats[side]))
     if made == [None, None]:
         raise ValueError("cat of BlockwiseFP8Tensors that hold no form in common")
     return _like(first, Operand(*made), shape)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .base import view_of_its_kind
-from .fp8_tensor import BlockwiseFP8Tensor, refuse
+from .fp8_tensor import BlockwiseFP8Tensor
+from .refusals import refuse
 
 aten = torch.ops.aten
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..ops import checks
 from .aot_autograd import share_storage
 from .base import on_master, view_of_its_kind
-from .fp8_tensor import only_dtype, refuse_to_pick
+from .fp8_tensor import only_dtype
 from .late_copy import LateCopy
+from .refusals import refuse_to_pick
 from .weight import BlockwiseFP8Weight
 from .weight_cache import FP8Cache
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, is_composite, without_memory
-from .operand import Operand
+from .operand import Operand, form_of, operand_of
+from .refusals import refuse, refuse_rebuilding
 from .unpickled import checked
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
 
-_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
+_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source")
 
 
 class Generation:
@@ -53,10 +54,12 @@ class BlockwiseFP8Tensor(FP8Base):
 
     Attributes:
         rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
-        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. In 1x128
-            blocks M is rounded up to a multiple of 16, with zeros (``ops/scale_layouts.py``).
-        format: of its blocks; ``block_shape`` is ``(1, 128)`` (activations, gradients) or
-            ``(128, 128)`` (weights).
+        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. Of an
+            activation M is rounded up to a multiple of 16, with zeros (``ops/scale_layouts.py``).
+        rowwise_format, columnwise_format: of either form, held or not. They differ for activations
+            that are cast with ``Recipe(wgrad_input="128x128")``.
+        source: what an activation was cast from, if its recipe computes weight gradients from it.
+        source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
 
@@ -68,7 +71,10 @@ class BlockwiseFP8Tensor(FP8Base):
     rowwise_scale: Tensor | None
     columnwise_data: Tensor | None
     columnwise_scale: Tensor | None
-    format: BlockFormat
+    rowwise_format: BlockFormat
+    columnwise_format: BlockFormat
+    source: Tensor | None = None
+    source_version: tuple[int, int] | None = None
     recipe: Recipe
     generation: Generation | None = None
 
@@ -82,16 +88,21 @@ class BlockwiseFP8Tensor(FP8Base):
         dtype: torch.dtype = torch.bfloat16,
         recipe: Recipe = DEFAULT_RECIPE,
         strides: Sequence[int] | None = None,
+        formats: tuple[BlockFormat, BlockFormat] | None = None,
+        source: Tensor | None = None,
         requires_grad: bool | None = None,
     ) -> BlockwiseFP8Tensor:
         """Wrap finished casts; most callers want :meth:`quantize`.
 
         Args:
-            rowwise, columnwise: the forms that exist, of one format; at least one.
+            rowwise, columnwise: the forms that exist; at least one.
             shape: logical shape; for 1x128 blocks any ``[..., K]`` over the rows of the data.
             dtype: the high-precision dtype to show to autograd and to produce.
             recipe: how the casts were made.
             strides: logical strides; contiguous by default.
+            formats: of the rowwise and of the columnwise form; by default those of the forms, and
+                of a form that does not exist that of the other.
+            source: see the attribute.
             requires_grad: given by frameworks that rebuild a parameter, ``rowwise`` then.
 
         Raises:
@@ -122,7 +133,12 @@ class BlockwiseFP8Tensor(FP8Base):
         )
         self.rowwise_data, self.rowwise_scale = (None, None) if rowwise is None else rowwise[:2]
         self.columnwise_data, self.columnwise_scale = columnwise[:2] if columnwise else (None, None)
-        self.format = present.format
+        self.rowwise_format, self.columnwise_format = formats or (
+            present.format,
+            present.format if columnwise is None else columnwise.format,
+        )
+        if source is not None:
+            self.source = source
         self.recipe = recipe
         return self
 
@@ -170,6 +186,8 @@ class BlockwiseFP8Tensor(FP8Base):
     ) -> BlockwiseFP8Tensor:
         """Cast a high-precision tensor; not differentiable (:func:`blocktensor.quantize` is).
 
+        Both forms have blocks of ``block_shape``, whatever ``recipe.wgrad_input`` says.
+
         Args:
             x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
                 128x128 blocks; any strides.
@@ -195,10 +213,46 @@ class BlockwiseFP8Tensor(FP8Base):
         if format.transposes:
             operand = Operand(cast.quantize_rowwise(x, format), None)
         elif rowwise or columnwise:
-            operand = Operand(*cast.quantize_forms(x, format, rowwise, columnwise))
+            formats = format if rowwise else None, format if columnwise else None
+            operand = Operand(*cast.quantize_forms(x, *formats))
         else:
             raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
         return cls(*operand, shape=x.shape, dtype=x.dtype, recipe=recipe)
+
+    @property
+    def formats(self) -> tuple[BlockFormat, BlockFormat]:
+        """The formats of the rowwise and of the columnwise form."""
+        return self.rowwise_format, self.columnwise_format
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of its forms; of an activation with two formats, that of blocks of one row."""
+        row, col = self.rowwise_format, self.columnwise_format
+        return row if row.rows <= col.rows else col
+
+    @property
+    def serves_wgrad(self) -> bool:
+        """True if it holds what the gradient of a weight reads of an activation."""
+        return self.columnwise_data is not None or self.source is not None
+
+    def unchanged_source(self) -> Tensor:
+        """What it was cast from.
+
+        Raises:
+            RuntimeError: that was changed in place since.
+        """
+        assert self.source is not None
+        if self.source_version is None:
+            return self.source
+        address, version = self.source_version
+        # a deep copy has another address
+        if address == self.source.data_ptr() and version != self.source._version:
+            raise RuntimeError(
+                f"the tensor that this BlockwiseFP8Tensor {list(self.shape)} was cast from, which "
+                f"the gradient of the weight reads (wgrad_input='high_precision'), was changed in "
+                f"place since: quantize a copy, or the changed tensor"
+            )
+        return self.source
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -209,8 +263,8 @@ class BlockwiseFP8Tensor(FP8Base):
     def operand(self) -> Operand:
         """The forms held."""
         return Operand(
-            _form(self.rowwise_data, self.rowwise_scale, self.format),
-            _form(self.columnwise_data, self.columnwise_scale, self.format),
+            form_of(self.rowwise_data, self.rowwise_scale, self.rowwise_format),
+            form_of(self.columnwise_data, self.columnwise_scale, self.columnwise_format),
         )
 
     def rowwise(self) -> Quantized:
@@ -219,7 +273,7 @@ class BlockwiseFP8Tensor(FP8Base):
         Raises:
             ValueError: 1x128 blocks cast without it: a second rounding would be needed.
         """
-        form = self.operand.need_rowwise()
+        form = self.operand.need_rowwise(self.rowwise_format)
         if self.rowwise_data is None and self.recipe.columnwise == "keep":
             self.rowwise_data, self.rowwise_scale, _ = form
         return form
@@ -230,7 +284,7 @@ class BlockwiseFP8Tensor(FP8Base):
         Raises:
             ValueError: as :meth:`rowwise`.
         """
-        form = self.operand.need_columnwise()
+        form = self.operand.need_columnwise(self.columnwise_format)
         if self.columnwise_data is None and self.recipe.columnwise == "keep":
             self.columnwise_data, self.columnwise_scale, _ = form
         return form
@@ -266,38 +320,51 @@ class BlockwiseFP8Tensor(FP8Base):
             strides=self.stride() if shape is None else strides,
             dtype=dtype or self.dtype,
             recipe=self.recipe,
+            formats=self.formats[::-1] if transpose else self.formats,
+            source=None if transpose else self.source,
         )
         if self.generation is not None:
             made.generation = self.generation
+        if self.source_version is not None:
+            made.source_version = self.source_version
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self.dtype, self.format, self.recipe)
+        return names, (self.dtype, self.formats, self.recipe)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
-        dtype, format, recipe = context
+        dtype, formats, recipe = context
         return BlockwiseFP8Tensor(
-            *operand_of(inner, format), shape=size, strides=stride, dtype=dtype, recipe=recipe
+            *operand_of(inner, *formats),
+            shape=size,
+            strides=stride,
+            dtype=dtype,
+            recipe=recipe,
+            formats=formats,
+            source=inner.get("source"),
         )
 
     def __setstate__(self, state: Any) -> None:
         parts = dict(state) if isinstance(state, dict) else {}
+        parts.pop("source_version", None)
         block_shape, recipe = parts.pop("block_shape", None), parts.get("recipe")
         if isinstance(block_shape, tuple) and isinstance(recipe, Recipe):
             # a file from before formats had names
             parts["format"] = with_block_shape(block_shape, recipe.scale)
+        if "format" in parts:  # or from before forms had formats of their own
+            format = parts.pop("format")
+            parts |= {"rowwise_format": format, "columnwise_format": format}
         self.__dict__.update(checked(self, parts))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        forms = "+".join(
-            side
-            for side in ("rowwise", "columnwise")
-            if getattr(self, f"{side}_data", None) is not None
-        )
+        sides = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]
+        if self.rowwise_format.name != self.columnwise_format.name:
+            sides = [f"{side} {getattr(self, f'{side}_format').name}" for side in sides]
+        forms = "+".join([*sides, *([] if self.source is None else ["source"])])
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockwiseFP8Tensor(shape={list(self.shape)}, dtype={self.dtype}, "
@@ -319,37 +386,6 @@ def _first_columns(value: Tensor, count: int) -> Tensor:
     return value if value.shape[-1] == count else value[..., :count]
 
 
-def refuse_rebuilding(cls: type) -> NoReturn:
-    """Raise for ``type(parameter)(values, requires_grad=...)``, which would lose the recipe."""
-    raise NotImplementedError(
-        f"{cls.__name__} cannot be rebuilt from plain values, as the offload and dispatch helpers "
-        f"of accelerate do with parameters: load and dispatch the model first and convert it then, "
-        f"and offload with fully_shard(..., offload_policy=CPUOffloadPolicy())"
-    )
-
-
-def refuse(func: Any) -> NoReturn:
-    """Raise for an op that FP8 bytes cannot serve: never a silent dequantize."""
-    writes = (
-        "; to write to a frozen weight (merge an adapter into it, say), call "
-        "blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
-    )
-    raise NotImplementedError(
-        f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
-        f".dequantize() first to work on a plain tensor{writes if func._schema.is_mutable else ''}"
-    )
-
-
-def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
-    """Raise for an index that copies matrices of a stack, with which products would run then."""
-    raise NotImplementedError(
-        f"{func} of a stack of FP8 weights {list(stack.shape)} would copy matrices in high "
-        f"precision, and products with them would run in it: multiply the whole stack by groups "
-        f"(torch.nn.functional.grouped_mm; in transformers experts_implementation='grouped_mm'), "
-        f"or one matrix at a time (w[i]); to read values, index {to_plain}"
-    )
-
-
 def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """The other dtype that arguments of ``_to_copy`` ask for, if they ask for nothing else."""
     dtype: torch.dtype | None = kwargs.get("dtype")
@@ -359,29 +395,3 @@ def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     }
     others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is
     return None if dtype == x.dtype or others else dtype
-
-
-def operand_of(inner: Mapping[str, Tensor], format: BlockFormat) -> Operand:
-    """The operand of inner tensors by name, as ``__tensor_flatten__`` names them."""
-    return Operand(
-        _form(inner.get("rowwise_data"), inner.get("rowwise_scale"), format),
-        _form(inner.get("columnwise_data"), inner.get("columnwise_scale"), format),
-    )
-
-
-def _form(data: Tensor | None, scale: Tensor | None, format: BlockFormat) -> Quantized | None:
-    return None if data is None or scale is None else Quantized(data, scale, format)
-
-
-def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:
-    """Refuse operands whose scales are rounded differently.
-
-    Raises:
-        ValueError: they are.
-    """
-    if a.scale_rounding != b.scale_rounding:
-        raise ValueError(
-            f"mixed recipes: one operand was cast with Recipe(scale={a.scale_rounding!r}), the "
-            f"other with Recipe(scale={b.scale_rounding!r}); cast both with one recipe, e.g. "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
-        )

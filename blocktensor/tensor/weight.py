@@ -19,8 +19,9 @@ from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, MasterBase, is_composite, on_master
-from .fp8_tensor import BlockwiseFP8Tensor, refuse_rebuilding
+from .fp8_tensor import BlockwiseFP8Tensor
 from .operand import Operand
+from .refusals import refuse_rebuilding
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from blocktensor.autograd.linear import _dgrad_and_wgrad, _fprop
 from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.replay import Replay
 from blocktensor.ops.runtime.specialize import Specialized, recorded
@@ -86,16 +86,16 @@ def test_what_cannot_be_replayed_runs_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("columnwise", [None, BLOCKS_1X128, BLOCKS_128X128], ids=str)
 @pytest.mark.parametrize("records", [False, True])
 def test_forward_and_backward_are_their_ops(
-    bias: bool, columnwise: bool, records: bool, device: torch.device
+    bias: bool, columnwise: BlockFormat | None, records: bool, device: torch.device
 ) -> None:
     """On a GPU recorded at the first call where that can be; on a CPU called every time."""
     x, grad = randn(M, K, device=device), randn(M, N, seed=1, device=device)
     w = quantize_rowwise(randn(N, K, seed=2, device=device), BLOCKS_128X128)
     b = randn(N, seed=3, device=device) if bias else None
-    x_row, x_col = quantize_both(x, BLOCKS_1X128)
+    x_row, x_col = quantize_both(x, BLOCKS_1X128, columnwise)
     g_row, g_col = quantize_both(grad, BLOCKS_1X128)
     wanted = (
         gemm(x_row, w, b, torch.bfloat16),
@@ -107,12 +107,12 @@ def test_forward_and_backward_are_their_ops(
     for _ in range(3):
         y, saved = forward(x, w, b, BLOCKS_1X128, torch.bfloat16, columnwise)
         assert torch.equal(y, wanted[0])
-        if not columnwise:
+        if columnwise is None:
             assert saved is None
             continue
-        assert saved.format is BLOCKS_1X128
+        assert saved.format is columnwise
         assert_same_bytes(saved.data, x_col.data)
         assert_same_bytes(saved.scale, x_col.scale)
-        grads = backward(grad, saved, w, torch.bfloat16, torch.float32)
+        grads = backward(grad, saved, w, BLOCKS_1X128, torch.bfloat16, torch.float32)
         assert torch.equal(grads[0], wanted[1])
         assert torch.equal(grads[1], wanted[2])

@@ -89,11 +89,11 @@ def test_a_run_writes_its_rows_and_names_absent_peers(
 
 def test_the_bars_shapes_are_measured() -> None:
     assert len(set(shapes.SET_S)) == 13
-    assert gemm.total() == 39
+    assert gemm.total() == 65
     assert linear.total() == len(shapes.LINEAR) == 8
-    assert cast.total() == 65
-    assert gemm.total(**gemm.QUICK) == 3
-    assert cast.total(**cast.QUICK) == 13
+    assert cast.total() == 75
+    assert gemm.total(**gemm.QUICK) == 5
+    assert cast.total(**cast.QUICK) == 15
 
 
 def test_host_time_is_a_median_with_the_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_sizes_that_cannot_add_up_are_an_error() -> None:
         shapes.group_sizes(4, 100, 128)
 
 
-@pytest.mark.parametrize("kind", ["fprop", "wgrad", "wgrad_add"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "cast" not in kind])
 def test_all_candidates_of_a_product_compute_it(kind: str) -> None:
     torch.manual_seed(0)
     inputs = grouped.make_inputs(case(kind), "cpu")
@@ -75,16 +75,19 @@ def test_a_product_that_adds_adds_to_its_own_output() -> None:
     assert once.any()
 
 
-def test_casts_are_of_the_same_rows() -> None:
+@pytest.mark.parametrize("kind", ["cast", "square_cast"])
+def test_casts_are_of_the_same_rows(kind: str) -> None:
     torch.manual_seed(0)
-    inputs = grouped.make_inputs(case("cast"), "cpu")
+    inputs = grouped.make_inputs(case(kind), "cpu")
     found: dict[str, Any] = {
-        name: maker(inputs)() for name, maker in grouped.ours(case("cast")).items()
+        name: maker(inputs)() for name, maker in grouped.ours(case(kind)).items()
     }
     (rows, columns), (dense_rows, dense_columns) = found["blocktensor"], found["dense"]
     assert torch.equal(rows.data.view(torch.uint8), dense_rows.data.view(torch.uint8))
     assert columns.data.shape[0] == dense_columns.data.shape[0] == K
-    assert grouped.others(case("cast")) == {}
+    assert columns.format is dense_columns.format is case(kind).x_columnwise
+    assert columns.format.transposes == (kind == "square_cast")
+    assert grouped.others(case(kind)) == {}
 
 
 def test_amounts_of_work() -> None:
@@ -116,11 +119,13 @@ def test_a_row_has_rates_and_their_ratios() -> None:
 
 def test_every_shape_kind_and_groups_is_a_row() -> None:
     assert len(set(shapes.GROUPED)) == 12
-    assert grouped.total() == 96
-    assert grouped.total(**grouped.QUICK) == 8
+    assert grouped.total() == 168
+    assert grouped.total(**grouped.QUICK) == 14
     assert len({round(t / e) for e, t, *_ in shapes.GROUPED}) == 12, "which bars tell apart"
     for kind in KINDS:
-        assert case(kind).problem(torch.device("cpu")).accumulate == (kind == "wgrad_add")
+        assert case(kind).problem(torch.device("cpu")).accumulate == (
+            kind in ("wgrad_add", "square_add")
+        )
 
 
 @pytest.fixture

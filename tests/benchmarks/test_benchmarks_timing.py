@@ -255,7 +255,7 @@ def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(choose_backend, "gemm_kernels", lambda backend: kernels)
     maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
     form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
-    maker(gemm.Inputs(form.data, form.data, form, form, form.data))()
+    maker(gemm.Inputs(form.data, form.data, form, form, form.data, form))()
     assert asked == [torch.float32]
 
 

@@ -56,9 +56,18 @@ def gradients(run: nn.Module, owner: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_training_has_eagers_bits_in_one_graph(mode: str, frozen: bool) -> None:
-    eager = model()
+@pytest.mark.parametrize(
+    ("frozen", "recipe"),
+    [
+        (False, Recipe()),
+        (True, Recipe()),
+        (False, Recipe(wgrad_input="128x128")),
+        (False, Recipe(wgrad_input="high_precision")),
+    ],
+    ids=str,
+)
+def test_training_has_eagers_bits_in_one_graph(mode: str, frozen: bool, recipe: Recipe) -> None:
+    eager = model(recipe)
     if frozen:
         freeze(eager)
     twin = copy.deepcopy(eager)

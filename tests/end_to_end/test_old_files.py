@@ -23,16 +23,16 @@ from tests.support.models import (
 
 def saved_as_before(what: Any, frozen: list[BlockwiseFP8Tensor]) -> io.BytesIO:
     """A file of ``what``, in which the tensors ``frozen`` are, as it was before the move."""
-    formats, file = [x.format for x in frozen], io.BytesIO()
+    formats, file = [x.formats for x in frozen], io.BytesIO()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(BlockwiseFP8Tensor, "__module__", "blocktensor.tensor")
-        for x, format in zip(frozen, formats, strict=True):
-            del x.format
-            x.__dict__["block_shape"] = format.block_shape
+        for x in frozen:
+            x.__dict__["block_shape"] = x.block_shape
+            del x.rowwise_format, x.columnwise_format
         torch.save(what, file)
-    for x, format in zip(frozen, formats, strict=True):
+    for x, of_forms in zip(frozen, formats, strict=True):
         del x.__dict__["block_shape"]
-        x.format = format
+        x.rowwise_format, x.columnwise_format = of_forms
     assert b"blocktensor.tensor." not in file.getvalue()
     file.seek(0)
     return file

@@ -244,6 +244,7 @@ def test_divergence_is_shown_and_still_makes_valid_json(
         (["--device", "toaster"], "argument --device: 'toaster' cannot be used here"),
         (["--device", "meta"], "argument --device: 'meta' cannot be used here"),
         (["--recipe", "int4"], "argument --recipe: invalid choice: 'int4'"),
+        (["--wgrad-input", "fp8"], "argument --wgrad-input: invalid choice: 'fp8'"),
         (["--out", __file__], "is not a folder"),
     ],
 )

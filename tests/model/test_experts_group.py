@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import convert, share_inputs
+from blocktensor import BlockwiseFP8Weight, Recipe, convert, share_inputs
 from blocktensor.autograd.shared_cast import this_thread
 from blocktensor.model.share_inputs import SharingReport
 from tests.support.models import randn
@@ -25,9 +26,9 @@ module   linears                 given one input  casts  saved
 1 groups; 6 casts made, 3 saved"""
 
 
-def experts() -> GroupedExperts:
+def experts(recipe: Recipe | None = None) -> GroupedExperts:
     module = GroupedExperts(E, K, N)
-    convert(module, auto_filter_small_kn=False)
+    convert(module, recipe, auto_filter_small_kn=False)
     return module
 
 
@@ -47,8 +48,9 @@ def shared(module: nn.Module) -> SharingReport:
     return share_inputs(module)
 
 
-def test_gate_and_up_share_one_cast_and_keep_their_bits() -> None:
-    alone, module = experts(), experts()
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+def test_gate_and_up_share_one_cast_and_keep_their_bits(wgrad_input: Any) -> None:
+    alone, module = (experts(Recipe(wgrad_input=wgrad_input)) for _ in range(2))
     report = shared(module)
     for turn in range(1, 4):
         for a, b in zip(step(alone, tokens()), step(module, tokens()), strict=True):
@@ -59,6 +61,20 @@ def test_gate_and_up_share_one_cast_and_keep_their_bits() -> None:
     report.remove()
     step(module, tokens())
     assert report.casts == 6
+
+
+@pytest.mark.parametrize("other", ["1x128", "high_precision"])
+def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
+    alone, module = (experts(Recipe(wgrad_input="128x128")) for _ in range(2))
+    for made in (alone, module):
+        weight = made.w3_EFD
+        made.w3_EFD = nn.Parameter(BlockwiseFP8Weight(weight.master, Recipe(wgrad_input=other)))
+    report = shared(module)
+    for _ in range(2):
+        for a, b in zip(step(alone, tokens()), step(module, tokens()), strict=True):
+            assert a is not None
+            assert torch.equal(a, b)
+    assert report.saved == 0
 
 
 def test_forms_are_kept_no_longer_than_their_last_use() -> None:

@@ -75,6 +75,32 @@ layer           product  M x N x K           backend
     )
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_what_weight_gradients_read(experts: bool) -> None:
+    """Where it is not the default."""
+    seen = {}
+    for choice in ("1x128", "128x128", "high_precision"):
+        recipe = Recipe(wgrad_input=choice)  # type: ignore[arg-type]
+        if experts:
+            model = nn.Module()
+            model.w = nn.Parameter(BlockwiseFP8Weight(randn(3, 70, 130), recipe))
+            *others, wgrad = explain(model, tokens=10).products
+        else:
+            *others, wgrad = explain([(10, 70, 130)], device="cpu", recipe=recipe).products
+            of_model = explain(nn.Sequential(linear(70, 130, recipe=recipe)), tokens=10).products
+            assert [(p.kind, p.backend, p.reason) for p in of_model] == [
+                (p.kind, p.backend, p.reason) for p in (*others, wgrad)
+            ]
+        assert (wgrad.kind, wgrad.m, wgrad.n, wgrad.k) == ("wgrad", 70, 130, 10)
+        assert all(p.reason.startswith("runs on any device") for p in others)
+        seen[choice] = wgrad.backend, wgrad.reason.split("; ")[0]
+    assert seen == {
+        "1x128": ("reference", "runs on any device"),
+        "128x128": ("reference", "x in 128x128 blocks"),
+        "high_precision": ("torch", "bfloat16, by Recipe(wgrad_input='high_precision')"),
+    }
+
+
 def test_the_reason_says_why_faster_backends_were_passed_over() -> None:
     explained = explain([(4096, 2048, 1100)], device="cpu")
     for product in explained.products:

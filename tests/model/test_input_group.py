@@ -163,8 +163,8 @@ def test_the_cast_goes_with_its_last_user_and_the_input_with_the_forward(casts: 
 def test_nothing_outlives_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     columnwise, cast = [], reference.quantize_both
 
-    def watched(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-        made = cast(x, format)
+    def watched(x: Tensor, *formats: BlockFormat) -> tuple[Quantized, Quantized]:
+        made = cast(x, *formats)
         columnwise.append(weakref.ref(made[1].data))
         return made
 

@@ -190,6 +190,7 @@ CASTS = [
     ),
     ("quantize_rowwise", BLOCKS_128X128),
     ("quantize_rowwise", BLOCKS_128X128_POW2),
+    ("quantize_columnwise", BLOCKS_128X128),
 ]
 every_cast = pytest.mark.parametrize(("cast", "format"), CASTS, ids=name)
 
@@ -211,7 +212,8 @@ def test_refused_dtypes(cast: str, format: BlockFormat, device: str, dtype: torc
 def test_refused_ranks(cast: str, format: BlockFormat, shape: tuple[int, ...]) -> None:
     if format.rows > 1:
         end = f"2 or 3; {format.name} blocks need [N, K] or [E, N, K]"
-        shape = (1, *shape) if len(shape) == 3 else shape
+        if len(shape) == 3:
+            shape = (1, *shape)
     else:
         end = "2; flatten leading dimensions with .flatten(0, -2)"
     with pytest.raises(ValueError, match="dimensions") as error:
@@ -221,12 +223,22 @@ def test_refused_ranks(cast: str, format: BlockFormat, shape: tuple[int, ...]) -
     )
 
 
-@pytest.mark.parametrize("cast", ["quantize_columnwise", "quantize_both"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_columnwise_casts_are_those_of_a_matrix(device: str) -> None:
+    stack = torch.zeros(2, 3, 5, device=device)
+    with pytest.raises(ValueError, match="dimensions") as error:
+        cast_ops.quantize_columnwise(stack, BLOCKS_128X128)
+    assert str(error.value) == (
+        "the tensor to quantize has 3 dimensions, shape [2, 3, 5]: expected 2; columnwise casts "
+        "are those of a matrix [M, K]"
+    )
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=name)
-def test_square_blocks_need_no_columnwise_cast(cast: str, format: BlockFormat, device: str) -> None:
+def test_square_blocks_need_no_columnwise_cast(format: BlockFormat, device: str) -> None:
     with pytest.raises(ValueError, match="columnwise") as error:
-        getattr(cast_ops, cast)(torch.zeros(3, 5, device=device), format)
+        cast_ops.quantize_both(torch.zeros(3, 5, device=device), format)
     assert str(error.value) == (
         f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
         "transpose(quantize_rowwise(x, format))"

@@ -67,6 +67,12 @@ def test_casts() -> None:
 tokens in groups are cast in blocks of one row: got the format 128x128""",
     )
     assert_expected_inline(
+        complaint(ValueError, lambda: quantize_grouped_columnwise(X[None], OFFS, BLOCKS_128X128)),
+        """\
+the tensor to quantize has 3 dimensions, shape [1, 40, 200]: expected 2; flatten
+tokens to [T, K]""",
+    )
+    assert_expected_inline(
         complaint(ValueError, lambda: quantize_grouped(X[None], OFFS, BLOCKS_1X128)),
         """\
 the tensor to quantize has 3 dimensions, shape [1, 40, 200]: expected 2; flatten

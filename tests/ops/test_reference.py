@@ -59,10 +59,11 @@ def columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise cast of ``x.t()``: the rowwise cast of ``x``, and zeros after it."""
     rows, cols = x.shape
     cast = reference.quantize_columnwise(x.t(), format)
-    width = -(-cols // 16) * 16 if format.rows == 1 and format.cols % 16 == 0 else cols
+    width = -(-cols // 16) * 16 if format.cols % 16 == 0 else cols
     assert cast.data.shape == (rows, width)
     if width > cols:  # in a block with NaN, NaN
-        is_nan = cast.scale[:, -1:].isnan().expand(-1, width - cols)
+        is_nan = cast.scale[:, -1:].isnan().repeat_interleave(format.rows, 0)[:rows]
+        is_nan = is_nan.expand(-1, width - cols)
         assert_same(cast.data[:, cols:], torch.where(is_nan, math.nan, 0.0).to(E4M3))
     return cast._replace(data=cast.data[:, :cols].contiguous())
 
@@ -153,6 +154,27 @@ def test_both_is_rowwise_and_columnwise(format: BlockFormat, rng: torch.Generato
     for got, want in zip(reference.quantize_both(x, format), wanted, strict=True):
         assert_same(got.data, want.data)
         assert_same(got.scale, want.scale)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_in_two_formats(kind: str, power_of_two: bool, rng: torch.Generator) -> None:
+    """Columnwise squares are the transpose of the rowwise ones, and zeros."""
+    rows, squares = (BLOCKS_1X128, BLOCKS_128X128)
+    if power_of_two:
+        rows, squares = (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
+    x = values(kind, 300, 130, torch.bfloat16, rng)
+    row, col = reference.quantize_both(x, rows, squares)
+    transposed = reference.transpose(reference.quantize_rowwise(x, squares))
+    assert (row.format, col.format) == (rows, squares)
+    for got, want in (
+        (row, reference.quantize_rowwise(x, rows)),
+        (col, reference.quantize_columnwise(x, squares)),
+        (columnwise(x.t(), squares), transposed),
+    ):
+        assert_same(got.data, want.data)
+        assert_same(got.scale, want.scale)
+        assert got.scale.stride() == want.scale.stride()
 
 
 @formats(BLOCKS_128X128, BLOCKS_128X128_POW2)

@@ -11,7 +11,8 @@ from torch import Tensor
 from blocktensor.ops import reference
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
-    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    KERNEL_FORMATS,
     BlockFormat,
     Quantized,
     group_blocks,
@@ -53,19 +54,20 @@ def check_columnwise(x: Tensor, offs: Tensor, got: Quantized) -> None:
     for inside in ranges(offs):
         group = x[inside].t()
         count = -(-group.shape[1] // 128)
-        data, scale = cast_by_blocks(group, (1, 128), got.format.power_of_two)
+        data, scale = cast_by_blocks(group, got.format.block_shape, got.format.power_of_two)
         of_group = got.data[:, 128 * first :][:, : 128 * count]
         assert_same(of_group[:, : group.shape[1]], torch.from_numpy(data).view(E4M3))
         tail = of_group[:, group.shape[1] :]
         if tail.numel():
-            has_nan = group[:, group.shape[1] // 128 * 128 :].isnan().any(1)
+            last = torch.from_numpy(scale[:, -1:])
+            has_nan = last.repeat_interleave(got.format.rows, 0)[:k, 0].isnan()
             assert not tail[~has_nan].view(torch.uint8).any()
         assert_same(got.scale[:, first : first + count], torch.from_numpy(scale))
         first += count
 
 
 @every_grouping
-@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_1X128_POW2], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", KERNEL_FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columnwise_blocks_begin_anew_in_every_group(
     groups: str, dtype: torch.dtype, format: BlockFormat, rng: torch.Generator
@@ -81,26 +83,32 @@ def test_columnwise_blocks_begin_anew_in_every_group(
     beyond=st.integers(0, 130),
     k=st.integers(1, 140),
     kind=st.sampled_from(KINDS),
+    format=st.sampled_from(KERNEL_FORMATS),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_groups(sizes: list[int], beyond: int, k: int, kind: str, seed: int) -> None:
+def test_any_groups(
+    sizes: list[int], beyond: int, k: int, kind: str, format: BlockFormat, seed: int
+) -> None:
     rng = torch.Generator().manual_seed(seed)
     x, offs = values(kind, sum(sizes) + beyond, k, torch.bfloat16, rng), ends(*sizes)
-    check_columnwise(x, offs, columnwise(x, offs))
+    check_columnwise(x, offs, columnwise(x, offs, format))
 
 
+@pytest.mark.parametrize("other", [None, BLOCKS_128X128], ids=["one format", "two formats"])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_both_forms(indexed: bool, rng: torch.Generator) -> None:
+def test_both_forms(indexed: bool, other: BlockFormat | None, rng: torch.Generator) -> None:
     rows, sizes = GROUPS["ragged"]
     offs, index = ends(*sizes), torch.randint(0, 90, (rows,), generator=rng) if indexed else None
     x = values("nan", 90 if indexed else rows, K, torch.bfloat16, rng)
     permuted = x if index is None else x[index]
-    row, col = reference.quantize_grouped(x, offs, index, BLOCKS_1X128)
+    row, col = reference.quantize_grouped(x, offs, index, BLOCKS_1X128, other)
+    format = other or BLOCKS_1X128
     for got, want in (
         (row, reference.quantize_rowwise(permuted, BLOCKS_1X128)),
-        (col, columnwise(permuted, offs)),
-        (reference.quantize_grouped_columnwise(x, offs, index, BLOCKS_1X128), col),
+        (col, columnwise(permuted, offs, format)),
+        (reference.quantize_grouped_columnwise(x, offs, index, format), col),
     ):
+        assert got.format is want.format
         assert_same(got.data, want.data)
         assert_same(got.scale, want.scale)
 
@@ -137,11 +145,15 @@ def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: torch
 
 
 @every_grouping
-def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda f: f.name)
+def test_wgrad_contracts_the_tokens_of_each_group(
+    groups: str, format: BlockFormat, rng: torch.Generator
+) -> None:
+    """``format``: of x."""
     rows, sizes = GROUPS[groups]
     offs = ends(*sizes)
     g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
-    a, b = columnwise(g, offs), columnwise(x, offs)
+    a, b = columnwise(g, offs), columnwise(x, offs, format)
     start = torch.randn(len(sizes), N, K, generator=rng)
     out = reference.grouped_gemm_wgrad(a, b, offs, rows, torch.float32)
     total = start.clone()
@@ -149,7 +161,8 @@ def test_wgrad_contracts_the_tokens_of_each_group(groups: str, rng: torch.Genera
     for e, inside in enumerate(ranges(offs)):
         exact = g[inside].double().T @ x[inside].double()
         assert relative_error(out[e], exact) <= 0.06
-        parts = [expand(reference.quantize_columnwise(t[inside], BLOCKS_1X128)) for t in (g, x)]
+        forms = ((g, BLOCKS_1X128), (x, format))
+        parts = [expand(reference.quantize_columnwise(t[inside], f)) for t, f in forms]
         assert relative_error(out[e], parts[0] @ parts[1].T) <= 1e-6
     torch.testing.assert_close(total, start + out, rtol=1e-5, atol=1e-4)
     empty = [e for e, size in enumerate(sizes) if size == 0]

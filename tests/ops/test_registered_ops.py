@@ -50,7 +50,9 @@ def cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
         "quantize_rowwise": (x.t(), BLOCKS_1X128),
         "quantize_rowwise of a stack": (stack, BLOCKS_128X128_POW2),
         "quantize_columnwise": (x, BLOCKS_1X128_POW2),
+        "quantize_columnwise in squares": (x, BLOCKS_128X128),
         "quantize_both": (x, BLOCKS_1X128),
+        "quantize_both in two formats": (x, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
         "transpose": (square,),
         "dequantize": (row, torch.float16),
         "dequantize of a stack": (square, torch.float32),
@@ -72,7 +74,9 @@ def grouped_cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     return {
         "quantize_grouped": (x, offs, BLOCKS_1X128),
         "quantize_grouped with an index": (x, offs, BLOCKS_1X128_POW2, index),
+        "quantize_grouped in two formats": (x, offs, BLOCKS_1X128, index, BLOCKS_128X128),
         "quantize_grouped_columnwise": (x, offs, BLOCKS_1X128_POW2),
+        "quantize_grouped_columnwise in squares": (x, offs, BLOCKS_128X128),
         "quantize_grouped_columnwise with an index": (x, offs, BLOCKS_1X128, index),
     }
 
@@ -106,9 +110,10 @@ def samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
 def op_samples(label: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The arguments of a registered op: a format goes by its name, ``Quantized`` as three."""
     args = samples(shape)[label]
-    if label.startswith("quantize_grouped"):  # the op takes the format last
-        x, offs, format, *index = args
-        args = x, offs, index[0] if index else None, format
+    if label.startswith("quantize_grouped"):  # the op takes the formats last
+        x, offs, format, *rest = args
+        index, *other = rest or [None]
+        args = x, offs, index, format, *other
     return in_parts(*args)
 
 
@@ -196,11 +201,11 @@ def test_the_op_and_the_direct_call_give_the_same_bits(label: str, shape: tuple[
 @every_shape
 def test_the_format_of_a_result_is_that_of_its_argument(label: str, shape: tuple[int, int]) -> None:
     args = samples(shape)[label]
-    (format,) = (x.format if isinstance(x, Quantized) else x for x in args if is_typed(x))
+    formats = [x.format if isinstance(x, Quantized) else x for x in args if is_typed(x)]
     for moved in (args, tree_map_only(Tensor, lambda t: t.to("meta"), args)):
         made = public(label)(*moved)
         forms = (made,) if isinstance(made, Quantized) else made
-        assert [form.format for form in forms] == [format] * len(forms)
+        assert [form.format for form in forms] == (formats * len(forms))[: len(forms)]
 
 
 def is_typed(x: object) -> bool:

@@ -115,14 +115,13 @@ def test_data_comes_with_its_scales(shape: tuple[int, ...], format: BlockFormat)
 )
 def test_columnwise_casts_have_rows_of_whole_vectors(tokens: int, width: int) -> None:
     x = torch.empty(tokens, 3)
-    for format in (BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat("1x32", (1, 32))):
+    for format in (BLOCKS_1X128, BLOCKS_128X128_POW2, BlockFormat("1x32", (1, 32))):
         assert columnwise_width(tokens, format) == width
         made, wanted = empty_columnwise(x, format), empty_quantized((3, width), format, CPU)
         assert (made.data.shape, made.data.stride()) == (wanted.data.shape, wanted.data.stride())
         assert made.scale.shape == format.scale_shape((3, tokens))  # the zeros need no more blocks
         assert made.scale.stride() == wanted.scale.stride()
-    for format in (BLOCKS_128X128, BlockFormat("1x50", (1, 50))):
-        assert columnwise_width(tokens, format) == tokens
+    assert columnwise_width(tokens, BlockFormat("1x50", (1, 50))) == tokens
 
 
 @pytest.mark.parametrize(("of_target", "of_source"), [(127, 128), (128, 127), (128, 128)])

@@ -20,33 +20,39 @@ from blocktensor.ops.formats import (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to cast: a function of a backend, and its format with either rounding of scales."""
+    """A way to cast: a function of a backend, and its formats with either rounding of scales."""
 
     function: str
-    fp32: BlockFormat
-    power_of_two: BlockFormat
+    fp32: tuple[BlockFormat, ...]
+    power_of_two: tuple[BlockFormat, ...]
 
     def __call__(self, backend: Any, x: Tensor, power_of_two: bool) -> tuple[Quantized, ...]:
         """The forms that ``backend`` (its functions, or a module that has them) casts ``x`` to."""
-        made = getattr(backend, self.function)(x, self.format(power_of_two))
+        made = getattr(backend, self.function)(x, *self.formats(power_of_two))
         return (made,) if isinstance(made, Quantized) else made
 
-    def format(self, power_of_two: bool) -> BlockFormat:
+    def formats(self, power_of_two: bool) -> tuple[BlockFormat, ...]:
         return self.power_of_two if power_of_two else self.fp32
 
     def __str__(self) -> str:
-        return f"{self.function} {self.fp32.name}"
+        return " ".join([self.function, *(format.name for format in self.fp32)])
 
 
-SQUARE = Way("quantize_rowwise", BLOCKS_128X128, BLOCKS_128X128_POW2)
+ROWS = (BLOCKS_1X128,), (BLOCKS_1X128_POW2,)
+SQUARES = (BLOCKS_128X128,), (BLOCKS_128X128_POW2,)
+MIXED = (BLOCKS_1X128, BLOCKS_128X128), (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
+SQUARE = Way("quantize_rowwise", *SQUARES)
+BOTH = Way("quantize_both", *ROWS)
 GLUON_WAYS = (
-    Way("quantize_columnwise", BLOCKS_1X128, BLOCKS_1X128_POW2),
-    Way("quantize_both", BLOCKS_1X128, BLOCKS_1X128_POW2),
+    Way("quantize_columnwise", *ROWS),
+    BOTH,
     SQUARE,
+    Way("quantize_columnwise", *SQUARES),
+    Way("quantize_both", *MIXED),
 )
 """The ways that have a Gluon kernel."""
 
-WAYS = (Way("quantize_rowwise", BLOCKS_1X128, BLOCKS_1X128_POW2), *GLUON_WAYS)
+WAYS = (Way("quantize_rowwise", *ROWS), *GLUON_WAYS)
 
 
 def kernels(name: str) -> CastKernels:
@@ -54,7 +60,7 @@ def kernels(name: str) -> CastKernels:
     return next(backend for backend in CAST_BACKENDS if backend.name == name).load()
 
 
-def gluon_takes(x: Tensor, format: BlockFormat) -> bool:
+def gluon_takes(x: Tensor, *formats: BlockFormat) -> bool:
     """True if the Gluon kernels can read ``x``, whatever the device."""
     gluon = next(backend for backend in CAST_BACKENDS if backend.name == "gluon")
-    return gluon.declines(CastProblem(x, format)) is None
+    return gluon.declines(CastProblem(x, *formats)) is None

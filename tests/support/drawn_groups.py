@@ -61,7 +61,9 @@ def operands(
     device: torch.device | str,
     format: BlockFormat = BLOCKS_1X128,
     weight_format: BlockFormat = BLOCKS_128X128,
+    x_columnwise: BlockFormat | None = None,
 ) -> Operands:
+    """``x_columnwise``: the format of x columnwise; by default ``format``."""
     rng = torch.Generator(device).manual_seed(case.tokens)
     offs = ends(*case.sizes, device=device)
 
@@ -73,7 +75,7 @@ def operands(
     w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
     return Operands(
         offs,
-        reference.quantize_grouped(tokens(case.k), offs, None, format),
+        reference.quantize_grouped(tokens(case.k), offs, None, format, x_columnwise),
         reference.quantize_grouped(tokens(case.n), offs, None, format),
         reference.quantize_rowwise(w, weight_format),
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import BLOCKS_1X128, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BlockFormat, Quantized
 from tests.support.numeric import FORMATS, operand
 
 GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -41,6 +41,6 @@ def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:
     return Quantized(data, scale, FORMATS[128])
 
 
-def columnwise(x: Tensor, offs: Tensor) -> Quantized:
+def columnwise(x: Tensor, offs: Tensor, format: BlockFormat = BLOCKS_1X128) -> Quantized:
     """The columnwise cast of ``x[T, K]`` in groups."""
-    return reference.quantize_grouped_columnwise(x, offs, None, BLOCKS_1X128)
+    return reference.quantize_grouped_columnwise(x, offs, None, format)

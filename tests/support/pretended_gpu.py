@@ -37,7 +37,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
         monkeypatch.setattr(devices, "_capability", lambda index: capability)
         monkeypatch.setattr(devices, "has_triton", lambda: triton is not None)
         monkeypatch.setattr(choose_backend, "triton_version", lambda: triton)
-        monkeypatch.setattr(choose_backend, "sms", lambda device: 132)
+        for module in (choose_backend, grouped):
+            monkeypatch.setattr(module, "sms", lambda device: 132)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)

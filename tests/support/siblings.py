@@ -96,11 +96,11 @@ def watched_casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
     def watch(name: str) -> None:
         cast = getattr(reference, name)
 
-        def watched(x: Tensor, format: BlockFormat) -> Any:
+        def watched(x: Tensor, *formats: BlockFormat) -> Any:
             outer, busy.inside = getattr(busy, "inside", False), True
-            made = cast(x, format)
+            made = cast(x, *formats)
             busy.inside = outer
-            if not outer and not format.transposes:
+            if not outer and not formats[0].transposes:
                 rowwise = made if isinstance(made, Quantized) else made[0]
                 with lock:
                     seen.append(x.detach().clone())

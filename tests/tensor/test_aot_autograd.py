@@ -15,7 +15,7 @@ from torch._dynamo import graph_break
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, quantize
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
 from blocktensor.tensor.aot_autograd import plain_tangent, share_storage
 from tests.support.compiling import afresh
 from tests.support.models import linear, randn
@@ -203,12 +203,15 @@ def test_high_precision_on_purpose() -> None:
     assert_as_eager(run)
 
 
-def test_a_shared_cast_that_a_graph_returns() -> None:
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+def test_a_shared_cast_that_a_graph_returns(wgrad_input: Any) -> None:
+    recipe = Recipe(wgrad_input=wgrad_input)
+
     def run(compile: Compile, w: Tensor, d: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        made = compile(quantize)(x)
+        made = compile(lambda x: quantize(x, recipe))(x)
         return made, F.linear(made, w)
 
-    assert_as_eager(run)
+    assert_as_eager(run, weight=lambda: linear(N, K, recipe=recipe).weight)
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "gathered"])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor import BlockwiseFP8Tensor, Recipe, quantize
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128_POW2
 from tests.support.models import ROW, SQUARE, assert_same, quantized, randn
+from tests.support.wgrad_inputs import SQUARES
 
 Change = Callable[[BlockwiseFP8Tensor], Any]
 
@@ -35,6 +36,8 @@ SOUND: dict[str, Callable[[], BlockwiseFP8Tensor]] = {
     "one row": lambda: BlockwiseFP8Tensor.quantize(randn(7), ROW),
     "one form": lambda: quantized(5, 200, rowwise=False),
     "transposed activations": lambda: quantized(200, 300).t(),
+    "activations in two formats": lambda: quantize(randn(2, 3, 200), SQUARES),
+    "their transpose": lambda: quantize(randn(300, 200), SQUARES).t(),
     "weight": lambda: quantized(200, 300, block=SQUARE),
     "transposed weight": lambda: quantized(200, 300, block=SQUARE).t(),
     "both forms": lambda: quantized(
@@ -85,15 +88,24 @@ def test_scales_of_other_strides_are_laid_out() -> None:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_columnwise_data_without_zeros_load(weights_only: bool) -> None:
+@pytest.mark.parametrize("recipe", [Recipe(), SQUARES], ids=lambda recipe: recipe.wgrad_input)
+def test_columnwise_data_without_zeros_load(recipe: Recipe, weights_only: bool) -> None:
     """As files have them that were written before casts ended in whole vectors."""
-    x, grad = quantized(129, 40), quantized(129, 24)
+    x, grad = quantize(randn(129, 40), recipe), quantized(129, 24)
     assert x.columnwise_data is not None
     x.columnwise_data = x.columnwise_data[:, :129].contiguous()
     loaded = through_a_file(x, weights_only)
     assert_same(loaded, x)
     product = torch.mm(grad.t(), loaded)
-    assert torch.equal(product, torch.mm(grad.t(), quantized(129, 40)))
+    assert torch.equal(product, torch.mm(grad.t(), quantize(randn(129, 40), recipe)))
+
+
+def test_weights_with_such_zeros_are_refused() -> None:
+    """Their transpose would have rows of zeros."""
+    x = quantized(256, 300, block=SQUARE)
+    x.rowwise_data = torch.cat([x.rowwise_data, e4m3(256, 4)], dim=1)
+    with pytest.raises(ValueError, match=r"rowwise data \[256, 304\] .* expected \[256, 300\]"):
+        through_a_file(x)
 
 
 def part(**changes: Any) -> Change:
@@ -156,7 +168,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         part(format=BLOCKS_128X128_POW2),
         "has blocks 128x128_pow2 and scale='fp32'",
     ),
-    "no format": (lambda x: vars(x).pop("format"), "has format None and recipe Recipe"),
+    "no format": (lambda x: vars(x).pop("columnwise_format"), "has format None and recipe Recipe"),
     "a recipe that is none": (part(recipe={"scale": "fp32"}), "recipe {'scale': 'fp32'}: expected"),
 }
 

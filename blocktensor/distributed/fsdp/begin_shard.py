@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...ops.formats import Quantized
-from ...tensor.fp8_tensor import BlockwiseFP8Tensor, refuse
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.refusals import refuse
 from ...tensor.weight import BlockwiseFP8Weight
 from .frozen import FrozenShard
 from .trainable import FP8Shard, check_no_main_grad

@@ -58,7 +58,7 @@ class GatheredInFP8(FP8Base):
                 shape=shape,
                 dtype=param_dtype,
                 # a cached columnwise form would have to be gathered and freed by FSDP
-                recipe=Recipe(scale=recipe.scale),
+                recipe=Recipe(scale=recipe.scale, wgrad_input=recipe.wgrad_input),
             )
             return made, ()
         weight = gathered_of(out)

@@ -41,10 +41,15 @@ class CastKernels:
 
 @dataclass(frozen=True)
 class CastProblem:
-    """The tensor that is read, and the format that is written or read."""
+    """The tensor that is read, and the format that is written or read.
+
+    Attributes:
+        columnwise_format: of the columnwise form, where both are written; else None.
+    """
 
     x: Tensor
     format: BlockFormat
+    columnwise_format: BlockFormat | None = None
 
 
 def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: bool) -> CastKernels:
@@ -98,8 +103,12 @@ def _gluon_unusable(device: torch.device) -> str | None:
 
 
 def _triton_declines(problem: CastProblem) -> str | None:
-    if problem.format not in KERNEL_FORMATS:
-        return f"no kernels for format {problem.format.name}"
+    row, col = problem.format, problem.columnwise_format or problem.format
+    for format in (row, col):
+        if format not in KERNEL_FORMATS:
+            return f"no kernels for format {format.name}"
+    if row.scale_rounding != col.scale_rounding:
+        return f"no kernels that round scales as both {row.name} and {col.name}"
     return None
 
 
@@ -130,14 +139,19 @@ CAST_BACKENDS: tuple[Backend[CastProblem, CastKernels], ...] = (
 """In order of preference; the reference takes every problem."""
 
 
-def cast_backend(x: Tensor, format: BlockFormat) -> Backend[CastProblem, CastKernels]:
+def cast_backend(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> Backend[CastProblem, CastKernels]:
     """The backend that reads ``x`` to cast it, or to transpose or dequantize a cast."""
-    return first_choice(CAST_BACKENDS, CastProblem(x, format), x.device).backend
+    problem = CastProblem(x, format, columnwise_format)
+    return first_choice(CAST_BACKENDS, problem, x.device).backend
 
 
-def cast_kernels(x: Tensor, format: BlockFormat) -> CastKernels:
+def cast_kernels(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> CastKernels:
     """The functions of :func:`cast_backend`."""
-    return _loaded(cast_backend(x, format))
+    return _loaded(cast_backend(x, format, columnwise_format))
 
 
 @functools.cache

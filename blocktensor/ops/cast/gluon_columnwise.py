@@ -27,7 +27,7 @@ from .gluon_words import (
     times,
 )
 from .groups import blocks_of, grouped_by, grouped_columnwise_by, padded_groups, place
-from .numerics import divisor, method_for, scale_from_bits
+from .numerics import TINY_BITS, divisor, method_for, scale_from_bits
 from .triton_cast import both_by, columnwise_by
 
 PATCH_ROWS = gl.constexpr(16)
@@ -53,7 +53,7 @@ def _share_divisors(
     METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     # Reduces partial maxima [COUNT, 128] of 128 blocks, and stores the scales of the first `left`.
-    # Returns the divisors (pre, r, e) in shared memory, and pre in registers.
+    # Returns the divisors (pre, r, e) in shared memory, and in registers pre and the maxima.
     STACKED: gl.constexpr = gl.BlockedLayout([COUNT, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     amax = fp32_bits(gl.reduce(partial.load(STACKED), 0, larger), DTYPE)
@@ -64,18 +64,24 @@ def _share_divisors(
     pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     r_shared = _share(r)
     if POWER_OF_TWO:  # pre, r and e are equal
-        return r_shared, r_shared, r_shared, pre
+        return r_shared, r_shared, r_shared, pre, amax
     else:
-        return _share(pre), r_shared, _share(e), pre
+        return _share(pre), r_shared, _share(e), pre, amax
 
 
 @gluon.jit
-def _any_above_one(values):
-    # True in every thread if any of 128 values is above one
+def _share_largest(values):
+    # The largest of 128 values, one for each warp, for _largest_of_warps
+    WARPS: gl.constexpr = gl.num_warps()
+    return _share(gl.reduce(values.reshape([WARPS, 128 // WARPS]), 1, larger))
+
+
+@gluon.jit
+def _largest_of_warps(of_warps):
+    # The same number in every thread
     WARPS: gl.constexpr = gl.num_warps()
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    of_warps = _share(gl.reduce(values.reshape([WARPS, 128 // WARPS]), 1, larger))
-    return gl.reduce(of_warps.load(EVERYWHERE), 0, larger) > 1.0
+    return gl.reduce(of_warps.load(EVERYWHERE), 0, larger)
 
 
 @gluon.jit
@@ -97,13 +103,15 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
 def cast_columnwise_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
     col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks,
-    ROWWISE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr, UNIT_M: gl.constexpr,
-    UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
+    ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
     # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
-    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there.
+    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
+    # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
+    # neighbours along K then, else along M.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -153,29 +161,40 @@ def cast_columnwise_kernel(
         x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
 
     magnitude = magnitudes(x, DTYPE)
-    down = largest(magnitude.reshape([DOWN, PATCH_ROWS, WORDS]), 1, DTYPE)
-    col_partial = gl.allocate_shared_memory(gl.int32, [DOWN, WORDS], ROW_MAJOR, down)
+    if not SQUARE:
+        down = largest(magnitude.reshape([DOWN, PATCH_ROWS, WORDS]), 1, DTYPE)
+        col_partial = gl.allocate_shared_memory(gl.int32, [DOWN, WORDS], ROW_MAJOR, down)
     if ROWWISE:
         across = larger_half(largest(magnitude.reshape([128, ACROSS, 4]), 2, DTYPE), DTYPE)
         row_partial = gl.allocate_shared_memory(PARTIAL, [ACROSS, 128], _staggered(ACROSS, DTYPE))
         row_partial.permute([1, 0]).store(across)
 
-    col_pre, col_r, col_e, pre = _share_divisors(
-        col_partial._reinterpret(PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
-        col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k,
-        gl.where(col_left > 0, words_left * PER_WORD, 0) if GROUPS else words_left * PER_WORD,
-        METHOD, POWER_OF_TWO,
-    )  # fmt: skip
+    if not SQUARE:
+        col_pre, col_r, col_e, pre, _ = _share_divisors(
+            col_partial._reinterpret(PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
+            col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k,
+            gl.where(col_left > 0, words_left * PER_WORD, 0) if GROUPS else words_left * PER_WORD,
+            METHOD, POWER_OF_TWO,
+        )  # fmt: skip
     if ROWWISE:
-        row_pre, row_r, row_e, also_pre = _share_divisors(
+        row_pre, row_r, row_e, pre_of_rows, amax_of_rows = _share_divisors(
             row_partial, ACROSS, DTYPE,
             row_scale_ptr + tile_k.to(gl.int64) * row_scale_ld + first_m, rows_left,
             METHOD, POWER_OF_TWO,
         )  # fmt: skip
-        pre = gl.maximum(pre, also_pre)
+        pre = pre_of_rows if SQUARE else gl.maximum(pre, pre_of_rows)
     MAYBE_TINY: gl.constexpr = DTYPE != gl.float16 and not POWER_OF_TWO
+    if SQUARE:
+        if ROWWISE:
+            amax_of_warps = _share_largest(amax_of_rows)
+        else:
+            amax = largest(magnitude.reshape([128 * WORDS]), 0, DTYPE)
+            amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
     if MAYBE_TINY:  # rare: elements are multiplied by pre before a cast, and back between two casts
-        tiny = _any_above_one(pre)
+        if SQUARE and not ROWWISE:
+            tiny = (amax > 0) & (amax < TINY_BITS)
+        else:  # with SQUARE, a tiny tile has a tiny row
+            tiny = _largest_of_warps(_share_largest(pre)) > 1.0
 
     if ROWWISE:
         OF_ROWS: gl.constexpr = gl.SliceLayout(1, BY_ROW)
@@ -189,6 +208,13 @@ def cast_columnwise_kernel(
         target = row_ptr.to(gl.pointer_type(q.dtype)) + first_m * words + first_word
         gl.store(target + (m * words + word), q, mask=inside)
 
+    if SQUARE:  # after the rows, whose cast takes the registers
+        if ROWWISE:
+            amax = _largest_of_warps(amax_of_warps)
+        scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+        place_of_scale = col_scale_ptr + tile_k.to(gl.int64) * col_scale_ld + tile_m
+        gl.store(place_of_scale, scale, mask=col_left > 0 if GROUPS else True)
+        tile_pre, tile_r, tile_e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     x = gl.convert_layout(x, BY_COLUMN, assert_trivial=True)
     if MAYBE_TINY:
         if tiny:
@@ -196,10 +222,16 @@ def cast_columnwise_kernel(
                 bits = row_pre.load(gl.SliceLayout(1, BY_COLUMN)).to(gl.int32, bitcast=True)
                 back = (0x7F000000 - bits).to(gl.float32, bitcast=True)[:, None]
                 x = times(x, (back, back), DTYPE)
-            x = times(x, of_words(col_pre.load(COLUMNS), BY_COLUMN, DTYPE), DTYPE)
-    r = of_words(col_r.load(COLUMNS), BY_COLUMN, DTYPE)
-    e = of_words(col_e.load(COLUMNS), BY_COLUMN, DTYPE)
-    q = bytes_by_column(x, r, e, QUOTIENT, DTYPE)
+            if SQUARE:
+                x = times(x, (tile_pre, tile_pre), DTYPE)
+            else:
+                x = times(x, of_words(col_pre.load(COLUMNS), BY_COLUMN, DTYPE), DTYPE)
+    if SQUARE:
+        q = bytes_by_column(x, (tile_r, tile_r), (tile_e, tile_e), QUOTIENT, DTYPE)
+    else:
+        r = of_words(col_r.load(COLUMNS), BY_COLUMN, DTYPE)
+        e = of_words(col_e.load(COLUMNS), BY_COLUMN, DTYPE)
+        q = bytes_by_column(x, r, e, QUOTIENT, DTYPE)
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
     inside = (m < col_left) & (word < words_left)
@@ -208,7 +240,8 @@ def cast_columnwise_kernel(
     for i in gl.static_range(PER_WORD):
         gl.store(target + i * rows, q[i], mask=inside)
     # otherwise the memory would be reused, after a third barrier
-    col_partial._keep_alive()
+    if not SQUARE:
+        col_partial._keep_alive()
     if ROWWISE:
         row_partial._keep_alive()
 
@@ -235,15 +268,18 @@ def plan_columnwise(
         options["maxnreg"] = 128  # an SM then holds 4 programs, 2 of fp32; nothing spills
     tokens = (x if index is None else index).shape[0]
     groups = 0 if offs is None else offs.shape[0]
+    square = col.format.transposes
     return Launch(
         cast_columnwise_kernel,
         (blocks_of(tokens, groups, row is not None) * blocks_k,),
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
-         x.stride(0) // (per_word * unit_k), row_scale.stride(1), col.scale.stride(1), blocks_k,
+         x.stride(0) // (per_word * unit_k), row_scale.stride(1),
+         col.scale.stride(0 if square else 1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups, tokens,
          num_blocks(m)),
         {
             "ROWWISE": row is not None,
+            "SQUARE": square,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "UNIT_M": VECTOR_BYTES,
@@ -260,9 +296,11 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     return columnwise_by(plan_columnwise, x, format)
 
 
-def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+def quantize_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
-    return both_by(plan_columnwise, x, format)
+    return both_by(plan_columnwise, x, format, columnwise_format)
 
 
 def quantize_grouped_columnwise(
@@ -273,7 +311,11 @@ def quantize_grouped_columnwise(
 
 
 def quantize_grouped(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once."""
-    return grouped_by(plan_columnwise, x, offs, index, format)
+    return grouped_by(plan_columnwise, x, offs, index, format, columnwise_format)

@@ -17,11 +17,15 @@ from ..formats import BlockFormat, Quantized, group_columns, named
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
 from .choose_backend import cast_kernels
-from .ops import Four, Pair
+from .ops import Four, Pair, other_name
 
 
 def quantize_grouped(
-    x: Tensor, offs: Tensor, format: BlockFormat, index: Tensor | None = None
+    x: Tensor,
+    offs: Tensor,
+    format: BlockFormat,
+    index: Tensor | None = None,
+    columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """The rowwise and the columnwise cast of ``x[T, K]`` in groups, from one read.
 
@@ -30,6 +34,7 @@ def quantize_grouped(
         offs: int32 ``[E]``, the cumulative ends of the groups, nondecreasing and at most T.
         format: of blocks of one row.
         index: ``[T]`` int32 or int64: row i of the cast is ``x[index[i]]``.
+        columnwise_format: of the columnwise cast; by default the same.
 
     Returns:
         The cast of :func:`~blocktensor.ops.cast.ops.quantize_rowwise`, data ``[T, K]``; and that of
@@ -38,17 +43,17 @@ def quantize_grouped(
     Raises:
         TypeError, ValueError: dtypes, shapes or devices that do not fit.
     """
-    return _both(x, offs, index, format)
+    return _both(x, offs, index, format, columnwise_format or format)
 
 
 def quantize_grouped_columnwise(
     x: Tensor, offs: Tensor, format: BlockFormat, index: Tensor | None = None
 ) -> Quantized:
-    """The columnwise cast of ``x[T, K]`` in groups, data ``[K, P]``, raising as the cast of both.
+    """The columnwise cast of ``x[T, K]`` in groups, data ``[K, P]``; also in square blocks.
 
     Group e begins at the block after those of group e-1 and is filled up with zeros to whole
     blocks. P, :func:`~blocktensor.ops.formats.group_columns`, is the most that these can
-    take; blocks after the last group's may hold anything.
+    take; blocks after the last group's may hold anything. Raises as the cast of both.
     """
     return _columnwise(x, offs, index, format)
 
@@ -67,22 +72,38 @@ def columnwise_shape(x: Tensor, offs: Tensor, index: Tensor | None) -> tuple[int
     return x.shape[1], group_columns(rows, offs.shape[0])
 
 
-def _check(x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat) -> None:
-    if format.rows != 1:
-        raise ValueError(
-            f"tokens in groups are cast in blocks of one row: got the format {format.name}"
-        )
-    checks.castable(x, format)
+def _check(x: Tensor, offs: Tensor, index: Tensor | None, *formats: BlockFormat) -> None:
+    for format in formats:
+        checks.castable(x, format)
+    checks.rank(x, (2,), "the tensor to quantize", "flatten tokens to [T, K]")
     checks.group_ends(offs, x, "the tensor to quantize")
     if index is not None:
         checks.row_index(index, x)
 
 
+def _check_both(
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat,
+) -> None:
+    if format.rows != 1:
+        raise ValueError(
+            f"tokens in groups are cast in blocks of one row: got the format {format.name}"
+        )
+    _check(x, offs, index, format, columnwise_format)
+
+
 def _decide_both(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat,
 ) -> Callable[..., tuple[Quantized, Quantized]]:
-    _check(x, offs, index, format)
-    kernels = cast_kernels(x, format)
+    _check_both(x, offs, index, format, columnwise_format)
+    kernels = cast_kernels(x, format, columnwise_format)
     return recorded(kernels.quantize_grouped, kernels.launches)
 
 
@@ -95,11 +116,17 @@ def _decide_columnwise(
 
 
 def _dispatch_both(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat,
 ) -> tuple[Quantized, Quantized]:
-    _check(x, offs, index, format)
-    data, scale, columnwise_data, columnwise_scale = _both_op(x, offs, index, format.name)
-    return Quantized(data, scale, format), Quantized(columnwise_data, columnwise_scale, format)
+    _check_both(x, offs, index, format, columnwise_format)
+    row, row_scale, col, col_scale = _both_op(
+        x, offs, index, format.name, other_name(format, columnwise_format)
+    )
+    return Quantized(row, row_scale, format), Quantized(col, col_scale, columnwise_format)
 
 
 def _dispatch_columnwise(
@@ -115,8 +142,15 @@ _columnwise = Specialized(_decide_columnwise, _dispatch_columnwise)
 
 
 @torch.library.custom_op("blocktensor::quantize_grouped", mutates_args=())
-def _both_op(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Four:
-    rowwise, columnwise = _both.run(x, offs, index, named(format))
+def _both_op(
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: str,
+    columnwise_format: str | None = None,
+) -> Four:
+    formats = named(format), named(columnwise_format or format)
+    rowwise, columnwise = _both.run(x, offs, index, *formats)
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
@@ -127,10 +161,17 @@ def _columnwise_op(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -
 
 
 @_both_op.register_fake
-def _(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Four:
+def _(
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: str,
+    columnwise_format: str | None = None,
+) -> Four:
     rows = (x if index is None else index).shape[0]
     data, scale, _ = empty_quantized((rows, x.shape[1]), named(format), x.device)
-    columnwise = empty_quantized(columnwise_shape(x, offs, index), named(format), x.device)
+    other = named(columnwise_format or format)
+    columnwise = empty_quantized(columnwise_shape(x, offs, index), other, x.device)
     return data, scale, columnwise.data, columnwise.scale
 
 

@@ -65,12 +65,17 @@ def grouped_columnwise_by(
 
 
 def grouped_by(
-    plan: Planner, x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    plan: Planner,
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat | None,
 ) -> tuple[Quantized, Quantized]:
     """Both forms of tokens in groups, written by the kernel that ``plan`` launches."""
     rows = (x if index is None else index).shape[0]
     row = empty_quantized((rows, x.shape[1]), format, x.device)
-    col = _empty_columnwise(x, offs, index, format)
+    col = _empty_columnwise(x, offs, index, columnwise_format or format)
     plan(x, row, col, offs, index)()
     return row, col
 

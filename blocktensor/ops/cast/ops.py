@@ -35,34 +35,50 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
+    In square blocks, that is the transpose of the rowwise cast, and zeros.
+
     Raises:
-        TypeError, ValueError: as :func:`quantize_rowwise`; a format of square blocks, whose
-            columnwise cast is the transpose of the rowwise one.
+        TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix.
     """
     return _columnwise(x, format)
 
 
-def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    """The rowwise and columnwise casts of ``x[M, K]`` from one read; raises as either of them."""
-    return _both(x, format)
+def quantize_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> tuple[Quantized, Quantized]:
+    """The rowwise and columnwise casts of ``x[M, K]`` from one read.
+
+    Args:
+        x: ``[M, K]`` bf16, fp16 or fp32.
+        format: of the rowwise cast, not of square blocks.
+        columnwise_format: of the columnwise cast; by default the same.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_columnwise`; a format of square blocks, in which
+            both casts would be one and its transpose.
+    """
+    return _both(x, format, columnwise_format or format)
 
 
 def quantize_forms(
-    x: Tensor, format: BlockFormat, rowwise: bool, columnwise: bool
+    x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Casts of an activation or gradient ``x[..., K]`` from one read; None if not asked for.
+    """Casts of an activation or gradient ``x[..., K]`` from one read, each in its format.
 
-    Leading dimensions are flattened. Raises as :func:`quantize_columnwise`, and for a scalar.
+    None for a form without a format. Leading dimensions are flattened. Raises as
+    :func:`quantize_both`, and for a scalar.
     """
     if x.ndim == 0:
-        raise ValueError(
-            f"cannot quantize a scalar in {format.name} blocks: expected shape [..., K]"
-        )
+        name = next(format.name for format in (rowwise, columnwise) if format is not None)
+        raise ValueError(f"cannot quantize a scalar in {name} blocks: expected shape [..., K]")
     if x.ndim != 2:
         x = x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
-    if rowwise and columnwise:
-        return _both(x, format)
-    return _rowwise(x, format) if rowwise else None, _columnwise(x, format) if columnwise else None
+    if rowwise is not None and columnwise is not None:
+        return _both(x, rowwise, columnwise)
+    return (
+        None if rowwise is None else _rowwise(x, rowwise),
+        None if columnwise is None else _columnwise(x, columnwise),
+    )
 
 
 def transpose(x: Quantized) -> Quantized:
@@ -75,13 +91,19 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     return _dequantize(x, dtype)
 
 
-def _check_both_ways(x: Tensor, format: BlockFormat) -> None:
+def _check_columnwise(x: Tensor, format: BlockFormat) -> None:
+    checks.castable(x, format)
+    checks.rank(x, (2,), "the tensor to quantize", "columnwise casts are those of a matrix [M, K]")
+
+
+def _check_both(x: Tensor, format: BlockFormat, columnwise_format: BlockFormat) -> None:
     if format.transposes:
         raise ValueError(
             f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
             f"transpose(quantize_rowwise(x, format))"
         )
     checks.castable(x, format)
+    _check_columnwise(x, columnwise_format)
 
 
 def _check_square(format: BlockFormat) -> None:
@@ -96,14 +118,16 @@ def _decide_rowwise(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
 
 
 def _decide_columnwise(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
-    _check_both_ways(x, format)
+    _check_columnwise(x, format)
     kernels = cast_kernels(x, format)
     return recorded(kernels.quantize_columnwise, kernels.launches)
 
 
-def _decide_both(x: Tensor, format: BlockFormat) -> Callable[..., tuple[Quantized, Quantized]]:
-    _check_both_ways(x, format)
-    kernels = cast_kernels(x, format)
+def _decide_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat
+) -> Callable[..., tuple[Quantized, Quantized]]:
+    _check_both(x, format, columnwise_format)
+    kernels = cast_kernels(x, format, columnwise_format)
     return recorded(kernels.quantize_both, kernels.launches)
 
 
@@ -125,15 +149,17 @@ def _dispatch_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 
 
 def _dispatch_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    _check_both_ways(x, format)
+    _check_columnwise(x, format)
     data, scale = _columnwise_op(x, format.name)
     return Quantized(data, scale, format)
 
 
-def _dispatch_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    _check_both_ways(x, format)
-    data, scale, columnwise_data, columnwise_scale = _both_op(x, format.name)
-    return Quantized(data, scale, format), Quantized(columnwise_data, columnwise_scale, format)
+def _dispatch_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat
+) -> tuple[Quantized, Quantized]:
+    _check_both(x, format, columnwise_format)
+    row, row_scale, col, col_scale = _both_op(x, format.name, other_name(format, columnwise_format))
+    return Quantized(row, row_scale, format), Quantized(col, col_scale, columnwise_format)
 
 
 def _dispatch_transpose(x: Quantized) -> Quantized:
@@ -156,6 +182,12 @@ _dequantize = Specialized(_decide_dequantize, _dispatch_dequantize)
 # Registered ops take tensors and the name of a format
 
 
+def other_name(format: BlockFormat, columnwise_format: BlockFormat) -> str | None:
+    """How ops of both casts are given the second format: None if it is the first."""
+    other = columnwise_format.name
+    return None if other == format.name else other
+
+
 def _empty(shape: Sequence[int], format: str, device: torch.device) -> Pair:
     data, scale, _ = empty_quantized(shape, named(format), device)
     return data, scale
@@ -174,8 +206,8 @@ def _columnwise_op(x: Tensor, format: str) -> Pair:
 
 
 @torch.library.custom_op("blocktensor::quantize_both", mutates_args=())
-def _both_op(x: Tensor, format: str) -> Four:
-    rowwise, columnwise = _both.run(x, named(format))
+def _both_op(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
+    rowwise, columnwise = _both.run(x, named(format), named(columnwise_format or format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
@@ -202,8 +234,8 @@ def _(x: Tensor, format: str) -> Pair:
 
 
 @_both_op.register_fake
-def _(x: Tensor, format: str) -> Four:
-    data, scale, _ = empty_columnwise(x, named(format))
+def _(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
+    data, scale, _ = empty_columnwise(x, named(columnwise_format or format))
     return *_empty(x.shape, format, x.device), data, scale
 
 

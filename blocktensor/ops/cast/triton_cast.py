@@ -33,15 +33,16 @@ from .triton_128x128 import plan_128x128
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
     row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, columns,
-    TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr, GROUPS: tl.constexpr,
-    INDEXED: tl.constexpr,
+    TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
+    GROUPS: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
-    # are zeros. out_ld = columns, a separate argument so that its divisibility by 16 is
-    # specialised. With GROUPS, a block lies in one of `groups` groups and fills one whole block of
-    # the columnwise form.
+    # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
+    # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
+    # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
+    # groups and fills one whole block of the columnwise form.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -77,15 +78,16 @@ def cast_1x128_kernel(
     bits = magnitude_bits(x)
     x = x.to(tl.float32)
 
+    if ROWWISE or SQUARE:
+        row_amax = tl.max(bits, 1)
     if ROWWISE:
-        amax = tl.max(bits, 1)
-        scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)  # [TILE_M]
+        scale = scale_from_bits(row_amax, METHOD, POWER_OF_TWO)  # [TILE_M]
         tl.store(
             row_scale_ptr + tile_k.to(tl.int64) * row_scale_ld + first_m + m,
             scale,
             mask=m < rows_left,
         )
-        pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+        pre, r, e = divisor(row_amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(x, pre[:, None], r[:, None], e[:, None], METHOD, POWER_OF_TWO)
         q = q.to(tl.float8e4nv)
         target = row_ptr + first_m * cols + first_k + (m[:, None] * cols + k[None, :])
@@ -94,15 +96,23 @@ def cast_1x128_kernel(
         else:
             tl.store(target, q, mask=inside)
     if COLUMNWISE:
-        amax = tl.max(bits, 0)
-        scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)  # [128]
-        tl.store(
-            col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + first_k + k,
-            scale,
-            mask=(k < cols_left) & (col_left > 0),
-        )
-        pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-        q = quotient(x, pre[None, :], r[None, :], e[None, :], METHOD, POWER_OF_TWO)
+        if SQUARE:
+            amax = tl.max(row_amax, 0)
+            scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+            place = col_scale_ptr + tile_k.to(tl.int64) * col_scale_ld + tile_m
+            tl.store(place, scale, mask=col_left > 0)
+            pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+            q = quotient(x, pre, r, e, METHOD, POWER_OF_TWO)
+        else:
+            amax = tl.max(bits, 0)
+            scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)  # [128]
+            tl.store(
+                col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + first_k + k,
+                scale,
+                mask=(k < cols_left) & (col_left > 0),
+            )
+            pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+            q = quotient(x, pre[None, :], r[None, :], e[None, :], METHOD, POWER_OF_TWO)
         q = q.to(tl.float8e4nv)
         target = col_ptr + first_k * out_ld + col_m + (k[:, None] * out_ld + m[None, :])
         if EVEN:
@@ -150,18 +160,20 @@ def plan_1x128(
         (out[:2] if out else (x, x)) for out in (row, col)
     )
     blocks_k = num_blocks(k)
+    square = col is not None and col.format.transposes
     return Launch(
         cast_1x128_kernel,
         ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
-         col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(1), blocks_k,
-         x if offs is None else offs, x if index is None else index, groups,
+         col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
+         blocks_k, x if offs is None else offs, x if index is None else index, groups,
          col.data.shape[1] if col else 0),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
             "COLUMNWISE": col is not None,
+            "SQUARE": square,
             "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
             "WIDE": is_wide(*x.stride(), m, k),
             "POWER_OF_TWO": made.format.power_of_two,
@@ -185,15 +197,19 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     return columnwise_by(plan_1x128, x, format)
 
 
-def quantize_both(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+def quantize_both(
+    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
 
-    Except fp32 with scalar loads or 64-bit offsets: both casts of a tile would spill registers.
+    Except with scalar loads or 64-bit offsets, of fp32 or into two formats: both casts of a tile
+    would spill registers.
     """
     awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape)
-    if awkward and x.dtype == torch.float32:
-        return quantize_rowwise(x, format), quantize_columnwise(x, format)
-    return both_by(plan_1x128, x, format)
+    columnwise_format = columnwise_format or format
+    if awkward and (x.dtype == torch.float32 or columnwise_format is not format):
+        return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format)
+    return both_by(plan_1x128, x, format, columnwise_format)
 
 
 def quantize_grouped_columnwise(
@@ -204,7 +220,11 @@ def quantize_grouped_columnwise(
 
 
 def quantize_grouped(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
+    x: Tensor,
+    offs: Tensor,
+    index: Tensor | None,
+    format: BlockFormat,
+    columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once.
 
@@ -212,9 +232,9 @@ def quantize_grouped(
     """
     awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape) or index is not None
     if awkward and x.dtype == torch.float32:
-        columnwise = quantize_grouped_columnwise(x, offs, index, format)
+        columnwise = quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
         return quantize_rowwise(x if index is None else x[index], format), columnwise
-    return grouped_by(plan_1x128, x, offs, index, format)
+    return grouped_by(plan_1x128, x, offs, index, format, columnwise_format)
 
 
 def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
@@ -224,9 +244,11 @@ def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
     return col
 
 
-def both_by(plan: Planner, x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+def both_by(
+    plan: Planner, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None
+) -> tuple[Quantized, Quantized]:
     """Both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     row = empty_quantized(x.shape, format, x.device)
-    col = empty_columnwise(x, format)
+    col = empty_columnwise(x, columnwise_format or format)
     plan(x, row, col)()
     return row, col

@@ -74,8 +74,9 @@ def grouped_gemm_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "tiles_m", "tiles_n"])
 def grouped_wgrad_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, offs_ptr, tokens, N, K, P, a_scale_stride_k,
-    b_scale_stride_k, tiles_m, tiles_n, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, offs_ptr, tokens, N, K, P, a_scale_stride_n,
+    a_scale_stride_k, b_scale_stride_n, b_scale_stride_k, tiles_m, tiles_n, A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # The blocks of a group follow those of all groups before it.
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -96,9 +97,9 @@ def grouped_wgrad_kernel(
     at = tl.cast(first, tl.int64)
     acc = _contract(
         a_ptr + am[:, None] * P + at * 128 + k[None, :],
-        a_scale_ptr + am + at * a_scale_stride_k,
+        a_scale_ptr + am // A_ROWS * a_scale_stride_n + at * a_scale_stride_k,
         b_ptr + bn[None, :] * P + at * 128 + k[:, None],
-        b_scale_ptr + bn + at * b_scale_stride_k,
+        b_scale_ptr + bn // B_ROWS * b_scale_stride_n + at * b_scale_stride_k,
         a_scale_stride_k, b_scale_stride_k, blocks, blocks * 128, TILE, TILE,
     )  # fmt: skip
     place = out_ptr + (tl.cast(expert, tl.int64) * N + rows)[:, None] * K + cols[None, :]
@@ -144,8 +145,13 @@ def plan_grouped_wgrad(
         grouped_wgrad_kernel,
         (experts * tiles_m * tiles_n,),
         (a.data, a.scale, b.data, b.scale, out, offs, tokens, n, k, a.data.shape[1],
-         a.scale.stride(1), b.scale.stride(1), tiles_m, tiles_n),
-        {"ACCUMULATE": accumulate, "TILE": _TILE},
+         *a.scale.stride(), *b.scale.stride(), tiles_m, tiles_n),
+        {
+            "A_ROWS": a.format.rows,
+            "B_ROWS": b.format.rows,
+            "ACCUMULATE": accumulate,
+            "TILE": _TILE,
+        },
         _OPTIONS,
     )  # fmt: skip
 

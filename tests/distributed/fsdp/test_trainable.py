@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -52,6 +54,20 @@ def test_scales_of_powers_of_two_and_a_kept_columnwise_form(world: int, device: 
     model, single = twins(device, Recipe(scale="power_of_two", columnwise="keep"))
     shard(model, mesh_of(world, device))
     assert_trains_as(single, model, device)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wgrad_input", ["128x128", "high_precision"])
+def test_what_weight_gradients_read(world: int, device: str, wgrad_input: Any) -> None:
+    model, single = twins(device, Recipe(wgrad_input=wgrad_input))
+    shard(model, mesh_of(world, device))
+    usual, _ = twins(device)
+    assert_trains_as(single, model, device)
+    gradients = []
+    for m in (twins(device, Recipe(wgrad_input=wgrad_input))[1], usual):
+        loss_of(m, batch(0, device)).backward()
+        gradients.append(m.mid.weight.grad)
+    assert not torch.equal(*gradients)
 
 
 @on_ranks(2)

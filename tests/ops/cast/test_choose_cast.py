@@ -175,6 +175,32 @@ def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> 
     assert choice.others == "gluon, triton: no kernels for format 1x32"
 
 
+@pytest.mark.parametrize(
+    ("formats", "name", "others"),
+    [
+        ((BLOCKS_1X128, BLOCKS_128X128), "gluon", ""),
+        (
+            (BLOCKS_1X128, BLOCKS_128X128_POW2),
+            "reference",
+            "gluon, triton: no kernels that round scales as both 1x128 and 128x128_pow2",
+        ),
+        (
+            (BLOCKS_1X128, BlockFormat("32x32", (32, 32))),
+            "reference",
+            "gluon, triton: no kernels for format 32x32",
+        ),
+    ],
+)
+def test_who_casts_in_two_formats(
+    pretend: Pretend, formats: tuple[BlockFormat, BlockFormat], name: str, others: str
+) -> None:
+    pretend((9, 0))
+    x = Fake(torch.bfloat16, (256, 272), (272, 1))
+    assert cast_backend(x, *formats).name == name
+    choice = first_choice(CAST_BACKENDS, CastProblem(x, *formats), CUDA)
+    assert choice.others == others
+
+
 def test_a_cpu_runs_the_reference() -> None:
     x = torch.rand(256, 272)
     assert cast_backend(x, BLOCKS_1X128).name == "reference"

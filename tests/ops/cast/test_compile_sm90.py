@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocktensor.ops.formats import BLOCKS_128X128, Quantized
 from blocktensor.ops.scale_layouts import empty_quantized
-from tests.support.casts import GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
+from tests.support.casts import BOTH, GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, FORMATS
 
 pytest.importorskip("triton")
@@ -29,6 +29,7 @@ from tests.support.sm90 import compile_for_sm90
 
 META = torch.device("meta")
 BF16, FP16, FP32 = DTYPES
+*OLDER, COLUMNWISE_SQUARE, MIXED = WAYS
 Compile = Callable[[Callable[[], object]], int]
 
 
@@ -72,18 +73,20 @@ INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "one column": lambda dtype: like((128, 1), dtype),
     "wide": lambda dtype: torch.empty_strided((256, 130), (2**25, 1), dtype=dtype, device=META),
 }
-_, _, BOTH, _ = WAYS
 TRITON, GLUON = kernels("triton"), kernels("gluon")
 
 
 @pytest.mark.parametrize(
     ("way", "dtype", "view"),
     [
-        *itertools.product(WAYS, [FP32], INPUTS),
+        *itertools.product(OLDER, [FP32], INPUTS),
+        *itertools.product([COLUMNWISE_SQUARE], [FP32], ["129x130.t()", "one column", "wide"]),
+        *itertools.product([MIXED], [FP32], ["even", "300x576", "129x130"]),
         *itertools.product(WAYS, [BF16], ["even", "129x130", "4096x10944"]),
         *itertools.product(WAYS, [FP16], ["300x576", "even.t()"]),
         (BOTH, BF16, "129x130.t()"),
         (BOTH, BF16, "one column"),
+        (MIXED, BF16, "wide"),
     ],
     ids=str,
 )
@@ -130,7 +133,7 @@ def test_gluon_casts(
     compile_launches: Compile,
 ) -> None:
     x = like(shape, dtype)
-    assert gluon_takes(x, way.format(power_of_two))
+    assert gluon_takes(x, *way.formats(power_of_two))
     assert compile_launches(lambda: way(GLUON, x, power_of_two)) == 1
 
 

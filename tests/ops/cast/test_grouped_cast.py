@@ -11,7 +11,15 @@ from torch import Tensor
 from blocktensor.ops import reference
 from blocktensor.ops.cast import gluon_columnwise, triton_cast
 from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    ACTIVATION_FORMATS,
+    BLOCKS_1X128,
+    BLOCKS_128X128,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    Quantized,
+    ScaleRounding,
+)
 from tests.support.drawn_groups import blocks_of, drawn
 from tests.support.groups import ends
 from tests.support.numeric import KINDS, assert_same, values
@@ -24,31 +32,39 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def assert_same_cast(made: Quantized, wanted: Quantized, blocks: int | None = None) -> None:
-    """Equal data and scales; of a columnwise cast, in the blocks that groups fill."""
+    """Equal formats, data and scales; of a columnwise cast, in the blocks that groups fill."""
+    assert made.format is wanted.format
     columns = None if blocks is None else blocks * 128
     assert_same(made.data[:, :columns], wanted.data[:, :columns])
     assert_same(made.scale[:, :blocks], wanted.scale[:, :blocks])
 
 
 def check(
-    module: object, x: Tensor, sizes: tuple[int, ...], index: Tensor | None, format: BlockFormat
+    module: object,
+    x: Tensor,
+    sizes: tuple[int, ...],
+    index: Tensor | None,
+    format: BlockFormat = BLOCKS_1X128,
+    other: BlockFormat | None = None,
 ) -> None:
+    """``other``: the format of the columnwise cast."""
     offs, blocks = ends(*sizes, device=CUDA), blocks_of(sizes)
     there = None if index is None else index.cpu()
     rowwise, columnwise = (
         Quantized(form.data.to(CUDA), form.scale.to(CUDA), form.format)
-        for form in reference.quantize_grouped(x.cpu(), offs.cpu(), there, format)
+        for form in reference.quantize_grouped(x.cpu(), offs.cpu(), there, format, other)
     )
-    row, col = module.quantize_grouped(x, offs, index, format)  # type: ignore[attr-defined]
+    row, col = module.quantize_grouped(x, offs, index, format, other)  # type: ignore[attr-defined]
     assert_same_cast(row, rowwise)
     assert_same_cast(col, columnwise, blocks)
     alone = module.quantize_grouped_columnwise  # type: ignore[attr-defined]
-    assert_same_cast(alone(x, offs, index, format), columnwise, blocks)
+    assert_same_cast(alone(x, offs, index, other or format), columnwise, blocks)
 
 
 @pytest.mark.parametrize("module", [gluon_columnwise, triton_cast], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_groups(module: object, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
     draw = random.Random(0)
     for case in drawn(21, 35, (1,), WIDTHS):
         k = case.k
@@ -61,8 +77,9 @@ def test_any_groups(module: object, dtype: torch.dtype) -> None:
             kind = draw.choice((torch.int32, torch.int64))
             index = torch.randperm(case.tokens, device=CUDA).to(kind)
             x = torch.nn.functional.pad(x, (0, 0, 0, 3)) if draw.random() < 0.5 else x
-        format = draw.choice((BLOCKS_1X128, BLOCKS_1X128_POW2))
-        check(module, x, case.sizes, index, format)
+        rounding: ScaleRounding = draw.choice(("fp32", "power_of_two"))
+        other = WEIGHT_FORMATS[rounding] if square else None
+        check(module, x, case.sizes, index, ACTIVATION_FORMATS[rounding], other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +87,8 @@ def test_any_values(kind: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
     for module in (gluon_columnwise, triton_cast):
-        check(module, x, (0, 130, 1, 128, 30), None, BLOCKS_1X128)
+        for other in (None, BLOCKS_128X128):
+            check(module, x, (0, 130, 1, 128, 30), None, other=other)
 
 
 def test_strided_rows() -> None:
@@ -103,4 +121,5 @@ def test_many_groups(experts: int) -> None:
     sizes = tuple(draw.choice((0, 0, 1, 5, 140)) for _ in range(experts)) if experts > 1 else (77,)
     x = torch.randn(sum(sizes) + 3, 128, device=CUDA).bfloat16()
     for module in (gluon_columnwise, triton_cast):
-        check(module, x, sizes, None, BLOCKS_1X128)
+        for other in (None, BLOCKS_128X128):
+            check(module, x, sizes, None, other=other)

@@ -46,7 +46,8 @@ def check(backend: Any, way: Way, x: Tensor, power_of_two: bool) -> None:
     """The cast of ``x`` on the GPU equals the reference's on the CPU."""
     got = way(backend, to_device(x, CUDA), power_of_two)
     want = way(reference, x, power_of_two)
-    assert {form.format for form in got} == {way.format(power_of_two)}
+    assert [form.format for form in got] == [form.format for form in want]
+    assert {form.format for form in got} == set(way.formats(power_of_two))
     assert_all_same(got, want)
     for ours, theirs in zip(tensors(got), tensors(want), strict=True):
         assert meaningful_strides(ours) == meaningful_strides(theirs)
@@ -153,7 +154,7 @@ def test_gluon_bytes(way: Way, dtype: torch.dtype, power_of_two: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     for case in cases(GLUON_WAYS.index(way), GLUON_SOURCES, 2 * len(KINDS)):
         x = view_of(*case, dtype, rng)
-        assert gluon_takes(to_device(x, CUDA), way.format(power_of_two))
+        assert gluon_takes(to_device(x, CUDA), *way.formats(power_of_two))
         check(GLUON, way, x, power_of_two)
 
 
@@ -176,7 +177,7 @@ def test_bytes_of_ragged_shapes_by_whoever_casts_them(
 ) -> None:
     x = values("bits", *shape, dtype, torch.Generator().manual_seed(0))
     for way in WAYS:
-        check(cast_kernels(x.to(CUDA), way.format(False)), way, x, False)
+        check(cast_kernels(x.to(CUDA), *way.formats(False)), way, x, False)
 
 
 @on_a_gpu

@@ -1,4 +1,4 @@
-"""The choice of a backend of grouped GEMMs where one is forced."""
+"""The choice of a backend of grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
@@ -60,3 +60,20 @@ def test_the_reference_on_a_gpu_warns(pretend: Pretend) -> None:
     pretend((9, 0), triton=None)
     with pytest.warns(UserWarning, match=r"run in the slow pure-torch reference \(gluon, triton: "):
         assert choose_grouped(PROBLEM).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "name", "others"),
+    [
+        (BLOCKS_1X128, BLOCKS_1X128, "gluon", ""),
+        (BLOCKS_1X128, BLOCKS_128X128, "gluon", ""),
+        (BLOCKS_128X128, BLOCKS_1X128, "triton", "gluon: no 128x128 blocks on the left"),
+    ],
+    ids=str,
+)
+def test_who_makes_weight_gradients(
+    pretend: Pretend, a: BlockFormat, b: BlockFormat, name: str, others: str
+) -> None:
+    pretend((9, 0), triton="3.6.0")
+    choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
+    assert (choice.name, choice.others) == (name, others)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktensor.ops.formats import BLOCK, BLOCKS_1X128, BLOCKS_128X128, group_blocks
+from blocktensor.ops.formats import (
+    BLOCK,
+    BLOCKS_1X128,
+    BLOCKS_128X128,
+    BlockFormat,
+    group_blocks,
+)
 from blocktensor.ops.scale_layouts import empty_quantized
 
 pytest.importorskip("triton")
@@ -21,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 META = torch.device("meta")
+ROWS, SQUARES = BLOCKS_1X128, BLOCKS_128X128
 BF16, FP32 = torch.bfloat16, torch.float32
 EXPERTS, TOKENS, N, K = 8, 4001, 2816, 2048
 OFFS = torch.empty(EXPERTS, dtype=torch.int32, device=META)
@@ -77,14 +84,21 @@ def test_wgrad_added(found: tiles.GroupedTile, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_triton(dtype: torch.dtype) -> None:
-    columns = group_blocks(TOKENS, EXPERTS) * BLOCK
     x = empty_quantized((TOKENS, K), BLOCKS_1X128, META)
     w = empty_quantized((EXPERTS, N, K), BLOCKS_128X128, META)
     out = torch.empty((TOKENS, N), dtype=dtype, device=META)
     code = compile_for_sm90(triton_gemm.plan_grouped_gemm(x, w, OFFS, None, out))
     assert code.spilled_bytes == 0
-    a = empty_quantized((N, columns), BLOCKS_1X128, META)
-    b = empty_quantized((K, columns), BLOCKS_1X128, META)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("formats", [(ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)], ids=str)
+def test_wgrad_in_triton(formats: tuple[BlockFormat, BlockFormat], dtype: torch.dtype) -> None:
+    columns = group_blocks(TOKENS, EXPERTS) * BLOCK
+    a, b = (
+        empty_quantized((size, columns), format, META)
+        for size, format in zip((N, K), formats, strict=True)
+    )
     dw = torch.empty((EXPERTS, N, K), dtype=dtype, device=META)
     plan = triton_gemm.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw, dtype == FP32)
     assert compile_for_sm90(plan).spilled_bytes == 0

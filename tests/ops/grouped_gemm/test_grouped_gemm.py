@@ -8,7 +8,12 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.devices import sms
-from blocktensor.ops.formats import BLOCKS_1X128_POW2, BLOCKS_128X128_POW2, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    Quantized,
+)
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm import choose_backend, tiles
 from blocktensor.ops.grouped_gemm.ops import (
@@ -91,6 +96,21 @@ def test_any_groups(dtype: torch.dtype, count: int) -> None:
 def test_power_of_two_scales() -> None:
     case = Groups((129, 0, 300), 3, 264, 576)
     check(case, operands(case, CUDA, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2), BF16)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(BF16, 24), (FP32, 12)])
+def test_weight_gradients_of_x_in_squares(dtype: torch.dtype, count: int) -> None:
+    """By whichever backend takes them; also with the operands exchanged."""
+    for case in drawn(count + 1, count, WIDTHS, DEPTHS):
+        offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=BLOCKS_128X128)
+        for a, b in ((g, x), (x, g)):
+            dw = grouped_gemm_wgrad(a, b, offs, case.tokens, dtype)
+            wanted = reference.grouped_gemm_wgrad(a, b, offs, case.tokens, FP32)
+            assert_close(dw, wanted, case)
+            if dtype == FP32:
+                before = torch.randn_like(wanted)
+                after = grouped_gemm_wgrad_add_(before.clone(), a, b, offs, case.tokens)
+                assert_close(after, before + wanted, (case, "+="))
 
 
 @pytest.mark.parametrize("found", tiles.SQUARES, ids=lambda found: found.tile.name)
