@@ -27,6 +27,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .check_operands import refuse_prepared
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
 from .high_precision import wgrad
@@ -51,6 +52,8 @@ def linear(
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
+        elif type(x) is BlockwiseFP8Tensor:
+            refuse_prepared(x)
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)

@@ -19,11 +19,20 @@ class Pending(Generic[Result]):
     def __init__(self, parts: Sequence[Tensor], finish: Callable[..., Result]) -> None:
         """``finish``: makes the result of the awaited ``parts``."""
         self._parts, self._finish = parts, finish
+        self._made: list[Result] = []
 
     def wait(self) -> Result:
         """The result; work of the current stream waits for it, and the host does not."""
-        wait_tensor = torch.ops._c10d_functional.wait_tensor
-        return self._finish(*map(wait_tensor, self._parts))
+        if not self._made:
+            wait_tensor = torch.ops._c10d_functional.wait_tensor
+            self._made.append(self._finish(*map(wait_tensor, self._parts)))
+            self._parts = ()
+        return self._made[0]
+
+
+def ready(result: Result) -> Pending[Result]:
+    """What is there already."""
+    return Pending((), lambda: result)
 
 
 def gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

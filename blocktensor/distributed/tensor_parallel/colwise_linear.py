@@ -6,8 +6,7 @@
     dgrad  dx  = Σ_r g_r · w_r      partial sums, reduced in high precision
     wgrad  dw_r = g_rᵀ · x          x gathered columnwise in FP8, beside dgrad
 
-Saved for backward: the columnwise form of this rank's tokens alone. If they do not lie on the grid
-of blocks, they are saved and gathered as they came and cast after the gather.
+Saved for backward: what wgrad reads of this rank's tokens alone (``wgrad_input.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...autograd.linear import (
@@ -28,29 +28,42 @@ from ...autograd.linear import (
 )
 from ...autograd.linear_plan import LinearPlan, plan_linear
 from ...autograd.saved_weight import read_in_backward
-from ...ops.cast.ops import quantize_columnwise
-from ...ops.formats import Quantized
 from ...ops.gemm.ops import gemm
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from .collectives import Pending, Reduction
+from ...tensor.weight import BlockwiseFP8Weight
+from .collectives import Pending, Reduction, ready
+from .shared_input import SharedInput
 from .token_shards import TokenShards
+from .weight_part import WeightPart
+from .wgrad_input import (
+    Saved,
+    SharedGather,
+    is_gathered_in_fp8,
+    saved_tensors,
+    wgrad,
+    without_front,
+)
 
 
 def colwise_linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    *,
     tokens: TokenShards | None,
     reduction: Reduction | None,
+    part: WeightPart | None,
 ) -> Tensor:
     """This rank's columns of ``x wᵀ + bias``.
 
     Args:
-        x: ``[..., K]``: this rank's tokens, or all of them if ``tokens`` is None.
+        x: ``[..., K]``: this rank's tokens, or all of them if ``tokens`` is None. All tokens that
+            were prepared for several linears are given with neither ``tokens`` nor ``reduction``.
         w: this rank's rows ``[N/ranks, K]`` of the FP8 weight.
         bias: those of the bias.
         tokens: how tokens are cut.
         reduction: how the partial sums of the data gradient are added; None returns them.
+        part: where ``w`` lies in the whole weight if parts lie off the grid of blocks.
 
     Returns:
         ``[..., N/ranks]`` of all tokens.
@@ -63,7 +76,7 @@ def colwise_linear(
         plan = plan_linear(x, w, bias, None)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
-        y: Tensor = _Colwise.apply(x, w, bias, plan, tokens, reduction)
+        y: Tensor = _Colwise.apply(x, w, bias, plan, tokens, reduction, part)
         return y
 
 
@@ -77,28 +90,30 @@ class _Colwise(torch.autograd.Function):
         plan: LinearPlan,
         tokens: TokenShards | None,
         reduction: Reduction | None,
+        part: WeightPart | None,
     ) -> Tensor:
         needs_dx, needs_dw = plan.needs
-        ctx.plan, ctx.tokens, ctx.reduction = plan, tokens, reduction
-        on_grid = tokens is None or tokens.on_grid(plan.format)
-        if needs_dw and not on_grid and isinstance(x, BlockwiseFP8Tensor):
-            raise ValueError(
-                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear is cut where its "
-                f"columnwise blocks of {plan.format.cols} tokens do not begin: pass the "
-                f"high-precision tensor, or pad the tokens of each rank to a multiple of "
-                f"{plan.format.cols}"
-            )
-        x_row, x_col = forms_of(x, plan.format, True, needs_dw and on_grid)
-        assert x_row is not None
-        pending = None if tokens is None else tokens.gather_rowwise(x_row)
-        w_row, w_saved = read_weight(ctx, w, plan)
-        if pending is not None:
-            x_row = pending.wait()
-        y = gemm(x_row, w_row, bias, plan.out_dtype)
-        x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
-        if needs_dw and not on_grid:
-            x_saved = x, None
-        ctx.save_for_backward(*x_saved, *(w_saved if needs_dx else ()))
+        front = 0 if part is None else part.front
+        ctx.plan, ctx.tokens, ctx.reduction, ctx.front = plan, tokens, reduction, front
+        shared = x.prepared if isinstance(x, BlockwiseFP8Tensor) else None
+        if shared is None:
+            ctx.gather = SharedGather()
+            x_row, x_saved = _cast(x, plan, tokens)
+        else:
+            assert isinstance(shared, SharedInput) and isinstance(x, BlockwiseFP8Tensor)
+            ctx.gather, ctx.tokens = shared.gather, shared.tokens
+            x_row, x_saved = x.rowwise(), shared.saved
+        ctx.gather.users += needs_dw
+        pending = ready(x_row) if tokens is None else tokens.gather_rowwise(x_row)
+        if part is not None:
+            assert isinstance(w, BlockwiseFP8Weight)
+            w_row, w_saved = read_weight(ctx, part.as_products_read(w), plan)
+            bias = None if bias is None else F.pad(bias, (front, 0))
+        else:
+            w_row, w_saved = read_weight(ctx, w, plan)
+        y = without_front(gemm(pending.wait(), w_row, bias, plan.out_dtype), front, 1)
+        kept = x_saved if needs_dw else (None, None)
+        ctx.save_for_backward(*kept, *(w_saved if needs_dx else ()))
         ctx.set_materialize_grads(False)
         shape = x.shape if tokens is None else tokens.whole_shape(x.shape)
         # a plain view made in here could not be modified in place by the caller
@@ -109,56 +124,62 @@ class _Colwise(torch.autograd.Function):
         return run_backward(ctx, grad, _gradients)
 
 
+def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any, Saved]:
+    """The rowwise form of the tokens that came, and what to save of them."""
+    in_fp8 = is_gathered_in_fp8(plan.x_columnwise, tokens)
+    as_it_came = plan.saves_x or (plan.needs[1] and not in_fp8)
+    if as_it_came and not plan.saves_x and isinstance(x, BlockwiseFP8Tensor):
+        raise ValueError(
+            f"the FP8 input {list(x.shape)} of a ColwiseParallel linear is cut where its "
+            f"columnwise blocks of {plan.format.cols} tokens do not begin: pass the "
+            f"high-precision tensor, or pad the tokens of each rank to a multiple of "
+            f"{plan.format.cols}"
+        )
+    row, col = forms_of(x, plan.format, plan.x_columnwise if in_fp8 else None)
+    if as_it_came:
+        return row, (x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None)
+    return row, (None, None) if col is None else col[:2]
+
+
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_Colwise.forward`."""
     plan: LinearPlan = ctx.plan
-    tokens: TokenShards | None = ctx.tokens
     needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
-    x_data, x_scale, *weight = saved
+    x_saved, weight = saved_tensors(saved)
     dx = dw = dbias = None
     if grad is None:  # no gradient came back to this output
         read_in_backward(ctx, weight, False)
-        return (None,) * 6
+        return (None,) * 7
     if needs_dbias:
         dbias = bias_gradient(grad).to(plan.bias_dtype)
-    g_row, g_col = forms_of(grad, plan.format, needs_dx, needs_dw)
-    x_pending = _gather_columnwise(x_data, x_scale, plan, tokens) if needs_dw else None
+    x_pending = ctx.gather.begin(x_saved, plan, ctx.tokens) if needs_dw else None
+    rows, front = grad.reshape(-1, grad.shape[-1]), ctx.front
+    row, col = plan.grad_formats
+    behind = F.pad(rows, (front, 0)) if front else rows
+    g_row, g_col = forms_of(behind, row if needs_dx else None, col if needs_dw else None)
     w_col = read_in_backward(ctx, weight, needs_dx)
     dx_pending = None
     if needs_dx:
         assert g_row is not None
-        dx_pending = _reduce(ctx, g_row, weight, w_col)
-        del w_col, g_row
-    if needs_dw:
-        assert g_col is not None and x_pending is not None
-        dw = gemm(g_col, x_pending.wait(), None, plan.w_dtype)
+        dtype = plan.x_dtype if ctx.reduction is None else ctx.reduction.wire(plan.x_dtype)
+        partial = dgrad(ctx, g_row, weight, w_col, dtype)
+        dx_pending = _reduce(partial, ctx.reduction, ctx.tokens)
+        del w_col, g_row, partial
+    if x_pending is not None:
+        g = rows if g_col is None else g_col
+        dw = wgrad(g, x_pending.wait(), plan.w_dtype)
+        dw = without_front(dw, 0 if g_col is None else front, 0)
     if dx_pending is not None:
         dx = dx_pending.wait().to(plan.x_dtype).view(plan.x_shape)
-    return dx, dw, dbias, None, None, None
-
-
-def _gather_columnwise(
-    x: Tensor, scale: Tensor | None, plan: LinearPlan, tokens: TokenShards | None
-) -> Pending[Quantized]:
-    """The columnwise form of the whole input, of what was saved of this rank's."""
-    if scale is None:
-        assert tokens is not None
-        rows = tokens.gather_plain(x.flatten(0, -2))
-        return Pending([], lambda: quantize_columnwise(rows.wait(), plan.format))
-    form = Quantized(x, scale, plan.format)
-    return Pending([], lambda: form) if tokens is None else tokens.gather_columnwise(form)
+    return dx, dw, dbias, None, None, None, None
 
 
 def _reduce(
-    ctx: Any, grad: Quantized, weight: Sequence[Tensor], w_col: Quantized | None
+    partial: Tensor, reduction: Reduction | None, tokens: TokenShards | None
 ) -> Pending[Tensor]:
     """The data gradient of this rank's tokens, from the partial sums of all ranks."""
-    reduction: Reduction | None = ctx.reduction
-    dtype = ctx.plan.x_dtype if reduction is None else reduction.wire(ctx.plan.x_dtype)
-    partial = dgrad(ctx, grad, weight, w_col, dtype)
     if reduction is None:
-        return Pending([], lambda: partial)
-    if ctx.tokens is None:
+        return ready(partial)
+    if tokens is None:
         return reduction.all_reduce(partial)
-    tokens: TokenShards = ctx.tokens
     return tokens.reduce_scatter(partial, reduction)

@@ -9,7 +9,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from ...ops.formats import Quantized
 from ...ops.scale_layouts import laid_out
-from ...tensor.base import FP8Base
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.weight import BlockwiseFP8Weight
 from ..dtensor import local_of, with_local
@@ -66,26 +65,25 @@ def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
                 f"the {name} of this {kind} is a DTensor already: call parallelize_module before "
                 f"fully_shard, and once for each linear"
             )
-    weight = module.weight
-    if isinstance(weight, FP8Base):
-        check_on_grid(weight, mesh, dim)
+    check_even(module.weight, mesh, dim)
 
 
-def check_on_grid(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
-    """Check that ranks cut an FP8 weight ``[N, K]`` into equal parts between blocks.
+def check_even(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
+    """Check that ranks can hold equal parts of a weight ``[N, K]``, and a frozen one in blocks.
 
     Raises:
-        NotImplementedError: they do not.
+        NotImplementedError: they cannot.
     """
-    edge = weight.recipe.weight_format.block_shape[dim]  # type: ignore[attr-defined]
     ranks, size = mesh.size(), weight.shape[dim]
+    edge, kind = 1, "a"
+    if isinstance(weight, BlockwiseFP8Tensor):
+        edge, kind = weight.block_shape[dim], "a frozen FP8"
     if size % (ranks * edge):
         what = "outputs" if dim == 0 else "inputs"
         raise NotImplementedError(
-            f"an FP8 weight {list(weight.shape)} whose {size} {what} are cut between {ranks} "
-            f"ranks: blocks of {edge} would lie on two ranks. Expected a multiple of "
-            f"{ranks * edge}; leave this linear unconverted (convert(..., skip=[...])), or use "
-            f"fewer ranks"
+            f"{kind} weight {list(weight.shape)} whose {size} {what} are cut between {ranks} "
+            f"ranks: expected a multiple of {ranks * edge}; leave this linear out of the plan of "
+            f"parallelize_module, or use fewer ranks"
         )
 
 

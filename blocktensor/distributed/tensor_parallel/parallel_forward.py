@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.weight import BlockwiseFP8Weight
-from ..compare_ranks import agree
+from ...autograd.check_operands import refuse_prepared
 from ..dtensor import local_of
+from .agreement import Agreement
 from .collectives import Reduction
 from .colwise_linear import colwise_linear
 from .rowwise_linear import rowwise_linear
 from .token_shards import TokenShards
+from .weight_part import WeightPart, part_off_grid
+
+FP8Weight = BlockwiseFP8Weight | BlockwiseFP8Tensor
 
 FEATURES = Shard(-1)
 """Every rank has some columns of all tokens."""
@@ -38,21 +42,31 @@ class Layouts(NamedTuple):
 class ParallelForward(ABC):
     """The forward of one parallel linear, bound to it as its method."""
 
+    dim: int
+    """Of the weight, which is cut."""
+
     def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
         self.mesh, self.layouts = mesh, layouts
-        self.agreed = ""
+        self.agreement = Agreement("tensor parallel linears", mesh)
 
     def __call__(self, module: nn.Linear, input: Tensor) -> Tensor:
         """``module(input)``."""
         weight: Any = module.weight
-        self._agree(weight)
-        # a shard of FSDP2, which has not gathered it, raises on the other way
-        if not isinstance(local_of(weight), (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+        local = fp8_local(weight)
+        self.agreement.check(
+            type(self).__name__, tuple(weight.shape), weight.dtype, self.layouts,
+            "not converted" if local is None else local.recipe,
+        )  # fmt: skip
+        if local is None:
+            # a shard of FSDP2, which has not gathered it, raises there
             return self._in_high_precision(module, input)
         check_no_main_grad(weight)
         bias: Any = module.bias
         y, layout = self._in_fp8(
-            input, weight.to_local(), None if bias is None else bias.to_local()
+            input,
+            weight.to_local(),
+            None if bias is None else bias.to_local(),
+            self._part(weight.shape, local),
         )
         wanted = _of(self.layouts.output, y.ndim)
         if layout == wanted and self.layouts.use_local_output:
@@ -60,13 +74,28 @@ class ParallelForward(ABC):
         return self._given_out(DTensor.from_local(y, self.mesh, [layout], run_check=False))
 
     @abstractmethod
-    def _in_fp8(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Placement]:
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
         """This rank's part of the output, and its layout."""
 
     @property
     @abstractmethod
     def _reads(self) -> Placement:
         """The layout of the input that a product of DTensors reads."""
+
+    def _part(self, shape: Sequence[int], local: FP8Weight) -> WeightPart | None:
+        format = local.recipe.weight_format
+        part = part_off_grid(tuple(shape), self.dim, self.mesh.get_group(), format)
+        if part is not None and not isinstance(local, BlockwiseFP8Weight):
+            raise NotImplementedError(
+                f"a tensor parallel FP8 weight {list(shape)} of which each rank holds "
+                f"{shape[self.dim] // self.mesh.size()} {'inputs' if self.dim else 'outputs'}, no "
+                f"multiple of {format.block_shape[self.dim]}, and which FSDP2 shards besides, or "
+                f"which is frozen: leave it unconverted (convert(..., skip=[...])), or use fewer "
+                f"tensor parallel ranks"
+            )
+        return part
 
     def _in_high_precision(self, module: nn.Linear, x: Tensor) -> Tensor:
         """As of torch's style: the linear was not converted."""
@@ -85,8 +114,7 @@ class ParallelForward(ABC):
         return DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
 
     def _layout_of(self, x: Any) -> Placement:
-        (layout,) = x.placements if isinstance(x, DTensor) else (self.layouts.input,)
-        return _of(layout, x.ndim)
+        return layout_of(x, self.layouts.input)
 
     @property
     def _reduction(self) -> Reduction:
@@ -94,49 +122,45 @@ class ParallelForward(ABC):
             self.mesh.get_group(), self.layouts.reduce_dtype, self.layouts.in_rank_order
         )
 
-    def _agree(self, weight: Any) -> None:
-        """Compare with the other ranks what this linear is, when it first runs and if it changed.
-
-        Ranks that disagree would wait for each other's collectives, or read other bytes.
-        """
-        if is_compiling():
-            return
-        local = local_of(weight)
-        fp8 = isinstance(local, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
-        mine = f"{type(self).__name__} {list(weight.shape)} {weight.dtype}, {self.layouts}, "
-        mine += f"{local.recipe}" if fp8 else "not converted"  # type: ignore[union-attr]
-        if mine != self.agreed:
-            agree("tensor parallel linears", [mine], self.mesh.get_group())
-            self.agreed = mine
-
 
 class ColwiseForward(ParallelForward):
     """The forward of a linear whose outputs are cut."""
 
+    dim = 0
     _reads = Replicate()
 
-    def _in_fp8(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Placement]:
-        layout, group = self._layout_of(x), self.mesh.get_group()
-        tokens, reduction = None, self._reduction
-        dim = _token_dim(layout, x)
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
+        features = _of(FEATURES, x.ndim)
+        if isinstance(x, BlockwiseFP8Tensor) and x.prepared is not None:
+            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
+        layout, reduction = self._layout_of(x), self._reduction
+        dim = token_dim(layout, x)
         if dim is not None:
-            if isinstance(x, DTensor):
-                x = x.to_local(grad_placements=[layout])
-            tokens = TokenShards.of(x.shape, dim, group)
-        elif isinstance(x, DTensor) or not layout.is_replicate():
+            x = local_input(x, layout)
+            tokens = TokenShards.of(x.shape, dim, self.mesh.get_group())
+            y = colwise_linear(x, w, bias, tokens=tokens, reduction=reduction, part=part)
+            return y, features
+        if isinstance(x, DTensor) or not layout.is_replicate():
             whole = self._distributed(x).redistribute(placements=[Replicate()])
             # DTensor adds the partial sums where it needs them, of all linears that read x
             x = whole.to_local(grad_placements=[Partial()])
-            return colwise_linear(x, w, bias, None, None), _of(FEATURES, x.ndim)
-        return colwise_linear(x, w, bias, tokens, reduction), _of(FEATURES, x.ndim)
+            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
+        return colwise_linear(x, w, bias, tokens=None, reduction=reduction, part=part), features
 
 
 class RowwiseForward(ParallelForward):
     """The forward of a linear whose inputs are cut."""
 
+    dim = 1
     _reads = FEATURES
 
-    def _in_fp8(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Placement]:
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
+        if isinstance(x, BlockwiseFP8Tensor):
+            refuse_prepared(x)
         features = _of(FEATURES, x.ndim)
         if isinstance(x, DTensor) or self._layout_of(x) != features:
             cut = self._distributed(x).redistribute(placements=[features])
@@ -144,7 +168,19 @@ class RowwiseForward(ParallelForward):
         wanted = _of(self.layouts.output, x.ndim)
         layout = wanted if isinstance(wanted, Shard) and wanted != features else Replicate()
         dim = layout.dim if isinstance(layout, Shard) else None
-        return rowwise_linear(x, w, bias, dim, self._reduction), layout
+        return rowwise_linear(x, w, bias, dim=dim, reduction=self._reduction, part=part), layout
+
+
+def fp8_local(weight: Any) -> FP8Weight | None:
+    """The local part of a weight that products read in FP8; None in high precision."""
+    local = local_of(weight)
+    return local if isinstance(local, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) else None
+
+
+def layout_of(x: Any, given: Placement) -> Placement:
+    """The layout of an input; ``given``: of a plain one."""
+    (layout,) = x.placements if isinstance(x, DTensor) else (given,)
+    return _of(layout, x.ndim)
 
 
 def _of(layout: Placement, ndim: int) -> Placement:
@@ -156,13 +192,19 @@ def _of(layout: Placement, ndim: int) -> Placement:
     return layout
 
 
-def _token_dim(layout: Placement, x: Any) -> int | None:
+def token_dim(layout: Placement, x: Any) -> int | None:
     """The dimension of tokens along which x is cut into equal parts; None if it is not."""
     if not isinstance(layout, Shard) or layout.dim == x.ndim - 1:
         return None
     # parts of a plain input are equal
     is_even = not isinstance(x, DTensor) or x.shape[layout.dim] % x.device_mesh.size() == 0
     return layout.dim if is_even else None
+
+
+def local_input(x: Any, layout: Placement) -> Tensor:
+    """This rank's part of an input, whose gradient has the same layout."""
+    local: Tensor = x.to_local(grad_placements=[layout]) if isinstance(x, DTensor) else x
+    return local
 
 
 def check_no_main_grad(weight: Any) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...autograd.linear import (
@@ -29,14 +30,30 @@ from ...autograd.linear import (
 from ...autograd.linear_plan import LinearPlan, plan_linear
 from ...autograd.saved_weight import read_in_backward
 from ...ops.cast.ops import quantize_columnwise
-from ...ops.formats import Quantized
+from ...ops.formats import BlockFormat, Quantized
 from ...ops.gemm.ops import gemm
-from .collectives import Pending, Reduction
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.weight import BlockwiseFP8Weight
+from .collectives import Pending, Reduction, ready
 from .token_shards import TokenShards
+from .weight_part import WeightPart
+from .wgrad_input import (
+    gather_saved,
+    is_gathered_in_fp8,
+    saved_tensors,
+    wgrad,
+    without_front,
+)
 
 
 def rowwise_linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, dim: int | None, reduction: Reduction
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    *,
+    dim: int | None,
+    reduction: Reduction,
+    part: WeightPart | None,
 ) -> Tensor:
     """``x wᵀ + bias`` of this rank's tokens, or of all tokens.
 
@@ -46,20 +63,26 @@ def rowwise_linear(
         bias: the whole bias ``[N]``, added in fp32 to the sum.
         dim: along which y is cut, counted from the front; None: every rank gets all of it.
         reduction: how partial sums are added.
+        part: where ``w`` lies in the whole weight if parts lie off the grid of blocks.
 
     Returns:
         ``[..., N]``.
 
     Raises:
         TypeError, ValueError: as :func:`blocktensor.functional.linear`; tokens that cannot be cut
-            into equal parts.
+            into equal parts; an FP8 input of a weight that is cut off the grid.
     """
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_linear(x, w, bias, None)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
+        if part is not None and isinstance(x, BlockwiseFP8Tensor):
+            raise ValueError(
+                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear whose weight is cut "
+                f"off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
+            )
         tokens = None if dim is None else TokenShards.of_whole(x.shape, dim, reduction.group)
-        y: Tensor = _Rowwise.apply(x, w, bias, plan, tokens, reduction)
+        y: Tensor = _Rowwise.apply(x, w, bias, plan, tokens, reduction, part)
         return y
 
 
@@ -73,11 +96,17 @@ class _Rowwise(torch.autograd.Function):
         plan: LinearPlan,
         tokens: TokenShards | None,
         reduction: Reduction,
+        part: WeightPart | None,
     ) -> Tensor:
-        needs_dx, needs_dw = plan.needs
-        ctx.plan, ctx.tokens, ctx.reduction = plan, tokens, reduction
-        w_row, w_saved = read_weight(ctx, w, plan)
-        x_row, x_col = forms_of(x, plan.format, True, needs_dw)
+        front = 0 if part is None else part.front
+        ctx.plan, ctx.tokens, ctx.reduction, ctx.front = plan, tokens, reduction, front
+        if part is not None:
+            assert isinstance(w, BlockwiseFP8Weight)
+            w_row, w_saved = read_weight(ctx, part.as_products_read(w), plan)
+        else:
+            w_row, w_saved = read_weight(ctx, w, plan)
+        behind = F.pad(x, (front, 0)) if front else x
+        x_row, x_col = forms_of(behind, plan.format, plan.x_columnwise)
         assert x_row is not None
         partial = gemm(x_row, w_row, None, reduction.wire(plan.out_dtype))
         if tokens is None:
@@ -86,8 +115,10 @@ class _Rowwise(torch.autograd.Function):
             y = tokens.reduce_scatter(partial, reduction).wait()
         if bias is not None:
             y = y.float() + bias.float()
-        x_saved = (None, None) if x_col is None else x_col[:2]
-        ctx.save_for_backward(*x_saved, *(w_saved if needs_dx else ()))
+        x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
+        if plan.saves_x:
+            x_saved = x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
+        ctx.save_for_backward(*x_saved, *(w_saved if plan.needs[0] else ()))
         ctx.set_materialize_grads(False)
         shape = x.shape if tokens is None else tokens.part_shape(x.shape)
         y = y.to(plan.out_dtype)
@@ -103,54 +134,61 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     """The gradients of the arguments of :meth:`_Rowwise.forward`."""
     plan: LinearPlan = ctx.plan
     needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
-    x_data, x_scale, *weight = saved
+    x_saved, weight = saved_tensors(saved)
     dx = dw = dbias = None
     if grad is None:  # no gradient came back to this output
         read_in_backward(ctx, weight, False)
-        return (None,) * 6
-    row_pending, col_pending = _gather(ctx, grad, needs_dx, needs_dw)
+        return (None,) * 7
+    row, col = plan.grad_formats
+    grad = grad.reshape(-1, grad.shape[-1])
+    g_row, g_col = _gather(grad, row if needs_dx else None, col, needs_dw, ctx.tokens)
     dbias_pending = _reduce_bias(ctx, grad) if needs_dbias else None
     w_col = read_in_backward(ctx, weight, needs_dx)
-    if needs_dx:
-        assert row_pending is not None
-        dx = dgrad(ctx, row_pending.wait(), weight, w_col, plan.x_dtype).view(plan.x_shape)
-        del w_col
-    if needs_dw:
-        assert col_pending is not None
-        x_col = Quantized(x_data, x_scale, plan.format)
-        dw = gemm(col_pending.wait(), x_col, None, plan.w_dtype)
+    if g_row is not None:
+        dx = dgrad(ctx, g_row.wait(), weight, w_col, plan.x_dtype)
+        dx = without_front(dx, ctx.front, 1).view(plan.x_shape)
+        del w_col, g_row
+    if g_col is not None:
+        x_whole = gather_saved(x_saved, plan, None).wait()
+        dw = wgrad(g_col.wait(), x_whole, plan.w_dtype)
+        dw = without_front(dw, 0 if plan.saves_x else ctx.front, 1)
     if dbias_pending is not None:
         dbias = dbias_pending.wait().to(plan.bias_dtype)
-    return dx, dw, dbias, None, None, None
+    return dx, dw, dbias, None, None, None, None
 
 
 def _gather(
-    ctx: Any, grad: Tensor, rowwise: bool, columnwise: bool
-) -> tuple[Pending[Quantized] | None, Pending[Quantized] | None]:
-    """Both forms of the whole gradient; the rowwise one, which is needed first, is sent first."""
-    tokens: TokenShards | None = ctx.tokens
-    format = ctx.plan.format
-    on_grid = tokens is None or tokens.on_grid(format)
-    g_row, g_col = forms_of(grad, format, rowwise, columnwise and on_grid)
+    grad: Tensor,
+    row: BlockFormat | None,
+    col: BlockFormat | None,
+    for_wgrad: bool,
+    tokens: TokenShards | None,
+) -> tuple[Pending[Quantized] | None, Pending[Any] | None]:
+    """What dgrad and wgrad read of the whole gradient; what dgrad reads is sent first."""
+    in_fp8 = is_gathered_in_fp8(col, tokens)
+    g_row, g_col = forms_of(grad, row, col if for_wgrad and in_fp8 else None)
     if tokens is None:
-        return _ready(g_row), _ready(g_col)
-    row = None if g_row is None else tokens.gather_rowwise(g_row)
+        plain = ready(grad) if for_wgrad else None
+        return _ready(g_row), plain if col is None else _ready(g_col)
+    pending = None if g_row is None else tokens.gather_rowwise(g_row)
     if g_col is not None:
-        return row, tokens.gather_columnwise(g_col)
-    if not columnwise:
-        return row, None
-    rows = tokens.gather_plain(grad.reshape(-1, grad.shape[-1]))
-    return row, Pending([], lambda: quantize_columnwise(rows.wait(), format))
+        return pending, tokens.gather_columnwise(g_col)
+    if not for_wgrad:
+        return pending, None
+    rows = tokens.gather_plain(grad)
+    return pending, rows if col is None else Pending(
+        (), lambda: quantize_columnwise(rows.wait(), col)
+    )
 
 
 def _ready(form: Quantized | None) -> Pending[Quantized] | None:
-    return None if form is None else Pending([], lambda: form)
+    return None if form is None else ready(form)
 
 
 def _reduce_bias(ctx: Any, grad: Tensor) -> Pending[Tensor]:
     """The fp32 gradient of the bias, which every rank has whole."""
-    own, reduction = bias_gradient(grad), ctx.reduction
+    own = bias_gradient(grad)
     if ctx.tokens is None:
-        return Pending([], lambda: own)
-    made: Pending[Tensor] = reduction.all_reduce(own)
+        return ready(own)
+    made: Pending[Tensor] = ctx.reduction.all_reduce(own)
     return made

@@ -41,7 +41,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     Raises:
         TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
         ValueError, NotImplementedError: from ``parallelize_module``, if the linear cannot be cut
-            (an FP8 weight needs cuts at multiples of 128).
+            (ranks hold equal parts; a frozen FP8 weight needs cuts at multiples of 128).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
             output_layouts=output_layouts,
             use_local_output=use_local_output,
         )
-        self.reduce_dtype, self.in_rank_order = _checked(reduce_dtype), in_rank_order
+        self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -107,7 +107,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
             output_layouts=output_layouts,
             use_local_output=use_local_output,
         )
-        self.reduce_dtype, self.in_rank_order = _checked(reduce_dtype), in_rank_order
+        self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -118,7 +118,8 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         return module
 
 
-def _checked(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
+def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
+    """``reduce_dtype``, else TypeError."""
     if reduce_dtype is not None and reduce_dtype not in checks.HIGH_PRECISION:
         known = ", ".join(map(str, checks.HIGH_PRECISION))
         raise TypeError(f"reduce_dtype={reduce_dtype!r}: expected one of {known}, or None")

@@ -8,7 +8,7 @@ those of the whole if each part begins and ends where blocks do (:attr:`TokenSha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,14 +95,14 @@ class TokenShards:
         format = part.format
         assert self.on_grid(format)
         rows, tokens = len(part.data), self.outer * self.ranks * self.inner
-        blocks = self.inner // format.cols
+        lines, blocks = len(part.scale), self.inner // format.cols
 
         def finish(data: Tensor, scale: Tensor) -> Quantized:
             data = data.view(self.ranks, rows, self.outer, self.inner).permute(1, 2, 0, 3)
             data = data.reshape(rows, tokens).view(format.dtype)
             whole = empty_scale((rows, tokens), format, data.device)
             by_runs = whole.t().unflatten(0, (self.outer, self.ranks, blocks))
-            by_runs.copy_(scale.view(self.ranks, self.outer, blocks, rows).transpose(0, 1))
+            by_runs.copy_(scale.view(self.ranks, self.outer, blocks, lines).transpose(0, 1))
             return Quantized(data, whole, format)
 
         return self._gather(part, finish)
@@ -117,10 +117,15 @@ class TokenShards:
         runs = partial.view(self.outer, self.ranks, self.inner, -1).transpose(0, 1)
         return reduction.reduce_scatter(runs.reshape(self.ranks, rows, -1))
 
-    def _gather(self, part: Quantized, finish: object) -> Pending[Quantized]:
-        # bytes: gloo does not support e4m3; scales by lines, without their padding
-        sent = part.data.view(torch.uint8), part.scale.t().contiguous()
-        return Pending(gather(sent, self.group), finish)  # type: ignore[arg-type]
+    def _gather(
+        self, part: Quantized, finish: Callable[[Tensor, Tensor], Quantized]
+    ) -> Pending[Quantized]:
+        # bytes: gloo does not support e4m3, and converts tensors of several dtypes to one; scales
+        # by lines, without their padding
+        sent = part.data.view(torch.uint8), part.scale.t().contiguous().view(torch.uint8)
+        return Pending(
+            gather(sent, self.group), lambda data, scale: finish(data, scale.view(torch.float32))
+        )
 
     def _in_order(self, gathered: Tensor) -> Tensor:
         """Rows as the whole has them, of rows rank by rank."""
