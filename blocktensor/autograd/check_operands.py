@@ -29,10 +29,10 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
     """
     if x.prepared is not None:
         raise NotImplementedError(
-            f"an input {list(x.shape)} that blocktensor.distributed.PrepareModuleInput has gathered "
-            f"in FP8 reached a product that is not one of ColwiseParallel: apply "
-            f"blocktensor.distributed.ColwiseParallel to every linear that reads it, or prepare it "
-            f"with torch.distributed.tensor.parallel.PrepareModuleInput"
+            f"an input {list(x.shape)} that PrepareModuleInput of blocktensor.distributed has cast "
+            f"reached a product that is not one of ColwiseParallel: apply ColwiseParallel of "
+            f"blocktensor.distributed to every linear that reads it, or prepare it with "
+            f"torch.distributed.tensor.parallel.PrepareModuleInput"
         )
 
 

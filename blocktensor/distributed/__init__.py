@@ -6,10 +6,17 @@
 Public: the names below. The modules of this folder are internal.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .fsdp.frozen import FrozenShard
 from .fsdp.trainable import FP8Shard, precompute_block_amax
-from .tensor_parallel.prepare_input import PrepareModuleInput
-from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+
+if TYPE_CHECKING:
+    from .tensor_parallel.prepare_input import PrepareModuleInput
+    from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
@@ -19,3 +26,16 @@ __all__ = [
     "RowwiseParallel",
     "precompute_block_amax",
 ]
+
+_STYLES = {
+    "ColwiseParallel": "styles",
+    "PrepareModuleInput": "prepare_input",
+    "RowwiseParallel": "styles",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Styles are imported when they are first used: DTensor would double the time of an import."""
+    if name in _STYLES:
+        return getattr(import_module(f".tensor_parallel.{_STYLES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

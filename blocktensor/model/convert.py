@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
@@ -50,8 +51,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             already.
 
     Raises:
-        NotImplementedError: the weight is a frozen or tensor parallel DTensor, or FSDP2 has
-            gathered it already; under FakeTensorMode.
+        NotImplementedError: the weight is a frozen DTensor, or one that another tensor parallel
+            style has made, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -200,7 +201,8 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
-        return with_local(weight, FP8Shard(local.detach(), recipe))
+        kind = BlockwiseFP8Weight if is_parallel(module) else FP8Shard
+        return with_local(weight, kind(local.detach(), recipe))
     if weight.requires_grad or weight.is_meta:
         return BlockwiseFP8Weight(weight.detach(), recipe)
     return frozen_form(module, key, weight, recipe)
@@ -212,6 +214,8 @@ def _why_converted(linear: Matrix) -> str:
         why = "frozen: high-precision copy dropped"
     elif shard_of(weight) is not None:
         why = "trainable, gathered in FP8"
+    elif is_parallel(linear.module):
+        why = _why_parallel(linear.module, weight)
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
     if weight.ndim == 3:
@@ -222,6 +226,17 @@ def _why_converted(linear: Matrix) -> str:
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
     return why if kind == "Linear" else f"{why} (subclass {kind})"
+
+
+def _why_parallel(module: nn.Module, weight: Tensor) -> str:
+    """Of a tensor parallel linear: what a rank holds, and where that is too small to be faster."""
+    local = local_of(weight)
+    assert local is not None
+    held = " x ".join(map(str, local.shape))
+    kind = "trainable" if weight.requires_grad else "frozen"
+    small = SmallKN().undercut(*sizes_of(module, "weight", local))
+    slow = f", small for its speed: {' and '.join(small)}" if small else ""
+    return f"{kind}, tensor parallel: {held} a rank{slow}"
 
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
@@ -246,6 +261,8 @@ def _bytes_of(matrix: Matrix) -> int:
         return 0
     if (shard := shard_of(weight)) is not None:
         return shard.master.nbytes
+    local = local_of(weight)
+    weight = weight if local is None else local
     if isinstance(weight, BlockwiseFP8Tensor):
         return weight.format.nbytes(weight.shape)
     if isinstance(weight, BlockwiseFP8Weight):

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.fsdp.trainable import FP8Shard
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part
@@ -28,9 +29,9 @@ def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
     """Unwrap shards; a whole weight is plain already (``autograd/torch_callers.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
-        shard = shard_of(value)
-        if shard is not None and value is not parameter:  # it is with keep_vars=True
-            state[f"{prefix}{name}"] = with_local(value, shard.master)
+        local = local_of(value)
+        if isinstance(local, MasterBase) and value is not parameter:  # it is with keep_vars=True
+            state[f"{prefix}{name}"] = with_local(value, local.master)
 
 
 def _wrap_assigned_weights(
@@ -54,8 +55,8 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
         return wrapped
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
         return frozen_form(module, name, value, weight.recipe)
-    if (shard := shard_of(weight)) is not None and shard_of(value) is None:
-        local = local_of(value)
+    held, local = local_of(weight), local_of(value)
+    if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
         assert local is not None
-        return with_local(value, FP8Shard(local.detach(), shard.recipe))
+        return with_local(value, type(held)(local.detach(), held.recipe))
     return None

@@ -326,12 +326,9 @@ class BlockwiseFP8Tensor(FP8Base):
             formats=self.formats[::-1] if transpose else self.formats,
             source=None if transpose else self.source,
         )
-        if self.generation is not None:
-            made.generation = self.generation
-        if self.source_version is not None:
-            made.source_version = self.source_version
-        if self.prepared is not None:
-            made.prepared = self.prepared
+        for name in ("generation", "source_version", "prepared"):
+            if (value := getattr(self, name)) is not None:
+                setattr(made, name, value)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -63,12 +63,12 @@ class FP8Cache:
         recipe, format: of its casts.
         casts: how many were made so far.
         main_grad: the buffer that weight gradients are added to, if any.
-        in_whole: the cache of casts with the scales of a larger weight, of which the master is a part
+        in_whole: the cache of casts with the scales of a whole of which the master is a part
             (``distributed/tensor_parallel/weight_part.py``); None until it is asked for.
     """
 
-    __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format", "in_whole",
-                 "main_grad", "master", "recipe")  # fmt: skip
+    __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format",
+                 "in_whole", "main_grad", "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master

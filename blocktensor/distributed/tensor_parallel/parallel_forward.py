@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ...autograd.check_operands import refuse_prepared
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.weight import BlockwiseFP8Weight
-from ...autograd.check_operands import refuse_prepared
 from ..dtensor import local_of
 from .agreement import Agreement
 from .collectives import Reduction
 from .colwise_linear import colwise_linear
+from .is_parallel import Forward
 from .rowwise_linear import rowwise_linear
 from .token_shards import TokenShards
 from .weight_part import WeightPart, part_off_grid
@@ -39,7 +40,7 @@ class Layouts(NamedTuple):
     in_rank_order: bool
 
 
-class ParallelForward(ABC):
+class ParallelForward(Forward, ABC):
     """The forward of one parallel linear, bound to it as its method."""
 
     dim: int

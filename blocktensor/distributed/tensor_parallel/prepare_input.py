@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ...recipe import Recipe
 from .agreement import Agreement
 from .collectives import Reduction
+from .is_parallel import forward_of
 from .parallel_forward import ColwiseForward, fp8_local, layout_of, local_input, token_dim
 from .shared_input import prepare
 from .styles import checked_dtype
@@ -109,8 +110,11 @@ class _OfModule(torch_styles.PrepareModuleInput):
 
     def _recipe(self) -> Recipe | None:
         """The recipe of the linears that read the input; None if one is not converted."""
-        forwards = ((name, m) for name, m in self._module.named_modules() if _is_colwise(m))
-        found = {name: fp8_local(module.weight) for name, module in forwards}
+        found = {
+            name: fp8_local(module.weight)
+            for name, module in self._module.named_modules()
+            if isinstance(forward_of(module), ColwiseForward)
+        }
         if not found or None in found.values():
             return None
         recipes = {local.recipe: name for name, local in found.items() if local is not None}
@@ -123,8 +127,3 @@ class _OfModule(torch_styles.PrepareModuleInput):
                 f"ColwiseParallel(input_layouts=Shard(...))"
             )
         return next(iter(recipes))
-
-
-def _is_colwise(module: nn.Module) -> bool:
-    forward = getattr(vars(module).get("forward"), "__func__", None)
-    return isinstance(forward, ColwiseForward)

@@ -67,7 +67,7 @@ class _Prepare(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if tokens is None:
             made = cast_activation(x, recipe)
-            saved = made.source, None
+            saved: Saved = made.source, None
             if made.source is None:
                 saved = made.columnwise_data, made.columnwise_scale
             made.prepared = SharedInput(None, saved)

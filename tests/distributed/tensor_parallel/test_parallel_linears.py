@@ -18,7 +18,6 @@ from tests.support.parallel_linears import (
     Step,
     converted,
     drawn,
-    local,
     step,
     summed_dbias,
     summed_dgrad,
