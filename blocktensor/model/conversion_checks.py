@@ -123,11 +123,13 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # replicas aside, FSDP2 alone shards over one dimension of its mesh
     if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
-        remedy = (
-            "DTensor would compute the gradient of such a weight in high precision; pass "
-            "ColwiseParallel or RowwiseParallel of blocktensor.distributed to parallelize_module, "
-            "or skip it"
-        )
+        remedy = "tensor parallel weights have no FP8 form yet; skip them"
+        if weight.ndim == 2:
+            remedy = (
+                "DTensor would compute its gradient in high precision; give ColwiseParallel or "
+                "RowwiseParallel of blocktensor.distributed to parallelize_module, before "
+                "fully_shard, or skip it"
+            )
         if weight.ndim == 3 and set(dims) == {0}:
             remedy = "experts that a rank holds whole can be converted after fully_shard"
         raise NotImplementedError(

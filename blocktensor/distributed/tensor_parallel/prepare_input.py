@@ -82,6 +82,7 @@ class _OfModule(torch_styles.PrepareModuleInput):
         super()._apply(self._module, self._mesh)
         return self._module
 
+    @torch.compiler.disable  # as linears do
     def _prepare_input_arg(
         self,
         input: Any,
