@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -95,6 +96,8 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # DTensor asks for shapes: nothing is computed
         if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
             # subclasses, whose own rules run ops on plain tensors
             self._weights.meet(args, kwargs)

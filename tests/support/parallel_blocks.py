@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from blocktensor.recipe import DEFAULT_RECIPE
 from tests.support.parallel_linears import drawn
 
 DIM, HEAD = 256, 64
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 def block(
-    recipe: Recipe | None = Recipe(), dtype: torch.dtype = torch.bfloat16, **sizes: int
+    recipe: Recipe | None = DEFAULT_RECIPE, dtype: torch.dtype = torch.bfloat16, **sizes: int
 ) -> Block:
     """One of the same values on every rank, converted if there is a recipe."""
     torch.manual_seed(0)
