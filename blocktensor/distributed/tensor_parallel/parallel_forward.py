@@ -101,7 +101,7 @@ class ParallelForward(Forward, ABC):
 
     def _in_high_precision(self, module: nn.Linear, x: Tensor) -> Tensor:
         """As of torch's style: the linear was not converted."""
-        read = self._distributed(x).redistribute(placements=[self._reads])
+        read = self._distributed(x, _of(self._reads, x.ndim))
         return self._given_out(F.linear(read, module.weight, module.bias))
 
     def _given_out(self, y: Any) -> Tensor:
@@ -109,11 +109,12 @@ class ParallelForward(Forward, ABC):
         made: Tensor = y.to_local() if self.layouts.use_local_output else y
         return made
 
-    def _distributed(self, x: Tensor) -> Any:
-        """The input as a DTensor; a plain one has the layout that the style was told."""
-        if isinstance(x, DTensor):
-            return x
-        return DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
+    def _distributed(self, x: Any, layout: Placement) -> Any:
+        """The input as a DTensor of this layout; a plain one has that which the style was told."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
+        # which would sum the gradients of each of the linears that read x by itself
+        return x if layout_of(x, layout) == layout else x.redistribute(placements=[layout])
 
     def _layout_of(self, x: Any) -> Placement:
         return layout_of(x, self.layouts.input)
@@ -145,7 +146,7 @@ class ColwiseForward(ParallelForward):
             y = colwise_linear(x, w, bias, tokens=tokens, reduction=reduction, part=part)
             return y, features
         if isinstance(x, DTensor) or not layout.is_replicate():
-            whole = self._distributed(x).redistribute(placements=[Replicate()])
+            whole = self._distributed(x, Replicate())
             # DTensor adds the partial sums where it needs them, of all linears that read x
             x = whole.to_local(grad_placements=[Partial()])
             return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
@@ -165,7 +166,7 @@ class RowwiseForward(ParallelForward):
             refuse_prepared(x)
         features = _of(FEATURES, x.ndim)
         if isinstance(x, DTensor) or self._layout_of(x) != features:
-            cut = self._distributed(x).redistribute(placements=[features])
+            cut = self._distributed(x, features)
             x = cut.to_local(grad_placements=[features])
         wanted = _of(self.layouts.output, x.ndim)
         layout = wanted if isinstance(wanted, Shard) and wanted != features else Replicate()
