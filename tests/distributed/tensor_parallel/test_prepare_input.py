@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import Recipe, convert
-from blocktensor.distributed import ColwiseParallel, PrepareModuleInput
+from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import drawn, in_order, local, partial_dgrad
 from tests.support.ranks import on_ranks
@@ -156,6 +156,11 @@ def test_other_products_of_a_prepared_input_are_refused(world: int, device: str)
     module.add_module("third", nn.Linear(K, 8, bias=False).bfloat16())
     parallel(module, world, device, Shard(1))
     module.register_forward_pre_hook(lambda m, args: (m.third(args[0].view(-1, K)),))
+    with pytest.raises(NotImplementedError, match="a product that is not one of ColwiseParallel"):
+        module(drawn((2, 128, K), torch.bfloat16, 1))
+    convert(module.third, auto_filter_small_kn=False)
+    style = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(module.third, mesh_of(world, device), style)
     with pytest.raises(NotImplementedError, match="a product that is not one of ColwiseParallel"):
         module(drawn((2, 128, K), torch.bfloat16, 1))
 

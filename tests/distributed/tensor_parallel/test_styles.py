@@ -19,10 +19,19 @@ from blocktensor import BlockwiseFP8Weight, Recipe, convert, explain, freeze
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from tests.support.audited import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
-from tests.support.parallel_blocks import Computed, batch, block, compute, parallelize, tokens_of
+from tests.support.parallel_blocks import (
+    Computed,
+    Mlp,
+    batch,
+    block,
+    compute,
+    parallelize,
+    tokens_of,
+)
 from tests.support.parallel_linears import converted, drawn, local, plain
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
+from tests.support.wire import Wire
 
 UNALIGNED = {"kv": 128, "hidden": 384}
 """64 rows of k and v and 192 of gate and up on each of 2 ranks."""
@@ -150,7 +159,8 @@ def test_no_product_is_in_high_precision(world: int, device: str) -> None:
     for sequence in (False, True):
         model = block(**UNALIGNED).to(device)
         parallelize(model, mesh, sequence)
-        x = tokens_of(mesh, batch(1).to(device), sequence)
+        # of a length that no other test has: DTensor asks for shapes that it has not met
+        x = tokens_of(mesh, batch(1, 66).to(device), sequence)
         assert_no_marked_product(model, x)
 
 
@@ -275,6 +285,33 @@ def test_a_weight_that_changed_is_cast_again(world: int, device: str) -> None:
             module.weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             y.sum().backward()
+
+
+@on_ranks(2, gpus=())
+def test_unconverted_linears_send_what_torchs_do(world: int, device: str) -> None:
+    mesh, sent = mesh_of(world, device), []
+    ours = ColwiseParallel, RowwiseParallel, PrepareModuleInput
+    torchs = tuple(getattr(torch_styles, style.__name__) for style in ours)
+    for colwise, rowwise, prepare in (ours, torchs):
+        torch.manual_seed(0)
+        model = Mlp(512).bfloat16()
+        plan = {"gate": colwise(), "up": colwise(), "down": rowwise(output_layouts=Shard(1))}
+        parallelize_module(model, mesh, plan)
+        shared = prepare(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        parallelize_module(model, mesh, shared)
+        x = tokens_of(mesh, batch(1)).requires_grad_()
+        model(x)  # ranks compare
+        with Wire() as wire:
+            y = model(x)
+            y.sum().backward()
+        traffic = [sorted(t.nbytes for t in kind) for kind in
+                   (wire.gathered, wire.reduced, wire.scattered)]  # fmt: skip
+        sent.append((traffic, y.detach(), x.grad))
+    assert sent[0][0] == sent[1][0]
+    assert sum(map(len, sent[0][0])) == 4
+    assert_same(sent[0][1], sent[1][1])
+    assert sent[0][2] is not None and sent[1][2] is not None
+    assert_same(sent[0][2], sent[1][2])
 
 
 @on_ranks(2, gpus=())
