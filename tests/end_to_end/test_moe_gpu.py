@@ -15,6 +15,7 @@ from tests.support.compiling import afresh, graphs
 from tests.support.groups import ends
 from tests.support.models import randn
 from tests.support.moe_models import transformers_moe
+from tests.support.synchronization import no_synchronization
 
 __all__ = ["afresh"]
 pytestmark = pytest.mark.gpu
@@ -62,7 +63,6 @@ def step(module: Any, x: Tensor, offs: Tensor) -> list[Tensor]:
     return made
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_training_step_does_not_synchronise(shares: bool) -> None:
     module, offs = experts(), ends(*SIZES, device="cuda")
@@ -72,15 +72,11 @@ def test_a_training_step_does_not_synchronise(shares: bool) -> None:
     inputs = [tokens(seed=seed) for seed in range(4)]
     step(module, inputs[0], offs)
     optimizer.step()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_synchronization():
         for x in inputs[1:]:
             module(x, offs).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_one_graph_of_a_step_serves_other_groups() -> None:

@@ -197,7 +197,8 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
                 b_row = col
                 b_scale_at = col + first * b_scale_ld
                 if T.b_block == 128:
-                    b_scale_at = col // 128 * b_scale_ld
+                    # Beyond all rows of scales: one within them may be nan.
+                    b_scale_at = gl.where(none, tiles_n * T.n, col) // 128 * b_scale_ld
             _describe(items, slot, BLOCKS, blocks)
             _describe(items, slot, ROW, row)
             if OUT.cuts_rows:
