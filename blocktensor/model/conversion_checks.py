@@ -96,7 +96,7 @@ def _castable_again(weight: Tensor, fp8: Any, what: str, recipe: Recipe | None) 
     if isinstance(fp8, BlockwiseFP8Tensor):
         reason = "is frozen in FP8, without its high-precision values"
         remedy = "convert the original weights"
-    elif not isinstance(weight, BlockwiseFP8Weight):
+    elif not isinstance(fp8, BlockwiseFP8Weight):
         reason = "is sharded in FP8"
         remedy = "convert before fully_shard"
     else:

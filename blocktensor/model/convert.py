@@ -201,8 +201,10 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
-        kind = BlockwiseFP8Weight if is_parallel(module) else FP8Shard
-        return with_local(weight, kind(local.detach(), recipe))
+        if not is_parallel(module):
+            return with_local(weight, FP8Shard(local.detach(), recipe))
+        local = local.detach().requires_grad_(weight.requires_grad)
+        return with_local(weight, _converted_weight(module, key, local, recipe))
     if weight.requires_grad or weight.is_meta:
         return BlockwiseFP8Weight(weight.detach(), recipe)
     return frozen_form(module, key, weight, recipe)

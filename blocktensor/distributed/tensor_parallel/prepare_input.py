@@ -65,22 +65,35 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
         self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _OfModule(self, module, device_mesh).register()
+        prepared = _OnMesh(self, device_mesh)
+        # functions: a copy of the module shares them, and passes itself
+        if self.with_kwargs:
+            module.register_forward_pre_hook(
+                lambda m, args, kwargs: prepared.of(m)._prepare_input_kwarg_fn(
+                    args, kwargs, device_mesh
+                ),
+                with_kwargs=True,
+            )
+        else:
+            module.register_forward_pre_hook(
+                lambda m, args: prepared.of(m)._prepare_input_fn(args, device_mesh)
+            )
+        return module
 
 
-class _OfModule(torch_styles.PrepareModuleInput):
-    """The style for one module, whose linears it knows."""
+class _OnMesh(torch_styles.PrepareModuleInput):
+    """The style of the module that runs, whose linears it knows."""
 
-    def __init__(self, style: PrepareModuleInput, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
         vars(self).update(vars(style))
-        self._module, self._mesh = module, mesh
+        self._mesh = mesh
         self._reduction = Reduction(mesh.get_group(), style.reduce_dtype, style.in_rank_order)
         self._agreement = Agreement("inputs of tensor parallel linears", mesh)
 
-    def register(self) -> nn.Module:
-        """Hook the forward of the module."""
-        super()._apply(self._module, self._mesh)
-        return self._module
+    def of(self, module: nn.Module) -> Any:
+        """This style, for a forward of ``module``."""
+        self._module = module
+        return self
 
     @torch.compiler.disable  # as linears do
     def _prepare_input_arg(

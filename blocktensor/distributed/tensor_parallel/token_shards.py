@@ -113,16 +113,16 @@ class TokenShards:
 
     def reduce_scatter(self, partial: Tensor, reduction: Reduction) -> Pending[Tensor]:
         """Begin to add ``partial[M, N]`` of all ranks; each gets the rows of its part."""
-        rows = self.outer * self.inner
-        runs = partial.view(self.outer, self.ranks, self.inner, -1).transpose(0, 1)
-        return reduction.reduce_scatter(runs.reshape(self.ranks, rows, -1))
+        rows, width = self.outer * self.inner, partial.shape[1]
+        runs = partial.view(self.outer, self.ranks, self.inner, width).transpose(0, 1)
+        return reduction.reduce_scatter(runs.reshape(self.ranks, rows, width))
 
     def _gather(
         self, part: Quantized, finish: Callable[[Tensor, Tensor], Quantized]
     ) -> Pending[Quantized]:
         # bytes: gloo does not support e4m3, and converts tensors of several dtypes to one; scales
         # by lines, without their padding
-        sent = part.data.view(torch.uint8), part.scale.t().contiguous().view(torch.uint8)
+        sent = part.data.view(torch.uint8), part.scale.t().reshape(-1).view(torch.uint8)
         return Pending(
             gather(sent, self.group), lambda data, scale: finish(data, scale.view(torch.float32))
         )
@@ -131,5 +131,6 @@ class TokenShards:
         """Rows as the whole has them, of rows rank by rank."""
         if self.outer == 1:
             return gathered
-        runs = gathered.view(self.ranks, self.outer, self.inner, -1).transpose(0, 1)
-        return runs.reshape(len(gathered), -1)
+        rows, width = gathered.shape
+        runs = gathered.view(self.ranks, self.outer, self.inner, width).transpose(0, 1)
+        return runs.reshape(rows, width)

@@ -34,7 +34,7 @@ CUTS = {"on the grid": 128, "192 a rank": 192, "64 a rank": 64}
 TOKENS = {
     "128 a rank": ((128,), 0),
     "a multiple": ((2, 128), 1),
-    "off the grid": ((3, 25), 1),
+    "off the grid": ((2, 64), 1),
     "across a batch": ((50, 3), 0),
 }
 """Leading dimensions of a rank's tokens, and which of them is cut."""

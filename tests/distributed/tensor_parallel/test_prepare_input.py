@@ -172,5 +172,7 @@ def test_backward_twice(world: int, device: str) -> None:
     loss = module(x).square().sum()
     loss.backward(retain_graph=True)
     first = local(module.first.weight.grad).clone()
-    loss.backward()
+    with Wire() as wire:
+        loss.backward()
     assert_same(local(module.first.weight.grad), first * 2)
+    assert len(wire.gathered) == 2  # again: nothing gathered is kept after its last use

@@ -82,6 +82,42 @@ def test_the_order_of_convert_does_not_matter(world: int, device: str) -> None:
 
 
 @on_ranks(2, gpus=())
+def test_another_recipe_is_taken(world: int, device: str) -> None:
+    mesh, recipe, steps = mesh_of(world, device), Recipe(scale="power_of_two"), []
+    for again in (False, True):
+        model = block(Recipe() if again else recipe, **UNALIGNED)
+        parallelize(model, mesh)
+        if again:
+            convert(model, recipe, auto_filter_small_kn=False)
+        steps.append(compute(model, *(tokens_of(mesh, batch(seed)) for seed in (1, 2))))
+    assert_alike(*steps)
+
+
+@on_ranks(2, gpus=())
+def test_no_tokens(world: int, device: str) -> None:
+    model = block(**UNALIGNED)
+    parallelize(model, mesh_of(world, device))
+    got = compute(model, batch(1)[:, :0], batch(2)[:, :0])
+    assert got.y.shape == (2, 0, 256)
+    assert not any(local(grad).any() for grad in got.grads.values())
+
+
+@on_ranks(2)
+def test_a_copy_has_its_own_weights(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    model = block(**UNALIGNED).to(device)
+    parallelize(model, mesh)
+    x = tokens_of(mesh, batch(1).to(device))
+    y = model(x)
+    other = copy.deepcopy(model)
+    assert_same(other(x), y)
+    with torch.no_grad():
+        other.mlp.gate.weight.mul_(2)
+    assert_same(model(x), y)
+    assert (other(x) != y).any()
+
+
+@on_ranks(2, gpus=())
 def test_the_report_judges_the_whole_weight(world: int, device: str) -> None:
     model = nn.Sequential(nn.Linear(2048, 4096, bias=False), nn.Linear(2048, 1024, bias=False))
     parallelize_module(model.bfloat16(), mesh_of(world, device), {"0": ColwiseParallel()})
