@@ -6,14 +6,26 @@ on other ranks are zeros: parts of the weight are not made here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from blocktensor import Recipe, to_blockwise_fp8_weights
 from blocktensor.ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise, transpose
 from blocktensor.ops.gemm.ops import gemm
+
+
+@contextmanager
+def one_backend(device: str) -> Iterator[None]:
+    """On GPUs, one kernel for the products of wholes and of parts: others sum in other orders."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cuda":
+            patch.setenv("BLOCKTENSOR_GEMM", "triton")
+        yield
 
 
 class Step(NamedTuple):

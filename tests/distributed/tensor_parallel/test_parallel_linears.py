@@ -18,6 +18,7 @@ from tests.support.parallel_linears import (
     Step,
     converted,
     drawn,
+    one_backend,
     step,
     summed_dbias,
     summed_dgrad,
@@ -131,7 +132,8 @@ def test_bits_are_those_of_partial_sums(world: int, device: str, cut: str, style
     for tokens, bias, sequence in combinations:
         dtype = DTYPES[(tokens + bias + sequence) % 2]
         case = Case(world, cut, [*TOKENS][tokens], dtype, bool(bias), bool(sequence))
-        got, want = getattr(case, style)(device, Recipe(), in_rank_order=True)
+        with one_backend(device):
+            got, want = getattr(case, style)(device, Recipe(), in_rank_order=True)
         assert_equal(got, want)
 
 
@@ -140,7 +142,8 @@ def test_bits_are_those_of_partial_sums(world: int, device: str, cut: str, style
 def test_recipes(world: int, device: str, style: str) -> None:
     for recipe, cut, tokens in itertools.product(RECIPES[1:], CUTS, TOKENS):
         case = Case(world, cut, tokens, torch.bfloat16, False, True)
-        got, want = getattr(case, style)(device, recipe, in_rank_order=True)
+        with one_backend(device):
+            got, want = getattr(case, style)(device, recipe, in_rank_order=True)
         if recipe.wgrad_input == "high_precision":  # products of other sizes, summed otherwise
             assert relative_error(got.dw, want.dw) < 4e-3
             got = got._replace(dw=want.dw)
@@ -153,7 +156,8 @@ def test_partial_sums_in_fp32(world: int, device: str, style: str) -> None:
     for sequence in (False, True):
         case = Case(world, "192 a rank", "128 a rank", torch.bfloat16, True, sequence)
         options = {"in_rank_order": True, "reduce_dtype": torch.float32}
-        got, want = getattr(case, style)(device, Recipe(), **options)
+        with one_backend(device):
+            got, want = getattr(case, style)(device, Recipe(), **options)
         assert_equal(got, want)
 
 
@@ -162,7 +166,8 @@ def test_partial_sums_in_fp32(world: int, device: str, style: str) -> None:
 def test_the_backend_adds_in_another_order(world: int, device: str, style: str) -> None:
     for dtype, sequence in itertools.product(DTYPES, (False, True)):
         case = Case(world, "192 a rank", "off the grid", dtype, False, sequence)
-        got, want = getattr(case, style)(device, Recipe())
+        with one_backend(device):
+            got, want = getattr(case, style)(device, Recipe())
         summed = "dx" if style == "colwise" else "y"
         limit = 8e-3 if dtype == torch.bfloat16 else 1e-6
         assert relative_error(getattr(got, summed), getattr(want, summed)) < limit
