@@ -64,12 +64,12 @@ class Reduction:
 
     def all_reduce(self, partial: Tensor) -> Pending[Tensor]:
         """Begin to add ``partial`` of all ranks; fp32 in rank order, else in its dtype."""
+        name, ops = self.group.group_name, torch.ops._c10d_functional
         if self.in_rank_order:
             size = self.group.size()
-            return Pending(
-                gather([partial], self.group), lambda all: _in_order(all.view(size, *partial.shape))
-            )
-        total = torch.ops._c10d_functional.all_reduce(partial, "sum", self.group.group_name)
+            everyones = ops.all_gather_into_tensor(partial, size, name)
+            return Pending([everyones], lambda all: _in_order(all.view(size, *partial.shape)))
+        total = ops.all_reduce(partial, "sum", name)
         return Pending([total], _as_it_is)
 
     def reduce_scatter(self, partial: Tensor) -> Pending[Tensor]:

@@ -197,7 +197,16 @@ def test_no_product_is_in_high_precision(world: int, device: str) -> None:
         parallelize(model, mesh, sequence)
         # of a length that no other test has: DTensor asks for shapes that it has not met
         x = tokens_of(mesh, batch(1, 66).to(device), sequence)
-        assert_no_marked_product(model, x)
+        notes = assert_no_marked_product(model, x).notes
+        # 33 tokens a rank and sequence
+        assert [note.partition(",")[0] for note in notes] == sequence * [
+            "tokens travel in high precision for weight gradients"
+        ]
+        if sequence:
+            gathered = notes[0].rpartition(": ")[2].split(", ")
+            assert {"attention.o", "mlp.down"} < set(gathered)
+        x = tokens_of(mesh, batch(1, 256).to(device), sequence)
+        assert assert_no_marked_product(model, x).notes == ()
 
 
 @pytest.mark.parametrize("what", ["converted", "recipe", "alone"])
