@@ -104,7 +104,7 @@ def _check(label: str, module: nn.Module, key: str) -> None:
     if local_of(weight) is not None or (looks_gathered and _has_ranks()):
         raise NotImplementedError(
             f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
-            f"was: freeze or unfreeze the model before parallelize_module and fully_shard"
+            f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
         )
     swappable(weight, what)
 
