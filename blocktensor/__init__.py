@@ -12,6 +12,7 @@ from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .checkpoint.no_storage import STORAGE_READERS as _STORAGE_READERS
+from .distributed.expert_parallel import send_frozen as _send_frozen
 from .distributed.fsdp import begin_shard as _begin_shard
 from .model.audit import audit, audit_step
 from .model.audit_report import AuditReport
@@ -43,6 +44,7 @@ for _ops in (
     _aten_slicing.PARTS,
     _aten_products.PRODUCTS,
     _begin_shard.FROZEN_SHARDS,
+    _send_frozen.FROZEN_CUTS,
 ):
     _ATEN_OPS.update(_ops)
 for _ops in (

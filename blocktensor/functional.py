@@ -11,11 +11,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
+from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd.quantize import quantize
 from .recipe import Recipe
 from .tensor.base import FP8Base
 
-__all__ = ["grouped_linear", "linear", "quantize"]
+__all__ = ["grouped_linear", "linear", "linear_cross_entropy", "quantize"]
 
 
 def linear(
@@ -44,6 +45,53 @@ def linear(
     if _stays_whole(w):
         return torch.nn.functional.linear(x, w, bias)
     return _linear.linear(x, w, bias, recipe=recipe)
+
+
+@torch.compiler.disable
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``F.cross_entropy((x wᵀ + bias).float(), target)`` in FP8, without the logits of all tokens.
+
+    Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
+    bias are computed in the forward; backward scales them by the gradient of the loss, which may
+    round them once more unless it is 1. The gradient of w is summed over the chunks in an fp32
+    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here.
+
+    Under FSDP2, call it where the weight is gathered: in the forward of the module that FSDP2 wraps
+    the head with.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, as the head takes it.
+        w: ``[N, K]``: the weight of a converted head (``convert(model, head="fp8")``), or a plain
+            one, which is cast.
+        target: int64 ``[...]``, the indices of classes.
+        bias: ``[N]`` or None.
+        weight, reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions
+            "mean" and "sum".
+        chunk_size: tokens of a chunk, a multiple of 128; by default as many as have 2**27 logits,
+            about 1.9 GB of temporary memory.
+        recipe: numeric choices where x and w are plain; default ``Recipe()``.
+
+    Returns:
+        The loss, an fp32 scalar. Of no tokens it is 0 as a sum and nan as a mean.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
+        NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
+    """
+    loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
+    return _linear_cross_entropy.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
 
 
 def _stays_whole(w: Tensor) -> bool:
@@ -96,7 +144,9 @@ def grouped_linear(
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` serves
-            weights that need no gradient.
+            weights that need no gradient; a tensor that holds its rowwise form alone, as
+            :func:`blocktensor.distributed.all_to_all_fp8` returns it, serves all, and is cast again
+            for the gradient of the weight.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
             ``[E, K, N]``, at no cost. Or several such weights (gate, up), for which x is cast once.
         offs: int32 ``[E]`` on the device of ``x``, the row after the last of each group:

@@ -83,8 +83,16 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
     if options.gather == "bf16":  # the same linears as with FP8 gathers, but plain weights
         with torch.device("meta"):
             converted = Llama(model.shape)  # type: ignore[arg-type]
+    if options.head == "fp8":
+        model.head.fused_loss = partial(  # type: ignore[union-attr]
+            blocktensor.functional.linear_cross_entropy, chunk_size=options.loss_chunk or None
+        )
     # tiny's are all too small for FP8 to pay, and are here to be tried
-    report = blocktensor.convert(converted, auto_filter_small_kn=options.model != "tiny")
+    report = blocktensor.convert(
+        converted,
+        auto_filter_small_kn=options.model != "tiny",
+        head="fp8" if options.head == "fp8" else None,
+    )
     if options.gather == "bf16":
         for entry in report.converted:
             model.get_submodule(entry.name).__class__ = CastLinear

@@ -18,8 +18,9 @@ Train a Llama-shaped decoder under FSDP2 (fully_shard), in bf16 or in blockwise 
 weights are gathered as 1 byte an element. Started by torchrun, or as one process.
 
 The FP8 run differs by one line, blocktensor.convert(model) before fully_shard. Norms, embedding and
-head stay in high precision. With a vocabulary of 256 the text is the source code of this Python's
-standard library, byte by byte; with any other, tokens are random, small ones more often.
+head (without --head fp8) stay in high precision. With a vocabulary of 256 the text is the source
+code of this Python's standard library, byte by byte; with any other, tokens are random, small ones
+more often.
 """
 
 EPILOG = """\
@@ -61,6 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("fp8", "bf16"),
         help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
         "(default: fp8 with --precision fp8)",
+    )
+    add(
+        "--head",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="fp8: the head too, its loss in chunks of --loss-chunk tokens (default: bf16)",
     )
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(
@@ -134,6 +141,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
         parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.head == "fp8" and (options.precision != "fp8" or options.gather == "bf16"):
+        parser.error("--head fp8 needs --precision fp8, without --gather bf16")
+    if options.head == "fp8" and options.loss_chunk % 128:
+        parser.error(
+            f"--head fp8: --loss-chunk must be a multiple of 128, got {options.loss_chunk}"
+        )
     if options.fake_ranks and options.checkpoint:
         parser.error("--fake-ranks has one rank's rows only: nothing to --checkpoint")
     if options.fake_ranks and "RANK" in os.environ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,7 @@ class Head(nn.Module):
     def __init__(self, shape: Shape, loss_chunk: int = 0) -> None:
         super().__init__()
         self.loss_chunk = loss_chunk
+        self.fused_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.lm_head = nn.Linear(shape.dim, shape.vocab, bias=False)
 
@@ -125,6 +127,8 @@ class Head(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """``x[batch, time, dim]`` and ``targets[batch, time]``; the cross-entropy is fp32."""
         x, targets = self.norm(x).flatten(0, 1), targets.flatten()
+        if self.fused_loss is not None:
+            return self.fused_loss(x, self.lm_head.weight, targets)
         if not self.loss_chunk:
             return self._loss_sum(x, targets) / targets.numel()
         # a chunk's logits are made again in backward: never are all there at once

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
+from ..ops.formats import BLOCK, ceil_div
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
+from .check_operands import autocast_dtype
 from .grouped_functions import (
     TRANSFORMERS_FALLBACK,
     baddbmm,
@@ -29,6 +31,7 @@ from .grouped_functions import (
     is_weight,
 )
 from .linear import linear
+from .linear_cross_entropy import CrossEntropy, linear_cross_entropy
 from .torch_callers import BY_CALLER
 
 
@@ -65,6 +68,38 @@ def _addmm_override(
         return linear(mat1, mat2.t(), input)
     product = _matmul_override(mat1, mat2, out=out)
     return product.mul(alpha).add(input, alpha=beta)
+
+
+def _linear_cross_entropy_override(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """In the chunks of ``options`` where torch would take them, and reduces the losses itself."""
+    ignored = -100 if ignore_index is None else ignore_index
+    in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
+    if not in_chunks or linear_weight.ndim != 2 or isinstance(input, BlockwiseFP8Tensor):
+        logits = linear(input, linear_weight, linear_bias)
+        return F.cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index=ignored,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    rows = options.batch_chunk_size
+    loss = CrossEntropy(weight, reduction, ignored, label_smoothing)
+    chunk = None if rows is None else ceil_div(rows, BLOCK) * BLOCK
+    made = linear_cross_entropy(input, linear_weight, target, linear_bias, loss, chunk, None)
+    return made.to(autocast_dtype(input) or input.dtype)
 
 
 def _get_data(tensor: Tensor) -> Tensor:
@@ -147,6 +182,12 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: _rmatmul_override,
     torch.addmm: _addmm_override,
     Tensor.addmm: _addmm_override,
+    # torch 2.13
+    **(
+        {F.linear_cross_entropy: _linear_cross_entropy_override}
+        if hasattr(F, "linear_cross_entropy")
+        else {}
+    ),
     torch._grouped_mm: grouped_mm,
     torch.bmm: bmm,
     Tensor.bmm: bmm,

@@ -3,6 +3,8 @@
 ``fully_shard`` (FSDP2) gathers FP8 weights as they are. :class:`ColwiseParallel`,
 :class:`RowwiseParallel` and :class:`PrepareModuleInput` are styles for ``parallelize_module``.
 
+:func:`all_to_all_fp8` sends tokens to experts on other ranks in FP8.
+
 Public: the names below. The modules of this folder are internal.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .expert_parallel.all_to_all import all_to_all_fp8
 from .fsdp.frozen import FrozenShard
 from .fsdp.trainable import FP8Shard, precompute_block_amax
 
@@ -24,6 +27,7 @@ __all__ = [
     "FrozenShard",
     "PrepareModuleInput",
     "RowwiseParallel",
+    "all_to_all_fp8",
     "precompute_block_amax",
 ]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of, with_local
+from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -23,7 +25,14 @@ from .experts import Experts, named_experts
 from .holders import needs_values
 from .linears import fp8_part, is_conv1d, kind_of
 from .matrices import Matrix, elements_of, matrices_of
-from .product_weights import frozen_form, is_transposed, sizes_of, weights_of, why_unconvertible
+from .product_weights import (
+    frozen_form,
+    is_transposed,
+    local_stack,
+    sizes_of,
+    weights_of,
+    why_unconvertible,
+)
 from .skip_patterns import weights_to_skip
 from .state_dict import register_state_hooks
 
@@ -51,8 +60,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             already.
 
     Raises:
-        NotImplementedError: the weight is a frozen DTensor, or one that another tensor parallel
-            style has made, or FSDP2 has gathered it already; under FakeTensorMode.
+        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
+            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
+            linear, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -102,14 +112,15 @@ def convert(
     auto_filter_small_kn: bool | SmallKN = True,
     *,
     experts: Experts | None = None,
+    head: Literal["fp8"] | None = None,
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
     These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
     modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
-    that ``experts`` names). Embeddings and the head (a linear that is tied
-    to an embedding, or maps to as many outputs as one has entries, or has a usual name in the
-    place of a head) are left alone. All checks come before the first change: a call that raises
+    that ``experts`` names). Embeddings are left alone, and so is the head (a linear that is tied to
+    an embedding, or maps to as many outputs as one has entries, or has a usual name in the place of
+    a head) unless ``head="fp8"``. All checks come before the first change: a call that raises
     leaves the model as it was.
 
     Args:
@@ -126,6 +137,9 @@ def convert(
             measured sizes, False for none, or a :class:`SmallKN`.
         experts: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
             module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
+        head: "fp8" converts the head too, unless it is tied to an embedding.
+            :func:`blocktensor.functional.linear_cross_entropy` computes its loss without the logits
+            of all tokens.
 
     Returns:
         The report; ``print`` it.
@@ -146,11 +160,13 @@ def convert(
         raise TypeError(
             f"auto_filter_small_kn={auto_filter_small_kn!r}: expected True, False or a SmallKN"
         )
+    if head not in (None, "fp8"):
+        raise ValueError(f"head={head!r}: expected 'fp8', or None to leave the head alone")
     named = {} if experts is None else named_experts(model, experts)
     skipped = weights_to_skip(model, skip, named)
     conversion_checks.not_fake(model.parameters())
     matrices = matrices_of(model, named)
-    plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn)
+    plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn, head is not None)
     tied: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         tied[id(matrix.parameter)].append(matrix)
@@ -201,7 +217,7 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
-        if not is_parallel(module):
+        if is_sharded_by_fsdp(local):
             return with_local(weight, FP8Shard(local.detach(), recipe))
         local = local.detach().requires_grad_(weight.requires_grad)
         return with_local(weight, _converted_weight(module, key, local, recipe))
@@ -212,7 +228,8 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
 
 def _why_converted(linear: Matrix) -> str:
     weight = linear.parameter
-    if isinstance(weight, BlockwiseFP8Tensor):
+    fp8 = fp8_part(weight)
+    if isinstance(fp8, BlockwiseFP8Tensor):
         why = "frozen: high-precision copy dropped"
     elif shard_of(weight) is not None:
         why = "trainable, gathered in FP8"
@@ -223,7 +240,10 @@ def _why_converted(linear: Matrix) -> str:
     if weight.ndim == 3:
         n, k = sizes_of(linear.module, linear.key, weight)
         order = "E x K x N" if is_transposed(linear.module, linear.key) else "E x N x K"
-        return f"{why} (experts, {order}: E={len(weight)}, N={n}, K={k})"
+        sizes = f"experts, {order}: E={len(weight)}, N={n}, K={k}"
+        if (part := local_stack(weight)) is not None:
+            sizes += f"; on this rank {' x '.join(map(str, part.shape))}"
+        return f"{why} ({sizes})"
     kind = kind_of(linear.module)
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"

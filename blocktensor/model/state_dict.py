@@ -12,7 +12,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part
-from .product_weights import frozen_form
+from .product_weights import frozen_form, local_stack
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -26,7 +26,7 @@ def register_state_hooks(module: nn.Module) -> None:
 
 
 def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Unwrap shards; a whole weight is plain already (``autograd/torch_callers.py``)."""
+    """Unwrap local parts; a whole weight is plain already (``autograd/torch_callers.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
         local = local_of(value)
@@ -48,6 +48,12 @@ def _wrap_assigned_weights(
 
 def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
     """A plain tensor as the FP8 type that it takes the place of; None for other types."""
+    if (part := local_stack(weight)) is not None:
+        local = local_of(value)
+        if local is None:
+            return _wrapped(module, name, part, value)
+        wrapped = _wrapped(module, name, part, local)
+        return None if wrapped is None else with_local(value, wrapped)
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
         if weight.main_grad is not None and weight.shape == wrapped.shape:

@@ -63,6 +63,7 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         "ac": run(example, where / "ac", *fp8, "--ac", "--no-reshard-after-forward"),
         "fp32": run(example, where / "fp32", "--precision", "fp8", "--loss-chunk", "50"),
     }
+    found["head"] = run(example, where / "head", *fp8, "--head", "fp8")
     saving = [*fp8, "--checkpoint", str(where / "saved"), "--checkpoint-every", "4"]
     found["stopped"] = run(example, where / "stopped", *saving, steps=6)
     if rank == 0:  # as runs leave it that are killed while they write
@@ -97,7 +98,7 @@ def example() -> Iterator[ModuleType]:
 
 def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
     ends = {}
-    for name in ("bf16", "fp8", "fp32"):
+    for name in ("bf16", "fp8", "head", "fp32"):
         losses = runs[name]["losses"]
         assert len(losses) == STEPS
         ends[name] = fmean(losses[-4:])
@@ -105,6 +106,9 @@ def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
     assert runs["fp8"]["losses"] != runs["bf16"]["losses"]
     assert runs["fp8"]["losses"][0] == pytest.approx(runs["bf16"]["losses"][0], rel=0.01)
     assert ends["fp8"] == pytest.approx(ends["bf16"], rel=0.03)
+    assert runs["head"]["losses"] != runs["fp8"]["losses"]
+    assert runs["head"]["model"]["fp8_linears"] == runs["fp8"]["model"]["fp8_linears"] + 1
+    assert ends["head"] == pytest.approx(ends["fp8"], rel=0.01)
     assert ends["fp32"] == pytest.approx(ends["bf16"], rel=0.1)  # another master rounds otherwise
 
 
@@ -237,6 +241,11 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--gather", "bf16"], "--gather is about FP8 weights: give --precision fp8 as well"),
+        (["--head", "fp8"], "--head fp8 needs --precision fp8, without --gather bf16"),
+        (
+            ["--precision", "fp8", "--head", "fp8", "--loss-chunk", "50"],
+            "--head fp8: --loss-chunk must be a multiple of 128, got 50",
+        ),
         (["--checkpoint-every", "5"], "--checkpoint-every needs a folder: give --checkpoint DIR"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--steps", "5", "--warmup-steps", "5"], "--warmup-steps 5 leaves no step to time"),

@@ -230,3 +230,25 @@ def test_the_heads_of_transformers(name: str, heads: list[str]) -> None:
         model = getattr(transformers, kinds[name])(config)
     names = {module: module_name for module_name, module in model.named_modules()}
     assert [names[head] for head in heads_of(model)] == heads
+
+
+def test_the_head_is_converted_on_request() -> None:
+    model = tree({**LLAMA, **linears(lm_head=(VOCABULARY, DIM))})
+    assert "lm_head" in reasons(convert(model, auto_filter_small_kn=False))
+    report = convert(model, auto_filter_small_kn=False, head="fp8")
+    assert "lm_head" in [entry.name for entry in report.converted]
+    assert "lm_head" not in reasons(report)
+
+
+def test_a_tied_head_stays() -> None:
+    model = tree({**LLAMA, **linears(lm_head=(VOCABULARY, DIM))})
+    model.lm_head.weight = model.model.embed_tokens.weight
+    report = convert(model, auto_filter_small_kn=False, head="fp8")
+    assert reasons(report)["lm_head"] == "tied to embedding 'model.embed_tokens'"
+
+
+def test_another_head_raises() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM))
+    with pytest.raises(ValueError, match="head='bf16': expected 'fp8', or None"):
+        convert(model, head="bf16")  # type: ignore[arg-type]
+    assert type(model[0].weight) is nn.Parameter

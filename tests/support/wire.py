@@ -20,13 +20,14 @@ class Traffic(NamedTuple):
 
 
 class Wire(TorchDispatchMode):
-    """Every tensor that is gathered, all-reduced, or cut and sent to ranks to be added there."""
+    """Every tensor that is gathered, all-reduced, cut and sent to be added, or exchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gathered: list[Tensor] = []
         self.reduced: list[Tensor] = []
         self.scattered: list[Tensor] = []
+        self.exchanged: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -45,8 +46,10 @@ class Wire(TorchDispatchMode):
             self.gathered += sent if isinstance(sent, list) else [sent]
         elif name == "all_reduce":
             self.reduced.append(sent)
-        elif name in ("reduce_scatter_tensor", "all_to_all_single"):
+        elif name == "reduce_scatter_tensor":
             self.scattered.append(sent)
+        elif "all_to_all" in name:
+            self.exchanged.append(sent)
 
     def traffic(self) -> Traffic:
         return Traffic(

@@ -1,0 +1,335 @@
+"""The loss of a head in chunks: the bits of the unchunked one, and what surrounds it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, audit, convert, freeze, functional
+from blocktensor.autograd import linear_cross_entropy as module_under_test
+from tests.support.models import complaint, linear, randn
+from tests.support.numeric import relative_error
+from tests.support.ranks import on_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+V, K, T = 520, 200, 300
+chunked = functional.linear_cross_entropy
+
+
+def classes(*shape: int, n: int = V, ignored: int = -100, device: Any = "cpu") -> Tensor:
+    made = torch.randint(0, n, shape, generator=torch.Generator().manual_seed(1))
+    made.flatten()[::7] = ignored
+    return made.to(device)
+
+
+def whole(x: Tensor, head: nn.Linear, target: Tensor, **options: Any) -> Tensor:
+    logits = F.linear(x, head.weight, head.bias).float()
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+
+
+def run(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
+    """The loss and the gradients, which are taken off the leaves."""
+    loss.backward()
+    made = [loss.detach()]
+    for leaf in leaves:
+        if leaf is not None and leaf.requires_grad:
+            assert leaf.grad is not None
+            made.append(leaf.grad)
+            leaf.grad = None
+    return made
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_bits_of_the_whole(
+    wgrad_input: Any, dtype: torch.dtype, bias: bool, device: torch.device
+) -> None:
+    """Of every token and of x; the gradient of w but for the order of its sums."""
+    recipe = Recipe(wgrad_input=wgrad_input)
+    head = linear(V, K, bias=bias, dtype=dtype, device=device, recipe=recipe)
+    x = randn(3, 100, K, dtype=dtype, device=device, grad=True)
+    target = classes(3, 100, device=device)
+    leaves = x, head.weight, head.bias
+    for reduction in ("mean", "sum"):
+        want = run(whole(x, head, target, reduction=reduction), *leaves)
+        loss = chunked(x, head.weight, target, head.bias, reduction=reduction, chunk_size=128)
+        assert loss.dtype == FP32
+        made = run(loss, *leaves)
+        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0)
+        assert torch.equal(made[1], want[1])
+        assert relative_error(made[2], want[2]) <= (2e-3 if dtype == BF16 else 1e-5)
+        for got, expected in zip(made[3:], want[3:], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6)
+
+
+def test_one_chunk_has_all_bits() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    want = run(whole(x, head, target), x, head.weight)
+    made = run(chunked(x, head.weight, target), x, head.weight)
+    assert all(map(torch.equal, made, want))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 129, 256])
+def test_any_number_of_tokens(rows: int) -> None:
+    head, x = linear(V, K), randn(rows, K, grad=True)
+    target = torch.arange(rows) % V
+    for reduction in ("mean", "sum"):
+        want = run(whole(x, head, target, reduction=reduction), x, head.weight)
+        options: Any = {"reduction": reduction, "chunk_size": 128}
+        made = run(chunked(x, head.weight, target, **options), x, head.weight)
+        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0, equal_nan=True)
+        assert torch.equal(made[1], want[1])
+        assert rows == 0 or relative_error(made[2], want[2]) <= 2e-3
+
+
+def test_options_of_cross_entropy() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T, ignored=3)
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(2))
+    options: Any = {"weight": weight, "ignore_index": 3, "label_smoothing": 0.2}
+    for reduction in ("mean", "sum"):
+        want = run(whole(x, head, target, reduction=reduction, **options), x, head.weight)
+        loss = chunked(x, head.weight, target, reduction=reduction, chunk_size=128, **options)
+        made = run(loss, x, head.weight)
+        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0)
+        assert relative_error(made[1], want[1]) <= 2e-3
+        assert relative_error(made[2], want[2]) <= 2e-3
+
+
+def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    gemm = module_under_test.gemm
+
+    def seen(*args: Any) -> Tensor:
+        made = gemm(*args)
+        sizes.append(tuple(made.shape))
+        return made
+
+    monkeypatch.setattr(module_under_test, "gemm", seen)
+    head, x = linear(V, K), randn(T, K, grad=True)
+    chunked(x, head.weight, classes(T), chunk_size=128)
+    assert sizes == [(128, V), (128, K), (128, V), (128, K), (44, V), (44, K)]
+    sizes.clear()
+    monkeypatch.setattr(module_under_test, "LOGITS", 3 * 128 * V - 1)
+    chunked(x, head.weight, classes(T))
+    assert sizes[::2] == [(256, V), (44, V)]
+
+
+def test_the_loss_may_be_scaled_and_kept() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    want = run(chunked(x, head.weight, target) * 4, x, head.weight)
+    loss = chunked(x, head.weight, target)
+    for _ in range(2):
+        loss.backward(torch.tensor(2.0), retain_graph=True)
+    for leaf, grad in zip((x, head.weight), want[1:], strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
+def test_who_needs_a_gradient() -> None:
+    """No other is computed; without any, no graph is kept."""
+    target = classes(T)
+    for needs_x, needs_w in ((True, False), (False, True)):
+        head = linear(V, K)
+        head.weight.requires_grad_(needs_w)
+        x = randn(T, K).requires_grad_(needs_x)
+        chunked(x, head.weight, target).backward()
+        assert (x.grad is not None) is needs_x
+        assert (head.weight.grad is not None) is needs_w
+    head = linear(V, K, bias=True)
+    head.weight.requires_grad_(False)
+    loss = chunked(randn(T, K), head.weight, target, head.bias)
+    (dbias,) = torch.autograd.grad(loss, [head.bias])
+    want = torch.autograd.grad(whole(randn(T, K), head, target), [head.bias])[0]
+    torch.testing.assert_close(dbias, want)
+    with torch.no_grad():
+        assert not chunked(randn(T, K), head.weight, target, head.bias).requires_grad
+    with torch.inference_mode():
+        chunked(randn(T, K), head.weight, target)
+
+
+def test_frozen_and_plain_weights() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    plain = head.weight.high_precision().detach().clone().requires_grad_()
+    want = run(chunked(x, head.weight, target), x, head.weight)
+    made = run(chunked(x, plain, target), x, plain)
+    assert all(map(torch.equal, made, want))
+    freeze(head)
+    made = run(chunked(x, head.weight, target), x)
+    assert all(map(torch.equal, made, want))
+
+
+def test_autocast() -> None:
+    head, x = linear(V, K, dtype=FP32), randn(T, K, dtype=FP32, grad=True)
+    target = classes(T)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = run(whole(x, head, target), x, head.weight)
+        made = run(chunked(x, head.weight, target), x, head.weight)
+    assert (made[1].dtype, made[2].dtype) == (FP32, FP32)
+    assert all(map(torch.equal, made, want))
+
+
+def test_main_grad() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    other = copy.deepcopy(head)
+    want = run(whole(x, other, target), x, other.weight)
+    head.weight.main_grad = torch.ones(V, K)
+    for _ in range(2):
+        chunked(x, head.weight, target, chunk_size=128).backward()
+    assert head.weight.grad is None
+    assert relative_error(head.weight.main_grad - 1, 2 * want[2]) <= 2e-3
+    before = head.weight.main_grad.clone()
+    torch.autograd.grad(chunked(x, head.weight, target), [x])
+    assert torch.equal(head.weight.main_grad, before)
+
+
+def test_a_weight_that_changes_is_cast_again() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    chunked(x, head.weight, target)
+    with torch.no_grad():
+        head.weight.data.mul_(2)
+    want = run(whole(x, head, target), x, head.weight)
+    made = run(chunked(x, head.weight, target), x, head.weight)
+    assert all(map(torch.equal, made, want))
+
+
+def test_checkpointing_and_offload() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    want = run(chunked(x, head.weight, target), x, head.weight)
+    again = checkpoint(chunked, x, head.weight, target, use_reentrant=False)
+    assert all(map(torch.equal, run(again, x, head.weight), want))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.shape) or t, lambda t: t
+    ):
+        loss = chunked(x, head.weight, target)
+    assert all(map(torch.equal, run(loss, x, head.weight), want))
+    assert sizes == [(T, K), (V, K)]
+
+
+def test_second_derivatives_raise() -> None:
+    head, x = linear(V, K), randn(T, K, grad=True)
+    (dx,) = torch.autograd.grad(chunked(x, head.weight, classes(T)), [x], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dx.sum().backward()
+
+
+def test_a_compiled_caller_breaks_its_graph() -> None:
+    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
+    want = run(chunked(x, head.weight, target), x, head.weight)
+
+    def loss(x: Tensor) -> Tensor:
+        return chunked(x * 1, head.weight, target)
+
+    made = run(torch.compile(loss, backend="aot_eager")(x), x, head.weight)
+    assert all(map(torch.equal, made, want))
+
+
+def test_audit_sees_fp8() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lm_head = nn.Embedding(V, K), nn.Linear(K, V, bias=False)
+
+        def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+            return chunked(self.embed(tokens), self.lm_head.weight, target, chunk_size=128)
+
+    model = Model().bfloat16()
+    report = convert(model, head="fp8", auto_filter_small_kn=False)
+    assert [entry.name for entry in report.converted] == ["lm_head"]
+    tokens = classes(T, ignored=0)
+    text = str(audit(model, tokens, tokens))
+    assert "FP8: 100.0% of FLOPs" in text
+
+
+def test_bad_input() -> None:
+    head, x, target = linear(V, K), randn(T, K), classes(T)
+    w = head.weight
+    wrong: tuple[tuple[type[Exception], Callable[[], object]], ...] = (
+        (ValueError, lambda: chunked(x, w, target[:-1])),
+        (ValueError, lambda: chunked(x, w, target.int())),
+        (TypeError, lambda: chunked(functional.quantize(x), w, target)),
+        (ValueError, lambda: chunked(x, w, target, reduction="none")),
+        (ValueError, lambda: chunked(x, w, target, chunk_size=100)),
+        (ValueError, lambda: chunked(x, w, target, weight=torch.ones(3))),
+        (TypeError, lambda: chunked(x.float(), w, target)),
+        (ValueError, lambda: chunked(x[:, 1:], w, target)),
+    )
+    assert_expected_inline(
+        "\n\n".join(complaint(*each) for each in wrong),
+        """\
+the target of linear_cross_entropy is torch.int64 [299]: expected the indices of
+classes, torch.int64 [300]
+
+the target of linear_cross_entropy is torch.int32 [300]: expected the indices of
+classes, torch.int64 [300]
+
+the input of linear_cross_entropy is FP8 already: pass it in high precision, since
+each chunk of tokens is cast for itself
+
+reduction='none': expected 'mean' or 'sum'; the losses of single tokens need
+F.cross_entropy(linear(x, w), target, reduction='none')
+
+chunk_size=100: expected a positive multiple of 128 tokens
+
+the weight of classes has shape [3]: expected [520]
+
+the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
+run under torch.autocast
+
+cannot contract input [300, 199] with weight [520, 200]: K is 199 in one and 200 in
+the other""",
+    )
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of torch 2.13")
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_loss_of_torch(bias: bool) -> None:
+    """``F.linear_cross_entropy`` of an FP8 weight runs in FP8, in torch's own chunks or without."""
+    for rows in (None, 100, 0):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows) if rows != 0 else None
+        for reduction in ("mean", "sum", "none"):
+            module = nn.LinearCrossEntropyLoss(
+                K, V, bias=bias, options=options, reduction=reduction, dtype=BF16
+            )
+            convert(module, auto_filter_small_kn=False)
+            x, target = randn(T, K, grad=True), classes(T)
+            leaves = x, *module.parameters()
+            logits = F.linear(x, *module.linear.parameters())
+            if options is not None and reduction != "none":
+                logits = logits.float()
+            loss = F.cross_entropy(logits, target, reduction=reduction)
+            want = run(loss.to(BF16).sum(), *leaves)
+            made = run(module(x, target).sum(), *leaves)
+            assert made[0].dtype == BF16
+            torch.testing.assert_close(made[0], want[0])
+            assert torch.equal(made[1], want[1])
+            assert relative_error(made[2], want[2]) <= 2e-3
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of torch 2.13")
+def test_the_loss_of_torch_with_probabilities_and_one_sample() -> None:
+    head, x = linear(V, K), randn(T, K, grad=True)
+    target = torch.rand(T, V, generator=torch.Generator().manual_seed(3)).softmax(1)
+    for options in (None, nn.LinearCrossEntropyOptions()):
+        made = F.linear_cross_entropy(x, head.weight, target, options=options)
+        assert torch.equal(made, F.cross_entropy(F.linear(x, head.weight), target))
+        one = F.linear_cross_entropy(x[0], head.weight, torch.tensor(3), options=options)
+        want = F.cross_entropy(F.linear(x[0], head.weight), torch.tensor(3))
+        torch.testing.assert_close(one, want)
+
+
+@on_ranks(1, gpus=())
+def test_a_dtensor_is_refused(world: int, device: str) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = DTensor.from_local(linear(V, K).weight.detach(), mesh)
+    message = complaint(NotImplementedError, lambda: chunked(randn(T, K), weight, classes(T)))
+    assert "a DTensor" in message
