@@ -32,6 +32,7 @@ RANKS = (
     "blocktensor.functional",
     "blocktensor.distributed",
     "blocktensor.autograd",
+    "blocktensor.distributed.expert_parallel",
     "blocktensor.distributed.fsdp",
     "blocktensor.distributed.compare_ranks",
     "blocktensor.distributed.dtensor",
