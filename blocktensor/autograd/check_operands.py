@@ -20,6 +20,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
+def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
+    """Raise for an input of which the tensor parallel linears of several ranks compute a gradient.
+
+    Raises:
+        NotImplementedError: it is one, whose gradient a linear that every rank has would count once
+            for each rank.
+    """
+    if x.prepared is not None:
+        raise NotImplementedError(
+            f"an input {list(x.shape)} that PrepareModuleInput of blocktensor.distributed has cast "
+            f"reached a product that is not one of ColwiseParallel: apply ColwiseParallel of "
+            f"blocktensor.distributed to every linear that reads it, or prepare it with "
+            f"torch.distributed.tensor.parallel.PrepareModuleInput"
+        )
+
+
 def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
     """The output dtype of ``linear(x, w, bias, recipe=recipe)``.
 

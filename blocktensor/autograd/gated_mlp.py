@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from ..ops.cast.ops import quantize_forms
 from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
-from ..ops.gemm.ops import gemm
+from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.producers.ops import ActivationName, gated, gated_backward
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
@@ -42,7 +42,6 @@ from .linear import (
     read_weight,
     run_backward,
     sum_rows,
-    wgrad,
 )
 from .linear_plan import LinearPlan
 from .main_grad import where_to_add
@@ -191,11 +190,11 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     dh = None
     if has_dh:
         assert g_row is not None
-        dh = dgrad(of_down, g_row, w_down, w_col)
+        dh = dgrad(of_down, g_row, w_down, w_col, plan.down.x_dtype)
         del w_col, g_row
     if needs_dw[2]:
         assert g_col is not None
-        dws[2] = wgrad(plan.down, g_col, _columnwise_of_h(plan, saved), buffers[2])
+        dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, saved), buffers[2])
     del g_col
     if dh is None:
         for read, w in ((of_gate, w_gate), (of_up, w_up)):
@@ -213,15 +212,23 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
         if read.plan.needs[0]:
             assert d_row is not None
-            dxs[i] = dgrad(read, d_row, w, w_col).view(read.plan.x_shape)
+            dxs[i] = dgrad(read, d_row, w, w_col, read.plan.x_dtype).view(read.plan.x_shape)
         del w_col
         if needs_dw[i]:
             assert d_col is not None
             assert x_col is not None
-            dws[i] = wgrad(read.plan, d_col, x_col, buffers[i])
+            dws[i] = _wgrad(read.plan, d_col, x_col, buffers[i])
         both[i] = None, None
         del d_row, d_col
     return dxs[1], dxs[0], *dws, *dbiases, None, None
+
+
+def _wgrad(plan: LinearPlan, g: Quantized, x: Quantized, main_grad: Tensor | None) -> Tensor | None:
+    """``dw[N, K] = gᵀ x`` of columnwise forms; None if it was added to ``main_grad``."""
+    if main_grad is None:
+        return gemm(g, x, None, plan.w_dtype)
+    gemm_add_(main_grad, g, x)
+    return None
 
 
 def _split(saved: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:

@@ -32,6 +32,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .check_operands import refuse_prepared
 from .early_cast import EarlyCast, Forms
 from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
@@ -117,6 +118,8 @@ def _cast(offs: Tensor, plan: GroupedPlan, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _as_input(x: Tensor) -> Tensor:
+    if type(x) is BlockwiseFP8Tensor:
+        refuse_prepared(x)
     return x.high_precision() if type(x) is BlockwiseFP8Weight else x
 
 

@@ -27,9 +27,10 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .check_operands import refuse_prepared
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
-from .high_precision import wgrad as wgrad_in_high_precision
+from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 
@@ -51,6 +52,8 @@ def linear(
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
+        elif type(x) is BlockwiseFP8Tensor:
+            refuse_prepared(x)
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
@@ -211,38 +214,40 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     del g
     if needs_dx:
         assert g_row is not None
-        dx = dgrad(ctx, g_row, weight, w_col).view(plan.x_shape)
+        dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
     if needs_dw and plan.saves_x:
         assert grad is not None
         if main_grad is None:
-            dw = wgrad_in_high_precision(grad, x_data, plan.w_dtype)
+            dw = wgrad(grad, x_data, plan.w_dtype)
         else:
-            main_grad.add_(wgrad_in_high_precision(grad, x_data, torch.float32))
+            main_grad.add_(wgrad(grad, x_data, torch.float32))
     elif needs_dw:
         assert g_col is not None
         assert plan.x_columnwise is not None
-        dw = wgrad(plan, g_col, Quantized(x_data, x_scale, plan.x_columnwise), main_grad)
+        x_col = Quantized(x_data, x_scale, plan.x_columnwise)
+        if main_grad is None:
+            dw = gemm(g_col, x_col, None, plan.w_dtype)
+        else:
+            gemm_add_(main_grad, g_col, x_col)
     return dx, dw, dbias, None, None
 
 
-def dgrad(read: Any, g: Quantized, weight: Sequence[Tensor], w_col: Quantized | None) -> Tensor:
+def dgrad(
+    read: Any,
+    g: Quantized,
+    weight: Sequence[Tensor],
+    w_col: Quantized | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """``dx[M, K] = g w``, of rowwise g and of the weight's columnwise form, or of what was saved.
 
     ``read``: has what :func:`read_weight` has put into it, and the plan.
     """
-    plan: Plan = read.plan
     if w_col is None:
-        return saved_weight.dgrad_as_one_op(g, weight, read.names, plan.weight_format, plan.x_dtype)
-    return gemm(g, w_col, None, plan.x_dtype)
-
-
-def wgrad(plan: Plan, g: Quantized, x: Quantized, main_grad: Tensor | None) -> Tensor | None:
-    """``dw[N, K] = gᵀ x`` of columnwise forms; None if it was added to ``main_grad``."""
-    if main_grad is None:
-        return gemm(g, x, None, plan.w_dtype)
-    gemm_add_(main_grad, g, x)
-    return None
+        format = read.plan.weight_format
+        return saved_weight.dgrad_as_one_op(g, weight, read.names, format, out_dtype)
+    return gemm(g, w_col, None, out_dtype)
 
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -118,9 +118,10 @@ def _check_distribute_tensor(tensor: Tensor, caller: FrameType) -> None:
     )
     if not is_weight or tensor.ndim != 3:
         raise NotImplementedError(
-            f"distribute_tensor of an FP8 weight {list(tensor.shape)}: tensor parallel with FP8 "
-            f"weights is not supported yet. Leave the linears of parallelize_module unconverted "
-            f"(convert(..., skip=[...])), or shard the converted model with fully_shard (FSDP2)"
+            f"distribute_tensor of an FP8 weight {list(tensor.shape)}, whose gradient DTensor "
+            f"would silently compute in high precision: pass ColwiseParallel or RowwiseParallel of "
+            f"blocktensor.distributed to parallelize_module, or shard the converted model with "
+            f"fully_shard (FSDP2)"
         )
     if caller.f_code.co_name == "distribute_tensor":  # which has sent nothing yet
         mesh, placements = caller.f_locals["device_mesh"], caller.f_locals["placements"]

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ..distributed.dtensor import local_of
 from ..distributed.expert_parallel.stack_cuts import check_cuts
 from ..distributed.fsdp.fsdp_internals import Sharded, sharded_with
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.checks import high_precision
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -57,7 +58,8 @@ def castable(
     Raises:
         ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
         TypeError: it is not bf16, fp16 or fp32.
-        NotImplementedError: a frozen DTensor, or a tensor parallel one; FSDP2 has gathered it.
+        NotImplementedError: a frozen DTensor, or one that another tensor parallel style has made;
+            FSDP2 has gathered it.
         RuntimeError: an autograd graph or a wrapper such as DDP uses it.
     """
     if is_lazy(weight):
@@ -71,11 +73,19 @@ def castable(
     high_precision(weight, what)
     local = local_of(weight)
     if local is not None:
-        of_fsdp = _not_gathered_yet(weight, local, what, recipe)
+        of_fsdp = True
+        if not any(is_parallel_linear(module, weight) for module in modules):
+            of_fsdp = _not_gathered_yet(weight, local, what, recipe)
+        elif sharded_with(lambda x: x is local)[0]:
+            raise NotImplementedError(
+                f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
+                f"besides: convert the model before fully_shard"
+            )
         if of_fsdp and not weight.requires_grad and not weight.is_meta:
             raise NotImplementedError(
                 f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
-                f"convert the model before fully_shard, or with requires_grad=True"
+                f"convert the model before fully_shard and parallelize_module, or with "
+                f"requires_grad=True"
             )
     elif held is None:
         _not_gathered_now(modules, what)
@@ -105,6 +115,11 @@ def _difference(recipe: Recipe, other: Recipe) -> str:
     return ", ".join(f"{name}={mine!r}" for name, mine, others in pairs if mine != others)
 
 
+def is_parallel_linear(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a style of this package has cut ``weight``, which is that of ``module``."""
+    return module._parameters.get("weight") is weight and is_parallel(module)
+
+
 def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
     """Whether FSDP2 shards the weight; else it is a stack that ranks share as they compute."""
     of_fsdp, has_run = sharded_with(lambda x: x is local)
@@ -115,7 +130,11 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | No
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # replicas aside, FSDP2 alone shards over one dimension of its mesh
     if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
-        remedy = "tensor parallel weights have no FP8 form yet; skip them"
+        remedy = (
+            "DTensor would compute its gradient in high precision; give ColwiseParallel or "
+            "RowwiseParallel of blocktensor.distributed to parallelize_module, before fully_shard, "
+            "or skip it"
+        )
         if weight.ndim == 3:
             remedy = "convert stacks that are cut inside experts before fully_shard"
         raise NotImplementedError(

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
@@ -59,9 +60,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             already.
 
     Raises:
-        NotImplementedError: the weight is a tensor parallel DTensor, a stack that is cut inside
-            128x128 blocks, or a frozen DTensor of FSDP2, or FSDP2 has gathered it already; under
-            FakeTensorMode.
+        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
+            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
+            linear, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -232,6 +233,8 @@ def _why_converted(linear: Matrix) -> str:
         why = "frozen: high-precision copy dropped"
     elif shard_of(weight) is not None:
         why = "trainable, gathered in FP8"
+    elif is_parallel(linear.module):
+        why = _why_parallel(linear.module, weight)
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
     if weight.ndim == 3:
@@ -245,6 +248,17 @@ def _why_converted(linear: Matrix) -> str:
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
     return why if kind == "Linear" else f"{why} (subclass {kind})"
+
+
+def _why_parallel(module: nn.Module, weight: Tensor) -> str:
+    """Of a tensor parallel linear: what a rank holds, and where that is too small to be faster."""
+    local = local_of(weight)
+    assert local is not None
+    held = " x ".join(map(str, local.shape))
+    kind = "trainable" if weight.requires_grad else "frozen"
+    small = SmallKN().undercut(*sizes_of(module, "weight", local))
+    slow = f", small for its speed: {' and '.join(small)}" if small else ""
+    return f"{kind}, tensor parallel: {held} a rank{slow}"
 
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
@@ -269,8 +283,8 @@ def _bytes_of(matrix: Matrix) -> int:
         return 0
     if (shard := shard_of(weight)) is not None:
         return shard.master.nbytes
-    part = local_stack(weight)
-    weight = weight if part is None else part
+    local = local_of(weight)
+    weight = weight if local is None else local
     if isinstance(weight, BlockwiseFP8Tensor):
         return weight.format.nbytes(weight.shape)
     if isinstance(weight, BlockwiseFP8Weight):

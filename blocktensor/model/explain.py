@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
 from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
@@ -97,7 +98,8 @@ def explain(
                 fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
                 kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
                 casts = fp8.recipe
-                part = local_stack(weight)
+                # ranks that share a stack or a tensor parallel linear each multiply by a part
+                part = fp8 if is_parallel(module) else local_stack(weight)
                 multiplied = weight if part is None else part
                 sizes = sizes_of(module, key, multiplied)
                 label, where = label_of(name, key), weight.device

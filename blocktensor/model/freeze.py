@@ -107,8 +107,8 @@ def _check(label: str, module: nn.Module, key: str) -> None:
     looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.requires_grad
     if isinstance(fp8, GatheredInFP8) or (looks_gathered and _has_ranks()):
         raise NotImplementedError(
-            f"{what} is sharded by FSDP2, under which it stays trainable or frozen as it was: "
-            f"freeze or unfreeze the model before fully_shard"
+            f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
+            f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
         )
     swappable(weight, what)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.fsdp.trainable import FP8Shard
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -61,8 +61,8 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
         return wrapped
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
         return frozen_form(module, name, value, weight.recipe)
-    if (shard := shard_of(weight)) is not None and shard_of(value) is None:
-        local = local_of(value)
+    held, local = local_of(weight), local_of(value)
+    if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
         assert local is not None
-        return with_local(value, FP8Shard(local.detach(), shard.recipe))
+        return with_local(value, type(held)(local.detach(), held.recipe))
     return None
