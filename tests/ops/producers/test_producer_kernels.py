@@ -141,8 +141,10 @@ def test_bytes(name: str, activation: str, dtype: torch.dtype) -> None:
     for case in cases(name, dtype, 200):
         sources = inputs(case, dtype, rng)
         is_gated = case.is_gated and (name == "gluon" or dtype == BF16)
-        assert takes(name, sources[: 2 + is_gated], case.formats)
-        check(kernels(name), activation, sources, is_gated, case.formats)
+        is_empty = 0 in sources[0].shape  # the casts leave those to the reference
+        assert takes(name, sources[: 2 + is_gated], case.formats) is not is_empty
+        backend = kernels("reference" if is_empty else name)
+        check(backend, activation, sources, is_gated, case.formats)
 
 
 def every_number(dtype: torch.dtype) -> Tensor:
