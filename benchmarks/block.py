@@ -23,6 +23,8 @@ VARIANTS = (
     "fp8, inputs shared",
     "fp8, cache_weight=False",
     "fp8, wgrad_input=128x128",
+    "fp8, fused",
+    "fp8, fused, wgrad_input=128x128",
 )
 
 
@@ -38,6 +40,8 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     bt.convert(made, recipe)
     if "shared" in name:
         bt.share_inputs(made)
+    if "fused" in name:
+        bt.fuse(made)
     return made
 
 

@@ -31,6 +31,21 @@ class Shape:
         return self.dim // self.heads
 
 
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x[batch, time, dim]``."""
+        made: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return made
+
+
 class Block(nn.Module):
     """Attention with grouped queries, and SwiGLU; no position embedding, which is no linear's."""
 
@@ -43,9 +58,7 @@ class Block(nn.Module):
         self.k = nn.Linear(shape.dim, kv, bias=False)
         self.v = nn.Linear(shape.dim, kv, bias=False)
         self.o = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+        self.mlp = MLP(shape)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
@@ -56,8 +69,7 @@ class Block(nn.Module):
         q, k, v = self._heads(self.q(h)), self._heads(self.k(h)), self._heads(self.v(h))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(-2))
-        h = self.mlp_norm(x)
-        mixed: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
         return mixed
 
 

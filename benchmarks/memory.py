@@ -28,6 +28,15 @@ def _shared(recipe: bt.Recipe) -> Callable[[nn.Module], object]:
     return prepare
 
 
+def _fused(recipe: bt.Recipe, recompute: bool = False) -> Callable[[nn.Module], object]:
+    def prepare(model: nn.Module) -> None:
+        bt.convert(model, recipe)
+        bt.fuse(model, recompute=recompute)
+        bt.share_inputs(model)  # of q, k and v
+
+    return prepare
+
+
 def _frozen(recipe: bt.Recipe | None) -> Callable[[nn.Module], object]:
     def prepare(model: nn.Module) -> None:
         model.requires_grad_(False)
@@ -44,6 +53,10 @@ POLICIES: dict[str, Callable[[nn.Module], object]] = {
     "fp8, inputs shared": _shared(bt.Recipe()),
     "fp8, columnwise kept": lambda model: bt.convert(model, KEEP),
     "fp8, inputs shared, cache_weight=False": _shared(NO_CACHE),
+    "fp8, fused": _fused(bt.Recipe()),
+    "fp8, fused, recompute": _fused(bt.Recipe(), recompute=True),
+    "fp8, fused, cache_weight=False": _fused(NO_CACHE),
+    "fp8, fused, recompute, cache_weight=False": _fused(NO_CACHE, recompute=True),
     "bf16, frozen": _frozen(None),
     "fp8, frozen": _frozen(bt.Recipe()),
     "fp8, frozen, columnwise kept": _frozen(KEEP),

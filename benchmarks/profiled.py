@@ -39,8 +39,22 @@ def by_kind(events: Any) -> dict[str, float]:
     return dict(spent)
 
 
+def by_kernel(call: Call, repeats: int = 3) -> dict[str, float]:
+    """Microseconds of device time of one call, by the names of kernels."""
+    spent: dict[str, float] = defaultdict(float)
+    for event in _events(call, repeats):
+        if event.self_device_time_total > 0:
+            spent[event.key] += event.self_device_time_total / repeats
+    return dict(spent)
+
+
 def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     """Microseconds of device time of one call, by kind of kernel; kinds without any are 0."""
+    spent = by_kind(_events(call, repeats))
+    return {kind: spent.get(kind, 0.0) / repeats for kind in (*KINDS, OTHER)}
+
+
+def _events(call: Call, repeats: int) -> Any:
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -49,5 +63,4 @@ def parts(call: Call, repeats: int = 3) -> dict[str, float]:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    spent = by_kind(profile.key_averages())
-    return {kind: spent.get(kind, 0.0) / repeats for kind in (*KINDS, OTHER)}
+    return profile.key_averages()

@@ -12,6 +12,7 @@ from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .checkpoint.no_storage import STORAGE_READERS as _STORAGE_READERS
+from .distributed.expert_parallel import send_frozen as _send_frozen
 from .distributed.fsdp import begin_shard as _begin_shard
 from .model.audit import audit, audit_step
 from .model.audit_report import AuditReport
@@ -19,6 +20,10 @@ from .model.conversion_report import ConversionReport, SmallKN
 from .model.convert import convert, to_blockwise_fp8_weights
 from .model.explain import Explanation, explain
 from .model.freeze import freeze, unfreeze
+from .model.fuse import fuse, unfuse
+from .model.fuse_report import FusionEntry, FusionReport
+from .model.fused_mlp import GatedParts as _GatedParts
+from .model.fused_mlp import rebuild as _rebuild_fused
 from .model.memory import MemoryReport, memory_report
 from .model.share_inputs import SharingReport, share_inputs
 from .ops.formats import named as _named
@@ -43,6 +48,7 @@ for _ops in (
     _aten_slicing.PARTS,
     _aten_products.PRODUCTS,
     _begin_shard.FROZEN_SHARDS,
+    _send_frozen.FROZEN_CUTS,
 ):
     _ATEN_OPS.update(_ops)
 for _ops in (
@@ -55,7 +61,7 @@ for _ops in (
 
 # For torch.load(weights_only=True) of frozen weights and of whole models.
 _torch.serialization.add_safe_globals(
-    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named]
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named, _GatedParts, _rebuild_fused]
 )
 
 # The name of frozen weights in files from before they moved.
@@ -67,8 +73,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport", "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError",
-    "ConversionReport", "Explanation", "LoadReport", "MemoryReport", "Recipe", "SharingReport",
-    "SmallKN", "audit", "audit_step", "convert", "explain", "freeze", "functional", "load_fp8",
-    "memory_report", "quantize", "save_fp8", "share_inputs", "to_blockwise_fp8_weights",
-    "unfreeze",
+    "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "LoadReport",
+    "MemoryReport", "Recipe", "SharingReport", "SmallKN", "audit", "audit_step", "convert",
+    "explain", "freeze", "functional", "fuse", "load_fp8", "memory_report", "quantize",
+    "save_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze", "unfuse",
 ]  # fmt: skip

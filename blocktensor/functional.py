@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .autograd import gated_activation as _gated_activation
+from .autograd import gated_mlp as _gated_mlp
 from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
 from .autograd import linear_cross_entropy as _linear_cross_entropy
+from .autograd import rms_norm as _rms_norm
+from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
-from .recipe import Recipe
+from .ops.producers.norm_reference import NormKind
+from .ops.producers.ops import ActivationName
+from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor.base import FP8Base
+from .tensor.fp8_tensor import BlockwiseFP8Tensor
 
-__all__ = ["grouped_linear", "linear", "linear_cross_entropy", "quantize"]
+__all__ = [
+    "gated_activation", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
+    "rms_norm",
+]  # fmt: skip
 
 
 def linear(
@@ -47,7 +57,121 @@ def linear(
     return _linear.linear(x, w, bias, recipe=recipe)
 
 
-@torch.compiler.disable
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    *,
+    activation: ActivationName = "silu",
+    recompute: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))`` in blockwise FP8, without passes for casts.
+
+    x is cast once for gate and up. ``h = activation(gate(x)) * up(x)`` is cast as it is computed,
+    and is never stored in high precision; so are the gradients of gate and up in the backward, from
+    one read of what they depend on. The bits, forward and backward, are those of three
+    :func:`linear` with eager ops between them. With ``Recipe(wgrad_input="high_precision")``, whose
+    weight gradients read high precision, it runs these.
+
+    :func:`blocktensor.fuse` lets the MLPs of a converted model run so.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
+        w_gate, w_up: ``[I, K]``, of x's dtype (any, under autocast).
+        w_down: ``[N, I]``, alike.
+        bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None. Where a bias of gate
+            or up is trained, the gradients of gate and up are stored in high precision.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        recompute: backward makes the columnwise form of h again, which takes another read of gate
+            and up, in place of saving it: a byte for each of its elements.
+        recipe: numeric choices; default ``Recipe()``, or that of the weights.
+
+    Returns:
+        ``[..., N]`` in x's dtype, or autocast's.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
+            fit together.
+    """
+    weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
+    if any(map(_stays_whole, weights)):
+        return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute)
+    if not is_dynamo_compiling():
+        _whole_functions.announce_if_loaded()
+    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe)
+
+
+def gated_activation(
+    gate: Tensor,
+    up: Tensor,
+    activation: ActivationName = "silu",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """``quantize(activation(gate) * up)``, in one read and without the product in high precision.
+
+    SwiGLU, if ``activation`` is "silu". The bits, forward and backward, are those of eager ops and
+    :func:`quantize`. Saved for backward: gate and up. :func:`gated_mlp` also casts the gradients as
+    they are computed.
+
+    Args:
+        gate: ``[..., I]`` bf16, fp16 or fp32.
+        up: alike.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
+            product is computed and kept.
+
+    Returns:
+        ``[..., I]`` in FP8, both forms; for linears.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; shapes, dtypes or devices that differ; a
+            scalar.
+    """
+    if is_dynamo_compiling():
+        return _whole_functions.gated_activation(gate, up, activation, recipe)
+    _whole_functions.announce_if_loaded()
+    return _gated_activation.gated_activation(gate, up, activation, recipe)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    kind: NormKind = "llama",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
+
+    The bits, forward and backward, are those of transformers' norms in eager mode and
+    :func:`quantize`. The result in high precision is neither stored nor saved: backward
+    reads x.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        weight: ``[K]``. Of another dtype than x, the norm is computed by torch's ops.
+        eps: added to the mean square.
+        kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
+            write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
+        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
+            norm is computed by torch's ops and kept.
+
+    Returns:
+        ``[..., K]`` in FP8, both forms; for linears.
+
+    Raises:
+        TypeError, ValueError: an unknown kind; shapes, dtypes or devices that do not fit.
+    """
+    if is_dynamo_compiling():
+        return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
+    _whole_functions.announce_if_loaded()
+    return _rms_norm.rms_norm(x, weight, eps, kind, recipe)
+
+
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -66,7 +190,8 @@ def linear_cross_entropy(
     Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
     bias are computed in the forward; backward scales them by the gradient of the loss, which may
     round them once more unless it is 1. The gradient of w is summed over the chunks in an fp32
-    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here.
+    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here; it has the
+    logits of all tokens if it meets this function before any eager call.
 
     Under FSDP2, call it where the weight is gathered: in the forward of the module that FSDP2 wraps
     the head with.
@@ -91,7 +216,9 @@ def linear_cross_entropy(
         NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
     """
     loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
-    return _linear_cross_entropy.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
+    if not is_dynamo_compiling():
+        _whole_functions.announce_if_loaded()
+    return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
 
 
 def _stays_whole(w: Tensor) -> bool:
@@ -144,7 +271,9 @@ def grouped_linear(
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` serves
-            weights that need no gradient.
+            weights that need no gradient; a tensor that holds its rowwise form alone, as
+            :func:`blocktensor.distributed.all_to_all_fp8` returns it, serves all, and is cast again
+            for the gradient of the weight.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
             ``[E, K, N]``, at no cost. Or several such weights (gate, up), for which x is cast once.
         offs: int32 ``[E]`` on the device of ``x``, the row after the last of each group:

@@ -63,11 +63,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
         "(default: fp8 with --precision fp8)",
     )
+    add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
     add(
         "--head",
         choices=("bf16", "fp8"),
         default="bf16",
         help="fp8: the head too, its loss in chunks of --loss-chunk tokens (default: bf16)",
+    )
+    add(
+        "--wgrad-input",
+        choices=("1x128", "128x128"),
+        default="1x128",
+        help="blocks of inputs that FP8 weight gradients read (default: 1x128)",
     )
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(
@@ -81,6 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reshard-after-forward", action=toggle, default=True, help="gather again for backward")
     add("--seq", type=int, help="tokens of a sequence")
     add("--batch", type=int, help="sequences of each rank in a step")
+    add(
+        "--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default: 1)"
+    )
     add("--loss-chunk", type=int, default=0, help="tokens whose logits are held at once (0: all)")
     add("--steps", type=int, default=50, help="optimizer steps (default: 50)")
     add("--warmup-steps", type=int, default=5, help="first steps, not timed (default: 5)")
@@ -116,6 +126,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         "vocab": 2,
         "seq": 1,
         "batch": 1,
+        "accumulate": 1,
         "steps": 1,
         "ramp_steps": 1,
         "warmup_steps": 0,
@@ -141,6 +152,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
         parser.error("--gather is about FP8 weights: give --precision fp8 as well")
+    if options.fuse and (options.precision != "fp8" or options.gather == "bf16"):
+        parser.error("--fuse is about FP8 weights: give --precision fp8, and not --gather bf16")
     if options.head == "fp8" and (options.precision != "fp8" or options.gather == "bf16"):
         parser.error("--head fp8 needs --precision fp8, without --gather bf16")
     if options.head == "fp8" and options.loss_chunk % 128:

@@ -69,6 +69,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x[batch, time, dim]``."""
+        made: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return made
+
+
 class Block(nn.Module):
     """Attention with grouped queries, then SwiGLU."""
 
@@ -82,9 +97,7 @@ class Block(nn.Module):
         self.v = nn.Linear(shape.dim, kv, bias=False)
         self.o = nn.Linear(shape.dim, shape.dim, bias=False)
         self.mlp_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+        self.mlp = MLP(shape)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -95,8 +108,7 @@ class Block(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(-2))
-        h = self.mlp_norm(x)
-        mixed: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
         return mixed
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,6 +20,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
+def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
+    """Raise for an input of which the tensor parallel linears of several ranks compute a gradient.
+
+    Raises:
+        NotImplementedError: it is one, whose gradient a linear that every rank has would count once
+            for each rank.
+    """
+    if x.prepared is not None:
+        raise NotImplementedError(
+            f"an input {list(x.shape)} that PrepareModuleInput of blocktensor.distributed has cast "
+            f"reached a product that is not one of ColwiseParallel: apply ColwiseParallel of "
+            f"blocktensor.distributed to every linear that reads it, or prepare it with "
+            f"torch.distributed.tensor.parallel.PrepareModuleInput"
+        )
+
+
 def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
     """The output dtype of ``linear(x, w, bias, recipe=recipe)``.
 
@@ -65,15 +81,26 @@ def check_grouped(
             f"offs ends {len(offs)} groups, and the weight {list(w.shape)} is a stack of {len(w)} "
             f"experts: expected one end for each"
         )
-    is_cast = isinstance(x, BlockwiseFP8Tensor)
-    if is_cast and torch.is_grad_enabled() and w.requires_grad:
+    if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
+        _check_grouped_wgrad_input(x, recipe)
+    _check_bias(x, w, bias)
+    return _output_dtype(x, w, bias)
+
+
+def _check_grouped_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
+    """``x`` is rowwise alone, as ``all_to_all_fp8`` returns it, and is cast again for wgrad."""
+    if x.serves_wgrad:
         raise ValueError(
             "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which "
             "the gradient of the weight needs, ignore the groups: pass the high-precision tensor; "
             "functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights"
         )
-    _check_bias(x, w, bias)
-    return _output_dtype(x, w, bias)
+    if recipe.wgrad_input_format is None:
+        raise ValueError(
+            "the gradient of the weight has wgrad_input='high_precision', and the input of the "
+            "grouped FP8 linear is FP8 alone: dispatch it in high precision, or convert with "
+            "another recipe"
+        )
 
 
 def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:

@@ -32,11 +32,13 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .check_operands import refuse_prepared
 from .early_cast import EarlyCast, Forms
 from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
 from .linear import Gradients, read_weight, run_backward
 from .main_grad import where_to_add
+from .no_experts import is_of_no_experts, of_no_experts
 from .shared_cast import this_thread
 
 
@@ -51,7 +53,8 @@ def grouped_linear(
     """:func:`blocktensor.functional.grouped_linear` with one weight.
 
     Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor if w needs no gradient.
+        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, rowwise alone if w needs
+            a gradient.
         w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
         offs: int32 ``[E]``, the cumulative ends of the groups.
         bias: ``[E, N]``, added in fp32 before the one rounding of the output.
@@ -59,10 +62,13 @@ def grouped_linear(
     """
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
+        if is_of_no_experts(x, w, offs):
+            return of_no_experts(x, w, bias)
         plan = plan_grouped(x, w, offs, bias, recipe)
         cast: tuple[Tensor, ...] = ()
         running = this_thread.running
-        if running is not None and not isinstance(x, BlockwiseFP8Tensor):
+        is_cast = isinstance(x, BlockwiseFP8Tensor) and plan.x_columnwise is None
+        if running is not None and not is_cast:
             cast = running.forms_of(x, offs, plan, functools.partial(_cast, offs))
         return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan, cast)
 
@@ -77,6 +83,8 @@ def grouped_linears(
     """:func:`grouped_linear` of one input by each weight; x is cast once for all of them."""
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
+        if all(is_of_no_experts(x, w, offs) for w in ws):
+            return tuple(of_no_experts(x, w, b) for w, b in zip(ws, biases, strict=True))
         plans = [plan_grouped(x, w, offs, b, recipe) for w, b in zip(ws, biases, strict=True)]
         first = plans[0]
         with_columnwise = first
@@ -105,12 +113,13 @@ def grouped_linears(
 
 def _cast(offs: Tensor, plan: GroupedPlan, x: Tensor) -> tuple[Tensor, ...]:
     """Data and scale of the rowwise form of x and, if the plan has one, of its columnwise one."""
-    row, col = _forms(x, offs, plan.format, plan.x_columnwise)
-    assert row is not None
+    row, col = _input_forms(x, offs, plan)
     return *row[:2], *(col[:2] if col is not None else ())
 
 
 def _as_input(x: Tensor) -> Tensor:
+    if type(x) is BlockwiseFP8Tensor:
+        refuse_prepared(x)
     return x.high_precision() if type(x) is BlockwiseFP8Weight else x
 
 
@@ -131,6 +140,21 @@ def _apply(
     if early is not None:
         y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
     return y
+
+
+def _input_forms(x: Tensor, offs: Tensor, plan: GroupedPlan) -> tuple[Quantized, Quantized | None]:
+    """The forms of x that products read.
+
+    Rows that are FP8 already, as ``all_to_all_fp8`` returns them, have no columnwise form, whose
+    blocks lie along the tokens of a group: it is cast from their values, which rounds them again.
+    """
+    if isinstance(x, BlockwiseFP8Tensor):
+        wanted = plan.x_columnwise
+        col = None if wanted is None else quantize_grouped_columnwise(x.dequantize(), offs, wanted)
+        return x.rowwise(), col
+    row, col = _forms(x, offs, plan.format, plan.x_columnwise)
+    assert row is not None
+    return row, col
 
 
 def _forms(
@@ -168,12 +192,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.plan, ctx.early, ctx.casts = plan, early, len(cast)
         w_row, w_saved = read_weight(ctx, w, plan)
         if cast:
-            x_row: Quantized | None = Quantized(cast[0], cast[1], plan.format)
+            x_row = Quantized(cast[0], cast[1], plan.format)
             columnwise = plan.x_columnwise
             x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
         else:
-            x_row, x_col = _forms(x, offs, plan.format, plan.x_columnwise)
-        assert x_row is not None
+            x_row, x_col = _input_forms(x, offs, plan)
         y = grouped_gemm(x_row, w_row, offs, bias, plan.out_dtype)
         x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
         if plan.saves_x:

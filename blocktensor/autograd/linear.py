@@ -27,6 +27,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .check_operands import refuse_prepared
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
 from .high_precision import wgrad
@@ -51,6 +52,8 @@ def linear(
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
+        elif type(x) is BlockwiseFP8Tensor:
+            refuse_prepared(x)
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
@@ -73,12 +76,12 @@ def _fprop(
     columnwise: BlockFormat | None,
 ) -> tuple[Tensor, Quantized | None]:
     """``y = x wᵀ (+ bias)`` and, if it has a format, the columnwise form of x; of rowwise w."""
-    x_row, x_col = _forms(x, format, columnwise)
+    x_row, x_col = forms_of(x, format, columnwise)
     assert x_row is not None
     return gemm(x_row, w, bias, out_dtype), x_col
 
 
-def _forms(
+def forms_of(
     x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> tuple[Quantized | None, Quantized | None]:
     """The forms of an activation or gradient, cast now unless it is FP8 already."""
@@ -185,7 +188,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
     dx = dw = dbias = None
     if needs_dbias and grad is not None:
-        dbias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(plan.bias_dtype)
+        dbias = sum_rows(grad, plan.bias_dtype)
     if not (needs_dx or needs_dw):
         return dx, dw, dbias, None, None
 
@@ -202,7 +205,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
             if both is not None:
                 return *both, dbias, None, None
         row, col = plan.grad_formats
-        g = _forms(grad, row if needs_dx else None, col if needs_dw else None)
+        g = forms_of(grad, row if needs_dx else None, col if needs_dw else None)
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, dbias, None, None
@@ -211,13 +214,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     del g
     if needs_dx:
         assert g_row is not None
-        if w_col is None:
-            dx = saved_weight.dgrad_as_one_op(
-                g_row, weight, ctx.names, plan.weight_format, plan.x_dtype
-            )
-        else:
-            dx = gemm(g_row, w_col, None, plan.x_dtype)
-        dx = dx.view(plan.x_shape)
+        dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
     if needs_dw and plan.saves_x:
         assert grad is not None
@@ -234,6 +231,28 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         else:
             gemm_add_(main_grad, g_col, x_col)
     return dx, dw, dbias, None, None
+
+
+def dgrad(
+    read: Any,
+    g: Quantized,
+    weight: Sequence[Tensor],
+    w_col: Quantized | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``dx[M, K] = g w``, of rowwise g and of the weight's columnwise form, or of what was saved.
+
+    ``read``: has what :func:`read_weight` has put into it, and the plan.
+    """
+    if w_col is None:
+        format = read.plan.weight_format
+        return saved_weight.dgrad_as_one_op(g, weight, read.names, format, out_dtype)
+    return gemm(g, w_col, None, out_dtype)
+
+
+def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The gradient of a bias, from that of the output; summed in fp32."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 def _recorded_gradients(

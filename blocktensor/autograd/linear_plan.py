@@ -158,7 +158,9 @@ def key_of_operands(
         return None
     return (  # every eager call builds it
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
-        (*x.formats, x.source is None) if isinstance(x, BlockwiseFP8Tensor) else None,
+        (*x.formats, x.columnwise_data is None, x.source is None)
+        if isinstance(x, BlockwiseFP8Tensor)
+        else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
         # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
         (w.cache.format, w.cache.recipe.wgrad_input)

@@ -29,20 +29,27 @@ def check_main_grad(tracing: bool) -> None:
         )
 
 
-def where_to_add(ctx: Any, main_grad: Tensor) -> tuple[Tensor | None, bool]:
+_SAME_VALUES = ("ToCopyBackward0", "_ToTorchTensorBackward")
+"""Nodes of ``weight.to(dtype)`` and of ``to_local()``."""
+
+
+def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> tuple[Tensor | None, bool]:
     """The buffer that this backward adds to, and whether the weight's gradient is needed.
+
+    ``place``: of the weight among the arguments of the forward.
 
     ``needs_input_grad`` says which gradients could be needed. Adding is a side effect: it must not
     happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.
 
     A stack of experts may be a transpose of the weight, as grouped products take it: the buffer is
-    then transposed alike. ``weight.to(dtype)`` has the buffer of the weight (``late_copy.py``).
+    then transposed alike. ``weight.to(dtype)`` has the buffer of the weight (``late_copy.py``), and
+    ``to_local()`` of a DTensor that of the local part.
     """
-    (node, _) = ctx.next_functions[1]
+    (node, _) = ctx.next_functions[place]
     while True:
         # of the last two dimensions: other views share no buffer
         is_transpose = main_grad.ndim == 3 and node.name() == "TransposeBackward0"
-        if not is_transpose and node.name() != "ToCopyBackward0":  # weight.to(dtype)
+        if not is_transpose and node.name() not in _SAME_VALUES:
             break
         ((node, _),) = node.next_functions
         main_grad = main_grad.transpose(1, 2) if is_transpose else main_grad

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.runtime.specialize import must_dispatch
 from .grouped_plan import GroupedPlan
+from .linear_plan import inner
 
 
 class _Thread(threading.local):
@@ -105,14 +106,16 @@ class SharedCasts:
         ``cast`` is given the plan, and the input in the dtype that is cast. Empty if the linear is
         to cast it.
         """
-        if plan.tracing or must_dispatch(x) or must_dispatch(offs):
+        held = inner(x)  # what has memory
+        if plan.tracing or must_dispatch(held) or must_dispatch(offs):
             return ()
         if x.is_inference() or offs.is_inference():  # whose changes in place are not counted
             return ()
         stream: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
         key = (
-            id(x), x._version, x.data_ptr(), x.shape, x.stride(), plan.casts_x and plan.out_dtype,
-            id(offs), offs._version, offs.data_ptr(), plan.format, plan.wgrad_input, stream,
+            id(x), x._version, held.data_ptr(), x.shape, x.stride(),
+            plan.casts_x and plan.out_dtype, plan.format, plan.wgrad_input,
+            id(offs), offs._version, offs.data_ptr(), stream,
         )  # fmt: skip
         run = self._run
         latest = run.latest

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.dtensor import local_of
+from ..distributed.expert_parallel.stack_cuts import check_cuts
 from ..distributed.fsdp.begin_shard import chunks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -47,7 +49,7 @@ def _detach(tensor: Tensor) -> Tensor:
     in_state_dict = caller.f_code.co_name == "_save_to_state_dict"
     if in_state_dict and isinstance(tensor, BlockwiseFP8Weight):
         return tensor.master.detach()  # a state_dict holds plain tensors
-    _refuse_distribute_tensor(name, tensor)
+    _check_distribute_tensor(tensor, caller)
     made: Tensor = _as_usual(Tensor.detach, tensor)
     if name == "torch.nn.parameter" and caller.f_back is not None:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
@@ -62,8 +64,9 @@ def _detach(tensor: Tensor) -> Tensor:
 
 
 def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    name = _name(_caller())
-    _refuse_distribute_tensor(name, input)
+    caller = _caller()
+    name = _name(caller)
+    _check_distribute_tensor(input, caller)
     sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
     if isinstance(input, BlockwiseFP8Tensor) and name == sharding:
         return chunks(input, *args, **kwargs)
@@ -72,7 +75,11 @@ def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
-    if is_whole and _name(_caller()) != "torch.distributed.fsdp._fully_shard._fsdp_param":
+    caller = _caller()
+    if is_whole and caller.f_code.co_name == "fill_empty_tensor_to_shards":
+        # of distribute_tensor, for ranks that get nothing
+        return tensor.narrow(caller.f_locals["shard_dim"], 0, 0)
+    if is_whole and _name(caller) != "torch.distributed.fsdp._fully_shard._fsdp_param":
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return plain.new_zeros(*args, **kwargs)
     return _as_usual(Tensor.new_zeros, tensor, *args, **kwargs)  # begins a shard
@@ -86,21 +93,40 @@ def _view_as(tensor: Tensor, other: Tensor) -> Any:
             frame = frame.f_back
         if frame is not None and frame.f_code.co_name == "full_tensor":
             return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
+        whole: Any = caller.f_locals.get("input")  # of to_local()
+        if isinstance(tensor, BlockwiseFP8Weight) and "main_grad" in getattr(whole, "__dict__", ()):
+            main_grad = whole.main_grad
+            local = local_of(main_grad)
+            tensor.main_grad = main_grad if local is None else local
     return _as_usual(Tensor.view_as, tensor, other)
 
 
 def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _refuse_distribute_tensor(_name(_caller()), tensor)
+    _check_distribute_tensor(tensor, _caller())
     return _as_usual(Tensor.contiguous, tensor, *args, **kwargs)
 
 
-def _refuse_distribute_tensor(name: str, tensor: Tensor) -> None:
-    if name in ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types"):
+_DISTRIBUTES = ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types")
+
+
+def _check_distribute_tensor(tensor: Tensor, caller: FrameType) -> None:
+    """``distribute_tensor`` cuts and copies stacks of experts; it is refused other FP8 tensors."""
+    if _name(caller) not in _DISTRIBUTES:
+        return
+    is_weight = isinstance(tensor, BlockwiseFP8Weight) or (
+        isinstance(tensor, BlockwiseFP8Tensor) and tensor.format.transposes
+    )
+    if not is_weight or tensor.ndim != 3:
         raise NotImplementedError(
-            f"distribute_tensor of an FP8 weight {list(tensor.shape)}: tensor parallel with FP8 "
-            f"weights is not supported yet. Leave the linears of parallelize_module unconverted "
-            f"(convert(..., skip=[...])), or shard the converted model with fully_shard (FSDP2)"
+            f"distribute_tensor of an FP8 weight {list(tensor.shape)}, whose gradient DTensor "
+            f"would silently compute in high precision: pass ColwiseParallel or RowwiseParallel of "
+            f"blocktensor.distributed to parallelize_module, or shard the converted model with "
+            f"fully_shard (FSDP2)"
         )
+    if caller.f_code.co_name == "distribute_tensor":  # which has sent nothing yet
+        mesh, placements = caller.f_locals["device_mesh"], caller.f_locals["placements"]
+        format = tensor.recipe.weight_format  # type: ignore[attr-defined]
+        check_cuts(tensor.shape, mesh, placements, format, "a stack of FP8 experts")
 
 
 def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:

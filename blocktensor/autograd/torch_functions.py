@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..ops import checks
 from ..ops.formats import BLOCK, ceil_div
@@ -85,7 +86,12 @@ def _linear_cross_entropy_override(
     """In the chunks of ``options`` where torch would take them, and reduces the losses itself."""
     ignored = -100 if ignore_index is None else ignore_index
     in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
-    if not in_chunks or linear_weight.ndim != 2 or isinstance(input, BlockwiseFP8Tensor):
+    if (
+        is_compiling()
+        or not in_chunks
+        or linear_weight.ndim != 2
+        or isinstance(input, BlockwiseFP8Tensor)
+    ):
         logits = linear(input, linear_weight, linear_bias)
         return F.cross_entropy(
             logits,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import named
 from .audit_modules import ModuleTracker, Place
 from .audit_products import Product, columnwise_data, hides_products, product_of
@@ -77,6 +79,9 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
 
 _NO_RULES: Any = Tensor.__torch_dispatch__
 
+_GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+"""By which tensor parallel linears gather; DTensor and FSDP2 have other ops."""
+
 
 class _Products(TorchDispatchMode):
     """Makes an entry for every product that runs."""
@@ -90,11 +95,14 @@ class _Products(TorchDispatchMode):
         self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
         self._columnwise: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
         self._hidden: dict[str, None] = {}
+        self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # DTensor asks for shapes: nothing is computed
         if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
             # subclasses, whose own rules run ops on plain tensors
             self._weights.meet(args, kwargs)
@@ -107,11 +115,12 @@ class _Products(TorchDispatchMode):
         place = self._tracker.place()
         out = func(*args, **kwargs)
         product = product_of(func, args, kwargs, out)
-        cast = columnwise_data(func, out)
-        if cast is not None:
+        for cast in columnwise_data(func, args, out):
             self._columnwise[id(cast)] = cast
         if product is not None:
             self._add(product, place, (args, kwargs))
+        elif func is _GATHERS and _is_high_precision(args[0]):
+            self._sent[place.module] = None
         elif hides_products(func):
             self._hidden[f"{func} in {place.module}"] = None
         elif not place.in_backward:
@@ -162,7 +171,18 @@ class _Products(TorchDispatchMode):
 
     def notes(self) -> list[str]:
         """What runs products that no entry tells of."""
-        return [f"may run products that are not shown: {op}" for op in self._hidden]
+        notes = [f"may run products that are not shown: {op}" for op in self._hidden]
+        if self._sent:
+            notes.append(
+                f"tokens travel in high precision for weight gradients, those of a rank being no "
+                f"whole blocks, or by recipe: {', '.join(name or '(model)' for name in self._sent)}"
+            )
+        return notes
+
+
+def _is_high_precision(tensors: Sequence[Tensor]) -> bool:
+    """Whether what is gathered are tokens as they came, not bytes."""
+    return any(x.dtype in HIGH_PRECISION for x in tensors)
 
 
 def _detached(x: Tensor) -> Tensor:

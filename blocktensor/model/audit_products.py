@@ -73,6 +73,9 @@ _COLUMNWISE = {
 }
 """Casts of activations and gradients: the place of the columnwise data in the result."""
 
+_PRODUCERS = {ours.gated: (4, 5), ours.gated_backward: (5, 6)}
+"""Ops that cast what they compute: the places of the names of formats, rowwise and columnwise."""
+
 _CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
 """Where the operand is wider than what is contracted: the number of tokens."""
 
@@ -135,11 +138,16 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
 
 
-def columnwise_data(func: Any, out: Any) -> Tensor | None:
-    """The data of the columnwise form that ``func`` made, if it cast one."""
-    place = _COLUMNWISE.get(packet_of(func))
-    made: Tensor | None = None if place is None else out[place]
-    return made
+def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """The data of the columnwise forms that ``func`` made."""
+    packet = packet_of(func)
+    if packet in _COLUMNWISE:
+        return [out[_COLUMNWISE[packet]]]
+    if packet in _PRODUCERS:
+        row, col = (args[place] is not None for place in _PRODUCERS[packet])
+        step = 2 * (row + col)  # data and scale of each form; the columnwise one is the last
+        return [out[end - 2] for end in range(step, len(out) + 1, step)] if col else []
+    return []
 
 
 def hides_products(func: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
+from .linears import fp8_part
 
 
 @contextmanager
@@ -36,11 +37,14 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(module.no_sync())
         for parameter in model.parameters():
             _set_aside_gradient(stack, parameter)
-            if isinstance(parameter, BlockwiseFP8Weight):
-                _set_aside_cache(stack, parameter)
-            elif isinstance(parameter, BlockwiseFP8Tensor):  # may come to keep a columnwise form
+            fp8 = fp8_part(parameter)
+            if isinstance(fp8, BlockwiseFP8Weight):
+                _set_aside_cache(stack, fp8)
+                if "main_grad" in vars(parameter):  # of a DTensor, which its to_local() reads
+                    _set_aside_main_grad(stack, parameter)
+            elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
                 for name in ("columnwise_data", "columnwise_scale"):
-                    stack.callback(setattr, parameter, name, getattr(parameter, name))
+                    stack.callback(setattr, fp8, name, getattr(fp8, name))
         # casts of weights, which would be used again without their graphs
         stack.callback(torch.clear_autocast_cache)
         yield
@@ -63,6 +67,12 @@ def _set_aside_cache(stack: ExitStack, weight: BlockwiseFP8Weight) -> None:
     weight.cache = FP8Cache(cache.master, cache.recipe)
     if main_grad is not None:
         weight.main_grad = torch.zeros_like(main_grad)
+
+
+def _set_aside_main_grad(stack: ExitStack, parameter: Any) -> None:
+    main_grad = parameter.main_grad
+    stack.callback(setattr, parameter, "main_grad", main_grad)
+    parameter.main_grad = None if main_grad is None else torch.zeros_like(main_grad)
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from ..distributed.dtensor import local_of
 from ..ops.checks import HIGH_PRECISION
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -50,8 +51,10 @@ class WeightMemory:
     def __init__(self, model: nn.Module) -> None:
         self._parts: dict[int, list[_Part]] = defaultdict(list)
         for name, parameter in model.named_parameters():
-            if not self._meet(parameter, name) and type(parameter) is nn.Parameter:
-                self._remember(parameter, name, is_fp8=False)
+            local = local_of(parameter)
+            held = parameter if local is None else local
+            if not self._meet(held, name) and type(held) in (nn.Parameter, Tensor):
+                self._remember(held, name, is_fp8=False)
         for name, buffer in model.named_buffers():
             if type(buffer) is Tensor:
                 self._remember(buffer, name, is_fp8=False)

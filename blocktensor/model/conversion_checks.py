@@ -13,9 +13,11 @@ from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
+from ..distributed.expert_parallel.stack_cuts import check_cuts
 from ..distributed.fsdp.fsdp_internals import Sharded, sharded_with
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.checks import high_precision
-from ..recipe import Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part, is_fully_sharded
@@ -56,7 +58,8 @@ def castable(
     Raises:
         ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
         TypeError: it is not bf16, fp16 or fp32.
-        NotImplementedError: a frozen DTensor, or a tensor parallel one; FSDP2 has gathered it.
+        NotImplementedError: a frozen DTensor, or one that another tensor parallel style has made;
+            FSDP2 has gathered it.
         RuntimeError: an autograd graph or a wrapper such as DDP uses it.
     """
     if is_lazy(weight):
@@ -70,11 +73,19 @@ def castable(
     high_precision(weight, what)
     local = local_of(weight)
     if local is not None:
-        _not_gathered_yet(weight, local, what)
-        if not weight.requires_grad and not weight.is_meta:
+        of_fsdp = True
+        if not any(is_parallel_linear(module, weight) for module in modules):
+            of_fsdp = _not_gathered_yet(weight, local, what, recipe)
+        elif sharded_with(lambda x: x is local)[0]:
+            raise NotImplementedError(
+                f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
+                f"besides: convert the model before fully_shard"
+            )
+        if of_fsdp and not weight.requires_grad and not weight.is_meta:
             raise NotImplementedError(
                 f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
-                f"convert the model before fully_shard, or with requires_grad=True"
+                f"convert the model before fully_shard and parallelize_module, or with "
+                f"requires_grad=True"
             )
     elif held is None:
         _not_gathered_now(modules, what)
@@ -87,7 +98,7 @@ def _castable_again(weight: Tensor, fp8: Any, what: str, recipe: Recipe | None) 
     if isinstance(fp8, BlockwiseFP8Tensor):
         reason = "is frozen in FP8, without its high-precision values"
         remedy = "convert the original weights"
-    elif not isinstance(weight, BlockwiseFP8Weight):
+    elif not isinstance(fp8, BlockwiseFP8Weight):
         reason = "is sharded in FP8"
         remedy = "convert before fully_shard"
     else:
@@ -104,14 +115,28 @@ def _difference(recipe: Recipe, other: Recipe) -> str:
     return ", ".join(f"{name}={mine!r}" for name, mine, others in pairs if mine != others)
 
 
-def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
+def is_parallel_linear(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a style of this package has cut ``weight``, which is that of ``module``."""
+    return module._parameters.get("weight") is weight and is_parallel(module)
+
+
+def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
+    """Whether FSDP2 shards the weight; else it is a stack that ranks share as they compute."""
     of_fsdp, has_run = sharded_with(lambda x: x is local)
+    if not of_fsdp and weight.ndim == 3:
+        format = (recipe or DEFAULT_RECIPE).weight_format
+        check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
+        return False
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # replicas aside, FSDP2 alone shards over one dimension of its mesh
     if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
-        remedy = "tensor parallel weights have no FP8 form yet; skip them"
-        if weight.ndim == 3 and set(dims) == {0}:
-            remedy = "experts that a rank holds whole can be converted after fully_shard"
+        remedy = (
+            "DTensor would compute its gradient in high precision; give ColwiseParallel or "
+            "RowwiseParallel of blocktensor.distributed to parallelize_module, before fully_shard, "
+            "or skip it"
+        )
+        if weight.ndim == 3:
+            remedy = "convert stacks that are cut inside experts before fully_shard"
         raise NotImplementedError(
             f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
             f"FSDP2 alone did not make: {remedy}"
@@ -121,6 +146,7 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str) -> None:
             f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
             f"already: convert the model before its first forward"
         )
+    return True
 
 
 def _are_whole_experts(weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[Sharded]) -> bool:

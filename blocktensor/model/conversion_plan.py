@@ -17,7 +17,7 @@ from .linears import fp8_part
 from .lm_head import heads_of
 from .matrices import Matrix
 from .module_names import with_all_above
-from .product_weights import sizes_of
+from .product_weights import local_stack, sizes_of
 from .skip_patterns import Weight
 
 Filter = Callable[[nn.Module, str], bool]
@@ -109,7 +109,8 @@ class ConversionPlan:
                 return "filter"
         if is_fp8 or is_lazy(weight) or self.thresholds is None:
             return None
-        sizes, is_stack = sizes_of(module, linear.key, weight), weight.ndim == 3
+        part, is_stack = local_stack(weight), weight.ndim == 3
+        sizes = sizes_of(module, linear.key, weight if part is None else part)
         small = (self.thresholds.experts() if is_stack else self.thresholds).undercut(*sizes)
         return f"small: {' and '.join(small)} (auto_filter_small_kn)" if small else None
 

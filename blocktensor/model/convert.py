@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of, with_local
+from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
@@ -23,7 +25,14 @@ from .experts import Experts, named_experts
 from .holders import needs_values
 from .linears import fp8_part, is_conv1d, kind_of
 from .matrices import Matrix, elements_of, matrices_of
-from .product_weights import frozen_form, is_transposed, sizes_of, weights_of, why_unconvertible
+from .product_weights import (
+    frozen_form,
+    is_transposed,
+    local_stack,
+    sizes_of,
+    weights_of,
+    why_unconvertible,
+)
 from .skip_patterns import weights_to_skip
 from .state_dict import register_state_hooks
 
@@ -51,8 +60,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             already.
 
     Raises:
-        NotImplementedError: the weight is a frozen or tensor parallel DTensor, or FSDP2 has
-            gathered it already; under FakeTensorMode.
+        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
+            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
+            linear, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -207,7 +217,10 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
-        return with_local(weight, FP8Shard(local.detach(), recipe))
+        if is_sharded_by_fsdp(local):
+            return with_local(weight, FP8Shard(local.detach(), recipe))
+        local = local.detach().requires_grad_(weight.requires_grad)
+        return with_local(weight, _converted_weight(module, key, local, recipe))
     if weight.requires_grad or weight.is_meta:
         return BlockwiseFP8Weight(weight.detach(), recipe)
     return frozen_form(module, key, weight, recipe)
@@ -215,20 +228,37 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
 
 def _why_converted(linear: Matrix) -> str:
     weight = linear.parameter
-    if isinstance(weight, BlockwiseFP8Tensor):
+    fp8 = fp8_part(weight)
+    if isinstance(fp8, BlockwiseFP8Tensor):
         why = "frozen: high-precision copy dropped"
     elif shard_of(weight) is not None:
         why = "trainable, gathered in FP8"
+    elif is_parallel(linear.module):
+        why = _why_parallel(linear.module, weight)
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
     if weight.ndim == 3:
         n, k = sizes_of(linear.module, linear.key, weight)
         order = "E x K x N" if is_transposed(linear.module, linear.key) else "E x N x K"
-        return f"{why} (experts, {order}: E={len(weight)}, N={n}, K={k})"
+        sizes = f"experts, {order}: E={len(weight)}, N={n}, K={k}"
+        if (part := local_stack(weight)) is not None:
+            sizes += f"; on this rank {' x '.join(map(str, part.shape))}"
+        return f"{why} ({sizes})"
     kind = kind_of(linear.module)
     if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
     return why if kind == "Linear" else f"{why} (subclass {kind})"
+
+
+def _why_parallel(module: nn.Module, weight: Tensor) -> str:
+    """Of a tensor parallel linear: what a rank holds, and where that is too small to be faster."""
+    local = local_of(weight)
+    assert local is not None
+    held = " x ".join(map(str, local.shape))
+    kind = "trainable" if weight.requires_grad else "frozen"
+    small = SmallKN().undercut(*sizes_of(module, "weight", local))
+    slow = f", small for its speed: {' and '.join(small)}" if small else ""
+    return f"{kind}, tensor parallel: {held} a rank{slow}"
 
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
@@ -253,6 +283,8 @@ def _bytes_of(matrix: Matrix) -> int:
         return 0
     if (shard := shard_of(weight)) is not None:
         return shard.master.nbytes
+    local = local_of(weight)
+    weight = weight if local is None else local
     if isinstance(weight, BlockwiseFP8Tensor):
         return weight.format.nbytes(weight.shape)
     if isinstance(weight, BlockwiseFP8Weight):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
 from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
@@ -16,7 +17,7 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..text_table import collapse_alike, text_table
 from .experts import experts_per_token
 from .linears import fp8_part
-from .product_weights import fp8_weights, label_of, sizes_of
+from .product_weights import fp8_weights, label_of, local_stack, sizes_of
 
 Shape = tuple[int, int, int]
 
@@ -97,12 +98,15 @@ def explain(
                 fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
                 kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
                 casts = fp8.recipe
-                sizes = sizes_of(module, key, weight)
+                # ranks that share a stack or a tensor parallel linear each multiply by a part
+                part = fp8 if is_parallel(module) else local_stack(weight)
+                multiplied = weight if part is None else part
+                sizes = sizes_of(module, key, multiplied)
                 label, where = label_of(name, key), weight.device
                 if weight.ndim == 3:
                     shape = (tokens * experts_per_token(module), *sizes)
                     dtypes = dtype, weight.dtype
-                    products += _grouped(label, shape, len(weight), kinds, casts, dtypes, where)
+                    products += _grouped(label, shape, len(multiplied), kinds, casts, dtypes, where)
                     continue
                 bias = None if getattr(module, "bias", None) is None else dtype
                 shape = (tokens, *sizes)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.dtensor import local_of
+from ..distributed.dtensor import with_local
+from ..distributed.fsdp.gathered import GatheredInFP8
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
@@ -81,8 +82,10 @@ def _swap_all(
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for label, module, key in weights:
         weight: Any = module._parameters[key]
-        new = None if id(weight) in done else swapped(module, key, weight)
+        held = fp8_part(weight)
+        new = None if id(weight) in done else swapped(module, key, held)
         if new is not None:
+            new = new if held is weight else with_local(weight, new)
             weight.grad = None
             swap_in(weight, new)
             weight.requires_grad_(trains)
@@ -96,15 +99,16 @@ def _swap_all(
 def _check(label: str, module: nn.Module, key: str) -> None:
     """Raise if an FP8 weight cannot be exchanged."""
     weight: Any = module._parameters[key]
-    if fp8_part(weight) is None:
+    fp8 = fp8_part(weight)
+    if fp8 is None:
         return
     what = f"the weight of {label!r}" if label else "the weight"
     # what FSDP2 gathers of a trainable weight is of the frozen kind, but requires a gradient
-    looks_gathered = isinstance(weight, BlockwiseFP8Tensor) and weight.requires_grad
-    if local_of(weight) is not None or (looks_gathered and _has_ranks()):
+    looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.requires_grad
+    if isinstance(fp8, GatheredInFP8) or (looks_gathered and _has_ranks()):
         raise NotImplementedError(
-            f"{what} is sharded by FSDP2, under which it stays trainable or frozen as it was: "
-            f"freeze or unfreeze the model before fully_shard"
+            f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
+            f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
         )
     swappable(weight, what)
 
@@ -112,7 +116,7 @@ def _check(label: str, module: nn.Module, key: str) -> None:
 def _check_holders(label: str, module: nn.Module, key: str, known: int) -> None:
     """Raise if another module needs the master of a weight that is to be frozen."""
     weight: Any = module._parameters[key]
-    if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
+    if not isinstance(fp8_part(weight), BlockwiseFP8Weight) or weight.is_meta:
         return
     del weight  # references to it are counted
     holder = needs_values(module, known, key)

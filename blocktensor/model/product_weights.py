@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
+from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
+from ..distributed.fsdp.gathered import GatheredInFP8
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from . import linears
@@ -51,6 +53,17 @@ def sizes_of(module: nn.Module, key: str, weight: Tensor) -> tuple[int, int]:
     """N (outputs) and K (inputs) of the products with a weight, or with each matrix of a stack."""
     *_, rows, columns = weight.shape
     return (columns, rows) if is_transposed(module, key) else (rows, columns)
+
+
+def local_stack(weight: Tensor) -> Tensor | None:
+    """The part of a stack that a rank multiplies by, of experts that ranks share; None of others.
+
+    What FSDP2 shards is not such a part: it is gathered before a product reads it.
+    """
+    local = local_of(weight)
+    if local is None or weight.ndim != 3 or isinstance(local, GatheredInFP8):
+        return None
+    return None if is_sharded_by_fsdp(local) else local
 
 
 def is_transposed(module: nn.Module, key: str) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.fsdp.trainable import FP8Shard
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part
-from .product_weights import frozen_form
+from .product_weights import frozen_form, local_stack
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -25,12 +26,12 @@ def register_state_hooks(module: nn.Module) -> None:
 
 
 def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Unwrap shards; a whole weight is plain already (``autograd/torch_callers.py``)."""
+    """Unwrap local parts; a whole weight is plain already (``autograd/torch_callers.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
-        shard = shard_of(value)
-        if shard is not None and value is not parameter:  # it is with keep_vars=True
-            state[f"{prefix}{name}"] = with_local(value, shard.master)
+        local = local_of(value)
+        if isinstance(local, MasterBase) and value is not parameter:  # it is with keep_vars=True
+            state[f"{prefix}{name}"] = with_local(value, local.master)
 
 
 def _wrap_assigned_weights(
@@ -47,6 +48,12 @@ def _wrap_assigned_weights(
 
 def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
     """A plain tensor as the FP8 type that it takes the place of; None for other types."""
+    if (part := local_stack(weight)) is not None:
+        local = local_of(value)
+        if local is None:
+            return _wrapped(module, name, part, value)
+        wrapped = _wrapped(module, name, part, local)
+        return None if wrapped is None else with_local(value, wrapped)
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
         if weight.main_grad is not None and weight.shape == wrapped.shape:
@@ -54,8 +61,8 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
         return wrapped
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
         return frozen_form(module, name, value, weight.recipe)
-    if (shard := shard_of(weight)) is not None and shard_of(value) is None:
-        local = local_of(value)
+    held, local = local_of(weight), local_of(value)
+    if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
         assert local is not None
-        return with_local(value, FP8Shard(local.detach(), shard.recipe))
+        return with_local(value, type(held)(local.detach(), held.recipe))
     return None

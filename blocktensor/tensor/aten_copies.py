@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.formats import Quantized
-from ..ops.scale_layouts import copy_data_, empty_quantized
+from ..ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from .fp8_tensor import BlockwiseFP8Tensor, only_dtype
 from .refusals import refuse, refuse_to_pick
 
@@ -111,6 +111,32 @@ def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     refuse(func)
 
 
+def _picked_rows(func: Any, x: Tensor, *args: Any) -> Tensor:
+    """Rows of tokens in blocks of one row, with their scales."""
+    is_matrix = isinstance(x, BlockwiseFP8Tensor) and x.format.rows == 1 and x.ndim == 2
+    if not (is_matrix and _is_of_rows(*args)):
+        _picked(func, x, *args)
+    assert isinstance(x, BlockwiseFP8Tensor)
+    row = x.operand.rowwise
+    if row is None or x.serves_wgrad:
+        raise NotImplementedError(
+            f"{func} of {x!r}, whose columnwise blocks hold several rows each: index the tensor "
+            f"that it was cast from, or .dequantize(), or cast rowwise alone "
+            f"(BlockwiseFP8Tensor.quantize(x, columnwise=False))"
+        )
+    data = func(row.data.view(torch.uint8), *args).view(row.data.dtype)
+    made = laid_out(data, func(row.scale, *args), row.format)
+    return BlockwiseFP8Tensor(made, None, shape=data.shape, dtype=x.dtype, recipe=x.recipe)
+
+
+def _is_of_rows(first: Any, *others: Any) -> bool:
+    """Whether the arguments of ``index_select`` or ``index`` pick rows of a matrix."""
+    if isinstance(first, int):
+        return first in (0, -2)
+    index, *rest = first
+    return index is not None and index.ndim == 1 and not any(x is not None for x in rest)
+
+
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
     copy_data_(target.data, source.data, non_blocking)
     target.scale.copy_(source.scale, non_blocking=non_blocking)
@@ -122,7 +148,7 @@ COPIES: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty_like,
     aten.zeros_like.default: _zeros_like,
     aten.copy_.default: _copy_,
-    aten.index.Tensor: _picked,
-    aten.index_select.default: _picked,
+    aten.index.Tensor: _picked_rows,
+    aten.index_select.default: _picked_rows,
     aten.gather.default: _picked,
 }

@@ -62,6 +62,8 @@ class BlockwiseFP8Tensor(FP8Base):
         source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
+        prepared: of an input that was gathered for several tensor parallel linears; else None
+            (``distributed/tensor_parallel/shared_input.py``).
 
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
     128x128 tensor may be a stack ``[E, N, K]``.
@@ -77,6 +79,7 @@ class BlockwiseFP8Tensor(FP8Base):
     source_version: tuple[int, int] | None = None
     recipe: Recipe
     generation: Generation | None = None
+    prepared: object | None = None
 
     @staticmethod
     def __new__(
@@ -323,10 +326,9 @@ class BlockwiseFP8Tensor(FP8Base):
             formats=self.formats[::-1] if transpose else self.formats,
             source=None if transpose else self.source,
         )
-        if self.generation is not None:
-            made.generation = self.generation
-        if self.source_version is not None:
-            made.source_version = self.source_version
+        for name in ("generation", "source_version", "prepared"):
+            if (value := getattr(self, name)) is not None:
+                setattr(made, name, value)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -47,7 +47,7 @@ class LateCopy(FP8Cache):
         self.source, self.dtype = source, dtype
         self.recipe, self.format = source.recipe, source.format
         self.casts, self.main_grad = 0, source.main_grad if whole is None else None
-        self._parts, self._copies = {}, None
+        self._parts, self._copies, self.in_whole = {}, None, None
         self._version = source.version()
         self._copy: Tensor | None = None
         self._own: FP8Cache | None = None

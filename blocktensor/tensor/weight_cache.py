@@ -63,10 +63,12 @@ class FP8Cache:
         recipe, format: of its casts.
         casts: how many were made so far.
         main_grad: the buffer that weight gradients are added to, if any.
+        in_whole: the cache of casts with the scales of a whole of which the master is a part
+            (``distributed/tensor_parallel/weight_part.py``); None until it is asked for.
     """
 
     __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format",
-                 "main_grad", "master", "recipe")  # fmt: skip
+                 "in_whole", "main_grad", "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
@@ -74,6 +76,7 @@ class FP8Cache:
         self.recipe, self.format = recipe, recipe.weight_format
         self.casts = 0
         self.main_grad: Tensor | None = None
+        self.in_whole: FP8Cache | None = None
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._reuse = StepReuse() if recipe.cache_weight == "step" else None
         self._parts: dict[int, FP8Cache] = {}
@@ -201,7 +204,7 @@ class FP8Cache:
         """Cast again at the next use."""
         if self._reuse is not None:
             self._reuse.forget()
-        for part in self._parts.values():
+        for part in self.parts():
             part.invalidate()
 
     def held(self) -> Operand:
@@ -215,8 +218,9 @@ class FP8Cache:
         return sum(cache.held().nbytes() for cache in (self, *self.parts()))
 
     def parts(self) -> tuple[FP8Cache, ...]:
-        """The caches that :meth:`part` has made."""
-        return tuple(self._parts.values())
+        """The caches of casts of its parts, or with other scales, that were asked for."""
+        others = () if self.in_whole is None else (self.in_whole,)
+        return (*self._parts.values(), *others)
 
     def version(self) -> int:
         """The count of writes to the master; inference tensors have none."""

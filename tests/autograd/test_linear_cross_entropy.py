@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, audit, convert, freeze, functional
 from blocktensor.autograd import linear_cross_entropy as module_under_test
+from blocktensor.autograd import whole_functions
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import relative_error
 from tests.support.ranks import on_ranks
@@ -222,15 +223,27 @@ def test_second_derivatives_raise() -> None:
         dx.sum().backward()
 
 
-def test_a_compiled_caller_breaks_its_graph() -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_compiled_callers(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph breaks; of all logits in one graph where Dynamo met the function first."""
     head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
     want = run(chunked(x, head.weight, target), x, head.weight)
+    torch.compiler.reset()
+    if announced:
+        whole_functions.announce()
+    else:
+        monkeypatch.setattr(whole_functions, "_announced", False)
+        monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
 
     def loss(x: Tensor) -> Tensor:
-        return chunked(x * 1, head.weight, target)
+        return chunked(x, head.weight, target)
 
-    made = run(torch.compile(loss, backend="aot_eager")(x), x, head.weight)
-    assert all(map(torch.equal, made, want))
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=not announced)
+    assert all(map(torch.equal, run(compiled(x), x, head.weight), want))
+    if announced:
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
 
 
 def test_audit_sees_fp8() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import check, experts, grouped, qwen3, results, shapes, summary
+from benchmarks import check, experts, gemm, grouped, qwen3, results, shapes, summary
 from benchmarks.check import Bar
 from benchmarks.results import Row
 
@@ -130,12 +130,14 @@ def good_rows() -> dict[str, list[Row]]:
     gemms: list[Row] = [
         dict(zip("mnk", s, strict=True))
         | {"kind": kind, "blocktensor": 1300.0, "cublas": 1100.0, "tensorwise": 1310.0}
-        for kind in ("fprop", "wgrad", "wgrad_add")
+        | ({"cublas_1x128": 800.0} if kind.startswith("square") else {})
+        for kind in gemm.KINDS
         for s in shapes.SET_S
     ]
     linears: list[Row] = [
         dict(zip("mnk", s, strict=True))
         | {"eager_speedup": 1.6, "graph_speedup": 1.6, "over_parts": 1.0}
+        | {"eager_square_speedup": 1.8, "graph_square_speedup": 1.8}
         for s in shapes.LINEAR
     ]
     casting = ("rowwise", "columnwise", "rowwise+columnwise", "128x128")
@@ -177,7 +179,7 @@ def good_rows() -> dict[str, list[Row]]:
     groupeds: list[Row] = [
         {"kind": kind, "groups": groups, "tokens_per_expert": round(t / e), "n": n, "k": k}
         | {"blocktensor": 1200.0, "dense": 1210.0}
-        | ({} if kind == "cast" else {"bf16": 600.0})
+        | ({} if kind.endswith("cast") else {"bf16": 600.0})
         for kind in grouped.KINDS
         for groups in grouped.GROUPS
         for e, t, n, k in shapes.GROUPED

@@ -59,10 +59,14 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
     found = {
         "bf16": run(example, where / "bf16", *bf16),
         "fp8": run(example, where / "fp8", *fp8),
+        "fused": run(example, where / "fused", *fp8, "--fuse"),
         "gather": run(example, where / "gather", *fp8, "--gather", "bf16"),
         "ac": run(example, where / "ac", *fp8, "--ac", "--no-reshard-after-forward"),
         "fp32": run(example, where / "fp32", "--precision", "fp8", "--loss-chunk", "50"),
     }
+    more = [*fp8, "--accumulate", "3", "--wgrad-input", "128x128"]
+    found["accumulated"] = run(example, where / "accumulated", *more)
+    found["kept"] = run(example, where / "kept", *more, "--no-reshard-after-forward")
     found["head"] = run(example, where / "head", *fp8, "--head", "fp8")
     saving = [*fp8, "--checkpoint", str(where / "saved"), "--checkpoint-every", "4"]
     found["stopped"] = run(example, where / "stopped", *saving, steps=6)
@@ -112,7 +116,16 @@ def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
     assert ends["fp32"] == pytest.approx(ends["bf16"], rel=0.1)  # another master rounds otherwise
 
 
-@pytest.mark.parametrize("other", ["gather", "ac"])
+def test_microbatches(runs: dict[str, Any]) -> None:
+    """Weights that stay gathered between them change no bit."""
+    record = runs["accumulated"]
+    assert record["losses"] == runs["kept"]["losses"]
+    assert record["losses"] != runs["fp8"]["losses"]
+    assert record["losses"][0] == pytest.approx(runs["fp8"]["losses"][0], rel=0.05)
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(3 * 64 / record["step_seconds"])
+
+
+@pytest.mark.parametrize("other", ["gather", "ac", "fused"])
 def test_the_way_to_the_weights_changes_no_bit(runs: dict[str, Any], other: str) -> None:
     assert runs[other]["losses"] == runs["fp8"]["losses"]
 
@@ -241,6 +254,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--gather", "bf16"], "--gather is about FP8 weights: give --precision fp8 as well"),
+        (["--fuse"], "--fuse is about FP8 weights: give --precision fp8"),
         (["--head", "fp8"], "--head fp8 needs --precision fp8, without --gather bf16"),
         (
             ["--precision", "fp8", "--head", "fp8", "--loss-chunk", "50"],

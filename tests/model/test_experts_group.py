@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Weight, Recipe, convert, share_inputs
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, share_inputs
 from blocktensor.autograd.shared_cast import this_thread
 from blocktensor.model.share_inputs import SharingReport
 from tests.support.models import randn
@@ -61,6 +61,21 @@ def test_gate_and_up_share_one_cast_and_keep_their_bits(wgrad_input: Any) -> Non
     report.remove()
     step(module, tokens())
     assert report.casts == 6
+
+
+def test_rows_that_are_fp8_already_are_cast_again_once() -> None:
+    alone, module = experts(), experts()
+    report = shared(module)
+    rows = BlockwiseFP8Tensor.quantize(tokens().detach(), columnwise=False)
+    for turn in range(1, 3):
+        made = []
+        for each in (alone, module):
+            each(rows, SIZES).backward(randn(140, K, seed=9))
+            made.append([p.grad for p in each.parameters()])
+            each.zero_grad()
+        for a, b in zip(*made, strict=True):
+            assert torch.equal(a, b)
+        assert (report.casts, report.saved) == (2 * turn, turn)
 
 
 @pytest.mark.parametrize("other", ["1x128", "high_precision"])

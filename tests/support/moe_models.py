@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.support.models import randn
 
@@ -36,6 +37,7 @@ class GroupedExperts(nn.Module):
         offs = sizes.cumsum(0, dtype=torch.int32)
 
         def by(x: Tensor, w: Tensor) -> Tensor:
+            w = w.to_local() if isinstance(w, DTensor) else w
             stack = (
                 w.transpose(-2, -1).bfloat16() if self.before else w.bfloat16().transpose(-2, -1)
             )

@@ -20,12 +20,14 @@ class Traffic(NamedTuple):
 
 
 class Wire(TorchDispatchMode):
-    """Every tensor that is gathered or all-reduced."""
+    """Every tensor that is gathered, all-reduced, cut and sent to be added, or exchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gathered: list[Tensor] = []
         self.reduced: list[Tensor] = []
+        self.scattered: list[Tensor] = []
+        self.exchanged: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -35,7 +37,19 @@ class Wire(TorchDispatchMode):
         elif func.namespace == "c10d" and "allreduce" in str(func):
             (tensor,) = args[0]
             self.reduced.append(tensor)
+        elif func.namespace == "_c10d_functional":
+            self._functional(str(func.overloadpacket).partition(".")[2], args[0])
         return func(*args, **(kwargs or {}))
+
+    def _functional(self, name: str, sent: Any) -> None:
+        if "gather" in name:
+            self.gathered += sent if isinstance(sent, list) else [sent]
+        elif name == "all_reduce":
+            self.reduced.append(sent)
+        elif name == "reduce_scatter_tensor":
+            self.scattered.append(sent)
+        elif "all_to_all" in name:
+            self.exchanged.append(sent)
 
     def traffic(self) -> Traffic:
         return Traffic(

@@ -59,6 +59,13 @@ def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded],
     return [], False
 
 
+def is_sharded_by_fsdp(local: Tensor) -> bool:
+    """Whether the local part of a DTensor is what FSDP2 shards, and gathers for products."""
+    return any(
+        param._sharded_local_tensor is local for state in _states() for param in _params(state)
+    )
+
+
 def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:
     info, after = param.mesh_info, param.post_forward_mesh_info
     if after is not None and after is not info:

@@ -28,9 +28,8 @@ from .gluon_words import (
 )
 from .groups import blocks_of, grouped_by, grouped_columnwise_by, padded_groups, place
 from .numerics import TINY_BITS, divisor, method_for, scale_from_bits
+from .producer import NONE, Producer
 from .triton_cast import both_by, columnwise_by
-
-PATCH_ROWS = gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -97,25 +96,29 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "tokens",
-        "col_blocks",
+        "col_blocks", "y_stride_m", "z_stride_m",
     ]
 )  # fmt: skip
 def cast_columnwise_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
-    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks,
+    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,
+    y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
+    PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
+    PARTS: gl.constexpr, PER_ROW: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
     # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
     # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
     # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
-    # neighbours along K then, else along M.
+    # neighbours along K then, else along M. With COMPUTE (producer.py), the tile is computed from
+    # those of x, y and z, and of two PARTS the second has other outputs.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
-    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 2, gl.num_warps())
+    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())
     BY_ROW: gl.constexpr = LAYOUTS[0]
     BY_COLUMN: gl.constexpr = LAYOUTS[1]
     COLUMNS: gl.constexpr = LAYOUTS[2]
@@ -128,6 +131,13 @@ def cast_columnwise_kernel(
     words = cols * UNIT_K
     stride = stride_m * UNIT_K
     tile = gl.program_id(0)
+    part = 0
+    if PARTS == 2:
+        part = tile % 2
+        tile = tile // 2
+        if part == 1:
+            row_ptr, row_scale_ptr = row_ptr_1, row_scale_ptr_1
+            col_ptr, col_scale_ptr = col_ptr_1, col_scale_ptr_1
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
     col_m = tile_m.to(gl.int64) * 128
@@ -159,6 +169,20 @@ def cast_columnwise_kernel(
         x = gl.load(source + (row * stride + word), mask=inside, other=0)
     else:
         x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
+    if COMPUTE is not None:
+        y, z = x, x
+        if SOURCES > 1:
+            ld = y_stride_m * UNIT_K
+            source = y_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
+            y = gl.load(source + (m * ld + word), mask=inside, other=0)
+        if SOURCES > 2:  # of part 0 alone
+            ld = z_stride_m * UNIT_K
+            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
+            z = gl.load(source + (m * ld + word), mask=inside & (part == 0), other=0)
+        if PER_ROW:
+            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m
+            z = gl.load(source + m, mask=m < rows_left, other=0)
+        x = COMPUTE(x, y, z, part, DETAIL, DTYPE)
 
     magnitude = magnitudes(x, DTYPE)
     if not SQUARE:
@@ -246,37 +270,54 @@ def cast_columnwise_kernel(
         row_partial._keep_alive()
 
 
+def _threads(
+    per_word: int, unit_k: int, rowwise: bool, producer: Producer
+) -> tuple[int, dict[str, int]]:
+    # Rows of a thread's patch, and options. Without a limit, fewer programs fit on an SM.
+    if producer.compute is None:
+        limit = {"maxnreg": 128} if rowwise and unit_k > 1 else {}
+        return 16, {"num_warps": 8 // per_word, **limit}
+    # A thread holds its patch of every source, and the steps of the computation: 16 warps share a
+    # tile. Two programs then fit on an SM; one, where the limit of 64 registers would make it spill
+    fits = per_word == 2 and len(producer.more) < 2
+    fits = fits and (producer.per_row is None or unit_k > 1)
+    return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
+
+
 def plan_columnwise(
     x: Tensor,
     row: Quantized | None,
     col: Quantized,
     offs: Tensor | None = None,
     index: Tensor | None = None,
+    producer: Producer = NONE,
 ) -> Launch:
     """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``.
 
-    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
+    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``; or of what ``producer``
+    makes of ``x``.
     """
     k, m = col.data.shape
     assert m % VECTOR_BYTES == 0
     row_data, row_scale, _ = row or col
     blocks_k = num_blocks(k)
     per_word = 4 // x.element_size()
-    unit_k = 4 if (k | x.stride(0)) % (4 * per_word) == 0 else 1
-    options = {"num_warps": 8 // per_word}
-    if row is not None and unit_k > 1:
-        options["maxnreg"] = 128  # an SM then holds 4 programs, 2 of fp32; nothing spills
+    sources = (x, *producer.more)
+    even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
+    unit_k = 4 if even else 1
+    patch_rows, options = _threads(per_word, unit_k, row is not None, producer)
     tokens = (x if index is None else index).shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes
     return Launch(
         cast_columnwise_kernel,
-        (blocks_of(tokens, groups, row is not None) * blocks_k,),
+        (blocks_of(tokens, groups, row is not None) * blocks_k * producer.parts,),
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
          x if offs is None else offs, x if index is None else index, groups, tokens,
-         num_blocks(m)),
+         num_blocks(m),
+         *producer.arguments(x, (row_data, row_scale, *col[:2]), per_word * unit_k)),
         {
             "ROWWISE": row is not None,
             "SQUARE": square,
@@ -286,6 +327,8 @@ def plan_columnwise(
             "UNIT_K": unit_k,
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,
+            "PATCH_ROWS": patch_rows,
+            **producer.constants(),
         },
         options,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def grouped_columnwise_by(
     plan: Planner, x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
 ) -> Quantized:
     """The columnwise form of tokens in groups, written by the kernel that ``plan`` launches."""
-    col = _empty_columnwise(x, offs, index, format)
+    col = empty_grouped_columnwise(x, offs, index, format)
     plan(x, None, col, offs, index)()
     return col
 
@@ -75,13 +75,14 @@ def grouped_by(
     """Both forms of tokens in groups, written by the kernel that ``plan`` launches."""
     rows = (x if index is None else index).shape[0]
     row = empty_quantized((rows, x.shape[1]), format, x.device)
-    col = _empty_columnwise(x, offs, index, columnwise_format or format)
+    col = empty_grouped_columnwise(x, offs, index, columnwise_format or format)
     plan(x, row, col, offs, index)()
     return row, col
 
 
-def _empty_columnwise(
+def empty_grouped_columnwise(
     x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
 ) -> Quantized:
+    """Uninitialised data and scales of the columnwise cast of tokens in groups."""
     rows = (x if index is None else index).shape[0]
     return empty_quantized((x.shape[1], group_columns(rows, offs.shape[0])), format, x.device)

@@ -24,7 +24,18 @@ from .groups import (
     rows_of_block,
 )
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
+from .producer import NONE, Producer
 from .triton_128x128 import plan_128x128
+
+
+@triton.jit
+def _more(ptr, stride_m, first_m, first_k, m, k, inside, EVEN: tl.constexpr):
+    # The tile of another tensor, whose rows have unit stride
+    source = ptr + first_m * stride_m + first_k + (m[:, None] * stride_m + k[None, :])
+    if EVEN:
+        return tl.load(source)
+    else:
+        return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit(
@@ -33,17 +44,27 @@ from .triton_128x128 import plan_128x128
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
     row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, columns,
+    y_ptr, z_ptr, y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
-    GROUPS: tl.constexpr, INDEXED: tl.constexpr,
+    GROUPS: tl.constexpr, INDEXED: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
+    SOURCES: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
     # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
     # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
     # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
-    # groups and fills one whole block of the columnwise form.
+    # groups and fills one whole block of the columnwise form. With COMPUTE (producer.py), the tile
+    # is computed from those of x, y and z, and of two PARTS the second has other outputs.
     tile = tl.program_id(0)
+    part = 0
+    if PARTS == 2:
+        part = tile % 2
+        tile = tile // 2
+        if part == 1:
+            row_ptr, row_scale_ptr = row_ptr_1, row_scale_ptr_1
+            col_ptr, col_scale_ptr = col_ptr_1, col_scale_ptr_1
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
     m = tl.arange(0, TILE_M)
@@ -75,6 +96,15 @@ def cast_1x128_kernel(
         x = tl.load(source + offsets)
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
+    if COMPUTE is not None:
+        y, z = x, x
+        if SOURCES > 1:
+            y = _more(y_ptr, y_stride_m, first_m, first_k, m, k, inside, EVEN)
+        if SOURCES > 2:  # of part 0 alone
+            z = _more(z_ptr, z_stride_m, first_m, first_k, m, k, inside & (part == 0), False)
+        if PER_ROW:
+            z = tl.load(z_ptr + first_m + m, mask=m < rows_left, other=0.0)[:, None]
+        x = COMPUTE(x, y, z, part, DETAIL, x_ptr.dtype.element_ty)
     bits = magnitude_bits(x)
     x = x.to(tl.float32)
 
@@ -129,6 +159,11 @@ def _vectorised(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(-2) % 8 == 0
 
 
+def is_awkward(x: Tensor) -> bool:
+    """True if a tile of ``x`` is read in single elements or with 64-bit offsets."""
+    return not _vectorised(x) or is_wide(*x.stride(), *x.shape)
+
+
 def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool) -> int:
     if not columnwise:
         return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
@@ -144,10 +179,12 @@ def plan_1x128(
     col: Quantized | None,
     offs: Tensor | None = None,
     index: Tensor | None = None,
+    producer: Producer = NONE,
 ) -> Launch:
     """The launch that casts ``x[M, K]`` into the outputs that are not None.
 
-    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``.
+    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``; or of what ``producer``
+    makes of ``x``.
     """
     k = x.shape[1]
     m = (x if index is None else index).shape[0]
@@ -163,23 +200,25 @@ def plan_1x128(
     square = col is not None and col.format.transposes
     return Launch(
         cast_1x128_kernel,
-        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k,),
+        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k * producer.parts,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
          col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
          blocks_k, x if offs is None else offs, x if index is None else index, groups,
-         col.data.shape[1] if col else 0),
+         col.data.shape[1] if col else 0,
+         *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
             "COLUMNWISE": col is not None,
             "SQUARE": square,
             "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
-            "WIDE": is_wide(*x.stride(), m, k),
+            "WIDE": is_wide(*x.stride(), *(y.stride(0) for y in producer.more), m, k),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),
             "INDEXED": index is not None,
+            **producer.constants(),
         },
         {"num_warps": _warps_1x128(x, col is not None, offs is not None)},
     )  # fmt: skip
@@ -205,9 +244,8 @@ def quantize_both(
     Except with scalar loads or 64-bit offsets, of fp32 or into two formats: both casts of a tile
     would spill registers.
     """
-    awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape)
     columnwise_format = columnwise_format or format
-    if awkward and (x.dtype == torch.float32 or columnwise_format is not format):
+    if is_awkward(x) and (x.dtype == torch.float32 or columnwise_format is not format):
         return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format)
     return both_by(plan_1x128, x, format, columnwise_format)
 
@@ -230,8 +268,7 @@ def quantize_grouped(
 
     Except fp32 with scalar loads, 64-bit offsets or an index: both casts of a tile would spill.
     """
-    awkward = not _vectorised(x) or is_wide(*x.stride(), *x.shape) or index is not None
-    if awkward and x.dtype == torch.float32:
+    if (is_awkward(x) or index is not None) and x.dtype == torch.float32:
         columnwise = quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
         return quantize_rowwise(x if index is None else x[index], format), columnwise
     return grouped_by(plan_1x128, x, offs, index, format, columnwise_format)

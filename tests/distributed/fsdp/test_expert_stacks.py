@@ -317,16 +317,11 @@ def test_experts_of_expert_parallelism(world: int, device: str) -> None:
 def test_stacks_that_are_no_whole_experts_are_not_converted(world: int, device: str) -> None:
     mesh = two_dims(world, device)
     values = randn(4, 128, 192, device=device)
-    for cut, dim, is_sharded, remedy in (
-        (1, 0, True, "tensor parallel weights have no FP8 form yet"),
-        (2, 1, True, "tensor parallel weights have no FP8 form yet"),
-        (1, 1, True, "tensor parallel weights have no FP8 form yet"),
-        (0, 0, False, "experts that a rank holds whole can be converted after fully_shard"),
-    ):
+    remedy = "convert stacks that are cut inside experts before fully_shard"
+    for cut, dim in ((1, 0), (2, 1), (1, 1)):
         ep = DTensor.from_local(values.clone(), mesh["inner"], [Shard(cut)], run_check=False)
         model = LocalExperts(ep)
-        if is_sharded:
-            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
+        fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
         before = model.w._local_tensor
         with pytest.raises(NotImplementedError, match=f"FSDP2 alone did not make: {remedy}"):
             convert(model, auto_filter_small_kn=False, experts=NAMED)

@@ -1,0 +1,139 @@
+"""Where the time of one Llama-8B layer goes, bf16 beside FP8, and the least that it could take.
+
+Parts are sums of kernels of one profiled step. The step itself is timed without a profiler; the
+time that no kernel fills is idle. Limits: dense peaks of the tensor cores, and of HBM for casts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import profiled
+from .block import variant
+from .llama import Shape, stack, step
+from .timing import Call, round_robin
+
+TIME = 8192
+"""Tokens of the one sequence."""
+
+QUICK: dict[str, Any] = {"shape": Shape(dim=1024, hidden=2048, heads=8, kv_heads=2), "rounds": 3}
+"""The arguments of a smoke run."""
+
+VARIANTS = ("bf16", "fp8", "fp8, wgrad_input=128x128")
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
+    "norms": ("rms_norm", "rmsnorm", "layer_norm", "rsqrt"),
+    "swiglu": ("silu", "sigmoid"),
+}
+"""Parts of the names of kernels that are neither GEMMs nor casts; the first that fits."""
+
+REST = "rest"
+CASTS = ("activation_casts", "weight_casts", "weight_transposes")
+
+BF16_FLOPS, FP8_FLOPS, BYTES = 989e12, 1979e12, 4.8e12
+"""Peaks of an H200 in a second: dense tensor cores, HBM."""
+
+
+def part_of(kernel: str) -> str:
+    """What a kernel of this name belongs to: a kind of ``profiled``, of :data:`PARTS`, or rest."""
+    name = kernel.lower()
+    for part, words in PARTS.items():
+        if any(word in name for word in words):
+            return part
+    kind = profiled.kind_of(kernel)
+    return REST if kind in (profiled.OTHER, "copies") else kind
+
+
+def by_part(spent: Mapping[str, float]) -> dict[str, float]:
+    """Microseconds by part, from microseconds by kernel."""
+    made: dict[str, float] = defaultdict(float)
+    for kernel, us in spent.items():
+        made[part_of(kernel)] += us
+    return dict(made)
+
+
+def attention_kernel(spent: Mapping[str, float]) -> str:
+    """The name of the attention kernel that takes longest, without its template arguments."""
+    found = {kernel: us for kernel, us in spent.items() if part_of(kernel) == "attention"}
+    if not found:
+        return "none"
+    name = max(found, key=lambda kernel: found[kernel])
+    return name.removeprefix("void ").partition("<")[0].partition("(")[0]
+
+
+def limits(shape: Shape, tokens: int, fp8: bool) -> dict[str, float]:
+    """The least microseconds of forward and backward: GEMMs, causal attention, casts.
+
+    Casts: each input and output gradient of a linear read in bf16 and written twice, each weight
+    read, written and transposed.
+    """
+    kv = shape.kv_heads * shape.head_dim
+    d, h = shape.dim, shape.hidden
+    linears = ((d, d), (kv, d), (kv, d), (d, d), (h, d), (h, d), (d, h))  # N, K
+    flops = sum(6 * tokens * n * k for n, k in linears)
+    attention = 3.5 * 2 * tokens * tokens * d  # the forward's two products, backward's five, halved
+    cast = sum(4 * tokens * (n + k) + 5 * n * k for n, k in linears)
+    return {
+        "gemms": flops / (FP8_FLOPS if fp8 else BF16_FLOPS) * 1e6,
+        "attention": attention / BF16_FLOPS * 1e6,
+        "casts": cast / BYTES * 1e6 if fp8 else 0.0,
+    }
+
+
+def row_of(
+    name: str, mode: str, ms: float, spent: Mapping[str, float], least: Mapping[str, float]
+) -> dict[str, Any]:
+    """One row: microseconds of the step by part, beside their limits."""
+    parts = by_part(spent)
+    casts = sum(parts.get(kind, 0.0) for kind in CASTS)
+    shown = {
+        "gemms": parts.get("gemms", 0.0),
+        "attention": parts.get("attention", 0.0),
+        "casts": casts,
+        **{part: parts.get(part, 0.0) for part in ("norms", "swiglu", REST)},
+    }
+    return {
+        "variant": name,
+        "mode": mode,
+        "wall_us": round(ms * 1e3, 1),
+        **{f"{part}_us": round(us, 1) for part, us in shown.items()},
+        "idle_us": round(ms * 1e3 - sum(spent.values()), 1),
+        **{f"{part}_limit_us": round(us, 1) for part, us in least.items()},
+        "attention_kernel": attention_kernel(spent),
+    }
+
+
+def total(shape: Shape | None = None, **_: Any) -> int:
+    """How many rows ``measure`` will yield."""
+    return 2 * len(VARIANTS)
+
+
+def measure(shape: Shape | None = None, rounds: int = 20) -> Iterator[dict[str, Any]]:
+    """One row a variant, eager and compiled, all in one round robin."""
+    shape = shape or Shape()
+    torch.manual_seed(0)
+    base = stack(shape, 1, "cuda")
+    x = torch.randn(1, TIME, shape.dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    grad = torch.randn_like(x)
+    calls: dict[tuple[str, str], Call] = {}
+    for name in VARIANTS:
+        model = variant(name, base)
+        runs: dict[str, nn.Module] = {
+            "eager": model,
+            "compiled": torch.compile(model, fullgraph=True),  # type: ignore[dict-item]
+        }
+        for mode, run in runs.items():
+            calls[name, mode] = step(model, run, x, grad)
+    for call in calls.values():
+        call()
+    ms = round_robin({f"{a}/{b}": [call] for (a, b), call in calls.items()}, rounds)
+    for (name, mode), call in calls.items():
+        spent = profiled.by_kernel(call)
+        least = limits(shape, TIME, fp8=name != "bf16")
+        yield row_of(name, mode, ms[f"{name}/{mode}"], spent, least)

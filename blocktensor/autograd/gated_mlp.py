@@ -1,0 +1,283 @@
+"""The differentiable gated MLP: ``down(activation(gate(x)) * up(x))``, with no cast of its own.
+
+::
+
+    fprop   gate, up = x · wgᵀ, x · wuᵀ    x is cast once
+            h        = act(gate) * up      cast as it is computed (ops/producers), never stored
+            y        = h · wdᵀ
+    dgrad   dh       = g · wd
+            dgate, dup                     from one read of dh, gate and up, cast as computed
+            dx       = dgate · wg + dup · wu
+    wgrad   dwd, dwg, dwu                  of the columnwise forms made on the way
+
+The bits are those of three linears with eager ops between them. Saved for backward: the columnwise
+forms of x and of h (the latter may be made again), gate and up, the weights as in ``linear.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..ops.cast.ops import quantize_forms
+from ..ops.cast.producer import Forms
+from ..ops.formats import Quantized
+from ..ops.gemm.ops import gemm, gemm_add_
+from ..ops.producers.ops import ActivationName, gated, gated_backward
+from ..ops.producers.reference import ACTIVATIONS, gradients
+from ..recipe import Recipe
+from ..tensor.weight import BlockwiseFP8Weight
+from . import saved_weight
+from .early_cast import EarlyCast
+from .gated_plan import GatedPlan, plan_gated
+from .linear import (
+    Gradients,
+    dgrad,
+    forms_of,
+    linear,
+    read_weight,
+    run_backward,
+    sum_rows,
+)
+from .linear_plan import LinearPlan
+from .main_grad import where_to_add
+
+_WEIGHTS_AT = 2
+"""The place of the first weight among the arguments of the forward, after x twice."""
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    activation: ActivationName = "silu",
+    recompute: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """:func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if type(x) is BlockwiseFP8Weight:
+            x = x.high_precision()
+        weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
+        plan = plan_gated(x, weights, biases, activation, recompute, recipe)
+        if plan.apart:
+            return _one_by_one(x, weights, biases, activation, recipe)
+        early = None
+        if plan.down.casts_grad_early:
+            formats = plan.down.grad_formats
+            early = EarlyCast(lambda grad: quantize_forms(grad, *formats))
+        # Each linear has an edge to x of its own, in the order in which their backwards would run:
+        # so gradients are summed as without this function, also with those of other uses of x.
+        again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
+        apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
+        y: Tensor = apply(x, again, *weights, *biases, plan, early)
+        if early is not None:
+            y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+        return y
+
+
+def _one_by_one(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    recipe: Recipe | None,
+) -> Tensor:
+    gate, up = (linear(x, weights[i], biases[i], recipe=recipe) for i in range(2))
+    h = ACTIVATIONS[activation].value(gate) * up
+    return linear(h, weights[2], biases[2], recipe=recipe)
+
+
+class _Read:
+    """What backward has to know of a weight that forward read (``linear.read_weight``)."""
+
+    cache: Any
+    cast: Any
+    names: saved_weight.Names
+
+    def __init__(self, plan: LinearPlan) -> None:
+        self.plan = plan
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_again: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor,
+        w_down: Tensor,
+        bias_gate: Tensor | None,
+        bias_up: Tensor | None,
+        bias_down: Tensor | None,
+        plan: GatedPlan,
+        early: EarlyCast | None,
+    ) -> Tensor:
+        ctx.plan, ctx.early = plan, early
+        ctx.reads = [_Read(plan.gate), _Read(plan.up), _Read(plan.down)]
+        rows, saved = [], []
+        for read, w in zip(ctx.reads, (w_gate, w_up, w_down), strict=True):
+            w_row, w_saved = read_weight(read, w, read.plan)
+            rows.append(w_row)
+            saved.append(tuple(w_saved) if read.plan.needs[0] else ())
+        if plan.gate.casts_x:
+            x = x.to(plan.gate.out_dtype)
+        out_dtype = plan.gate.out_dtype
+        x_row, x_col = forms_of(x, plan.gate.format, plan.x_columnwise)
+        assert x_row is not None
+        gate = gemm(x_row, rows[0], bias_gate, out_dtype)
+        up = gemm(x_row, rows[1], bias_up, out_dtype)
+        del x_row
+        makes_again = plan.recompute and plan.needs_dh
+        h_columnwise = None if makes_again else plan.down.x_columnwise
+        h_row, h_col = gated(gate, up, plan.activation, plan.down.format, h_columnwise)
+        assert h_row is not None
+        y = gemm(h_row, rows[2], bias_down, plan.down.out_dtype)
+        ctx.counts = [len(each) for each in saved]
+        ctx.save_for_backward(
+            *(x_col[:2] if x_col is not None else (None, None)),
+            *(h_col[:2] if h_col is not None else (None, None)),
+            *((gate, up) if plan.needs_dh else (None, None)),
+            *saved[0],
+            *saved[1],
+            *saved[2],
+        )
+        ctx.set_materialize_grads(False)
+        # a plain view made in here could not be modified in place by the caller
+        if x.ndim == 2:
+            return y
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w_down.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        return run_backward(ctx, grad, _gradients)
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+    """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
+    plan: GatedPlan = ctx.plan
+    of_gate, of_up, of_down = ctx.reads
+    w_gate, w_up, w_down = _split(saved[6:], ctx.counts)
+    needs_dbias = ctx.needs_input_grad[5:8]
+    buffers, needs_dw = _where_to_add(ctx)
+    dws: list[Tensor | None] = [None, None, None]
+    dbiases: list[Tensor | None] = [None, None, None]
+    if needs_dbias[2] and grad is not None:
+        dbiases[2] = sum_rows(grad, plan.down.bias_dtype)
+
+    g = None if ctx.early is None else ctx.early.take()
+    row, col = plan.down.grad_formats
+    if g is None and grad is not None and (row or col):
+        g = forms_of(grad, row, col)
+    has_dh = plan.needs_dh and g is not None
+    w_col = saved_weight.read_in_backward(of_down, w_down, has_dh)
+    if g is None:  # no gradient came back to this output, or only the bias of down needs one
+        for read, w in ((of_gate, w_gate), (of_up, w_up)):
+            saved_weight.read_in_backward(read, w, False)
+        return None, None, *dws, *dbiases, None, None
+
+    g_row, g_col = g
+    del g
+    dh = None
+    if has_dh:
+        assert g_row is not None
+        dh = dgrad(of_down, g_row, w_down, w_col, plan.down.x_dtype)
+        del w_col, g_row
+    if needs_dw[2]:
+        assert g_col is not None
+        dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, saved), buffers[2])
+    del g_col
+    if dh is None:
+        for read, w in ((of_gate, w_gate), (of_up, w_up)):
+            saved_weight.read_in_backward(read, w, False)
+        return None, None, *dws, *dbiases, None, None
+
+    both = _gradients_of_h(plan, dh, saved[4], saved[5], needs_dbias, dbiases)
+    del dh
+    x_col = None
+    if plan.x_columnwise is not None:
+        x_col = Quantized(saved[0], saved[1], plan.x_columnwise)
+    dxs: list[Tensor | None] = [None, None]
+    for i in (1, 0):
+        read, w, (d_row, d_col) = ctx.reads[i], (w_gate, w_up)[i], both[i]
+        w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
+        if read.plan.needs[0]:
+            assert d_row is not None
+            dxs[i] = dgrad(read, d_row, w, w_col, read.plan.x_dtype).view(read.plan.x_shape)
+        del w_col
+        if needs_dw[i]:
+            assert d_col is not None
+            assert x_col is not None
+            dws[i] = _wgrad(read.plan, d_col, x_col, buffers[i])
+        both[i] = None, None
+        del d_row, d_col
+    return dxs[1], dxs[0], *dws, *dbiases, None, None
+
+
+def _wgrad(plan: LinearPlan, g: Quantized, x: Quantized, main_grad: Tensor | None) -> Tensor | None:
+    """``dw[N, K] = gᵀ x`` of columnwise forms; None if it was added to ``main_grad``."""
+    if main_grad is None:
+        return gemm(g, x, None, plan.w_dtype)
+    gemm_add_(main_grad, g, x)
+    return None
+
+
+def _split(saved: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
+    a, b, _ = counts
+    return [saved[:a], saved[a : a + b], saved[a + b :]]
+
+
+def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
+    """The buffer that each weight's gradient is added to, if any, and whether it is needed."""
+    buffers: list[Tensor | None] = [None, None, None]
+    needed = list(ctx.needs_input_grad[_WEIGHTS_AT : _WEIGHTS_AT + 3])
+    for i, read in enumerate(ctx.reads):
+        main_grad = None if read.cache is None else read.cache.main_grad
+        if main_grad is not None and needed[i]:
+            buffers[i], needed[i] = where_to_add(ctx, main_grad, _WEIGHTS_AT + i)
+    return buffers, needed
+
+
+def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Tensor]) -> Quantized:
+    format = plan.down.x_columnwise
+    assert format is not None
+    _, _, data, scale, gate, up, *_ = saved
+    if data is not None:
+        return Quantized(data, scale, format)
+    _, made = gated(gate, up, plan.activation, None, format)
+    assert made is not None
+    return made
+
+
+def _gradients_of_h(
+    plan: GatedPlan,
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    needs_dbias: Sequence[bool],
+    dbiases: list[Tensor | None],
+) -> list[Forms]:
+    """The forms of the gradients of gate and up; their sums, if needed, go to ``dbiases``."""
+    if not any(needs_dbias[:2]):
+        return [*gated_backward(dh, gate, up, plan.activation, *plan.dh_formats)]
+    # the sums read them in high precision
+    both = gradients(dh, gate, up, plan.activation)
+    for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
+        if needs_dbias[i]:
+            dbiases[i] = sum_rows(grad, of.bias_dtype)
+    if plan.dh_formats == (None, None):
+        return [(None, None), (None, None)]
+    return [quantize_forms(grad, *plan.dh_formats) for grad in both]
+
+
+# _GatedMLP.apply without its preparations for functorch, which would refuse it anyway
+_apply_eagerly = super(torch.autograd.Function, _GatedMLP).apply

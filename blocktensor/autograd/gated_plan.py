@@ -1,0 +1,108 @@
+"""The checks and choices of a gated MLP: those of its three linears, and what they share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import BlockFormat
+from ..ops.producers.ops import ActivationName
+from ..ops.producers.reference import ACTIVATIONS
+from ..recipe import Recipe
+from .linear_plan import FP8_TYPES, LinearPlan, plan_linear
+
+Formats = tuple[BlockFormat | None, BlockFormat | None]
+"""Of a rowwise and of a columnwise form; None for one that no product reads."""
+
+
+class GatedPlan(NamedTuple):
+    """How one gated MLP runs.
+
+    Attributes:
+        gate, up, down: its linears.
+        activation: a name in ``ACTIVATIONS``.
+        recompute: whether backward makes the columnwise form of h again.
+        apart: whether h or a gradient is needed in high precision, so that the linears run one by
+            one.
+        needs_dh: whether the gradient of h will be asked for.
+        x_columnwise: the format of x columnwise; None where no product reads it.
+        dh_formats: of the gradients of gate and up.
+    """
+
+    gate: LinearPlan
+    up: LinearPlan
+    down: LinearPlan
+    activation: ActivationName
+    recompute: bool
+    apart: bool
+    needs_dh: bool
+    x_columnwise: BlockFormat | None
+    dh_formats: Formats
+
+    @property
+    def tracing(self) -> bool:
+        """True while a compiler traces."""
+        return self.gate.tracing or self.up.tracing or self.down.tracing
+
+
+def plan_gated(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    activation: ActivationName,
+    recompute: bool,
+    recipe: Recipe | None,
+) -> GatedPlan:
+    """How a gated MLP of these operands runs; ``weights`` and ``biases``: of gate, up and down.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
+            fit together.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    w_gate, w_up, w_down = weights
+    _check_one_recipe(weights)
+    gate = plan_linear(x, w_gate, biases[0], recipe)
+    up = plan_linear(x, w_up, biases[1], recipe)
+    if w_gate.shape[0] != w_up.shape[0]:
+        raise ValueError(
+            f"gate has {w_gate.shape[0]} features and up {w_up.shape[0]}: expected the same number"
+        )
+    differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
+    needs_dh = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in differentiable
+    )
+    down = plan_linear(_like_h(x, gate, w_gate, needs_dh), w_down, biases[2], recipe)
+    needs_dw = gate.needs[1] or up.needs[1]
+    return GatedPlan(
+        gate,
+        up,
+        down,
+        activation,
+        recompute,
+        apart=gate.saves_x or up.saves_x or down.saves_x,
+        needs_dh=needs_dh,
+        x_columnwise=gate.x_columnwise or up.x_columnwise,
+        dh_formats=(gate.format if gate.needs[0] else None, gate.format if needs_dw else None),
+    )
+
+
+def _check_one_recipe(weights: tuple[Tensor, Tensor, Tensor]) -> None:
+    recipes = [w.recipe for w in weights if isinstance(w, FP8_TYPES)]
+    for name in ("scale", "wgrad_input"):
+        chosen = list(dict.fromkeys(getattr(recipe, name) for recipe in recipes))
+        if len(chosen) > 1:
+            raise ValueError(
+                f"mixed recipes: weights of one gated MLP have {name}={chosen[0]!r} and "
+                f"{chosen[1]!r}: give them one recipe, or call functional.linear for each"
+            )
+
+
+def _like_h(x: Tensor, gate: LinearPlan, w: Tensor, needs_grad: bool) -> Tensor:
+    """One element in the shape of h, for the plan of down, which looks at no value."""
+    one: Any = torch.empty((1,), dtype=gate.out_dtype, device=x.device)
+    h: Tensor = one.expand((*x.shape[:-1], w.shape[0]))
+    return h.requires_grad_(needs_grad)

@@ -1,0 +1,86 @@
+"""The differentiable RMS norm whose result exists in FP8 alone.
+
+The reciprocal of the root mean square comes from torch's own ops, whose order of sums is part of
+the bits; what follows is cast as it is computed. Backward repeats what autograd makes of the eager
+ops, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..ops.producers.norm_ops import normalized
+from ..ops.producers.norm_reference import NormKind, rstd_of
+from ..ops.producers.norm_reference import rms_norm as eager
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .linear import Gradients, run_backward
+from .quantize import quantize
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    kind: NormKind = "llama",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """:func:`blocktensor.functional.rms_norm`."""
+    if kind not in get_args(NormKind):
+        raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
+    if x.ndim == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"x has shape {list(x.shape)} and the weight {list(weight.shape)}: expected [..., K] "
+            f"and [K]"
+        )
+    if recipe.wgrad_input_format is None or weight.dtype != x.dtype:
+        return quantize(eager(x, weight, eps, kind), recipe)
+    made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe)
+    return made
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe
+    ) -> BlockwiseFP8Tensor:
+        formats = recipe.activation_format, recipe.wgrad_input_format
+        rstd, rows = rstd_of(x, eps), x.reshape(-1, x.shape[-1])
+        forms = normalized(rows, rstd.reshape(-1, 1), weight, kind, *formats)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        return BlockwiseFP8Tensor(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        return run_backward(ctx, grads[0], _gradients)
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+    """The gradients of the arguments of :meth:`_RMSNorm.forward`."""
+    x, rstd, weight = saved
+    needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    if grad is None:
+        return None, None, None, None, None
+    values, dw = x.float(), None
+    if ctx.kind == "llama":
+        if needs_dw:
+            dw = (grad * (values * rstd).to(x.dtype)).sum_to_size(weight.shape)
+        scaled = (grad * weight).float()
+    else:
+        grad = grad.float()
+        if needs_dw:
+            dw = (grad * (values * rstd)).sum_to_size(weight.shape).to(weight.dtype)
+        scaled = grad * (1.0 + weight.float())
+    if not needs_dx:
+        return None, dw, None, None, None
+    # of rsqrt, mean and pow
+    of_rstd = (scaled * values).sum_to_size(rstd.shape)
+    of_mean = -0.5 * of_rstd * rstd.pow(3) / x.shape[-1]
+    dx = scaled * rstd + of_mean * (2 * values)
+    return dx.to(x.dtype), dw, None, None, None

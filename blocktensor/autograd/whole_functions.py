@@ -1,0 +1,135 @@
+"""Functions of FP8 weights that Dynamo puts into its graph as they are, or breaks the graph for.
+
+It would read the casts that a weight makes as inputs of the graph. The torch functions of a weight
+stay whole by themselves; ours have to be announced, which imports Dynamo: a second that only those
+who compile should spend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..ops.producers.norm_reference import NormKind
+from ..ops.producers.norm_reference import rms_norm as eager_norm
+from ..ops.producers.ops import ActivationName
+from ..ops.producers.reference import ACTIVATIONS
+from ..recipe import Recipe
+from ..tensor.base import FP8Base
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from . import gated_activation as _gated_activation
+from . import gated_mlp as _gated_mlp
+from . import linear_cross_entropy as _linear_cross_entropy
+from . import rms_norm as _rms_norm
+from .linear import linear
+from .linear_cross_entropy import CrossEntropy
+from .quantize import quantize
+
+_announced = False
+_apart: dict[str, Callable[..., Tensor]] = {}
+"""Functions that break a graph."""
+
+
+def announce() -> None:
+    """Let Dynamo take the functions of this file whole."""
+    global _announced
+    if not _announced:
+        from torch.compiler import allow_in_graph, disable
+
+        for function in (_gated_mlp_whole, _gated_activation_whole, _rms_norm_whole):
+            allow_in_graph(function)
+        _apart["loss"] = disable(_linear_cross_entropy.linear_cross_entropy)
+        _announced = True
+
+
+def announce_if_loaded() -> None:
+    """:func:`announce`, unless that would import Dynamo."""
+    if not _announced and "torch._dynamo" in sys.modules:
+        announce()
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    bias_down: Tensor | None,
+    activation: ActivationName,
+    recompute: bool,
+) -> Tensor:
+    """``gated_mlp.gated_mlp`` while Dynamo traces; linear by linear before it was announced."""
+    if _announced:
+        weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
+        return _gated_mlp_whole(x, *weights, *biases, activation, recompute)
+    gate, up = F.linear(x, w_gate, bias_gate), F.linear(x, w_up, bias_up)
+    return F.linear(ACTIVATIONS[activation].value(gate) * up, w_down, bias_down)
+
+
+def gated_activation(
+    gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
+) -> BlockwiseFP8Tensor:
+    """``gated_activation.gated_activation`` while Dynamo traces, or op by op."""
+    if _announced:
+        return _gated_activation_whole(gate, up, activation, *astuple(recipe))
+    return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe
+) -> BlockwiseFP8Tensor:
+    """``rms_norm.rms_norm`` while Dynamo traces, or op by op."""
+    if _announced:
+        return _rms_norm_whole(x, weight, eps, kind, *astuple(recipe))
+    return quantize(eager_norm(x, weight, eps, kind), recipe)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    loss: CrossEntropy,
+    chunk: int | None,
+    recipe: Recipe | None,
+) -> Tensor:
+    """The loss outside of any graph; in it, of all logits, before it was announced."""
+    if _announced:
+        return _apart["loss"](x, w, target, bias, loss, chunk, recipe)
+    if not is_dynamo_compiling():
+        return _linear_cross_entropy.linear_cross_entropy(x, w, target, bias, loss, chunk, recipe)
+    made = F.linear(x, w, bias) if isinstance(w, FP8Base) else linear(x, w, bias, recipe=recipe)
+    return F.cross_entropy(
+        made.float().flatten(0, -2),
+        target.flatten(),
+        loss.weight,
+        reduction=loss.reduction,
+        ignore_index=loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
+    )
+
+
+# Graphs hold no recipe, but its fields
+
+
+def _gated_mlp_whole(*args: Any) -> Tensor:
+    return _gated_mlp.gated_mlp(*args)
+
+
+def _gated_activation_whole(
+    gate: Tensor, up: Tensor, activation: ActivationName, *recipe: Any
+) -> BlockwiseFP8Tensor:
+    return _gated_activation.gated_activation(gate, up, activation, Recipe(*recipe))
+
+
+def _rms_norm_whole(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, *recipe: Any
+) -> BlockwiseFP8Tensor:
+    return _rms_norm.rms_norm(x, weight, eps, kind, Recipe(*recipe))

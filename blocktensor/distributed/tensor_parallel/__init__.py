@@ -1,0 +1,1 @@
+"""Internal: linears whose weights are cut between ranks. ``blocktensor.distributed`` is public."""

@@ -1,0 +1,223 @@
+"""The forwards of parallel linears: from the layout that comes in to the one that goes out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ...autograd.check_operands import refuse_prepared
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.weight import BlockwiseFP8Weight
+from ..dtensor import local_of
+from .agreement import Agreement
+from .collectives import Reduction
+from .colwise_linear import colwise_linear
+from .is_parallel import Forward
+from .rowwise_linear import rowwise_linear
+from .token_shards import TokenShards
+from .weight_part import WeightPart, part_off_grid
+
+FP8Weight = BlockwiseFP8Weight | BlockwiseFP8Tensor
+
+FEATURES = Shard(-1)
+"""Every rank has some columns of all tokens."""
+
+
+class Layouts(NamedTuple):
+    """What a style was made with; see :class:`~blocktensor.distributed.ColwiseParallel`."""
+
+    input: Placement
+    output: Placement
+    use_local_output: bool
+    reduce_dtype: torch.dtype | None
+    in_rank_order: bool
+
+
+class ParallelForward(Forward, ABC):
+    """The forward of one parallel linear, bound to it as its method."""
+
+    dim: int
+    """Of the weight, which is cut."""
+
+    def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
+        self.mesh, self.layouts = mesh, layouts
+        self.agreement = Agreement("tensor parallel linears", mesh)
+
+    @torch.compiler.disable  # its collectives are begun in one place and awaited in another
+    def __call__(self, module: nn.Linear, input: Tensor) -> Tensor:
+        """``module(input)``; a compiled graph breaks here."""
+        weight: Any = module.weight
+        local = fp8_local(weight)
+        self.agreement.check(
+            type(self).__name__, tuple(weight.shape), weight.dtype, self.layouts,
+            "not converted" if local is None else local.recipe,
+        )  # fmt: skip
+        if local is None:
+            # a shard of FSDP2, which has not gathered it, raises there
+            return self._in_high_precision(module, input)
+        check_no_main_grad(weight)
+        bias: Any = module.bias
+        y, layout = self._in_fp8(
+            input,
+            weight.to_local(),
+            None if bias is None else bias.to_local(),
+            self._part(weight.shape, local),
+        )
+        wanted = _of(self.layouts.output, y.ndim)
+        if layout == wanted and self.layouts.use_local_output:
+            return y
+        return self._given_out(DTensor.from_local(y, self.mesh, [layout], run_check=False))
+
+    @abstractmethod
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
+        """This rank's part of the output, and its layout."""
+
+    @property
+    @abstractmethod
+    def _reads(self) -> Placement:
+        """The layout of the input that a product of DTensors reads."""
+
+    def _part(self, shape: Sequence[int], local: FP8Weight) -> WeightPart | None:
+        format = local.recipe.weight_format
+        part = part_off_grid(tuple(shape), self.dim, self.mesh.get_group(), format)
+        if part is not None and not isinstance(local, BlockwiseFP8Weight):
+            raise NotImplementedError(
+                f"a tensor parallel FP8 weight {list(shape)} of which each rank holds "
+                f"{shape[self.dim] // self.mesh.size()} {'inputs' if self.dim else 'outputs'}, no "
+                f"multiple of {format.block_shape[self.dim]}, and which FSDP2 shards besides, or "
+                f"which is frozen: leave it unconverted (convert(..., skip=[...])), or use fewer "
+                f"tensor parallel ranks"
+            )
+        return part
+
+    def _in_high_precision(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """As of torch's style: the linear was not converted."""
+        read = self._distributed(x, _of(self._reads, x.ndim))
+        return self._given_out(F.linear(read, module.weight, module.bias))
+
+    def _given_out(self, y: Any) -> Tensor:
+        y = y.redistribute(placements=[self.layouts.output])
+        made: Tensor = y.to_local() if self.layouts.use_local_output else y
+        return made
+
+    def _distributed(self, x: Any, layout: Placement) -> Any:
+        """The input as a DTensor of this layout; a plain one has that which the style was told."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
+        # which would sum the gradients of each of the linears that read x by itself
+        return x if layout_of(x, layout) == layout else x.redistribute(placements=[layout])
+
+    def _layout_of(self, x: Any) -> Placement:
+        return layout_of(x, self.layouts.input)
+
+    @property
+    def _reduction(self) -> Reduction:
+        return Reduction(
+            self.mesh.get_group(), self.layouts.reduce_dtype, self.layouts.in_rank_order
+        )
+
+
+class ColwiseForward(ParallelForward):
+    """The forward of a linear whose outputs are cut."""
+
+    dim = 0
+    _reads = Replicate()
+
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
+        features = _of(FEATURES, x.ndim)
+        if isinstance(x, BlockwiseFP8Tensor) and x.prepared is not None:
+            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
+        layout, reduction = self._layout_of(x), self._reduction
+        dim = token_dim(layout, x)
+        if dim is not None:
+            x = local_input(x, layout)
+            tokens = TokenShards.of(x.shape, dim, self.mesh.get_group())
+            y = colwise_linear(x, w, bias, tokens=tokens, reduction=reduction, part=part)
+            return y, features
+        if isinstance(x, DTensor) or not layout.is_replicate():
+            whole = self._distributed(x, Replicate())
+            # DTensor adds the partial sums where it needs them, of all linears that read x
+            x = whole.to_local(grad_placements=[Partial()])
+            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
+        return colwise_linear(x, w, bias, tokens=None, reduction=reduction, part=part), features
+
+
+class RowwiseForward(ParallelForward):
+    """The forward of a linear whose inputs are cut."""
+
+    dim = 1
+    _reads = FEATURES
+
+    def _in_fp8(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
+    ) -> tuple[Tensor, Placement]:
+        if isinstance(x, BlockwiseFP8Tensor):
+            refuse_prepared(x)
+        features = _of(FEATURES, x.ndim)
+        if isinstance(x, DTensor) or self._layout_of(x) != features:
+            cut = self._distributed(x, features)
+            x = cut.to_local(grad_placements=[features])
+        wanted = _of(self.layouts.output, x.ndim)
+        layout = wanted if isinstance(wanted, Shard) and wanted != features else Replicate()
+        dim = layout.dim if isinstance(layout, Shard) else None
+        return rowwise_linear(x, w, bias, dim=dim, reduction=self._reduction, part=part), layout
+
+
+def fp8_local(weight: Any) -> FP8Weight | None:
+    """The local part of a weight that products read in FP8; None in high precision."""
+    local = local_of(weight)
+    return local if isinstance(local, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) else None
+
+
+def layout_of(x: Any, given: Placement) -> Placement:
+    """The layout of an input; ``given``: of a plain one."""
+    (layout,) = x.placements if isinstance(x, DTensor) else (given,)
+    return _of(layout, x.ndim)
+
+
+def _of(layout: Placement, ndim: int) -> Placement:
+    """A layout with its dimension counted from the front."""
+    if isinstance(layout, Shard):
+        if not -ndim <= layout.dim < ndim:
+            raise ValueError(f"{layout} of a tensor of {ndim} dimensions")
+        return Shard(layout.dim % ndim)
+    return layout
+
+
+def token_dim(layout: Placement, x: Any) -> int | None:
+    """The dimension of tokens along which x is cut into equal parts; None if it is not."""
+    if not isinstance(layout, Shard) or layout.dim == x.ndim - 1:
+        return None
+    # parts of a plain input are equal
+    is_even = not isinstance(x, DTensor) or x.shape[layout.dim] % x.device_mesh.size() == 0
+    return layout.dim if is_even else None
+
+
+def local_input(x: Any, layout: Placement) -> Tensor:
+    """This rank's part of an input, whose gradient has the same layout."""
+    local: Tensor = x.to_local(grad_placements=[layout]) if isinstance(x, DTensor) else x
+    return local
+
+
+def check_no_main_grad(weight: Any) -> None:
+    """Raise for a parallel weight with a ``main_grad``, which no backward would add to.
+
+    Raises:
+        NotImplementedError: it has one.
+    """
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is not None or getattr(local_of(weight), "main_grad", None) is not None:
+        raise NotImplementedError(
+            "weight.main_grad of a tensor parallel linear: set it to None and read weight.grad"
+        )

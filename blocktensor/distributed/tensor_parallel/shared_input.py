@@ -1,0 +1,107 @@
+"""An input that is cast and gathered once for several parallel linears (q, k, v; gate, up).
+
+The result is a BlockwiseFP8Tensor of all tokens that holds their rowwise form. Its gradient is this
+rank's share of a sum: the linears that read it add up their partial sums, and one reduction of that
+makes the gradient of this rank's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...autograd.check_operands import autocast_dtype
+from ...autograd.linear import run_backward
+from ...autograd.quantize import cast_activation
+from ...ops.cast.ops import quantize_forms
+from ...recipe import Recipe
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from .collectives import Reduction
+from .token_shards import TokenShards
+from .wgrad_input import Saved, SharedGather, is_gathered_in_fp8
+
+
+@dataclass(frozen=True, eq=False)
+class SharedInput:
+    """What linears find on a prepared input.
+
+    Attributes:
+        tokens: how tokens are cut; None if every rank has all of them.
+        saved: of this rank's tokens, for the gradients of weights.
+        gather: of that in backward, for all linears.
+    """
+
+    tokens: TokenShards | None
+    saved: Saved
+    gather: SharedGather = field(default_factory=SharedGather)
+
+
+def prepare(
+    x: Tensor, recipe: Recipe, tokens: TokenShards | None, reduction: Reduction
+) -> BlockwiseFP8Tensor:
+    """Cast this rank's tokens ``x[..., K]`` and gather them in FP8.
+
+    Args:
+        x: bf16, fp16 or fp32.
+        recipe: of the weights that it meets.
+        tokens: how tokens are cut; None if ``x`` has all of them.
+        reduction: how the sums of the linears' data gradients are added over ranks.
+    """
+    dtype = autocast_dtype(x)
+    made: BlockwiseFP8Tensor = _Prepare.apply(
+        x if dtype is None else x.to(dtype), recipe, tokens, reduction
+    )
+    return made
+
+
+class _Prepare(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, recipe: Recipe, tokens: TokenShards | None, reduction: Reduction
+    ) -> BlockwiseFP8Tensor:
+        ctx.tokens, ctx.reduction = tokens, reduction
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.set_materialize_grads(False)
+        if tokens is None:
+            made = cast_activation(x, recipe)
+            saved: Saved = made.source, None
+            if made.source is None:
+                saved = made.columnwise_data, made.columnwise_scale
+            made.prepared = SharedInput(None, saved)
+            return made
+        format, other = recipe.activation_format, recipe.wgrad_input_format
+        in_fp8 = is_gathered_in_fp8(other, tokens)
+        row, col = quantize_forms(x, format, other if in_fp8 else None)
+        assert row is not None
+        pending = tokens.gather_rowwise(row)
+        source = x.detach()
+        made = BlockwiseFP8Tensor(
+            pending.wait(),
+            None,
+            shape=tokens.whole_shape(x.shape),
+            dtype=x.dtype,
+            recipe=recipe,
+            formats=(format, other or format),
+            source=source if other is None else None,
+        )
+        made.prepared = SharedInput(tokens, (source, None) if col is None else col[:2])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return run_backward(ctx, grad, _gradients)
+
+
+def _gradients(ctx: Any, saved: object, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 4
+    reduction: Reduction = ctx.reduction
+    partial = grad.to(reduction.wire(ctx.dtype)).reshape(-1, grad.shape[-1])
+    if ctx.tokens is None:
+        dx = reduction.all_reduce(partial.contiguous()).wait()
+    else:
+        dx = ctx.tokens.reduce_scatter(partial, reduction).wait()
+    return dx.to(ctx.dtype).view(ctx.shape), None, None, None

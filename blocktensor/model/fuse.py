@@ -1,0 +1,260 @@
+"""Modules of a converted model whose casts are made where values are computed."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import whole_functions
+from ..ops.checks import HIGH_PRECISION
+from ..ops.producers.ops import ActivationName
+from ..ops.producers.reference import ACTIVATIONS
+from .fuse_report import FusionEntry, FusionReport
+from .fuse_verify import Drawn, why_different
+from .fused_mlp import (
+    GatedParts,
+    fused_modules,
+    remove_parts,
+    set_parts,
+    why_apart,
+)
+from .linears import fp8_part, is_linear, kind_of
+
+_TRIPLES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate", "up", "down"),
+)
+"""Names of gate, up and down: transformers', Llama's and torchtitan's, the examples'."""
+
+_ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
+"""Names of attributes that hold an activation."""
+
+
+class _Found(NamedTuple):
+    """A module that has the linears of a gated MLP.
+
+    Attributes:
+        act: the attribute that holds its activation, if any does.
+        activation: what that is, if somebody said so.
+    """
+
+    name: str
+    module: nn.Module
+    linears: tuple[str, str, str]
+    act: str | None
+    activation: str | None = None
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    mlp: Mapping[str, tuple[str, str, str, str | None]] | None = None,
+    recompute: bool = False,
+) -> FusionReport:
+    """Run the gated MLPs of a converted model with casts made where values are computed.
+
+    An MLP ``down(activation(gate(x)) * up(x))`` then runs as
+    :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
+    gate and up, are cast as they are computed and take no memory in high precision. Outputs and
+    gradients keep their bits.
+
+    Modules are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
+    (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
+    (torchtitan), ``gate``, ``up``, ``down``. Each is verified on drawn weights, forward and
+    backward, in training and evaluation mode and under autocast: one that computes anything else is
+    left alone, with the reason in the report. So are modules with hooks, adapters (LoRA) or high
+    precision in an inner linear. A fused module whose linears get such things later runs as it
+    was written.
+
+    The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
+    Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before
+    or after ``fully_shard``, and before ``torch.compile``. :func:`unfuse` undoes it.
+
+    Args:
+        model: a converted model.
+        mlp: gated MLPs by other names: ``{pattern: (gate, up, down, activation)}`` with a
+            shell-style pattern of module names, the names of the linears in it, and either the
+            attribute that holds the activation, or "silu", "gelu", "gelu_tanh" or "relu2"; None
+            tries all of them.
+        recompute: backward makes the cast of ``activation(gate) * up`` again, in place of saving
+            it.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        ValueError: no linear of the model is in FP8; a pattern that names no module, or a module
+            without the linears it says.
+    """
+    if not any(
+        is_linear(module) and fp8_part(module._parameters.get("weight")) is not None
+        for module in model.modules()
+    ):
+        raise ValueError(
+            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
+            f"convert it first with blocktensor.convert(model)"
+        )
+    candidates = list(_candidates(model, mlp or {}))
+    drawn = Drawn()
+    entries, chosen = [], []
+    for found in candidates:
+        parts, reason = _parts_of(found, recompute, drawn)
+        gate, up, down = found.linears
+        act = parts.activation if parts is not None else found.activation or found.act or "?"
+        computes = f"{down}({act}({gate}(x)) * {up}(x))"
+        entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
+        if parts is not None and not reason:
+            chosen.append((found.module, parts))
+    if chosen:
+        whole_functions.announce()
+    for module, parts in chosen:
+        set_parts(module, parts)
+    return FusionReport(tuple(entries))
+
+
+def unfuse(model: nn.Module) -> tuple[str, ...]:
+    """Undo :func:`fuse`: every module of ``model`` runs as it was written.
+
+    Returns:
+        The names of the modules that were fused.
+    """
+    found = list(fused_modules(model))
+    for _, module in found:
+        remove_parts(module)
+    return tuple(name for name, _ in found)
+
+
+def _candidates(
+    model: nn.Module, named: Mapping[str, tuple[str, str, str, str | None]]
+) -> Iterable[_Found]:
+    modules = dict(model.named_modules())
+    by_name: dict[str, _Found] = {}
+    for pattern, names in named.items():
+        if len(names) != 4:
+            raise ValueError(
+                f"mlp={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
+                f"('w1', 'w3', 'w2', 'silu')"
+            )
+        matches = fnmatch.filter(modules, pattern)
+        if not matches:
+            raise ValueError(
+                f"mlp pattern {pattern!r} matches no module of this {type(model).__name__}: "
+                f"expected a pattern of module names, e.g. '*.mlp'"
+            )
+        gate, up, down, act = names
+        for name in matches:
+            module = modules[name]
+            missing = [x for x in (gate, up, down) if x not in module._modules]
+            if missing:
+                held = ", ".join(map(repr, module._modules)) or "no modules"
+                raise ValueError(
+                    f"mlp pattern {pattern!r} names {name!r}, a {kind_of(module)} without "
+                    f"{missing[0]!r}; it has {held}"
+                )
+            if act is not None and act not in ACTIVATIONS and not hasattr(module, act):
+                raise ValueError(
+                    f"mlp pattern {pattern!r}: {name!r} has no attribute {act!r}, and no "
+                    f"activation is called so: expected one of {', '.join(ACTIVATIONS)}"
+                )
+            activation = act if act in ACTIVATIONS else None
+            attribute = _act_of(module) if act is None or activation else act
+            by_name[name] = _Found(name, module, (gate, up, down), attribute, activation)
+    for name, module in modules.items():
+        if name in by_name:
+            yield by_name[name]
+            continue
+        for linears in _TRIPLES:
+            if all(isinstance(module._modules.get(x), nn.Module) for x in linears):
+                yield _Found(name, module, linears, _act_of(module))
+                break
+
+
+def _act_of(module: nn.Module) -> str | None:
+    return next((name for name in _ACTS if callable(getattr(module, name, None))), None)
+
+
+def _parts_of(found: _Found, recompute: bool, drawn: Drawn) -> tuple[GatedParts | None, str]:
+    """What the module computes, if it could be told, and why it is left alone, if it is."""
+    module = found.module
+    if reason := _why_unlike(found):
+        return None, reason
+    attribute = found.act
+    weight: Any = module._modules[found.linears[0]]._parameters["weight"]  # type: ignore[union-attr]
+    activations = [x for x in get_args(ActivationName) if found.activation in (None, x)]
+    if attribute is not None and found.activation is None:
+        activations = _activations_like(getattr(module, attribute), weight)
+        if not activations:
+            kind = getattr(module, attribute)
+            label = getattr(kind, "__name__", type(kind).__name__)
+            return None, f"its {attribute}, {label}, is none of {', '.join(ACTIVATIONS)}"
+    first = ""
+    for activation in activations:
+        value = getattr(module, attribute) if attribute is not None else None
+        parts = GatedParts(*found.linears, activation, attribute, value, recompute)
+        if apart := why_apart(module, parts, sharded=True):
+            return parts, apart
+        different = why_different(module, parts, drawn)
+        if different is None:
+            return parts, ""
+        first = first or different
+    return GatedParts(*found.linears, activations[0], attribute), first
+
+
+def _why_unlike(found: _Found) -> str:
+    """Why a module can be no gated MLP of its linears, by its looks; empty if it may be one."""
+    module = found.module
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    recipes = []
+    for name in found.linears:
+        linear: Any = module._modules[name]
+        if not isinstance(linear, nn.Linear):
+            return f"{name} is a {kind_of(linear)}, not an nn.Linear"
+        held = fp8_part(linear._parameters.get("weight"))
+        if held is None:
+            return f"{name} is not in FP8"
+        recipes.append(held.recipe)
+    for setting in ("scale", "wgrad_input"):
+        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
+        if len(values) > 1:
+            return f"its linears have {setting}={' and '.join(map(repr, values))}"
+    if recipes[0].wgrad_input_format is None:
+        return "weight gradients read high precision (wgrad_input='high_precision')"
+    known = {*found.linears, found.act}
+    others = [
+        name
+        for name, child in module._modules.items()
+        if child is not None and (name not in known or any(True for _ in child.children()))
+    ]
+    others += [name for name, x in module._parameters.items() if x is not None]
+    others += [name for name, x in module._buffers.items() if x is not None]
+    act: Any = None if found.act is None else module._modules.get(found.act)
+    if act is not None and any(True for _ in (*act.parameters(), *act.buffers())):
+        others.append(str(found.act))
+    return f"has more than linears and an activation: {', '.join(others)}" if others else ""
+
+
+def _activations_like(act: Callable[[Tensor], object], like: Tensor) -> list[ActivationName]:
+    """The activations with the values of ``act``, bit for bit; the gradients are verified later."""
+    device = like.device if like.device.type != "meta" else torch.device("cpu")
+    dtype = like.dtype if like.dtype in HIGH_PRECISION else torch.bfloat16
+    every = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)
+    x = every.to(dtype)
+    x = x[x.isfinite()]
+    found: list[ActivationName] = []
+    for name in get_args(ActivationName):
+        activation = ACTIVATIONS[name]
+        with torch.no_grad():
+            try:
+                made = act(x.clone())  # which it may write to
+            except Exception:
+                return []
+            same = type(made) is Tensor and torch.equal(made, activation.value(x))
+        if same:
+            found.append(name)
+    return found

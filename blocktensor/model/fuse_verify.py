@@ -1,0 +1,144 @@
+"""Whether a module computes what it is taken for, bit for bit, forward and backward.
+
+Both run on drawn weights, since those of a model may hide a difference: where ``down`` begins as
+zeros every activation gives the same. Rows of the input have sizes from tiny to huge, where clamps
+and epsilons show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor.weight import BlockwiseFP8Weight
+from .fused_mlp import GatedParts, own_forward, run_parts
+from .linears import fp8_part
+
+_ROWS = (2, 68)
+"""Leading dimensions of the input: rows that fill no whole number of blocks."""
+
+_EXPONENTS = {torch.float16: (-6, 3)}
+_MOST_EXPONENTS = (-30, 30)
+"""Half of the rows are scaled by powers of two from this range."""
+
+_WAYS = ((True, False), (False, False), (True, True))
+"""Training mode, and autocast to bf16."""
+
+
+class Drawn:
+    """Operands for verification, one of each shape for all modules of a call."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def of(self, what: str, shape: tuple[int, ...], like: Tensor, spread: bool = False) -> Tensor:
+        """Normal values of the dtype and device of ``like``, or on one with memory."""
+        device = like.device
+        if device.type == "meta":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        key = what, shape, like.dtype, device
+        if key not in self._made:
+            generator = torch.Generator(device).manual_seed(len(self._made))
+            x = torch.randn(shape, generator=generator, device=device)
+            if spread:
+                low, high = _EXPONENTS.get(like.dtype, _MOST_EXPONENTS)
+                rows = shape[:-1]
+                powers = torch.randint(low, high, rows, generator=generator, device=device)
+                chosen = torch.rand(rows, generator=generator, device=device) < 0.5
+                x = torch.where(chosen[..., None], x * 2.0 ** powers[..., None], x)
+            elif len(shape) > 1:
+                x = x / math.sqrt(shape[-1])
+            self._made[key] = x.to(like.dtype)
+        made: Tensor = self._made[key]
+        return made
+
+
+def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | None:
+    """What differs between ``module`` and its parts run as one gated MLP; None if nothing does."""
+    with _stand_ins(module, parts, drawn) as (x, parameters), _random_numbers(x):
+        for training, autocast in _WAYS:
+            for each in module.modules():
+                each.training = training
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+                made = []
+                for run in (own_forward(module), lambda x: run_parts(module, parts, x)):
+                    try:
+                        made.append(_results(run, x, parameters, drawn))
+                    except Exception as error:
+                        return f"raised {type(error).__name__} on one tensor: {error}"
+            if different := _first_difference(*made):
+                mode = "" if training else " in evaluation mode"
+                return f"differs in {different}{mode}{' under autocast' if autocast else ''}"
+    return None
+
+
+def _results(
+    run: Callable[[Tensor], Any], x: Tensor, parameters: dict[str, Tensor], drawn: Drawn
+) -> dict[str, Any]:
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        if not isinstance(y, Tensor):
+            return {"the type of its output": type(y).__name__}
+        grad = drawn.of("the gradient of the output", tuple(y.shape), y)
+        inputs = {"its input": leaf, **parameters}
+        grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
+    named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
+    return {"its output": y.detach(), **named}
+
+
+def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    for name in a:
+        if not _same(a[name], b.get(name)):
+            return name
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    bits = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+@contextmanager
+def _stand_ins(
+    module: nn.Module, parts: GatedParts, drawn: Drawn
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """An input, and drawn parameters in place of those of the linears until the end."""
+    modes = [(each, each.training) for each in module.modules()]
+    replaced = []
+    parameters: dict[str, Tensor] = {}
+    try:
+        for name in parts.linears:
+            linear: Any = module._modules[name]
+            for key, parameter in linear._parameters.items():
+                if parameter is None:
+                    continue
+                values = drawn.of(f"{name}.{key}", tuple(parameter.shape), parameter)
+                held = fp8_part(parameter)
+                drawn_one = values if held is None else BlockwiseFP8Weight(values, held.recipe)
+                replaced.append((linear._parameters, key, parameter))
+                linear._parameters[key] = nn.Parameter(drawn_one)
+                parameters[f"{name}.{key}"] = linear._parameters[key]
+        weight = parameters[f"{parts.gate}.weight"]
+        yield drawn.of("x", (*_ROWS, weight.shape[1]), weight, spread=True), parameters
+    finally:
+        for held_by, key, parameter in replaced:
+            held_by[key] = parameter
+        for each, training in modes:
+            each.training = training
+
+
+@contextmanager
+def _random_numbers(x: Tensor) -> Iterator[None]:
+    """Leave torch's random numbers as they were."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        yield

@@ -1,0 +1,80 @@
+"""Producers: what cast kernels cast instead of a tensor in memory.
+
+A cast kernel reads a tile, then casts it. With a producer, a device function computes the tile
+first, from the one that was read and from the same place of other tensors. So the producers of
+``ops/producers/`` need no cast kernels of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..formats import Quantized
+
+Forms = tuple[Quantized | None, Quantized | None]
+"""The rowwise and the columnwise form of a matrix, either of which may be absent."""
+
+
+@dataclass(frozen=True)
+class Producer:
+    """How a tile is computed before it is cast.
+
+    Attributes:
+        compute: the device function ``(x, y, z, part, DETAIL, DTYPE)`` from tiles of up to three
+            tensors to a tile alike: elements in Triton, words in Gluon. Zeros must give +0, since
+            columnwise casts end in zeros.
+        detail: a constant for ``compute``.
+        more: y and z, ``[M, K]`` as x is, with rows of unit stride. A second part gets zeros for z.
+        per_row: in place of z, fp32 ``[M]``, contiguous: a tile gets them as ``[TILE_M, 1]``, in
+            Gluon as 32-bit words.
+        second: the forms of a second tile from the same tensors, part 1. The program after that of
+            part 0 makes it, and finds in cache what that one read.
+    """
+
+    compute: Any
+    detail: Any
+    more: Sequence[Tensor] = ()
+    second: Forms | None = None
+    per_row: Tensor | None = None
+
+    def constants(self) -> dict[str, Any]:
+        """The kernel's compile-time arguments."""
+        return {
+            "COMPUTE": self.compute,
+            "DETAIL": self.detail,
+            "SOURCES": 1 + len(self.more),
+            "PARTS": self.parts,
+            "PER_ROW": self.per_row is not None,
+        }
+
+    @property
+    def parts(self) -> int:
+        """Tiles made from each place."""
+        return 2 if self.second else 1
+
+    def arguments(self, x: Tensor, outputs: Sequence[Tensor], unit: int = 1) -> tuple[Any, ...]:
+        """The kernel's further arguments: y and z, their row strides, the outputs of part 1.
+
+        Args:
+            x: the tensor that the kernel reads itself.
+            outputs: data and scales of part 0; stand for those that are absent.
+            unit: that row strides are counted in.
+        """
+        y, z = (*self.more, x, x)[:2]
+        if self.per_row is not None:
+            z = self.per_row
+        forms = self.second or (None, None)
+        second = [
+            made
+            for form, first in zip(forms, (outputs[:2], outputs[2:]), strict=True)
+            for made in (form[:2] if form else first)
+        ]
+        return y, z, y.stride(0) // unit, z.stride(0) // unit, *second
+
+
+NONE = Producer(None, None)
+"""The kernel casts what it reads."""

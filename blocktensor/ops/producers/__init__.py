@@ -1,0 +1,1 @@
+"""Internal: ops that compute a tensor and store its casts alone."""

@@ -1,0 +1,102 @@
+"""The specification of producers: torch's own ops in eager mode, then casts.
+
+Every step is rounded to the dtype of the inputs, as the ops that it names do on this device. So a
+producer is exact if a model that uses it computes the same bytes as before. This is also how they
+run wherever there is no kernel: the casts are those of ``ops/cast/``, which equal the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cast import grouped_ops, ops
+from ..cast.producer import Forms
+from ..formats import BlockFormat
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function as eager mode computes it.
+
+    Attributes:
+        value: of the input.
+        gradient: of the input, from (that of the value, the input), as autograd computes it.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    root = aten.relu(x)
+    return aten.threshold_backward(grad * (2 * root), root, 0)
+
+
+ACTIVATIONS = {
+    "silu": Activation(aten.silu, aten.silu_backward),
+    "gelu": Activation(aten.gelu, aten.gelu_backward),
+    "gelu_tanh": Activation(
+        lambda x: aten.gelu(x, approximate="tanh"),
+        lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "relu2": Activation(lambda x: aten.relu(x).square(), _relu2_gradient),
+}
+"""By name; "gelu" is by erf, "relu2" the square of relu."""
+
+
+def _forms(
+    x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> Forms:
+    if offs is None or columnwise is None:
+        return ops.quantize_forms(x, rowwise, columnwise)
+    if rowwise is None:
+        return None, grouped_ops.quantize_grouped_columnwise(x, offs, columnwise)
+    return grouped_ops.quantize_grouped(x, offs, rowwise, columnwise_format=columnwise)
+
+
+def gated(
+    gate: Tensor,
+    up: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    """The forms of ``h = activation(gate) * up`` ``[T, I]``; without ``up``, of the activation.
+
+    None for a form without a format. With ``offs``, columnwise blocks begin anew at groups.
+    """
+    h = ACTIVATIONS[activation].value(gate)
+    return _forms(h if up is None else h * up, offs, rowwise, columnwise)
+
+
+def gated_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> tuple[Forms, Forms]:
+    """The forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
+
+    No forms of the latter without ``up``.
+    """
+    act = ACTIVATIONS[activation]
+    if up is None:
+        return _forms(act.gradient(grad, gate), offs, rowwise, columnwise), (None, None)
+    d_gate, d_up = gradients(grad, gate, up, activation)
+    return _forms(d_gate, offs, rowwise, columnwise), _forms(d_up, offs, rowwise, columnwise)
+
+
+def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
+    act = ACTIVATIONS[activation]
+    return act.gradient(grad * up, gate), grad * act.value(gate)

@@ -1,0 +1,315 @@
+"""A gated MLP as one function: the bits of its linears, fewer casts, and what it saves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor.autograd import early_cast, gated_mlp
+from tests.support.gated import EAGER, HIDDEN, K, N, assert_bits, biases, results, unfused, weights
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
+
+fused = functional.gated_mlp
+SQUARES = Recipe(wgrad_input="128x128")
+RECIPES = (
+    FP32_SCALES,
+    POWER_OF_TWO,
+    SQUARES,
+    Recipe(cache_weight=False, columnwise="keep"),
+    Recipe(cache_weight="step"),
+)
+
+
+def inputs(*shape: int, grad: bool = True, **options: Any) -> Tensor:
+    return randn(*shape, K, seed=5, grad=grad, **options)
+
+
+def assert_same_bits(
+    x: Tensor, operands: list[Any], activation: str = "silu", again: bool = False, **options: Any
+) -> None:
+    wanted = results(functools.partial(unfused, activation=activation), x, operands, again)
+    run = functools.partial(fused, activation=activation, **options)
+    assert_bits(results(run, x, operands, again), wanted)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("activation", EAGER)
+def test_bits(activation: str, recipe: Recipe, recompute: bool, device: torch.device) -> None:
+    operands = weights(recipe=recipe, device=device)
+    x = inputs(2, 75, device=device)
+    assert_same_bits(x, operands, activation, recompute=recompute)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (129,), (3, 1, 5)])
+def test_shapes(shape: tuple[int, ...], device: torch.device) -> None:
+    assert_same_bits(inputs(*shape, device=device), weights(device=device))
+
+
+@pytest.mark.parametrize("early", [0, 1 << 40])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize(
+    "frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)], ids=lambda f: f"{f}"
+)
+@pytest.mark.parametrize("x_grad", [True, False])
+def test_frozen_weights(
+    x_grad: bool,
+    frozen: tuple[int, ...],
+    kind: str,
+    recompute: bool,
+    early: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", early)
+    monkeypatch.setattr("blocktensor.autograd.linear_plan._PLANS._table", {})
+    operands = weights(kind, frozen=frozen)
+    assert_same_bits(inputs(70, grad=x_grad), operands, recompute=recompute)
+
+
+@pytest.mark.parametrize("trained", [(), (0,), (1,), (2,), (0, 1, 2)], ids=lambda f: f"{f}")
+@pytest.mark.parametrize("frozen", [(), (0, 1, 2)], ids=lambda f: f"{f}")
+def test_biases(trained: tuple[int, ...], frozen: tuple[int, ...]) -> None:
+    made = biases(grad=False)
+    for i in trained:
+        made[i].requires_grad_()
+    for x_grad in (True, False):
+        assert_same_bits(inputs(70, grad=x_grad), [*weights(frozen=frozen), *made])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    operands = weights(dtype=torch.float32, device=device)
+    with torch.autocast(device.type, dtype):
+        for again in (False, True):
+            assert_same_bits(inputs(70, dtype=torch.float32, device=device), operands, again=again)
+    assert_same_bits(inputs(70, dtype=torch.float32, device=device), operands)
+
+
+def test_other_uses_of_the_input_sum_in_the_same_order() -> None:
+    """The order of three bf16 terms shows in the bits of the sum."""
+    operands, other = weights(), weights()[0]
+
+    def with_another(run: Callable[..., Tensor], first: bool) -> Callable[..., Tensor]:
+        def call(x: Tensor, *args: Any) -> Tensor:
+            before = torch.nn.functional.linear(x, other) if first else 0
+            y = run(x, *args)
+            after = 0 if first else torch.nn.functional.linear(x, other)
+            return torch.cat([y, before + after], 1)
+
+        return call
+
+    for first in (True, False):
+        wanted = results(with_another(unfused, first), inputs(130), operands, again=True)
+        assert_bits(results(with_another(fused, first), inputs(130), operands, True), wanted)
+
+
+def test_plain_weights_and_cast_inputs() -> None:
+    operands = [plain(w).requires_grad_() for w in weights()]
+    fp8 = [BlockwiseFP8Weight(w.detach()).requires_grad_() for w in operands]
+    wanted = results(unfused, inputs(70), fp8)
+    assert_bits(results(fused, inputs(70), operands), wanted)
+    got = results(lambda x, *ws: fused(quantize(x), *ws), inputs(70), fp8)
+    assert_bits(got, wanted)
+    squares = [plain(w).requires_grad_() for w in weights()]
+    wanted = results(unfused, inputs(70), weights(recipe=SQUARES))
+    assert_bits(results(functools.partial(fused, recipe=SQUARES), inputs(70), squares), wanted)
+    assert not torch.equal(wanted[2], results(fused, inputs(70), operands)[2])  # type: ignore
+
+
+def test_high_precision_weight_gradients_run_linear_by_linear() -> None:
+    recipe = Recipe(wgrad_input="high_precision")
+    assert_same_bits(inputs(70), weights(recipe=recipe))
+    with Trace() as trace, torch.no_grad():  # where nothing reads high precision
+        fused(inputs(70), *weights(recipe=recipe))
+    assert trace.count("blocktensor.gated") == 1
+
+
+def test_no_grad_and_inference() -> None:
+    operands = weights()
+    with torch.no_grad():
+        assert_same_bits(inputs(70), operands)
+    with torch.inference_mode():
+        y = fused(randn(70, K), *operands)
+        assert torch.equal(y, unfused(randn(70, K), *operands))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_checkpointing(recompute: bool, use_reentrant: bool) -> None:
+    operands = weights()
+    run = functools.partial(fused, recompute=recompute)
+    wanted = results(unfused, inputs(70), operands)
+    got = results(
+        lambda x, *ws: checkpoint(run, x, *ws, use_reentrant=use_reentrant), inputs(70), operands
+    )
+    assert_bits(got, wanted)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_main_grad(place: int) -> None:
+    operands = weights()
+    wanted = results(unfused, inputs(70), operands)
+    buffer = torch.ones(operands[place].shape)
+    operands[place].main_grad = buffer.clone()
+    theirs = [(run, results(run, inputs(70), operands)) for run in (unfused, fused)]
+    added = []
+    for run, got in theirs:
+        assert got[2 + place] is None
+        operands[place].main_grad = buffer.clone()
+        results(run, inputs(70), operands)
+        added.append(operands[place].main_grad)
+        wanted[2 + place] = None
+        assert_bits(got, wanted)
+    assert torch.equal(*added)
+    assert not torch.equal(added[0], buffer)
+    # only what is asked for: nothing is added for another gradient, and this one is returned
+    operands[place].main_grad = buffer.clone()
+    x = inputs(70)
+    torch.autograd.grad(fused(x, *operands).sum(), [x])
+    assert torch.equal(operands[place].main_grad, buffer)
+    (dw,) = torch.autograd.grad(fused(x, *operands).sum(), [operands[place]])
+    assert dw.shape == operands[place].shape
+    assert torch.equal(operands[place].main_grad, buffer)
+
+
+def test_backward_twice_and_second_derivatives() -> None:
+    operands, x = weights(), inputs(70)
+    y = fused(x, *operands)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert first is not None and x.grad is not None and torch.equal(first, x.grad)
+    (dx,) = torch.autograd.grad(fused(x, *operands).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dx.sum().backward()
+
+
+def test_a_weight_that_changes_before_backward_raises() -> None:
+    for place in range(3):
+        operands = weights()
+        y = fused(inputs(70), *operands)
+        with torch.no_grad():
+            operands[place].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_what_runs() -> None:
+    """One cast of x and one of dy; all others are made where the values are computed."""
+    operands, x = weights(), inputs(70)
+    with Trace() as trace:
+        fused(x, *operands).backward(randn(70, N))
+    ours = [op for op in trace.ops if "blocktensor" in op and "gemm" not in op]
+    assert_expected_inline(
+        "\n".join(ours),
+        """\
+blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_both 1x128
+blocktensor.gated silu 1x128 1x128
+blocktensor.quantize_both 1x128
+blocktensor.transpose 128x128
+blocktensor.gated_backward silu 1x128 1x128
+blocktensor.transpose 128x128
+blocktensor.transpose 128x128""",
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_saved(recompute: bool) -> None:
+    saved: list[Tensor] = []
+    x, operands = inputs(70), weights()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fused(x, *operands, recompute=recompute)
+    plain_ones = [t for t in saved if type(t) is Tensor]
+    e4m3 = torch.float8_e4m3fn
+    assert sorted(t.numel() for t in plain_ones if t.dtype == torch.bfloat16) == [
+        70 * HIDDEN,
+        70 * HIDDEN,
+    ]
+    rows = 80  # of a multiple of 16
+    wanted = [K * rows] if recompute else [K * rows, HIDDEN * rows]
+    assert sorted(t.untyped_storage().nbytes() for t in plain_ones if t.dtype == e4m3) == wanted
+    assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3
+
+
+def test_nothing_of_the_gate_is_saved_where_only_down_is_trained() -> None:
+    saved: list[Tensor] = []
+    operands = weights(frozen=(0, 1))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fused(inputs(70, grad=False), *operands, recompute=True)
+    assert {t.dtype for t in saved} == {torch.float8_e4m3fn, torch.float32}
+
+
+def test_bad_input() -> None:
+    operands, x = weights(), inputs(70)
+    assert_expected_inline(
+        complaint(ValueError, lambda: fused(x, *operands, activation="tanh")),  # type: ignore
+        """activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2""",
+    )
+    narrow = torch.nn.Parameter(BlockwiseFP8Weight(randn(64, K)))
+    assert_expected_inline(
+        complaint(ValueError, lambda: fused(x, operands[0], narrow, operands[2])),
+        """gate has 320 features and up 64: expected the same number""",
+    )
+    mixed = [operands[0], *weights(recipe=SQUARES)[1:]]
+    assert_expected_inline(
+        complaint(ValueError, lambda: fused(x, *mixed)),
+        """\
+mixed recipes: weights of one gated MLP have wgrad_input='1x128' and '128x128': give
+them one recipe, or call functional.linear for each""",
+    )
+    mixed = [operands[0], *weights(recipe=POWER_OF_TWO)[1:]]
+    with pytest.raises(ValueError, match="mixed"):
+        fused(x, *mixed)
+    with pytest.raises(TypeError, match="convert one of them"):
+        fused(x.float(), *operands)
+
+
+def test_gradients_may_not_come_back() -> None:
+    """A node runs without a gradient where only one of several outputs is used."""
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return a.clone(), b.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None, grads[1]
+
+    operands, x = weights(), inputs(70)
+    _, z = Two.apply(fused(x, *operands), x)
+    z.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
+    assert all(w.grad is None for w in operands)
+    assert gated_mlp._WEIGHTS_AT == 2
+
+
+@pytest.mark.parametrize("early", [0, 1 << 40])
+def test_large_gradients_are_cast_before_backward_begins(
+    early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", early)
+    monkeypatch.setattr("blocktensor.autograd.linear_plan._PLANS._table", {})
+    given: list[Tensor | None] = []
+    gradients = gated_mlp._gradients
+
+    def watched(ctx: Any, saved: Any, grad: Tensor | None) -> Any:
+        given.append(grad)
+        return gradients(ctx, saved, grad)
+
+    monkeypatch.setattr(gated_mlp, "_gradients", watched)
+    fused(inputs(70), *weights()).sum().backward()
+    (grad,) = given
+    assert (grad is None) == (early == 0)

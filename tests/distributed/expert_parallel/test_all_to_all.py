@@ -1,0 +1,208 @@
+"""Tokens that travel in FP8: the bits of a cast after the dispatch, in half of the bytes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, quantize
+from blocktensor.distributed import all_to_all_fp8
+from tests.support.expert_parallel import (
+    Dispatched,
+    ExpertParallel,
+    assert_steps_as_one,
+    experts_of,
+)
+from tests.support.models import POWER_OF_TWO, complaint, randn
+from tests.support.numeric import assert_same
+from tests.support.ranks import on_ranks
+from tests.support.wire import Wire
+
+K, N = 192, 256
+
+
+def alone(device: str) -> dist.ProcessGroup:
+    """A group of this rank."""
+    return init_device_mesh(device, (dist.get_world_size(), 1)).get_group(1)
+
+
+def here() -> tuple[dist.ProcessGroup, int]:
+    group = dist.group.WORLD
+    assert group is not None
+    return group, group.rank()
+
+
+def splits(world: int) -> list[list[int]]:
+    """Row ``r``: how many rows rank r sends to each rank; some none."""
+    return [[(3 * r + 5 * s) % 11 * (r != s or r == 0) for s in range(world)] for r in range(world)]
+
+
+def unwaited(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+@on_ranks(2, 4)
+def test_what_arrives_is_the_cast_of_what_would_arrive(world: int, device: str) -> None:
+    group, rank = here()
+    sizes = splits(world)
+    sent, received = sizes[rank], [row[rank] for row in sizes]
+    for dtype in (torch.bfloat16, torch.float32):
+        for recipe in (Recipe(), POWER_OF_TWO):
+            x = randn(sum(sent), K, seed=rank, dtype=dtype, device=device)
+            wanted = all_to_all_single_autograd(x, received, sent, group)
+            wanted = BlockwiseFP8Tensor.quantize(unwaited(wanted), recipe=recipe, columnwise=False)
+            given = BlockwiseFP8Tensor.quantize(x, recipe=recipe, columnwise=False)
+            for start in (x, given):
+                got = all_to_all_fp8(start, received, sent, group, recipe=recipe)
+                assert got.shape == (sum(received), K)
+                assert (got.dtype, got.recipe, got.columnwise_data) == (dtype, recipe, None)
+                assert_same(got.rowwise_data, wanted.rowwise_data)
+                assert_same(got.rowwise_scale, wanted.rowwise_scale)
+                assert got.rowwise_scale.stride() == wanted.rowwise_scale.stride()
+    x = randn(2 * world, K, seed=rank, device=device)
+    given = all_to_all_fp8(x, [2] * world, [2] * world, group)
+    by_default = all_to_all_fp8(x, None, None, group)
+    assert_same(by_default.rowwise_data, given.rowwise_data)
+    assert_same(by_default.rowwise_scale, given.rowwise_scale)
+
+
+@on_ranks(2, gpus=())
+def test_gradients_travel_back(world: int, device: str) -> None:
+    group, rank = here()
+    sizes = splits(world)
+    sent, received = sizes[rank], [row[rank] for row in sizes]
+    for dtype in (torch.bfloat16, torch.float32):
+        grad = randn(sum(received), K, seed=9 + rank, dtype=dtype, device=device)
+        way_back = unwaited(all_to_all_single_autograd(grad, sent, received, group))
+        rounded = BlockwiseFP8Tensor.quantize(way_back, columnwise=False).dequantize()
+        for gradient, wanted in (("high_precision", way_back), ("fp8", rounded)):
+            x = randn(sum(sent), K, seed=rank, dtype=dtype, device=device, grad=True)
+            send = functools.partial(all_to_all_fp8, gradient=gradient)
+            send(x, received, sent, group).backward(grad)
+            assert torch.equal(x.grad, wanted)
+
+
+@on_ranks(2, gpus=())
+def test_bytes_on_the_wire(world: int, device: str) -> None:
+    group, rank = here()
+
+    def traffic(send: Any, k: int) -> list[int]:
+        x = randn(64, k, seed=rank, device=device, grad=True)
+        with Wire() as wire:
+            y = send(x, [32, 32], [32, 32], group)
+            forward = sum(t.nbytes for t in wire.exchanged)
+            dtypes.append({t.dtype for t in wire.exchanged})
+            y.backward(torch.ones(y.shape, dtype=y.dtype))
+        return [forward, sum(t.nbytes for t in wire.exchanged) - forward]
+
+    for k in (2048, 7168):
+        dtypes: list[set[torch.dtype]] = []
+        plain = traffic(all_to_all_single_autograd, k)
+        assert plain == [64 * k * 2] * 2
+        fp8 = traffic(all_to_all_fp8, k)
+        both = traffic(functools.partial(all_to_all_fp8, gradient="fp8"), k)
+        assert dtypes[1:] == [{torch.uint8, torch.float32}] * 2
+        assert fp8[0] == both[0] == both[1] <= 0.53 * plain[0]
+        assert fp8[1] == plain[1]
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(2, 4)
+def test_experts_train_as_in_one_process_that_casts_rows_alone(world: int, device: str) -> None:
+    """Rows are indexed, sent, and indexed again in FP8; experts without rows, ranks without any."""
+    mesh = init_device_mesh(device, (world,))
+    cast = functools.partial(all_to_all_fp8, group=alone(device))
+    for experts, recipe in ((4, Recipe()), (3, Recipe(wgrad_input="128x128"))):
+        single = experts_of(experts, K, N, device, torch.float32)
+        convert(single, recipe, auto_filter_small_kn=False)
+        model = copy.deepcopy(single)
+        parallelize_module(model, mesh, ExpertParallel())
+        sizes = torch.randint(0, 40, (world, experts), generator=torch.Generator().manual_seed(1))
+        sizes[:, 1], sizes[0] = 0, 0
+        assert_steps_as_one(
+            single,
+            Dispatched(model, mesh.get_group(), all_to_all_fp8),
+            sizes.tolist(),
+            device,
+            cast=lambda x: cast(x, None, None),
+        )
+
+
+@on_ranks(2, gpus=())
+def test_outputs_and_input_gradients_are_those_of_a_dispatch_in_bf16(
+    world: int, device: str
+) -> None:
+    """And the weight gradients are as close as two casts of the rows allow."""
+    mesh = init_device_mesh(device, (world,))
+    group, rank = here()
+    made = []
+    for all_to_all in (all_to_all_single_autograd, all_to_all_fp8):
+        model = experts_of(4, K, N, device, torch.bfloat16)
+        convert(model, auto_filter_small_kn=False)
+        parallelize_module(model, mesh, ExpertParallel())
+        x = randn(400, K, seed=rank, device=device, grad=True)
+        y = Dispatched(model, group, all_to_all)(x, [100] * 4)
+        y.backward(randn(*y.shape, seed=9 + rank, device=device))
+        made.append(
+            [y.detach(), x.grad, model.w2_EDF.grad.to_local(), model.w1_EFD.grad.to_local()]
+        )
+    (y, dx, dw2, dw1), (fp8_y, fp8_dx, fp8_dw2, fp8_dw1) = made
+    assert torch.equal(fp8_y, y)
+    assert torch.equal(fp8_dx, dx)
+    assert torch.equal(fp8_dw2, dw2)
+    assert not torch.equal(fp8_dw1, dw1)
+
+
+@on_ranks(2, gpus=())
+def test_ranks_that_disagree_raise(world: int, device: str) -> None:
+    group, rank = here()
+    x = randn(4, 2 * K, device=device)
+    recipe = (Recipe(), POWER_OF_TWO)[rank]
+    with pytest.raises(RuntimeError, match="ranks disagree on tokens that travel in FP8"):
+        all_to_all_fp8(x, None, None, group, recipe=recipe)
+    with pytest.raises(RuntimeError, match=f"gradient='{('fp8', 'high_precision')[rank]}'"):
+        all_to_all_fp8(x, None, None, group, gradient=("fp8", "high_precision")[rank])
+    assert len(all_to_all_fp8(x, None, None, group)) == 4
+
+
+@on_ranks(2, gpus=())
+def test_what_is_refused(world: int, device: str) -> None:
+    group, _ = here()
+    x = randn(4, K, device=device)
+
+    def text(*args: Any, kind: type[Exception] = ValueError, **kwargs: Any) -> str:
+        return complaint(kind, lambda: all_to_all_fp8(*args, group, **kwargs))
+
+    assert_expected_inline(
+        text(x, [2, 2], [2, 3]),
+        """\
+output_split_sizes [2, 2] and input_split_sizes [2, 3] of 4 rows: expected 2 sizes
+each, one for every rank of the group, and the latter to add up to the rows""",
+    )
+    assert text(x, [4], [2, 2]).startswith("output_split_sizes [4] and input_split_sizes [2, 2]")
+    assert "expected both, or None twice" in text(x, [2, 2], None)
+    assert_expected_inline(
+        text(x[:3], None, None),
+        """3 rows in equal parts for 2 ranks: pass the split sizes""",
+    )
+    assert "expected the rowwise form alone" in text(quantize(x), None, None)
+    pow2 = BlockwiseFP8Tensor.quantize(x, recipe=POWER_OF_TWO, columnwise=False)
+    assert_expected_inline(
+        text(pow2, None, None),
+        """\
+the tokens to send are in 1x128_pow2 blocks, and the recipe says 1x128: pass
+recipe=x.recipe""",
+    )
+    assert "[T, K]" in text(x.view(2, 2, K), None, None)
+    assert "expected one of 'high_precision', 'fp8'" in text(x, None, None, gradient="bf16")
+    assert "torch.int64" in text(x.long(), None, None, kind=TypeError)

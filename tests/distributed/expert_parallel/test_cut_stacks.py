@@ -1,0 +1,195 @@
+"""Stacks of experts that ranks share: FP8 as in one process, whenever they are converted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
+from blocktensor.distributed import FP8Shard, FrozenShard
+from tests.support.expert_parallel import (
+    Dispatched,
+    as_one,
+    assert_steps_as_one,
+    converted,
+    cut,
+    experts_of,
+    local_kinds,
+    local_values,
+    step_of,
+)
+from tests.support.models import complaint, randn
+from tests.support.ranks import on_ranks
+from tests.support.sharded import mesh_of
+
+K, N = 192, 256
+FLOAT = torch.float32
+
+
+def sizes_of(experts: int, world: int) -> list[list[int]]:
+    """How many rows each rank has for each expert; one expert has none."""
+    rng = torch.Generator().manual_seed(experts)
+    sizes = torch.randint(0, 40, (world, experts), generator=rng)
+    sizes[:, -1] = 0
+    return sizes.tolist()
+
+
+@on_ranks(2, 4)
+def test_experts_train_as_in_one_process(world: int, device: str) -> None:
+    """Ranks with fewer experts, or none; converted before and after the stacks are cut."""
+    mesh = mesh_of(world, device)
+    for experts, dtype, before in (
+        (4, FLOAT, True),
+        (4, torch.bfloat16, False),
+        (3, FLOAT, False),
+        (6, FLOAT, True),
+        (1, FLOAT, True),
+    ):
+        single = experts_of(experts, K, N, device, dtype)
+        model = copy.deepcopy(single)
+        converted(single)
+        if before:
+            converted(model)
+        cut(model, mesh)
+        if not before:
+            assert local_kinds(model) == {Tensor}
+            converted(model)
+        assert local_kinds(model) == {BlockwiseFP8Weight}
+        assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+        sizes = sizes_of(experts, world)
+        assert_steps_as_one(single, Dispatched(model, mesh.get_group()), sizes, device)
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(4, gpus=())
+def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    for before in (True, False):
+        single = experts_of(4, K, N, device, FLOAT)
+        model = copy.deepcopy(single)
+        converted(single)
+        if before:
+            converted(model)
+        cut(model, mesh["expert"])
+        fully_shard(model, mesh=mesh["data"])
+        if not before:
+            converted(model)
+        assert local_kinds(model) == {FP8Shard}
+        dispatched = Dispatched(model, mesh["expert"].get_group())
+        # both rows of the mesh run the same batches: FSDP averages two equal gradients
+        assert_steps_as_one(single, dispatched, sizes_of(4, 2), device)
+
+
+@on_ranks(4, gpus=())
+def test_frozen_experts_that_are_cut_and_sharded(world: int, device: str) -> None:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    mine = slice(2 * mesh["expert"].get_local_rank(), 2 * mesh["expert"].get_local_rank() + 2)
+    whole_model = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
+    single = experts_of(2, K, N, device, FLOAT).requires_grad_(False)
+    for p, q in zip(single.parameters(), whole_model.parameters(), strict=True):
+        p.copy_(q[mine])
+    converted(single)
+    for before in (True, False):
+        model = copy.deepcopy(whole_model)
+        if before:
+            converted(model)
+        cut(model, mesh["expert"])
+        if not before:
+            converted(model)
+        fully_shard(model, mesh=mesh["data"])
+        assert local_kinds(model) == {FrozenShard}
+        made = []
+        for each in (model, single):
+            x = randn(40, K, device=device, grad=True)
+            y = each(x, torch.tensor([13, 27], device=device))
+            y.backward(randn(40, K, seed=1, device=device))
+            made.append((y, x.grad))
+        assert all(map(torch.equal, *made))
+
+
+@on_ranks(2, gpus=())
+def test_every_way_to_cut_a_stack(world: int, device: str) -> None:
+    """By experts, rows, columns; the values are those of rank 0, or each rank's own."""
+    mesh = mesh_of(world, device)
+    rank = dist.get_rank()
+    for frozen in (False, True):
+        kind = BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight
+        for experts, dim, source in (
+            *((4, 0, 0), (4, 0, None), (3, 0, 0), (1, 0, 0), (1, 0, None), (2, 1, 0), (2, 1, None)),
+            *((2, 2, 0), (2, -1, None)),
+        ):
+            plain = randn(experts, 512, 256, seed=1, dtype=FLOAT)
+            wanted = plain
+            if frozen:
+                wanted = BlockwiseFP8Tensor.quantize(plain, (128, 128)).dequantize()
+            if rank and source == 0:
+                plain = torch.ones_like(plain)
+            made = BlockwiseFP8Tensor.quantize(plain, (128, 128)) if frozen else None
+            stack = BlockwiseFP8Weight(plain) if made is None else made
+            part = distribute_tensor(stack, mesh, [Shard(dim)], src_data_rank=source)
+            parts = wanted.chunk(world, dim)
+            mine = parts[rank] if rank < len(parts) else wanted.narrow(dim, 0, 0)
+            assert type(part.to_local()) is kind
+            assert torch.equal(local_values(part), mine), (experts, dim, source, frozen)
+        # each rank's own values, of which those of rank 0 are copied
+        own, first = (randn(2, 130, 128, seed=r, dtype=FLOAT, device=device) for r in (rank, 0))
+        if frozen:
+            own, first = (BlockwiseFP8Tensor.quantize(x, (128, 128)) for x in (own, first))
+        else:
+            own, first = BlockwiseFP8Weight(own), BlockwiseFP8Weight(first)
+        copies = distribute_tensor(own, mesh, [Replicate()])
+        assert type(copies.to_local()) is kind
+        assert torch.equal(local_values(copies), local_values(first))
+
+
+@on_ranks(2, gpus=())
+def test_cuts_inside_blocks_are_refused_and_change_nothing(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    model = experts_of(2, 192, 320, device, FLOAT)
+    late = cut(copy.deepcopy(model), mesh, 1)
+    before = late.w1_EFD._local_tensor
+    text = complaint(NotImplementedError, lambda: converted(late))
+    assert_expected_inline(
+        text,
+        """\
+the weight of 'w1_EFD' [2, 320, 192] is cut along dimension 1 into parts of 160,
+inside blocks of 128 that two ranks would share: cut between experts (Shard(0)) or
+over fewer ranks, or leave the stack unconverted (skip=[...])""",
+    )
+    assert late.w1_EFD._local_tensor is before
+    converted(model)
+    for dim in (1, 2):
+        text = complaint(NotImplementedError, lambda d=dim: cut(model, mesh, d))
+        assert "a stack of FP8 experts [2, 320, 192] is cut along dimension" in text
+        assert type(model.w1_EFD) is BlockwiseFP8Weight
+
+
+@on_ranks(2, gpus=())
+def test_meta_stacks_are_initialised_as_fp8(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    for before in (True, False):
+        model = experts_of(4, K, N, "meta", FLOAT)
+        if before:
+            converted(model)
+        cut(model, mesh)
+        if not before:
+            converted(model)
+        model.to_empty(device=device)
+        assert local_kinds(model) == {BlockwiseFP8Weight}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+        step_of(model)
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_one_process_sorts_by_expert_then_by_rank() -> None:
+    assert as_one([[1, 2], [1, 0]]) == ([0, 3, 1, 2], [2, 2])

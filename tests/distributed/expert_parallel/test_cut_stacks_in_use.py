@@ -1,0 +1,265 @@
+"""What a library must know of stacks that ranks share: reports, checkpoints, optimizers, writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import blocktensor
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
+from tests.support.expert_parallel import (
+    converted,
+    cut,
+    experts_of,
+    local_kinds,
+    local_values,
+    step_of,
+)
+from tests.support.models import randn
+from tests.support.ranks import on_ranks
+from tests.support.sharded import mesh_of, whole
+
+K, N = 192, 256
+FLOAT = torch.float32
+
+
+@on_ranks(2, gpus=())
+def test_other_parts_of_the_library_know_cut_stacks(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    model = experts_of(4, K, N, device, FLOAT)
+    cut(model, mesh)
+    report = convert(model, auto_filter_small_kn=False)
+    assert_expected_inline(
+        "\n".join(str(report).splitlines()[2:]),
+        """\
+w*_EFD (2)  4x256x192  float32  66.7%  fp8      trainable (experts, E x N x K: E=4, N=256, K=192; on this rank 2 x 256 x 192)
+w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E=4, N=192, K=256; on this rank 2 x 192 x 256)
+3 converted, 0 skipped; 100.0% of 589,824 parameters in FP8; 1.1 MiB before, 1.4 MiB after""",  # noqa: E501
+    )
+    assert {p.sizes for p in blocktensor.explain(model, tokens=64).products} == {
+        *("64 x 256 x 192 in 2 groups", "64 x 192 x 256 in 2 groups"),
+        *("256 x 192 x 64 in 2 groups", "192 x 256 x 64 in 2 groups"),
+    }
+    assert blocktensor.memory_report(model).trainable.high_precision == 3 * 2 * K * N * 4
+    audit = blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
+    assert "FP8: 100.0% of FLOPs" in str(audit)
+    wanted = step_of(model)
+
+    state = model.state_dict()
+    assert {type(x._local_tensor) for x in state.values()} == {Tensor}
+    other = converted(cut(experts_of(4, K, N, device, FLOAT), mesh))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(state)
+    assert torch.equal(step_of(other), wanted)
+    doubled = {name: x.clone() * 2 for name, x in state.items()}
+    other.load_state_dict(doubled, assign=True)
+    assert local_kinds(other) == {BlockwiseFP8Weight}
+    assert torch.equal(local_values(other.w1_EFD), 2 * local_values(model.w1_EFD))
+    for made in (copy.deepcopy(other), other.bfloat16()):
+        assert local_kinds(made) == {BlockwiseFP8Weight}
+
+    convert(model, Recipe(scale="power_of_two"), auto_filter_small_kn=False)
+    assert model.w1_EFD._local_tensor.recipe.scale == "power_of_two"
+    wanted = step_of(model)
+    assert freeze(model) == ["w1_EFD", "w2_EDF", "w3_EFD"]
+    assert local_kinds(model) == {BlockwiseFP8Tensor}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert torch.equal(step_of(model), wanted)
+    unfreeze(model)
+    assert local_kinds(model) == {BlockwiseFP8Weight}
+    frozen = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
+    assert local_kinds(converted(cut(frozen, mesh))) == {BlockwiseFP8Tensor}
+
+
+@on_ranks(2, gpus=())
+def test_audit_marks_products_with_the_values_of_a_cut_stack(world: int, device: str) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = cut(converted(experts_of(4, K, N, device, torch.bfloat16)), mesh)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.experts.w1_EFD.to_local().high_precision()[0].t()
+
+    mesh = mesh_of(world, device)
+    audit = blocktensor.audit(Around(), randn(40, K))
+    assert "reads a view of experts.w" in str(audit)
+    assert len(audit.marked) == len(audit.entries) == 2
+
+
+@on_ranks(2, gpus=())
+def test_optimizers_and_clipping(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for make in (
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+        lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    ):
+        single = converted(experts_of(4, K, N, device, FLOAT))
+        model = cut(copy.deepcopy(single), mesh)
+        optimizers = [make(m.parameters()) for m in (model, single)]
+        for seed in range(2):
+            for p, q in zip(model.parameters(), single.parameters(), strict=True):
+                q.grad = randn(*q.shape, seed=seed, dtype=FLOAT)
+                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, single)]
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=0)
+            for p, q in zip(model.parameters(), single.parameters(), strict=True):
+                q.grad = p.grad.full_tensor()
+            for optimizer in optimizers:
+                optimizer.step()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert torch.equal(local_values(p), q.master[mine])
+            assert torch.equal(whole(p), q.master)
+
+
+@on_ranks(2, gpus=())
+def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
+    """Given to the DTensor, plain or cut as it is, or to its local part."""
+
+    def as_local(p: Any, buffer: Tensor) -> None:
+        p.to_local().main_grad = buffer
+
+    ways: tuple[Callable[[Any, Tensor], None], ...] = (
+        lambda p, buffer: setattr(p, "main_grad", buffer),
+        lambda p, buffer: setattr(p, "main_grad", DTensor.from_local(buffer, mesh, [Shard(0)])),
+        as_local,
+    )
+    mesh = mesh_of(world, device)
+    model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
+    step_of(model)
+    wanted = [p.grad.to_local().clone() for p in model.parameters()]
+    for way in ways:
+        model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
+        buffers = [torch.zeros_like(local_values(p)) for p in model.parameters()]
+        for p, buffer in zip(model.parameters(), buffers, strict=True):
+            way(p, buffer)
+        for _ in range(2):
+            step_of(model)
+        for p, buffer, want in zip(model.parameters(), buffers, wanted, strict=True):
+            assert p.grad is None
+            torch.testing.assert_close(buffer, 2 * want, rtol=2**-8, atol=0)  # want is rounded
+        before = [buffer.clone() for buffer in buffers]
+        blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
+        assert all(map(torch.equal, buffers, before))
+
+
+def by_sgd(p: Any) -> None:
+    p.grad = torch.ones_like(p.detach())
+    torch.optim.SGD([p], lr=0.5).step()
+    p.grad = None
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda p: p.mul_(2),
+    ".data": lambda p: p.data.mul_(2),
+    "detached": lambda p: p.detach().mul_(2),
+    "_local_tensor": lambda p: p._local_tensor.mul_(2),
+    "_local_tensor.data": lambda p: p._local_tensor.data.mul_(2),
+    "to_local()": lambda p: p.to_local().mul_(2),
+    "to_local().data": lambda p: p.to_local().data.mul_(2),
+    "master": lambda p: p._local_tensor.master.mul_(2),
+    "an optimizer": by_sgd,
+    "copy_": lambda p: p.copy_(p * 2),
+}
+
+
+@on_ranks(2, gpus=())
+def test_no_write_to_a_cut_stack_leaves_its_cast_stale(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    policies: tuple[Any, ...] = ("backward", "step", False)
+    for policy in policies:
+        for name, write in WRITES.items():
+            model = converted(experts_of(2, K, N, device, FLOAT), Recipe(cache_weight=policy))
+            cut(model, mesh)
+            before = step_of(model)
+            model.zero_grad()
+            with torch.no_grad():
+                for p in model.parameters():
+                    write(p)
+            fresh = cut(experts_of(2, K, N, device, FLOAT), mesh)
+            with torch.no_grad():
+                for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
+                    p.to_local().copy_(local_values(q))
+            got = step_of(model)
+            assert torch.equal(got, step_of(converted(fresh))), (policy, name)
+            assert not torch.equal(got, before), (policy, name)
+    y = model(randn(20, K, grad=True), torch.tensor([20]))
+    with torch.no_grad():
+        model.w1_EFD.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation between a forward"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@on_ranks(4, gpus=())
+def test_checkpoints_are_read_by_other_ranks_and_cuts(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    """Written from 4 ranks; read by experts on 2 x 2, under FSDP2, whole, and by plain ones."""
+    mesh = mesh_of(world, device)
+    both = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = dcs.get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        for p in model.parameters():
+            grad = randn(4, *p.shape[1:], seed=seed, dtype=FLOAT)
+            if isinstance(p, DTensor):
+                grad = distribute_tensor(grad, p.device_mesh, p.placements)
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+    step(model, optimizer, 1)
+    wanted = [whole(p.detach()) for p in model.parameters()]
+
+    def over_experts() -> nn.Module:
+        return cut(converted(experts_of(4, K, N, device, FLOAT)), both["expert"])
+
+    others = (
+        over_experts(),
+        fully_shard(over_experts(), mesh=both["data"]),
+        converted(experts_of(4, K, N, device, FLOAT)),
+        cut(experts_of(4, K, N, device, FLOAT), mesh),
+    )
+    for other in others:
+        optimizer = adamw(other)
+        step(other, optimizer, 7)
+        loaded = state(other, optimizer)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        dcs.set_state_dict(
+            other,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        step(other, optimizer, 1)
+        for p, want in zip(other.parameters(), wanted, strict=True):
+            assert torch.equal(whole(p.detach()), want)

@@ -1,0 +1,100 @@
+"""Gated MLPs under torch.compile: one graph, the registered ops, the bits of eager mode."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import functional
+from blocktensor.autograd import whole_functions
+from tests.support.compiling import afresh, graphs  # noqa: F401
+from tests.support.gated import assert_bits, results, unfused, weights
+from tests.support.models import plain, randn
+
+# Dynamo itself instantiates the Functions that it traces.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
+)
+whole_functions.announce()
+compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+
+
+def fused(*operands: Tensor, recompute: bool = False) -> Tensor:
+    return functional.gated_mlp(*operands, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["weight", "tensor", "plain"])
+def test_bits(kind: str, recompute: bool) -> None:
+    frozen = (0, 1, 2) if kind == "tensor" else ()
+    operands = weights(kind, frozen=frozen)
+    wanted = results(unfused, randn(2, 70, 192, grad=True), operands)
+    if kind == "plain":
+        operands = [plain(w).requires_grad_() for w in operands]
+    run = compiled(functools.partial(fused, recompute=recompute))
+    for _ in range(2):
+        assert_bits(results(run, randn(2, 70, 192, grad=True), operands), wanted)
+    assert graphs() == 1
+
+
+def test_autocast() -> None:
+    operands = weights(dtype=torch.float32)
+    x = randn(70, 192, dtype=torch.float32, grad=True)
+    with torch.autocast("cpu"):
+        wanted = results(unfused, x, operands)
+        assert_bits(results(compiled(fused), x, operands), wanted)
+
+
+def test_no_grad() -> None:
+    operands = weights()
+    with torch.no_grad():
+        x = randn(70, 192)
+        assert_bits(results(compiled(fused), x, operands), results(unfused, x, operands))
+
+
+def test_activation_checkpointing() -> None:
+    def run(*operands: Tensor) -> Tensor:
+        made: Tensor = checkpoint(fused, *operands, use_reentrant=False)
+        return made
+
+    operands, x = weights(), randn(70, 192, grad=True)
+    assert_bits(results(compiled(run), x, operands), results(unfused, x, operands))
+
+
+def test_registered_ops_run() -> None:
+    operands = weights()
+    seen: list[str] = []
+
+    def see(gm: torch.fx.GraphModule, example: object) -> Callable[..., object]:
+        seen.extend(str(node.target) for node in gm.graph.nodes)
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=see, bw_compiler=see)
+    run = torch.compile(fused, fullgraph=True, backend=backend)
+    results(run, randn(9, 192, grad=True), operands)
+    made = [name for name in seen if name.startswith("blocktensor.") and "gemm" not in name]
+    assert made.count("blocktensor.gated.default") == 1
+    assert made.count("blocktensor.gated_backward.default") == 1
+    assert made.count("blocktensor.quantize_both.default") == 2
+    assert not any("silu" in name for name in seen)
+
+
+def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears then run one by one; and nothing is announced that would import Dynamo."""
+    monkeypatch.setattr(whole_functions, "_announced", False)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch._dynamo")
+        whole_functions.announce_if_loaded()
+    assert not whole_functions._announced
+    monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
+    x, operands = randn(9, 192, grad=True), weights()
+    assert_bits(results(compiled(fused), x, operands), results(unfused, x, operands))
+    assert not whole_functions._announced

@@ -1,0 +1,69 @@
+"""The PTX of activations computes what it should, here and without a GPU.
+
+An interpreter (``tests/support/ptx.py``) runs it on fp32 numbers. The comparison is with
+float64: it finds a wrong constant or a wrong step, not a wrong last bit, which GPU tests do.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops.producers.reference import ACTIVATIONS
+from tests.support.numeric import DTYPES, values
+from tests.support.ptx import NAMES, U32, as_words, run
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.producers.triton_activation import word_ptx
+
+ROLES = ("value", "gated", "gradient", "gated gradient")
+
+
+def expected(activation: str, role: str, x: Tensor, d: Tensor, u: Tensor) -> Tensor:
+    """The composition of the reference, each step in float64 and rounded to the dtype."""
+    act, dtype = ACTIVATIONS[activation], x.dtype
+    if role in ("value", "gated"):
+        value = act.value(x.double()).to(dtype)
+        return value if role == "value" else value * d
+    return act.gradient((d * u if role == "gated gradient" else d).double(), x.double()).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "role"), list(product(ACTIVATIONS, ROLES)))
+def test_ptx(activation: str, role: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, d, u = (3 * values("normal", 8, 4096, dtype, rng) for _ in range(3))
+    x[0] *= 20
+    x[1] *= 0.01
+    x[2, :2048] = 0
+    ptx, constraints = word_ptx(activation, role, NAMES[dtype])
+    sources = [x, d, u][: constraints.count(",")]
+    with np.errstate(all="ignore"):
+        got = run(ptx, [as_words(s) for s in sources], dtype)
+    made = torch.from_numpy(got.view(np.int32).copy()).view(dtype).view_as(x)
+    want = expected(activation, role, x, d, u)
+    # fp32: an error of a few last bits of 1 + erf or 1 + tanh, times x and the gradient
+    size = x.double().abs().clamp_min(1) * d.double().abs().clamp_min(1)
+    if role == "gated gradient":
+        size *= u.double().abs().clamp_min(1)
+    error = (made.double() - want.double()).abs()
+    steps = torch.finfo(dtype).eps
+    close = error <= 2 * steps * want.double().abs() + 2e-6 * size
+    assert (close | (made == want)).all()  # both may be infinite
+    if dtype != torch.float32:
+        ordinary = x > -2  # not where 1 + erf or 1 + tanh loses bits
+        assert (made == want)[ordinary].double().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "role"), list(product(ACTIVATIONS, ROLES)))
+def test_zeros_give_plus_zero(activation: str, role: str, dtype: torch.dtype) -> None:
+    """A columnwise cast ends in zeros, which come from nothing in memory."""
+    ptx, constraints = word_ptx(activation, role, NAMES[dtype])
+    words = [np.zeros(4, U32)] * constraints.count(",")
+    assert (run(ptx, words, dtype) == 0).all()

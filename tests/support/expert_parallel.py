@@ -1,0 +1,171 @@
+"""Expert parallelism for tests, as torchtitan has it: cut stacks, tokens that travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert
+from tests.support.models import randn
+from tests.support.moe_models import GroupedExperts
+from tests.support.sharded import whole
+
+AllToAll = Callable[[Tensor, list[int], list[int], Any], Tensor]
+
+
+class ExpertParallel(ParallelStyle):
+    """For ``parallelize_module``: the stacks of a module cut along ``dim``, or each along its own.
+
+    ``dims``: of stacks by name; of the others, ``dim``.
+    """
+
+    def __init__(self, dim: int = 0, dims: dict[str, int] | None = None) -> None:
+        self.dim, self.dims = dim, dims or {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                dim = self.dims.get(key, self.dim)
+                cut = distribute_tensor(parameter, mesh, [Shard(dim)])
+                module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
+
+        return distribute_module(module, device_mesh, cut)
+
+
+class Dispatched(nn.Module):
+    """Experts whose stacks are cut between the ranks of ``group``, and the way to them and back."""
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        group: dist.ProcessGroup,
+        all_to_all: AllToAll = all_to_all_single_autograd,
+    ) -> None:
+        super().__init__()
+        self.experts, self.group, self.all_to_all = experts, group, all_to_all
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``x[T, K]`` of this rank, sorted by expert; ``sizes``: how many rows each expert gets."""
+        ranks, experts = self.group.size(), len(sizes)
+        each = -(-experts // ranks)
+        mine = slice(self.group.rank() * each, (self.group.rank() + 1) * each)
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, list(sizes), self.group)
+        sent = [sum(sizes[r * each : (r + 1) * each]) for r in range(ranks)]
+        arriving = [counts[mine] for counts in everyone]  # by source, then by expert
+        got = [sum(counts) for counts in arriving]
+        rows = self.all_to_all(x, got, sent, self.group)
+        expert = [e for counts in arriving for e, n in enumerate(counts) for _ in range(n)]
+        order = torch.tensor(expert, dtype=torch.long).argsort(stable=True).to(x.device)
+        local = torch.tensor([sum(n) for n in zip(*arriving, strict=True)], dtype=torch.long)
+        y = self.experts(rows[order], local.to(x.device))
+        y = y.new_empty(y.shape).index_copy(0, order, y)
+        return all_to_all_single_autograd(y, sent, got, self.group)
+
+
+def experts_of(count: int, k: int, n: int, device: str, dtype: torch.dtype) -> GroupedExperts:
+    """The same experts on every rank."""
+    return GroupedExperts(count, k, n).to(device, dtype)
+
+
+def batches(
+    sizes: Sequence[Sequence[int]], k: int, device: str, dtype: torch.dtype, seed: int = 7
+) -> list[tuple[Tensor, Tensor]]:
+    """For each rank, rows that are sorted by expert, and the gradients of what becomes of them."""
+    found = []
+    for rank, counts in enumerate(sizes):
+        x = randn(sum(counts), k, seed=seed + 2 * rank, dtype=dtype)
+        grad = randn(sum(counts), k, seed=seed + 2 * rank + 1, dtype=dtype)
+        found.append((x.to(device), grad.to(device)))
+    return found
+
+
+def as_one(sizes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """How one process sorts the rows of all ranks by expert, then by rank; rows of each expert."""
+    expert = [e for counts in sizes for e, n in enumerate(counts) for _ in range(n)]
+    order = sorted(range(len(expert)), key=expert.__getitem__)
+    return order, [sum(counts) for counts in zip(*sizes, strict=True)]
+
+
+def assert_steps_as_one(
+    single: nn.Module,
+    model: Dispatched,
+    sizes: Sequence[Sequence[int]],
+    device: str,
+    *,
+    steps: int = 2,
+    cast: Callable[[Tensor], Tensor] = lambda x: x,
+) -> None:
+    """Outputs, gradients and weights of experts on several ranks are those of one process.
+
+    Args:
+        single: all experts, which get the rows of all ranks.
+        model: the same, of which each rank has some.
+        sizes: for each rank of the group, how many rows each expert gets.
+        steps: of AdamW.
+        cast: what the process does with its rows before it sorts them.
+    """
+    rank = model.group.rank()
+    begin = sum(map(sum, sizes[:rank]))
+    mine = slice(begin, begin + sum(sizes[rank]))
+    order, counts = as_one(sizes)
+    index = torch.tensor(order, dtype=torch.long, device=device)
+    k = next(single.parameters()).shape[-1]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+    for step in range(steps):
+        given = batches(sizes, k, device, torch.bfloat16, seed=7 + 100 * step)
+        everything = torch.cat([x for x, _ in given]).requires_grad_()
+        y = single(cast(everything)[index], torch.tensor(counts, device=device))
+        y = torch.empty_like(y).index_copy(0, index, y)
+        y.backward(torch.cat([grad for _, grad in given]))
+        x, grad = given[rank][0].clone().requires_grad_(), given[rank][1]
+        got = model(x, sizes[rank])
+        got.backward(grad)
+        assert torch.equal(got, y[mine]), step
+        assert torch.equal(x.grad, everything.grad[mine]), step
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert torch.equal(p.grad.full_tensor(), q.grad), step
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert torch.equal(whole(p), whole(q)), step
+
+
+def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
+    """The experts in FP8, however small."""
+    convert(model, recipe, auto_filter_small_kn=False)
+    return model
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, dim: int = 0) -> nn.Module:
+    """Every stack along ``dim``."""
+    return parallelize_module(model, mesh, ExpertParallel(dim))
+
+
+def local_kinds(model: nn.Module) -> set[type]:
+    """The types of the local parts of all stacks."""
+    return {type(p._local_tensor) for p in model.parameters()}
+
+
+def local_values(stack: Tensor) -> Tensor:
+    """Of a stack, or of the part of it on this rank, plain."""
+    local: Any = stack.to_local() if isinstance(stack, DTensor) else stack
+    return local.dequantize() if isinstance(local, BlockwiseFP8Tensor) else local.master
+
+
+def step_of(model: nn.Module) -> Tensor:
+    """The output of 20 rows for each expert of this rank, after its backward."""
+    count, _, k = model.w1_EFD.to_local().shape
+    x = randn(20 * count, k, seed=5, grad=True)
+    y = model(x, torch.full((count,), 20))
+    y.backward(randn(*y.shape, seed=6))
+    return y.detach()
