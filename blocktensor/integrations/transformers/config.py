@@ -32,7 +32,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         head: "fp8" converts the head too, unless it is tied to an embedding.
         frozen: the whole model requires no gradient, and its FP8 weights take 1 byte each: for
             inference, and for adapters. False: it trains.
-        fuse: call ``blocktensor.fuse`` on the model.
+        fuse: call :func:`blocktensor.fuse` on the model.
         mark: ``save_pretrained`` writes this config into ``config.json``, so that
             ``from_pretrained`` converts again by itself where this module is imported. transformers
             without it warns and loads the ordinary weights; other libraries may refuse a method

@@ -17,6 +17,8 @@ from ...distributed.dtensor import local_of
 from ...model.conversion_report import ConversionReport
 from ...model.convert import convert
 from ...model.freeze import unfreeze
+from ...model.fuse import fuse
+from ...model.fuse_report import FusionReport
 from ...model.linears import is_linear
 from ...model.product_weights import fp8_weights
 from ...model.skip_patterns import weights_to_skip
@@ -33,10 +35,13 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     Attributes:
         report: what became of every matrix, as :func:`blocktensor.convert` reports it.
+        fusion: what became of every gated MLP, if ``fuse=True``, as :func:`blocktensor.fuse`
+            reports it.
     """
 
     quantization_config: BlockwiseFP8Config
     report: ConversionReport | None = None
+    fusion: FusionReport | None = None
 
     def __init__(self, quantization_config: BlockwiseFP8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -106,7 +111,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         self.report = _converted(model, config, of_fp8=self._stored is not None)
         self._stored, config.reads_fp8 = None, False
         if config.fuse:
-            raise NotImplementedError("fuse=True: this version of blocktensor has no fuse")
+            self.fusion = fuse(model)
         if not config.mark:
             del model.config.quantization_config
         return model

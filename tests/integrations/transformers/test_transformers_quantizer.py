@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.trainer_utils import validate_quantization_for_training
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, SmallKN, convert
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, SmallKN, convert, unfuse
 from blocktensor.integrations.transformers import BlockwiseFP8Config, BlockwiseFP8Quantizer
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import choices, gpt2, llama, loaded, logits, saved
@@ -146,9 +146,15 @@ def test_a_bad_pattern_raises(llama_folder: Path) -> None:
         loaded(llama_folder, choices(skip=["vision_tower"]))
 
 
-def test_fuse_is_refused_or_done(llama_folder: Path) -> None:
-    with pytest.raises(NotImplementedError, match="fuse"):
-        loaded(llama_folder, choices(fuse=True))
+def test_fused_mlps_keep_their_bits(llama_folder: Path) -> None:
+    model, wanted = loaded(llama_folder, choices(fuse=True)), loaded(llama_folder)
+    assert [entry.name for entry in model.hf_quantizer.fusion.fused] == [
+        f"model.layers.{i}.mlp" for i in range(2)
+    ]
+    assert wanted.hf_quantizer.fusion is None
+    assert model.state_dict().keys() == wanted.state_dict().keys()
+    assert torch.equal(logits(model), logits(wanted))
+    assert len(unfuse(model)) == 2
 
 
 def test_trainer_may_train_what_is_not_frozen(llama_folder: Path) -> None:
