@@ -59,7 +59,7 @@ PUBLIC = (
 )
 
 # Who imports the package need not have these.
-OPTIONAL = ("rich", "matplotlib", "hypothesis", "safetensors", "transformers")
+OPTIONAL = ("rich", "matplotlib", "hypothesis", "safetensors", "transformers", "peft")
 
 FORMATS = "blocktensor.ops.formats"
 """The one module that knows the size of a block."""
