@@ -75,10 +75,8 @@ class DropValues(ConversionOps):  # type: ignore[misc,unused-ignore]
     """Leaves a parameter on meta, as one that will be read later."""
 
     def convert(self, input_dict: Mapping[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
-        name, model = kwargs["full_layer_name"], kwargs["model"]
-        model.get_parameter(name)._is_hf_initialized = True  # else it would be made at random
         if kwargs.get("missing_keys") is not None:
-            kwargs["missing_keys"].discard(name)
+            kwargs["missing_keys"].discard(kwargs["full_layer_name"])
         return {}
 
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoint.save import save_fp8
-from ...tensor.accelerate_internals import address_of_bytes
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -21,18 +19,11 @@ def has_frozen_weights(model: PreTrainedModel) -> bool:
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with frozen FP8 weights dequantized, tied ones to the same tensor."""
-    made: dict[int, Tensor] = {}
-
-    def plain(x: Any) -> Any:
-        if not isinstance(x, BlockwiseFP8Tensor):
-            return x
-        address = address_of_bytes(x)
-        if address not in made:
-            made[address] = x.dequantize().contiguous()
-        return made[address]
-
-    return {name: plain(x) for name, x in state.items()}
+    """``state`` with frozen FP8 weights dequantized."""
+    return {
+        name: x.dequantize().contiguous() if isinstance(x, BlockwiseFP8Tensor) else x
+        for name, x in state.items()
+    }
 
 
 def save_pretrained_fp8(

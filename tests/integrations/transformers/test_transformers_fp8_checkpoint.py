@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import (
@@ -220,8 +220,10 @@ def test_other_blocks_are_refused(tmp_path: Path) -> None:
     entries = json.loads((folder / "config.json").read_text())
     entries["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(entries))
+    config = choices()
     with pytest.raises(NotImplementedError, match=r"blocks of \[64, 64\]"):
-        loaded(folder)
+        LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert not config.reads_fp8  # it is the caller's
 
 
 def test_a_bad_scale_is_refused(tmp_path: Path) -> None:

@@ -174,7 +174,11 @@ def test_dequantize_gives_the_values(llama_folder: Path, frozen: bool) -> None:
     plain = AutoModelForCausalLM.from_pretrained(llama_folder)
     wanted = {n: x.dequantize() if frozen and isinstance(x, BlockwiseFP8Tensor) else
               plain.get_parameter(n) for n, x in model.named_parameters()}  # fmt: skip
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    wanted["model.layers.1.mlp.up_proj.weight"] = wanted["model.layers.0.mlp.up_proj.weight"]
     model.dequantize()
+    assert layers[1].mlp.up_proj.weight is layers[0].mlp.up_proj.weight
     assert {type(x) for x in model.parameters()} == {nn.Parameter}
     assert all(torch.equal(x, wanted[n]) for n, x in model.named_parameters())
     assert {x.requires_grad for x in model.parameters()} == {not frozen}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from blocktensor import BlockwiseFP8Tensor, save_fp8
+from blocktensor import BlockwiseFP8Tensor, convert
 from blocktensor.integrations.transformers import save_pretrained_fp8
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import transformers_moe
@@ -102,6 +102,14 @@ def test_a_checkpoint_in_fp8(kind: str, frozen: bool, tmp_path: Path) -> None:
         save_pretrained_fp8(model, folder)
 
 
+def test_a_model_that_was_not_loaded_names_its_class(tmp_path: Path) -> None:
+    model = llama().bfloat16()
+    convert(model, auto_filter_small_kn=False)
+    config = json.loads((save_pretrained_fp8(model, tmp_path) / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+
+
 def test_transformers_reads_it_as_its_fp8(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,4 +125,3 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         save_pretrained_fp8(module, tmp_path)
     with pytest.raises(ValueError, match="no FP8 weight"):
         save_pretrained_fp8(llama(), tmp_path)
-    assert callable(save_fp8)
