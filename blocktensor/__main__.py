@@ -139,7 +139,7 @@ def _listed(errors: dict[str, tuple[float, float]]) -> str:
     to_reference, to_fp32 = (
         ", ".join(f"{error:.2g}" for error in each) for each in zip(*errors.values(), strict=True)
     )
-    return f"errors of {', '.join(errors)} to reference {to_reference}, to fp32 {to_fp32}"
+    return f"errors of {', '.join(errors)}: {to_reference} to reference, {to_fp32} to fp32"
 
 
 def _devices() -> list[torch.device]:
