@@ -169,6 +169,22 @@ def _two_dims() -> dict[str, object]:
     return {**names, "model": model.bfloat16(), "mesh": mesh}
 
 
+def _folders() -> dict[str, object]:
+    """Folders with a model of transformers, in bf16 and in FP8."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=8, **sizes)
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained("path/to/model")
+    blocktensor.convert(model)
+    blocktensor.save_fp8(model, "path/to/fp8")
+    model.config.save_pretrained("path/to/fp8")
+    peft = {"LoraConfig": LoraConfig, "get_peft_model": get_peft_model}
+    return {**common(), **peft, "folder": "path/to/model"}
+
+
 SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/audit.md": _converted,
     "docs/guides/backends.md": _converted,
@@ -179,5 +195,6 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/lora.md": _checkpoint,
     "docs/guides/moe.md": _experts,
     "docs/guides/tensor_parallel.md": _two_dims,
+    "docs/guides/transformers.md": _folders,
 }
 """By the page's path; :func:`common` for all others."""
