@@ -169,6 +169,28 @@ def _two_dims() -> dict[str, object]:
     return {**names, "model": model.bfloat16(), "mesh": mesh}
 
 
+def _pretrained() -> dict[str, object]:
+    """Models of transformers in folders, and a Trainer of one step."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from blocktensor.integrations.transformers import save_pretrained_fp8
+
+    sizes = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_attention_heads": 8}
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=VOCABULARY, **sizes)
+    made = LlamaForCausalLM(config).bfloat16()
+    made.save_pretrained("path/to/model")
+    blocktensor.convert(made)
+    save_pretrained_fp8(made, "path/to/fp8")
+    tokens = torch.arange(VOCABULARY).view(5, 10)
+    few = {"max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    return {
+        **common(),
+        "data": [{"input_ids": x, "labels": x} for x in tokens],
+        "Trainer": Trainer,
+        "TrainingArguments": lambda folder, **kwargs: TrainingArguments(folder, **kwargs, **few),
+    }
+
+
 SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/audit.md": _converted,
     "docs/guides/backends.md": _converted,
@@ -179,5 +201,6 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/lora.md": _checkpoint,
     "docs/guides/moe.md": _experts,
     "docs/guides/tensor_parallel.md": _two_dims,
+    "docs/guides/transformers.md": _pretrained,
 }
 """By the page's path; :func:`common` for all others."""
