@@ -169,20 +169,26 @@ def _two_dims() -> dict[str, object]:
     return {**names, "model": model.bfloat16(), "mesh": mesh}
 
 
-def _folders() -> dict[str, object]:
-    """Folders with a model of transformers, in bf16 and in FP8."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _pretrained() -> dict[str, object]:
+    """Models of transformers in folders, and a Trainer of one step."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    sizes = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=8, **sizes)
-    model = LlamaForCausalLM(config).bfloat16()
-    model.save_pretrained("path/to/model")
-    blocktensor.convert(model)
-    blocktensor.save_fp8(model, "path/to/fp8")
-    model.config.save_pretrained("path/to/fp8")
-    peft = {"LoraConfig": LoraConfig, "get_peft_model": get_peft_model}
-    return {**common(), **peft, "folder": "path/to/model"}
+    from blocktensor.integrations.transformers import save_pretrained_fp8
+
+    sizes = {"hidden_size": DIM, "intermediate_size": HIDDEN, "num_attention_heads": 8}
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=VOCABULARY, **sizes)
+    made = LlamaForCausalLM(config).bfloat16()
+    made.save_pretrained("path/to/model")
+    blocktensor.convert(made)
+    save_pretrained_fp8(made, "path/to/fp8")
+    tokens = torch.arange(VOCABULARY).view(5, 10)
+    few = {"max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    return {
+        **common(),
+        "data": [{"input_ids": x, "labels": x} for x in tokens],
+        "Trainer": Trainer,
+        "TrainingArguments": lambda folder, **kwargs: TrainingArguments(folder, **kwargs, **few),
+    }
 
 
 SETUPS: dict[str, Callable[[], dict[str, object]]] = {
@@ -195,6 +201,6 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/lora.md": _checkpoint,
     "docs/guides/moe.md": _experts,
     "docs/guides/tensor_parallel.md": _two_dims,
-    "docs/guides/transformers.md": _folders,
+    "docs/guides/transformers.md": _pretrained,
 }
 """By the page's path; :func:`common` for all others."""
