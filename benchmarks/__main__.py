@@ -30,6 +30,7 @@ from . import (
     memory,
     microbatches,
     plots,
+    producers,
     results,
     results_page,
     small,
@@ -44,6 +45,7 @@ from .summary import columns
 BENCHMARKS: dict[str, Any] = {
     "gemm": gemm,
     "cast": cast,
+    "producers": producers,
     "linear": linear,
     "small": small,
     "block": block,

@@ -1,7 +1,8 @@
 """Where the time of one Llama-8B layer goes, bf16 beside FP8, and the least that it could take.
 
-Parts are sums of kernels of one profiled step. The step itself is timed without a profiler; the
-time that no kernel fills is idle. Limits: dense peaks of the tensor cores, and of HBM for casts.
+Parts are sums of kernels of profiled steps, wall and idle time those of the same steps. In eager
+mode, products of SwiGLU are among the rest; a fused SwiGLU is among the casts that it is part of.
+The step is timed without a profiler too. Limits: dense peaks of the tensor cores, of HBM for casts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ TIME = 8192
 QUICK: dict[str, Any] = {"shape": Shape(dim=1024, hidden=2048, heads=8, kv_heads=2), "rounds": 3}
 """The arguments of a smoke run."""
 
-VARIANTS = ("bf16", "fp8", "fp8, wgrad_input=128x128")
+VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, fused",
+    "fp8, wgrad_input=128x128",
+    "fp8, fused, wgrad_input=128x128",
+)
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
@@ -87,10 +94,10 @@ def limits(shape: Shape, tokens: int, fp8: bool) -> dict[str, float]:
 
 
 def row_of(
-    name: str, mode: str, ms: float, spent: Mapping[str, float], least: Mapping[str, float]
+    name: str, mode: str, ms: float, busy: profiled.Busy, least: Mapping[str, float]
 ) -> dict[str, Any]:
     """One row: microseconds of the step by part, beside their limits."""
-    parts = by_part(spent)
+    parts = by_part(busy.by_kernel)
     casts = sum(parts.get(kind, 0.0) for kind in CASTS)
     shown = {
         "gemms": parts.get("gemms", 0.0),
@@ -101,11 +108,12 @@ def row_of(
     return {
         "variant": name,
         "mode": mode,
-        "wall_us": round(ms * 1e3, 1),
+        "step_us": round(ms * 1e3, 1),
+        "wall_us": round(busy.wall, 1),
         **{f"{part}_us": round(us, 1) for part, us in shown.items()},
-        "idle_us": round(ms * 1e3 - sum(spent.values()), 1),
+        "idle_us": round(busy.idle, 1),
         **{f"{part}_limit_us": round(us, 1) for part, us in least.items()},
-        "attention_kernel": attention_kernel(spent),
+        "attention_kernel": attention_kernel(busy.by_kernel),
     }
 
 
@@ -134,6 +142,6 @@ def measure(shape: Shape | None = None, rounds: int = 20) -> Iterator[dict[str, 
         call()
     ms = round_robin({f"{a}/{b}": [call] for (a, b), call in calls.items()}, rounds)
     for (name, mode), call in calls.items():
-        spent = profiled.by_kernel(call)
+        busy = profiled.busy(call)
         least = limits(shape, TIME, fp8=name != "bf16")
-        yield row_of(name, mode, ms[f"{name}/{mode}"], spent, least)
+        yield row_of(name, mode, ms[f"{name}/{mode}"], busy, least)

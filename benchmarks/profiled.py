@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from .timing import Call
 
@@ -39,22 +42,57 @@ def by_kind(events: Any) -> dict[str, float]:
     return dict(spent)
 
 
-def by_kernel(call: Call, repeats: int = 3) -> dict[str, float]:
-    """Microseconds of device time of one call, by the names of kernels."""
+@dataclass(frozen=True)
+class Busy:
+    """Device time of one call, in microseconds.
+
+    Attributes:
+        by_kernel: the sums of kernels and copies, by name.
+        wall: the time from the start of the first to the end of the last, by the calls in it.
+        idle: the part of ``wall`` in which none ran.
+    """
+
+    by_kernel: dict[str, float]
+    wall: float
+    idle: float
+
+
+def busy(call: Call, repeats: int = 5, warm_s: float = 0.5) -> Busy:
+    """Where the device time of a call goes, after ``warm_s`` seconds of such calls."""
+    end = time.perf_counter() + warm_s
+    while time.perf_counter() < end:  # clocks fall under load
+        call()
+        torch.cuda.synchronize()
+    profile = _profile(call, repeats)
     spent: dict[str, float] = defaultdict(float)
-    for event in _events(call, repeats):
-        if event.self_device_time_total > 0:
-            spent[event.key] += event.self_device_time_total / repeats
-    return dict(spent)
+    spans = []
+    for event in profile.events():
+        if event.device_type == DeviceType.CUDA:
+            span = event.time_range
+            spans.append((span.start, span.end))
+            spent[event.name] += span.elapsed_us() / repeats
+    return Busy(dict(spent), *_wall_and_idle(sorted(spans), repeats))
+
+
+def _wall_and_idle(spans: list[tuple[float, float]], repeats: int) -> tuple[float, float]:
+    """Of one call; ``spans`` of all calls, sorted. The last call ends with its last kernel."""
+    if not spans:
+        return 0.0, 0.0
+    begin = last = spans[0][0]
+    idle = 0.0
+    for start, end in spans:
+        idle += max(0.0, start - last)
+        last = max(last, end)
+    return (last - begin) / repeats, idle / repeats
 
 
 def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     """Microseconds of device time of one call, by kind of kernel; kinds without any are 0."""
-    spent = by_kind(_events(call, repeats))
+    spent = by_kind(_profile(call, repeats).key_averages())
     return {kind: spent.get(kind, 0.0) / repeats for kind in (*KINDS, OTHER)}
 
 
-def _events(call: Call, repeats: int) -> Any:
+def _profile(call: Call, repeats: int) -> Any:
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -63,4 +101,4 @@ def _events(call: Call, repeats: int) -> Any:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    return profile.key_averages()
+    return profile

@@ -34,7 +34,7 @@ try:
     import blocktensor
     from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
     from fsdp2_llama import ranks
-    from llama import SHAPES, Shape, rope_tables, rotate, seed_of
+    from llama import MLP, SHAPES, Shape, rope_tables, rotate, seed_of
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
@@ -82,28 +82,13 @@ class Attention(nn.Module):
         return mixed
 
 
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x[batch, time, dim]``."""
-        mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return mixed
-
-
 class Block(nn.Module):
     """Attention, then SwiGLU: modules of their own, whose inputs are gathered once."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (nn.RMSNorm(shape.dim, eps=1e-5) for _ in range(2))
-        self.attention, self.mlp = Attention(shape), Mlp(shape)
+        self.attention, self.mlp = Attention(shape), MLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x[batch, time, dim]``, of this rank's tokens with ``--sp``."""

@@ -42,6 +42,7 @@ from .linear import (
     read_weight,
     run_backward,
     sum_rows,
+    with_leading,
 )
 from .linear_plan import LinearPlan
 from .main_grad import where_to_add
@@ -107,6 +108,14 @@ class _Read:
         self.plan = plan
 
 
+def _fprop(
+    read: _Read, x: Quantized, w: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """``y = x wᵀ (+ bias)`` of rowwise x, and what to save of the weight; its form is freed."""
+    w_row, saved = read_weight(read, w, read.plan)
+    return gemm(x, w_row, bias, read.plan.out_dtype), saved if read.plan.needs[0] else ()
+
+
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -123,39 +132,30 @@ class _GatedMLP(torch.autograd.Function):
         early: EarlyCast | None,
     ) -> Tensor:
         ctx.plan, ctx.early = plan, early
-        ctx.reads = [_Read(plan.gate), _Read(plan.up), _Read(plan.down)]
-        rows, saved = [], []
-        for read, w in zip(ctx.reads, (w_gate, w_up, w_down), strict=True):
-            w_row, w_saved = read_weight(read, w, read.plan)
-            rows.append(w_row)
-            saved.append(tuple(w_saved) if read.plan.needs[0] else ())
+        ctx.reads = of_gate, of_up, of_down = _Read(plan.gate), _Read(plan.up), _Read(plan.down)
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        out_dtype = plan.gate.out_dtype
         x_row, x_col = forms_of(x, plan.gate.format, plan.x_columnwise)
         assert x_row is not None
-        gate = gemm(x_row, rows[0], bias_gate, out_dtype)
-        up = gemm(x_row, rows[1], bias_up, out_dtype)
+        gate, gate_saved = _fprop(of_gate, x_row, w_gate, bias_gate)
+        up, up_saved = _fprop(of_up, x_row, w_up, bias_up)
         del x_row
         makes_again = plan.recompute and plan.needs_dh
         h_columnwise = None if makes_again else plan.down.x_columnwise
         h_row, h_col = gated(gate, up, plan.activation, plan.down.format, h_columnwise)
         assert h_row is not None
-        y = gemm(h_row, rows[2], bias_down, plan.down.out_dtype)
-        ctx.counts = [len(each) for each in saved]
+        y, down_saved = _fprop(of_down, h_row, w_down, bias_down)
+        ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
             *(x_col[:2] if x_col is not None else (None, None)),
             *(h_col[:2] if h_col is not None else (None, None)),
             *((gate, up) if plan.needs_dh else (None, None)),
-            *saved[0],
-            *saved[1],
-            *saved[2],
+            *gate_saved,
+            *up_saved,
+            *down_saved,
         )
         ctx.set_materialize_grads(False)
-        # a plain view made in here could not be modified in place by the caller
-        if x.ndim == 2:
-            return y
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w_down.shape[0]))
+        return with_leading(y, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
@@ -231,8 +231,8 @@ def _wgrad(plan: LinearPlan, g: Quantized, x: Quantized, main_grad: Tensor | Non
     return None
 
 
-def _split(saved: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    a, b, _ = counts
+def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
+    a, b = counts
     return [saved[:a], saved[a : a + b], saved[a + b :]]
 
 

@@ -130,12 +130,22 @@ class _Linear(torch.autograd.Function):
             x_saved = x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
         ctx.save_for_backward(*x_saved, *(w_saved if plan.needs[0] else ()))
         ctx.set_materialize_grads(False)
-        # a plain view made in here could not be modified in place by the caller
-        return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+        return y if x.ndim == 2 else with_leading(y, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         return run_backward(ctx, grad, _gradients)
+
+
+def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """``y[M, N]`` with the leading dimensions of ``shape[..., K]``, in the forward of a Function.
+
+    A plain view made there could not be modified in place by the caller.
+    """
+    if len(shape) == 2:
+        return y
+    made: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
+    return made
 
 
 def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Tensor]]:

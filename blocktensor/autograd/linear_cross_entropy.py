@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
-from ..ops.cast.ops import quantize_forms, quantize_rowwise
-from ..ops.formats import BLOCK, BlockFormat, Quantized, ceil_div
+from ..ops.cast.ops import quantize_forms
+from ..ops.formats import BLOCK, Quantized, ceil_div
 from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from .double_backward import raise_on_double_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
+from .saved_weight import operand_of_weight
 
 LOGITS = 2**27
 """Most logits of a chunk of the default size; a chunk takes about 14 bytes for each."""
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.plan, ctx.cache = plan, w.cache if isinstance(w, BlockwiseFP8Weight) else None
         if ctx.cache is not None and ctx.cache.main_grad is not None and needs_dw:
             check_main_grad(plan.tracing)
-        operand = _operand(w, plan.weight_format)
+        operand = operand_of_weight(w, plan.weight_format)
         w_row = operand.need_rowwise()
         w_col = operand.need_columnwise() if needs_dx else None
         total, made = loss.total(target), _zeros((), x)
@@ -185,12 +185,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
-
-
-def _operand(w: Tensor, format: BlockFormat) -> Operand:
-    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
-        return w.operand
-    return Operand(quantize_rowwise(w, format), None)
 
 
 def _loss_and_gradient(

@@ -44,6 +44,11 @@ def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Oper
     if names:
         return operand_of(dict(zip(names, saved, strict=True)), format, format)
     (w,) = saved
+    return operand_of_weight(w, format)
+
+
+def operand_of_weight(w: Tensor, format: BlockFormat) -> Operand:
+    """The FP8 forms of a weight as it is now; a plain one is cast in ``format``."""
     if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
         return w.operand
     return Operand(quantize_rowwise(w, format), None)

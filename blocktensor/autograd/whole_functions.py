@@ -32,19 +32,19 @@ from .linear_cross_entropy import CrossEntropy
 from .quantize import quantize
 
 _announced = False
-_apart: dict[str, Callable[..., Tensor]] = {}
-"""Functions that break a graph."""
+_loss_apart: Callable[..., Tensor] = _linear_cross_entropy.linear_cross_entropy
+"""Breaks a graph, once it is announced."""
 
 
 def announce() -> None:
     """Let Dynamo take the functions of this file whole."""
-    global _announced
+    global _announced, _loss_apart
     if not _announced:
         from torch.compiler import allow_in_graph, disable
 
         for function in (_gated_mlp_whole, _gated_activation_whole, _rms_norm_whole):
             allow_in_graph(function)
-        _apart["loss"] = disable(_linear_cross_entropy.linear_cross_entropy)
+        _loss_apart = disable(_linear_cross_entropy.linear_cross_entropy)
         _announced = True
 
 
@@ -101,10 +101,8 @@ def linear_cross_entropy(
     recipe: Recipe | None,
 ) -> Tensor:
     """The loss outside of any graph; in it, of all logits, before it was announced."""
-    if _announced:
-        return _apart["loss"](x, w, target, bias, loss, chunk, recipe)
-    if not is_dynamo_compiling():
-        return _linear_cross_entropy.linear_cross_entropy(x, w, target, bias, loss, chunk, recipe)
+    if _announced or not is_dynamo_compiling():
+        return _loss_apart(x, w, target, bias, loss, chunk, recipe)
     made = F.linear(x, w, bias) if isinstance(w, FP8Base) else linear(x, w, bias, recipe=recipe)
     return F.cross_entropy(
         made.float().flatten(0, -2),

@@ -212,11 +212,11 @@ def test_what_runs() -> None:
     assert_expected_inline(
         "\n".join(ours),
         """\
-blocktensor.quantize_rowwise 128x128
-blocktensor.quantize_rowwise 128x128
-blocktensor.quantize_rowwise 128x128
 blocktensor.quantize_both 1x128
+blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_rowwise 128x128
 blocktensor.gated silu 1x128 1x128
+blocktensor.quantize_rowwise 128x128
 blocktensor.quantize_both 1x128
 blocktensor.transpose 128x128
 blocktensor.gated_backward silu 1x128 1x128

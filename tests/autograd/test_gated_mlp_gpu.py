@@ -35,7 +35,8 @@ def test_gated_mlps(dtype: torch.dtype) -> None:
         recipe, recompute = draw.choice(RECIPES), draw.random() < 0.3
         activation: Any = draw.choice(list(EAGER))
         ws = [weight(*shape, recipe, dtype, i) for shape in ((hidden, k), (hidden, k), (n, hidden))]
-        x = randn(rows, k, seed=i, dtype=dtype, device="cuda", grad=draw.random() < 0.9)
+        x = randn(rows, k, seed=i, dtype=dtype, device="cuda") / 8  # fp16 holds 65,504 at most
+        x.requires_grad_(draw.random() < 0.9)
         ws[draw.randrange(3)].requires_grad_(draw.random() < 0.8)
 
         def fused(
@@ -70,7 +71,7 @@ def test_norms(kind: Any) -> None:
 
 
 def test_nothing_of_h_is_allocated_in_high_precision() -> None:
-    """A forward under no_grad holds gate, up and 1 byte of h for each element at most."""
+    """A forward under no_grad holds gate, up, 1 byte of h for each element and one weight."""
     rows, k, hidden = 4096, 1024, 8192
     ws = [weight(*shape, Recipe(), torch.bfloat16, 0) for shape in ((hidden, k), (hidden, k))]
     ws.append(weight(k, hidden, Recipe(), torch.bfloat16, 1))
@@ -84,5 +85,6 @@ def test_nothing_of_h_is_allocated_in_high_precision() -> None:
                 run(x, *ws)
             peak = torch.cuda.max_memory_allocated() - before
         peaks.append(peak)
-    assert peaks[0] <= peaks[1] - rows * hidden
-    assert peaks[0] <= 5.7 * rows * hidden
+    of_h, of_weight, y = rows * hidden * (1 + 4 / 128), k * hidden, 2 * rows * k
+    assert peaks[0] <= 1.01 * (2 * 2 * rows * hidden + of_h + of_weight + y)
+    assert peaks[0] < peaks[1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import cast, gemm, host, linear, results, shapes
+from benchmarks import cast, gemm, host, linear, producers, results, shapes
 from benchmarks.results import Row
 
 
@@ -92,6 +92,7 @@ def test_the_bars_shapes_are_measured() -> None:
     assert gemm.total() == 65
     assert linear.total() == len(shapes.LINEAR) == 8
     assert cast.total() == 75
+    assert producers.total() == 24
     assert gemm.total(**gemm.QUICK) == 5
     assert cast.total(**cast.QUICK) == 15
 

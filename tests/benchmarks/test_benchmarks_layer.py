@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import layer
+from benchmarks import layer, profiled
 from benchmarks.llama import Shape
 
 SPENT = {
@@ -40,22 +40,31 @@ def test_kernels_belong_to_parts_and_none_is_lost() -> None:
 
 
 def test_a_row() -> None:
-    row = layer.row_of("fp8", "compiled", 0.65, SPENT, {"gemms": 200.04})
+    busy = profiled.Busy(SPENT, wall=640.04, idle=44.0)
+    row = layer.row_of("fp8", "compiled", 0.65, busy, {"gemms": 200.04})
     assert row == {
         "variant": "fp8",
         "mode": "compiled",
-        "wall_us": 650.0,
+        "step_us": 650.0,
+        "wall_us": 640.0,
         "gemms_us": 400.0,
         "attention_us": 150.0,
         "casts_us": 16.0,
         "norms_us": 8.0,
         "swiglu_us": 8.0,
         "rest_us": 14.0,
-        "idle_us": 54.0,
+        "idle_us": 44.0,
         "gemms_limit_us": 200.0,
         "attention_kernel": "pytorch_flash::flash_fwd_kernel",
     }
     assert layer.attention_kernel({"gemm_kernel": 1.0}) == "none"
+
+
+def test_wall_and_idle_of_overlapping_kernels() -> None:
+    """Two calls; the second kernel starts while the first one runs."""
+    spans = [(10.0, 20.0), (15.0, 18.0), (30.0, 50.0), (52.0, 60.0)]
+    assert profiled._wall_and_idle(spans, 2) == (25.0, 6.0)
+    assert profiled._wall_and_idle([], 2) == (0.0, 0.0)
 
 
 def test_limits_of_llama_8b() -> None:

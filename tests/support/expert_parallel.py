@@ -119,7 +119,8 @@ def assert_steps_as_one(
     order, counts = as_one(sizes)
     index = torch.tensor(order, dtype=torch.long, device=device)
     k = next(single.parameters()).shape[-1]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+    options: dict[str, Any] = {"lr": 1e-2, "foreach": False}  # as in sharded.assert_trains_as
+    optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (model, single)]
     for step in range(steps):
         given = batches(sizes, k, device, torch.bfloat16, seed=7 + 100 * step)
         everything = torch.cat([x for x, _ in given]).requires_grad_()

@@ -57,6 +57,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "neg.f32": np.negative,
     "abs.f32": np.abs,
     "max.NaN.f32": np.maximum,
+    "min.NaN.f32": np.minimum,
 }
 WORDS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,

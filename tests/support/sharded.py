@@ -109,11 +109,13 @@ def assert_trains_as(
     Args:
         single, model: the whole one and the sharded one. Both are trained.
         device: of the inputs.
-        steps: of AdamW, whose options are ``adamw``, each over ``microbatches``.
+        steps: of AdamW, whose options are ``adamw``, each over ``microbatches``. It updates tensors
+            one by one: on GPUs, in fp32, the other way rounds otherwise, and takes no FP8 weights.
         exact_gradients: False where ranks round as they sum gradients.
         run: returns the loss of a model.
     """
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, **adamw) for m in (model, single)]
+    options: dict[str, Any] = {"lr": 1e-2, "foreach": False, **adamw}
+    optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (model, single)]
     for step in range(steps):
         for micro in range(microbatches):
             x = batch(step * microbatches + micro, device)

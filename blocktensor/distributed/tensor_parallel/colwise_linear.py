@@ -25,6 +25,7 @@ from ...autograd.linear import (
     read_weight,
     run_backward,
     sum_rows,
+    with_leading,
 )
 from ...autograd.linear_plan import LinearPlan, plan_linear
 from ...autograd.saved_weight import read_in_backward
@@ -116,8 +117,7 @@ class _Colwise(torch.autograd.Function):
         ctx.save_for_backward(*kept, *(w_saved if needs_dx else ()))
         ctx.set_materialize_grads(False)
         shape = x.shape if tokens is None else tokens.whole_shape(x.shape)
-        # a plain view made in here could not be modified in place by the caller
-        return y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*shape[:-1], w.shape[0]))
+        return with_leading(y, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:

@@ -122,7 +122,7 @@ class _Rowwise(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shape = x.shape if tokens is None else tokens.part_shape(x.shape)
         y = y.to(plan.out_dtype)
-        # a plain view made in here could not be modified in place by the caller
+        # a plain view made in here, as of what was reduced, could not be modified by the caller
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], w.shape[0]))
 
     @staticmethod

@@ -93,96 +93,32 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
     return place(block, group, begin, end, tokens)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "tokens",
-        "col_blocks", "y_stride_m", "z_stride_m",
-    ]
-)  # fmt: skip
-def cast_columnwise_kernel(
-    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
-    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,
-    y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
+@gluon.jit
+def _cast_tile(
+    x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m, tile_m,
+    tile_k, rows, words, rows_left, col_left, words_left, DTYPE: gl.constexpr,
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
-    PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
-    PARTS: gl.constexpr, PER_ROW: gl.constexpr,
+    GROUPS: gl.constexpr, PATCH_ROWS: gl.constexpr,
 ):  # fmt: skip
-    # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
-    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
-    # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
-    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
-    # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
-    # neighbours along K then, else along M. With COMPUTE (producer.py), the tile is computed from
-    # those of x, y and z, and of two PARTS the second has other outputs.
-    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    PER_WORD: gl.constexpr = per_word(DTYPE)
-    WORDS: gl.constexpr = 128 // PER_WORD
+    # Casts words x[128, WORDS] in the layout of rows, and stores them; of words beyond the tensor,
+    # which must be zeros, it stores none.
     LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())
     BY_ROW: gl.constexpr = LAYOUTS[0]
     BY_COLUMN: gl.constexpr = LAYOUTS[1]
     COLUMNS: gl.constexpr = LAYOUTS[2]
+    PER_WORD: gl.constexpr = per_word(DTYPE)
+    WORDS: gl.constexpr = 128 // PER_WORD
     QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
     PARTIAL: gl.constexpr = gl.int32 if PER_WORD == 1 else gl.int16
     DOWN: gl.constexpr = 128 // PATCH_ROWS
     ACROSS: gl.constexpr = WORDS // 4
     ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = rows * UNIT_M
-    words = cols * UNIT_K
-    stride = stride_m * UNIT_K
-    tile = gl.program_id(0)
-    part = 0
-    if PARTS == 2:
-        part = tile % 2
-        tile = tile // 2
-        if part == 1:
-            row_ptr, row_scale_ptr = row_ptr_1, row_scale_ptr_1
-            col_ptr, col_scale_ptr = col_ptr_1, col_scale_ptr_1
-    tile_m = tile // blocks_k
-    tile_k = tile % blocks_k
     col_m = tile_m.to(gl.int64) * 128
     first_k = tile_k.to(gl.int64) * 128
     first_word = tile_k.to(gl.int64) * WORDS
-    words_left = words - tile_k * WORDS
-    if GROUPS:
-        first_row, rows_left, has_group, _ = _rows_of_block(
-            tile_m, offs_ptr, groups, tokens, GROUPS
-        )
-        first_m = first_row.to(gl.int64)
-        col_left = gl.where(has_group & (tile_m < col_blocks), 128, 0)
-        if not ROWWISE:
-            if col_left == 0:
-                return
-        elif rows_left <= 0:
-            return
-    else:
-        first_m = col_m
-        rows_left = tokens - tile_m * 128
-        col_left = rows - tile_m * 128
-
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
     inside = (m < rows_left) & (word < words_left)
-    source = x_ptr.to(gl.pointer_type(gl.int32)) + first_word
-    if INDEXED:
-        row = gl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(gl.int64)
-        x = gl.load(source + (row * stride + word), mask=inside, other=0)
-    else:
-        x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
-    if COMPUTE is not None:
-        y, z = x, x
-        if SOURCES > 1:
-            ld = y_stride_m * UNIT_K
-            source = y_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
-            y = gl.load(source + (m * ld + word), mask=inside, other=0)
-        if SOURCES > 2:  # of part 0 alone
-            ld = z_stride_m * UNIT_K
-            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
-            z = gl.load(source + (m * ld + word), mask=inside & (part == 0), other=0)
-        if PER_ROW:
-            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m
-            z = gl.load(source + m, mask=m < rows_left, other=0)
-        x = COMPUTE(x, y, z, part, DETAIL, DTYPE)
 
     magnitude = magnitudes(x, DTYPE)
     if not SQUARE:
@@ -270,17 +206,110 @@ def cast_columnwise_kernel(
         row_partial._keep_alive()
 
 
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "tokens",
+        "col_blocks", "y_stride_m", "z_stride_m",
+    ]
+)  # fmt: skip
+def cast_columnwise_kernel(
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
+    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,
+    y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
+    ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
+    PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
+    PARTS: gl.constexpr, PER_ROW: gl.constexpr,
+):  # fmt: skip
+    # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
+    # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
+    # rows; the columnwise form has `rows` columns, those after the rows of x zeros. With GROUPS, a
+    # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
+    # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
+    # neighbours along K then, else along M. With COMPUTE (producer.py), the tile is computed from
+    # those of x, y and z, and of two PARTS the second has other outputs.
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    PER_WORD: gl.constexpr = per_word(DTYPE)
+    WORDS: gl.constexpr = 128 // PER_WORD
+    BY_ROW: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())[0]
+    rows = rows * UNIT_M
+    words = cols * UNIT_K
+    stride = stride_m * UNIT_K
+    tile = gl.program_id(0)
+    tile_m = tile // blocks_k
+    tile_k = tile % blocks_k
+    first_word = tile_k.to(gl.int64) * WORDS
+    words_left = words - tile_k * WORDS
+    if GROUPS:
+        first_row, rows_left, has_group, _ = _rows_of_block(
+            tile_m, offs_ptr, groups, tokens, GROUPS
+        )
+        first_m = first_row.to(gl.int64)
+        col_left = gl.where(has_group & (tile_m < col_blocks), 128, 0)
+        if not ROWWISE:
+            if col_left == 0:
+                return
+        elif rows_left <= 0:
+            return
+    else:
+        first_m = tile_m.to(gl.int64) * 128
+        rows_left = tokens - tile_m * 128
+        col_left = rows - tile_m * 128
+
+    m = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
+    inside = (m < rows_left) & (word < words_left)
+    source = x_ptr.to(gl.pointer_type(gl.int32)) + first_word
+    if INDEXED:
+        row = gl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(gl.int64)
+        x = gl.load(source + (row * stride + word), mask=inside, other=0)
+    else:
+        x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
+    if COMPUTE is not None:
+        y, z = x, x
+        if SOURCES > 1:
+            ld = y_stride_m * UNIT_K
+            source = y_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
+            y = gl.load(source + (m * ld + word), mask=inside, other=0)
+        if SOURCES > 2:
+            ld = z_stride_m * UNIT_K
+            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
+            z = gl.load(source + (m * ld + word), mask=inside, other=0)
+        if PER_ROW:
+            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m
+            z = gl.load(source + m, mask=m < rows_left, other=0)
+        if PARTS == 2:
+            second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
+        x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
+
+    _cast_tile(
+        x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m,
+        tile_m, tile_k, rows, words, rows_left, col_left, words_left, DTYPE, ROWWISE, SQUARE,
+        POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS,
+    )  # fmt: skip
+    if PARTS == 2:
+        _cast_tile(
+            second, row_ptr_1, row_scale_ptr_1, row_scale_ld, col_ptr_1, col_scale_ptr_1,
+            col_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left, words_left,
+            DTYPE, ROWWISE, SQUARE, POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS,
+        )  # fmt: skip
+
+
 def _threads(
-    per_word: int, unit_k: int, rowwise: bool, producer: Producer
+    per_word: int, unit_k: int, rowwise: bool, power_of_two: bool, producer: Producer
 ) -> tuple[int, dict[str, int]]:
     # Rows of a thread's patch, and options. Without a limit, fewer programs fit on an SM.
     if producer.compute is None:
         limit = {"maxnreg": 128} if rowwise and unit_k > 1 else {}
         return 16, {"num_warps": 8 // per_word, **limit}
-    # A thread holds its patch of every source, and the steps of the computation: 16 warps share a
-    # tile. Two programs then fit on an SM; one, where the limit of 64 registers would make it spill
-    fits = per_word == 2 and len(producer.more) < 2
-    fits = fits and (producer.per_row is None or unit_k > 1)
+    # A thread holds its patch of every source, and the steps of the computation: more warps share a
+    # tile than of a cast alone.
+    if per_word == 2 and producer.per_row is not None and unit_k > 1:
+        return 8, {"num_warps": 8, "maxnreg": 96}
+    # With 64 registers, two programs fit on an SM. Two tiles then spill a little, and it pays; one
+    # program where they would spill much.
+    light = producer.parts == 1 and producer.per_row is None
+    fits = per_word == 2 and (light or (unit_k > 1 and not power_of_two))
     return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
 
 
@@ -305,13 +334,14 @@ def plan_columnwise(
     sources = (x, *producer.more)
     even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
     unit_k = 4 if even else 1
-    patch_rows, options = _threads(per_word, unit_k, row is not None, producer)
+    power_of_two = col.format.power_of_two
+    patch_rows, options = _threads(per_word, unit_k, row is not None, power_of_two, producer)
     tokens = (x if index is None else index).shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes
     return Launch(
         cast_columnwise_kernel,
-        (blocks_of(tokens, groups, row is not None) * blocks_k * producer.parts,),
+        (blocks_of(tokens, groups, row is not None) * blocks_k,),
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
@@ -321,7 +351,7 @@ def plan_columnwise(
         {
             "ROWWISE": row is not None,
             "SQUARE": square,
-            "POWER_OF_TWO": col.format.power_of_two,
+            "POWER_OF_TWO": power_of_two,
             "METHOD": method_for(x.dtype),
             "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,

@@ -28,11 +28,12 @@ class Producer:
             tensors to a tile alike: elements in Triton, words in Gluon. Zeros must give +0, since
             columnwise casts end in zeros.
         detail: a constant for ``compute``.
-        more: y and z, ``[M, K]`` as x is, with rows of unit stride. A second part gets zeros for z.
+        more: y and z, ``[M, K]`` as x is, with rows of unit stride. In Triton, a second part gets
+            zeros for z.
         per_row: in place of z, fp32 ``[M]``, contiguous: a tile gets them as ``[TILE_M, 1]``, in
             Gluon as 32-bit words.
-        second: the forms of a second tile from the same tensors, part 1. The program after that of
-            part 0 makes it, and finds in cache what that one read.
+        second: the forms of a second tile from the same tensors, part 1. In Gluon one program makes
+            both; in Triton the next one does, and finds in cache what the first one read.
     """
 
     compute: Any

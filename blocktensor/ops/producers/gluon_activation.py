@@ -26,7 +26,7 @@ def tile_of_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
         if part == 0:
             made = _words(x, y, z, ACTIVATION, ROLE, DTYPE)
         else:
-            made = _words(x, y, z, ACTIVATION, "gated", DTYPE)
+            made = _words(x, y, z, ACTIVATION, "gated beside", DTYPE)
         return made
     else:
         return _words(x, y, z, ACTIVATION, ROLE, DTYPE)

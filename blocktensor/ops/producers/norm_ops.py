@@ -115,4 +115,4 @@ def _normalized_op(
 def _(
     x: Tensor, rstd: Tensor, weight: Tensor, kind: str, rowwise: str | None, columnwise: str | None
 ) -> list[Tensor]:
-    return empty_forms(x, None, rowwise, columnwise)
+    return tensors_of(empty_forms(x, None, format_named(rowwise), format_named(columnwise)))

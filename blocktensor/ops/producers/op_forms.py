@@ -1,4 +1,4 @@
-"""Forms in the schemas of producers: names of formats in, data and scales in one list out."""
+"""Forms of producers: empty ones, and those of schemas, which take names and return one list."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def forms_of(
 
 
 def empty_forms(
-    x: Tensor, offs: Tensor | None, rowwise: str | None, columnwise: str | None
-) -> list[Tensor]:
-    """:func:`tensors_of`, not yet written; ``x``: ``[T, K]``, in groups that end at ``offs``."""
-    row = None if rowwise is None else empty_quantized(x.shape, named(rowwise), x.device)
+    x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> Forms:
+    """Forms that are not yet written; ``x``: ``[T, K]``, in groups that end at ``offs``."""
+    row = None if rowwise is None else empty_quantized(x.shape, rowwise, x.device)
     if columnwise is None:
-        return tensors_of((row, None))
+        return row, None
     if offs is None:
-        return tensors_of((row, empty_columnwise(x, named(columnwise))))
+        return row, empty_columnwise(x, columnwise)
     tokens, k = x.shape
     shape = k, group_columns(tokens, offs.shape[0])
-    return tensors_of((row, empty_quantized(shape, named(columnwise), x.device)))
+    return row, empty_quantized(shape, columnwise, x.device)

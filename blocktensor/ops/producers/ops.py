@@ -216,7 +216,7 @@ def _(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    return empty_forms(gate, offs, rowwise, columnwise)
+    return tensors_of(empty_forms(gate, offs, format_named(rowwise), format_named(columnwise)))
 
 
 @_gated_backward_op.register_fake
@@ -229,5 +229,6 @@ def _(
     rowwise: str | None,
     columnwise: str | None,
 ) -> list[Tensor]:
-    made = empty_forms(gate, offs, rowwise, columnwise)
-    return made if up is None else made + empty_forms(gate, offs, rowwise, columnwise)
+    formats = format_named(rowwise), format_named(columnwise)
+    of_each = [empty_forms(gate, offs, *formats) for _ in range(1 if up is None else 2)]
+    return tensors_of(*of_each)

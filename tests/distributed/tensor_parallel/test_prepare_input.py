@@ -102,7 +102,7 @@ def check_bits(world: int, device: str) -> None:
 
 @on_ranks(2)
 def test_bytes_on_the_wire(world: int, device: str) -> None:
-    x = drawn((2, 128, K), torch.bfloat16, 1).requires_grad_()
+    x = drawn((2, 128, K), torch.bfloat16, 1).to(device).requires_grad_()
     module = parallel(siblings(256, Recipe()), world, device, Shard(1))
     module(x)  # ranks compare
     with Wire() as forward:
@@ -122,7 +122,7 @@ def test_bytes_on_the_wire(world: int, device: str) -> None:
 @on_ranks(2)
 def test_only_this_ranks_tokens_are_saved(world: int, device: str) -> None:
     saved: list[Tensor] = []
-    x = drawn((2, 128, K), torch.bfloat16, 1).requires_grad_()
+    x = drawn((2, 128, K), torch.bfloat16, 1).to(device).requires_grad_()
     module = parallel(siblings(256, Recipe()), world, device, Shard(1))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         module(x)
@@ -134,14 +134,15 @@ def test_only_this_ranks_tokens_are_saved(world: int, device: str) -> None:
 @on_ranks(2)
 def test_a_linear_left_in_high_precision(world: int, device: str) -> None:
     """The input is gathered as it came, and each linear computes in its own precision."""
-    x, grad = drawn((2, 256, K), torch.bfloat16, 1), drawn((2, 256, 256), torch.bfloat16, 2)
-    whole = siblings(256, None)
+    x, grad = (drawn((2, 256, n), torch.bfloat16, i).to(device) for n, i in ((K, 1), (256, 2)))
+    whole = siblings(256, None).to(device)
     convert(whole, skip=["second"], auto_filter_small_kn=False)
-    want_y, _, want_dw, _ = run(whole, x, grad)
     module = siblings(256, None)
     convert(module, skip=["second"], auto_filter_small_kn=False)
     parallel(module, world, device, Shard(1))
-    y, _, dw, _ = run(module, mine(x, world, 1), mine(grad, world, -1))
+    with one_backend(device):
+        want_y, _, want_dw, _ = run(whole, x, grad)
+        y, _, dw, _ = run(module, mine(x, world, 1), mine(grad, world, -1))
     assert_same(dw, mine(want_dw, world, 0))
     assert relative_error(y, mine(want_y, world, -1)) < 4e-3
 
@@ -152,7 +153,7 @@ def test_unequal_recipes_are_refused(world: int, device: str) -> None:
     convert(module.second, Recipe(scale="power_of_two"), auto_filter_small_kn=False)
     parallel(module, world, device, Shard(1))
     with pytest.raises(ValueError, match="2 FP8 linears of unequal recipes cannot be cast once"):
-        module(drawn((2, 128, K), torch.bfloat16, 1))
+        module(drawn((2, 128, K), torch.bfloat16, 1).to(device))
 
 
 @on_ranks(2)
@@ -162,17 +163,17 @@ def test_other_products_of_a_prepared_input_are_refused(world: int, device: str)
     parallel(module, world, device, Shard(1))
     module.register_forward_pre_hook(lambda m, args: (m.third(args[0].view(-1, K)),))
     with pytest.raises(NotImplementedError, match="a product that is not one of ColwiseParallel"):
-        module(drawn((2, 128, K), torch.bfloat16, 1))
+        module(drawn((2, 128, K), torch.bfloat16, 1).to(device))
     convert(module.third, auto_filter_small_kn=False)
     style = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(module.third, mesh_of(world, device), style)
     with pytest.raises(NotImplementedError, match="a product that is not one of ColwiseParallel"):
-        module(drawn((2, 128, K), torch.bfloat16, 1))
+        module(drawn((2, 128, K), torch.bfloat16, 1).to(device))
 
 
 @on_ranks(2)
 def test_backward_twice(world: int, device: str) -> None:
-    x = drawn((2, 128, K), torch.bfloat16, 1).requires_grad_()
+    x = drawn((2, 128, K), torch.bfloat16, 1).to(device).requires_grad_()
     module = parallel(siblings(256, Recipe()), world, device, Shard(1), in_rank_order=True)
     loss = module(x).square().sum()
     loss.backward(retain_graph=True)

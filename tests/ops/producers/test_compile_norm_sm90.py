@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, BlockFormat
-from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
 from tests.support.numeric import DTYPES
 
 pytest.importorskip("triton")
 
-import triton
-
 from blocktensor.ops.runtime.launch import Launch
-from tests.support.sm90 import compile_for_sm90
+from tests.support import producer_launches
+from tests.support.producer_launches import (
+    BOTH,
+    COLUMNWISE,
+    META,
+    MIXED,
+    POW2,
+    ROWWISE,
+    Formats,
+    compile_all,
+    kernels_for,
+)
 
-META = torch.device("meta")
+launches = producer_launches.launches
 BF16, FP16, FP32 = DTYPES
-SPILLS = 0 if triton.__version__.startswith("3.6.") else 128
-Formats = tuple[BlockFormat | None, BlockFormat | None]
-BOTH: Formats = BLOCKS_1X128, BLOCKS_1X128
-MIXED: Formats = BLOCKS_1X128, BLOCKS_128X128
-COLUMNWISE: Formats = None, BLOCKS_1X128
-ROWWISE: Formats = BLOCKS_1X128, None
-POW2: Formats = BLOCKS_1X128_POW2, BLOCKS_1X128_POW2
 
 VARIANTS: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
     *(("gluon", "llama", BF16, (4096, 4096), formats) for formats in (BOTH, MIXED, COLUMNWISE)),
@@ -53,19 +53,11 @@ def test_normalized(
     dtype: torch.dtype,
     shape: tuple[int, int],
     formats: Formats,
-    monkeypatch: pytest.MonkeyPatch,
+    launches: list[Launch],
 ) -> None:
-    launches: list[Launch] = []
-    monkeypatch.setattr(Launch, "__call__", lambda launch: launches.append(launch))
-    backend = next(backend for backend in PRODUCER_BACKENDS if backend.name == name)
     x, weight = (torch.empty(s, dtype=dtype, device=META) for s in (shape, shape[1:]))
     rstd = torch.empty((shape[0], 1), device=META)
-    sources = x, weight.expand(shape)
-    assert backend.declines(ProducerProblem(sources, *formats)) is None
-    backend.load().normalized(x, rstd, weight, kind, *formats)
+    kernels = kernels_for(name, (x, weight.expand(shape)), formats)
     awkward = name == "triton" and shape[1] % 8 and formats == MIXED
-    assert len(launches) == (2 if awkward else 1)
-    for made in launches:
-        resources = compile_for_sm90(made)
-        print(name, kind, dtype, shape, resources.registers, resources.spilled_bytes)
-        assert resources.spilled_bytes <= SPILLS, f"{made.kernel} {made.constants}"
+    count = compile_all(launches, lambda: kernels.normalized(x, rstd, weight, kind, *formats))
+    assert count == (2 if awkward else 1)

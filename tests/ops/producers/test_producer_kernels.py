@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,15 +60,24 @@ class Case(NamedTuple):
     is_gated: bool
 
 
-def cases(name: str, dtype: torch.dtype, count: int) -> Iterator[Case]:
+def some_formats(activation: str, dtype: torch.dtype) -> Sequence[Formats]:
+    """All formats for the usual activation in bf16, two for each other: they compile for long."""
+    if (activation, dtype) == ("silu", BF16):
+        return FORMATS
+    turn = 3 * [*ACTIVATIONS].index(activation) + DTYPES.index(dtype)
+    return FORMATS[turn % len(FORMATS)], FORMATS[(turn + 4) % len(FORMATS)]
+
+
+def cases(name: str, activation: str, dtype: torch.dtype, count: int) -> Iterator[Case]:
     """``count`` cases that the backend takes."""
+    usual = [f for f in some_formats(activation, dtype) if f[1] or name == "triton"]
     unit = 8 if dtype != BF16 else 1 if name == "triton" else 2
     draw = random.Random(name)
     for i in range(count):
         rows = cols = 2**20
         while rows * cols > 1_500_000 or cols % unit:
             rows, cols = draw.choice(SIZES), draw.choice(SIZES)
-        formats = draw.choice([f for f in FORMATS if f[1] or name == "triton"])
+        formats = draw.choice(usual)
         yield Case(
             rows, cols, draw.choice(KINDS), VIEWS[i % len(VIEWS)], formats, draw.random() < 0.8
         )
@@ -138,13 +147,11 @@ def check(
 @pytest.mark.parametrize("name", ["triton", "gluon"])
 def test_bytes(name: str, activation: str, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
-    for case in cases(name, dtype, 200):
+    for case in cases(name, activation, dtype, 200):
         sources = inputs(case, dtype, rng)
         is_gated = case.is_gated and (name == "gluon" or dtype == BF16)
-        is_empty = 0 in sources[0].shape  # the casts leave those to the reference
-        assert takes(name, sources[: 2 + is_gated], case.formats) is not is_empty
-        backend = kernels("reference" if is_empty else name)
-        check(backend, activation, sources, is_gated, case.formats)
+        assert not case.cols or takes(name, sources[: 2 + is_gated], case.formats)
+        check(kernels(name), activation, sources, is_gated, case.formats)
 
 
 def every_number(dtype: torch.dtype) -> Tensor:

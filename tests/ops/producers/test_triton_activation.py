@@ -21,13 +21,13 @@ pytest.importorskip("triton")
 
 from blocktensor.ops.producers.triton_activation import word_ptx
 
-ROLES = ("value", "gated", "gradient", "gated gradient")
+ROLES = ("value", "gated", "gated beside", "gradient", "gated gradient")
 
 
 def expected(activation: str, role: str, x: Tensor, d: Tensor, u: Tensor) -> Tensor:
     """The composition of the reference, each step in float64 and rounded to the dtype."""
     act, dtype = ACTIVATIONS[activation], x.dtype
-    if role in ("value", "gated"):
+    if not role.endswith("gradient"):
         value = act.value(x.double()).to(dtype)
         return value if role == "value" else value * d
     return act.gradient((d * u if role == "gated gradient" else d).double(), x.double()).to(dtype)
