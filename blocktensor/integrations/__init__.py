@@ -1,0 +1,1 @@
+"""blocktensor in other libraries. Each module is imported by the user, and needs its library."""
