@@ -88,6 +88,8 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
         "four steps": train(saved(fp8(), f"{folder}/whole", 4))[0],
         "two steps": train(saved(fp8(), f"{folder}/parts", 2))[0],
         "two more": train(saved(fp8(), f"{folder}/parts", 4))[0],
+        "two in bf16": train(saved(config("llama3"), f"{folder}/bf16", 2))[0],
+        "two more in fp8": train(saved(fp8(), f"{folder}/bf16", 4))[0],
     }
 
 
@@ -174,6 +176,10 @@ def test_spmd_types_on_one_rank(alone: dict[str, Any]) -> None:
 
 def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
     assert alone["two steps"] + alone["two more"] == alone["four steps"]
+
+
+def test_a_checkpoint_in_bf16_goes_on_in_fp8(alone: dict[str, Any]) -> None:
+    assert_close(alone["two in bf16"] + alone["two more in fp8"], alone["four steps"], steps=4)
 
 
 def test_fsdp2(on_two: dict[str, Any]) -> None:
