@@ -124,6 +124,15 @@ def test_fuse() -> None:
     assert not hasattr(converted(llama3, layers=1).layers["0"].feed_forward, "_gated_parts")
 
 
+def test_weights_of_a_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="cache_weight='step' in a CUDA graph: every"):
+        converted(llama3, layers=1, cache_weight="step")(tokens)
+    assert not converted(llama3, layers=1)._forward_pre_hooks
+
+
 def test_the_report_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         converted(llama3, layers=1)
