@@ -24,7 +24,7 @@ from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC
 MM = torch.ops.aten.mm.default
 GEMM = torch.ops.blocktensor.gemm.default
 CAST = torch.ops.blocktensor.quantize_both.default
-SIZES = (256, 384, 256, 128, 256)
+SIZES = (256, 384, 512, 128, 640)
 
 
 class Blocks(nn.Module):
