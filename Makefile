@@ -26,13 +26,16 @@ ready  = $(VENV)/.$(1).stamp
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo demo-moe lint format clean
+.PHONY: help test docs demo demo-moe lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
 	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
+
+docs: $(call ready,docs) ## Build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py $(ARGS)
@@ -50,7 +53,7 @@ format: $(call ready,dev) ## Mend style and format
 	$(PY) -m ruff format .
 
 clean: ## Remove caches, builds and ./.venv
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 # as in train_lm.py: read when torch is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 try:
     from rich.console import Console
@@ -73,8 +73,10 @@ def ranks(kind: str, fake: int | None = None) -> Iterator[torch.device]:
 class CastLinear(nn.Linear):
     """A linear that casts a plain weight at every use: what a bf16 gather leaves to do."""
 
+    recipe: blocktensor.Recipe
+
     def forward(self, x: Tensor) -> Tensor:
-        return blocktensor.functional.linear(x, self.weight, self.bias)
+        return blocktensor.functional.linear(x, self.weight, self.bias, recipe=self.recipe)
 
 
 def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
@@ -87,15 +89,18 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
         model.head.fused_loss = partial(  # type: ignore[union-attr]
             blocktensor.functional.linear_cross_entropy, chunk_size=options.loss_chunk or None
         )
+    recipe = blocktensor.Recipe(wgrad_input=options.wgrad_input)
     # tiny's are all too small for FP8 to pay, and are here to be tried
     report = blocktensor.convert(
         converted,
+        recipe,
         auto_filter_small_kn=options.model != "tiny",
         head="fp8" if options.head == "fp8" else None,
     )
     if options.gather == "bf16":
         for entry in report.converted:
-            model.get_submodule(entry.name).__class__ = CastLinear
+            made = model.get_submodule(entry.name)
+            made.__class__, made.recipe = CastLinear, recipe  # type: ignore[assignment]
     if options.fuse:
         blocktensor.fuse(converted)
     return len(report.converted)
@@ -216,9 +221,26 @@ def over_ranks(values: Sequence[float], device: torch.device) -> Tensor:
 
 def setting(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """What the losses depend on: a run is resumed with the same only."""
-    flags = ("precision", "master_dtype", "seq", "batch", "lr", "ramp_steps", "seed")
+    flags = ("precision", "master_dtype", "seq", "batch", "accumulate", "lr", "ramp_steps", "seed")
     own = {f"--{flag.replace('_', '-')}": getattr(options, flag) for flag in flags}
     return {**asdict(shape), **own, "ranks": dist.get_world_size()}
+
+
+def gradients(model: Llama, data: Data, options: argparse.Namespace, step: int) -> Tensor:
+    """Forwards and backwards of a step's microbatches, the last reduces; their mean loss."""
+    count = options.accumulate
+    total = torch.zeros((), device=data.device)
+    for index in range(count):
+        last = index == count - 1
+        if count > 1:
+            sharded = cast(FSDPModule, model)
+            sharded.set_requires_gradient_sync(last)
+            sharded.set_is_last_backward(last)
+            sharded.set_reshard_after_backward(last or options.reshard_after_forward)
+        loss = model(*data.batch(step * count + index)) / count
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 def train(
@@ -232,7 +254,7 @@ def train(
         record = checkpoints.resume(options.checkpoint, model, optimizer, belongs)
         if record is not None:
             result.losses, result.resumed_at = record["losses"], len(record["losses"])
-    begin, tokens = result.resumed_at, options.batch * options.seq
+    begin, tokens = result.resumed_at, options.batch * options.seq * options.accumulate
     task = bar.add_task("", total=options.steps, completed=begin, loss=float("nan"), speed=0.0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -243,13 +265,11 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / options.ramp_steps)
         with clock.step():
-            inputs, targets = data.batch(step)
-            loss = model(inputs, targets)
-            loss.backward()
+            loss = gradients(model, data, options, step)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        unread.append(loss.detach())
+        unread.append(loss)
         done = step + 1
         last = done == options.steps
         saves = options.checkpoint and (last or done % (options.checkpoint_every or done + 1) == 0)

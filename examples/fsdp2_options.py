@@ -70,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="bf16",
         help="fp8: the head too, its loss in chunks of --loss-chunk tokens (default: bf16)",
     )
+    add(
+        "--wgrad-input",
+        choices=("1x128", "128x128"),
+        default="1x128",
+        help="blocks of inputs that FP8 weight gradients read (default: 1x128)",
+    )
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(
         "--master-dtype",
@@ -82,6 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reshard-after-forward", action=toggle, default=True, help="gather again for backward")
     add("--seq", type=int, help="tokens of a sequence")
     add("--batch", type=int, help="sequences of each rank in a step")
+    add(
+        "--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default: 1)"
+    )
     add("--loss-chunk", type=int, default=0, help="tokens whose logits are held at once (0: all)")
     add("--steps", type=int, default=50, help="optimizer steps (default: 50)")
     add("--warmup-steps", type=int, default=5, help="first steps, not timed (default: 5)")
@@ -117,6 +126,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         "vocab": 2,
         "seq": 1,
         "batch": 1,
+        "accumulate": 1,
         "steps": 1,
         "ramp_steps": 1,
         "warmup_steps": 0,

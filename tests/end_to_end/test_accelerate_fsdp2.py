@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ if not torch.distributed.is_available():
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor import BlockwiseFP8Tensor, convert
@@ -171,3 +174,36 @@ def test_a_model_trains_as_one_that_fully_shard_has_sharded(
         model.layers[0].unshard()
         for part in (model.layers[0].up, model.layers[0].down):
             assert isinstance(part.weight, BlockwiseFP8Tensor)  # what was gathered
+
+
+@on_ranks(2, gpus=())
+def test_a_model_that_transformers_has_converted(world: int, device: str) -> None:
+    """Sharded, trained and saved: the state that is gathered for the first rank is written."""
+    pytest.importorskip("transformers", minversion="5.17")
+    from tests.support import pretrained
+
+    with TemporaryDirectory() as home, pretrained.quiet():
+        homes = [home]
+        torch.distributed.broadcast_object_list(homes)  # the first rank alone writes
+        folder = pretrained.saved(Path(homes[0], "source"), pretrained.llama().bfloat16())
+        torch.distributed.barrier()
+        plugin = plugin_of(efficient=False)
+        with accelerator(world, "bf16", plugin) as accelerate:
+            model = pretrained.loaded(folder, dtype="auto")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            model, optimizer = accelerate.prepare(model, optimizer)
+            for _ in range(2):
+                tokens = pretrained.TOKENS
+                accelerate.backward(model(tokens, labels=tokens).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            # as Accelerator.get_state_dict gathers it
+            whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(model, options=whole_state)
+            if accelerate.is_main_process:
+                model.save_pretrained(Path(home, "saved"), state_dict=state)
+                saved = pretrained.loaded(Path(home, "saved"), dtype="auto").state_dict()
+                assert saved.keys() == state.keys()
+                for name, x in saved.items():
+                    assert x.dtype == state[name].dtype and torch.equal(x, state[name]), name
+            torch.distributed.barrier()

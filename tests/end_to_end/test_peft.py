@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("peft")
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
+import blocktensor.integrations.peft  # noqa: F401
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
 from tests.support.audited import assert_no_marked_product
 from tests.support.models import FP8_TYPES, Model, assert_same_bytes
@@ -173,12 +174,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"use_dora": True},
     "PiSSA": {"init_lora_weights": "pissa"},
     "OLoRA": {"init_lora_weights": "olora"},
+    "DoRA, dropout": {"use_dora": True, "lora_dropout": 0.1},
     "rsLoRA": {"use_rslora": True},
     "an adapted module saved whole": {"modules_to_save": ["blocks.0.up"]},
     "the head saved whole": {"modules_to_save": ["head"]},
 }
-READS_VALUES = {"DoRA", "PiSSA", "OLoRA"}
-"""Adapters that compute with the values of the base, which a frozen one does not hold."""
+READS_VALUES = {"PiSSA", "OLoRA"}
+"""Adapters that write new values into the base, which a frozen one cannot take."""
 
 
 def kind_of_adapter(model: nn.Module, kind: str) -> PeftModel:
@@ -223,3 +225,43 @@ def test_adapters_on_a_frozen_base(kind: str) -> None:
         before = loss_of(made)
         optimizer.step()
         assert loss_of(made) < before
+
+
+def test_dora_on_a_frozen_base_is_that_of_its_values() -> None:
+    """The norms, and so what they divide, are those of the dequantized base."""
+    model = base()
+    plain, made = (kind_of_adapter(m, "DoRA") for m in (dequantized(model), model))
+    magnitudes = {n: x for n, x in made.named_parameters() if "magnitude" in n}
+    assert len(magnitudes) == 4
+    for name, x in magnitudes.items():
+        assert torch.equal(x, plain.get_parameter(name))
+    for one in (made, plain):
+        loss_of(one).backward()
+    for name, x in magnitudes.items():
+        assert relative(x.grad, plain.get_parameter(name).grad) < 0.2, name
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "the head saved whole"])
+def test_unloading_gives_the_base_back(kind: str, frozen: bool) -> None:
+    model = base()
+    if not frozen:
+        unfreeze(model)
+    wanted = model(INPUTS)
+    adapted = kind_of_adapter(model, kind)
+    optimizer = torch.optim.SGD(trained(adapted).values(), lr=0.5)
+    loss_of(adapted).backward()
+    optimizer.step()
+    assert not torch.equal(adapted(INPUTS), wanted)
+    back = adapted.unload()
+    assert type(back) is Model
+    if kind != "the head saved whole":  # peft keeps what it has trained
+        assert torch.equal(back(INPUTS), wanted)
+    fp8 = BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight
+    assert all(type(block.up.weight) is type(block.down.weight) is fp8 for block in back.blocks)
+
+
+def test_preparing_a_frozen_base_for_few_bits_is_refused() -> None:
+    """It would cast the base to fp32."""
+    with pytest.raises(NotImplementedError, match=r"cannot set \.data of BlockwiseFP8Tensor"):
+        prepare_model_for_kbit_training(base())

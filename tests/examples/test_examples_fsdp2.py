@@ -64,6 +64,9 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         "ac": run(example, where / "ac", *fp8, "--ac", "--no-reshard-after-forward"),
         "fp32": run(example, where / "fp32", "--precision", "fp8", "--loss-chunk", "50"),
     }
+    more = [*fp8, "--accumulate", "3", "--wgrad-input", "128x128"]
+    found["accumulated"] = run(example, where / "accumulated", *more)
+    found["kept"] = run(example, where / "kept", *more, "--no-reshard-after-forward")
     found["head"] = run(example, where / "head", *fp8, "--head", "fp8")
     saving = [*fp8, "--checkpoint", str(where / "saved"), "--checkpoint-every", "4"]
     found["stopped"] = run(example, where / "stopped", *saving, steps=6)
@@ -111,6 +114,15 @@ def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
     assert runs["head"]["model"]["fp8_linears"] == runs["fp8"]["model"]["fp8_linears"] + 1
     assert ends["head"] == pytest.approx(ends["fp8"], rel=0.01)
     assert ends["fp32"] == pytest.approx(ends["bf16"], rel=0.1)  # another master rounds otherwise
+
+
+def test_microbatches(runs: dict[str, Any]) -> None:
+    """Weights that stay gathered between them change no bit."""
+    record = runs["accumulated"]
+    assert record["losses"] == runs["kept"]["losses"]
+    assert record["losses"] != runs["fp8"]["losses"]
+    assert record["losses"][0] == pytest.approx(runs["fp8"]["losses"][0], rel=0.05)
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(3 * 64 / record["step_seconds"])
 
 
 @pytest.mark.parametrize("other", ["gather", "ac", "fused"])

@@ -34,7 +34,8 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     is gathered in its own dtype, as by torch's style.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+        input_layouts, desired_input_layouts: as of torch's style.
+        input_kwarg_layouts, desired_input_kwarg_layouts: as of torch's style.
         use_local_output: as of torch's style.
         reduce_dtype: in which the sums of data gradients travel; default: the input's dtype.
         in_rank_order: as of :class:`ColwiseParallel`.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.docs.code_blocks import pages
 from tests.support import titan_cpu
 
 titan_cpu.skip_without_torchtitan()
@@ -212,6 +213,14 @@ def test_command_line() -> None:
 def test_configs_of_runs(name: str) -> None:
     run = parse("--module", HERE, "--config", name)
     assert "blockwise_fp8" in run.model_spec.model.to_dict()
+
+
+def test_the_guide() -> None:
+    (block,) = (x for x in pages()["docs/guides/torchtitan.md"] if x.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.code, names)
+    options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
+    assert options["filter_fqns"] == ("layers.0.",)
 
 
 def test_full_checkpointing_stays() -> None:

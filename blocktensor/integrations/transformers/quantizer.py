@@ -1,0 +1,198 @@
+"""The quantizer "blocktensor" of transformers: weights load as ever, and are converted then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from ...distributed.dtensor import local_of
+from ...model.conversion_report import ConversionReport
+from ...model.convert import convert
+from ...model.freeze import unfreeze
+from ...model.fuse import fuse
+from ...model.fuse_report import FusionReport
+from ...model.linears import is_linear
+from ...model.product_weights import fp8_weights
+from ...model.skip_patterns import weights_to_skip
+from ...tensor.weight import BlockwiseFP8Weight
+from .config import METHOD, BlockwiseFP8Config
+from .fp8_checkpoint import SCALES, DropValues, FP8Checkpoint
+from .saving import has_frozen_weights, plain_state
+from .transformers_internals import state_given_to_save
+
+
+@register_quantizer(METHOD)
+class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
+    """Converts a model that ``from_pretrained`` has loaded, by a :class:`BlockwiseFP8Config`.
+
+    Attributes:
+        report: what became of every matrix, as :func:`blocktensor.convert` reports it.
+        fusion: what became of every gated MLP, if ``fuse=True``, as :func:`blocktensor.fuse`
+            reports it.
+    """
+
+    quantization_config: BlockwiseFP8Config
+    report: ConversionReport | None = None
+    fusion: FusionReport | None = None
+
+    def __init__(self, quantization_config: BlockwiseFP8Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = False  # transformers itself reads high-precision values only
+        self._stored: FP8Checkpoint | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what would leave weights elsewhere than in the model.
+
+        Raises:
+            NotImplementedError: a ``device_map`` that offloads; DeepSpeed ZeRO-3.
+        """
+        device_map = kwargs.get("device_map")
+        if is_deepspeed_zero3_enabled():
+            raise NotImplementedError(
+                "DeepSpeed ZeRO-3 keeps no whole weights to convert: shard with FSDP2 instead"
+            )
+        places = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise _offloaded(f"device_map puts modules on {sorted(map(str, places))}")
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether the values of a parameter are read from FP8 in the end."""
+        return self._stored is not None and param_name in self._stored.weights
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes an element, while loading."""
+        if self.param_needs_quantization(model, param_name):
+            return 1
+        size: int = param.element_size()
+        return size
+
+    def get_quantize_ops(self) -> DropValues:
+        """What is done to parameters that :meth:`param_needs_quantization`."""
+        return DropValues()
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.quantization_config.reads_fp8:
+            return model
+        device_map = kwargs.get("device_map")
+        is_one = not isinstance(device_map, dict) or len(set(device_map.values())) == 1
+        if not is_one or (isinstance(device_map, str) and torch.cuda.device_count() > 1):
+            raise NotImplementedError(
+                f"device_map={device_map!r} for a checkpoint in FP8: expected one device, e.g. "
+                f"device_map={{'': 'cuda:0'}}"
+            )
+        with torch.device("cpu"):  # the model is being made on meta
+            self._stored = FP8Checkpoint(model, kwargs.get("checkpoint_files"))
+        known = model._keys_to_ignore_on_load_unexpected
+        model._keys_to_ignore_on_load_unexpected = {*(known or ()), *SCALES}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config = self.quantization_config
+        stored = set() if self._stored is None else self._stored.weights
+        unread = [n for n, x in model.named_parameters() if x.is_meta and n not in stored]
+        if unread:
+            raise _offloaded(f"{unread[0]!r} is not on a device")
+        if config.frozen:
+            model.requires_grad_(False)
+        if self._stored is not None:
+            device = next((x.device for x in model.parameters() if not x.is_meta), None)
+            self._stored.load(model, config.recipe, device or torch.device("cpu"))
+            _dequantize_skipped(model, config.skip)
+            if not config.frozen:
+                unfreeze(model)
+        self.report = _converted(model, config, of_fp8=self._stored is not None)
+        self._stored, config.reads_fp8 = None, False
+        if config.fuse:
+            self.fusion = fuse(model)
+        if not config.mark:
+            del model.config.quantization_config
+        return model
+
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """What ``save_pretrained`` writes: high-precision values, of frozen weights too."""
+        given = state_given_to_save(sys._getframe(1))
+        if getattr(model, "_hf_peft_config_loaded", False) or not has_frozen_weights(model):
+            return given, {}
+        return plain_state(model.state_dict() if given is None else given), {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """``save_pretrained`` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on it, and unless it is frozen the model itself."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether the model itself trains."""
+        return not self.quantization_config.frozen
+
+    @property
+    def is_compileable(self) -> bool:
+        """``generate`` may compile it."""
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """``model.dequantize()``: FP8 weights become plain parameters of the model's dtype."""
+        for module in model.modules():
+            for key in fp8_weights(module):
+                _make_plain(model, module, key)
+        return model
+
+
+def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool) -> Any:
+    """Convert; of an FP8 checkpoint, what it holds in high precision stays so but for the head."""
+    head = model.get_output_embeddings() if config.head is not None else None
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        return module is head if of_fp8 else config.experts is not False or is_linear(module)
+
+    return convert(
+        model,
+        config.recipe,
+        filter=wanted,
+        skip=config.skip,
+        auto_filter_small_kn=config.auto_filter_small_kn,
+        experts=config.experts if isinstance(config.experts, dict) else None,
+        head=config.head,
+    )
+
+
+def _dequantize_skipped(model: nn.Module, skip: Sequence[str]) -> None:
+    for module, key in weights_to_skip(model, skip):
+        if key in fp8_weights(module):
+            _make_plain(model, module, key)
+
+
+def _make_plain(model: nn.Module, module: nn.Module, key: str) -> None:
+    """Put a plain parameter in the place of an FP8 weight, in all modules that hold it."""
+    weight: Any = module._parameters[key]
+    if local_of(weight) is not None:
+        raise NotImplementedError(
+            f"a weight {list(weight.shape)} is sharded: dequantize the model before fully_shard"
+        )
+    values = weight.master if isinstance(weight, BlockwiseFP8Weight) else weight.dequantize()
+    plain = nn.Parameter(values.detach().contiguous(), requires_grad=weight.requires_grad)
+    for holder in model.modules():
+        for name, held in holder._parameters.items():
+            if held is weight:
+                holder._parameters[name] = plain
+
+
+def _offloaded(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk', and without "
+        f"'cpu' beside GPUs (max_memory= sets their shares), or shard the model with FSDP2"
+    )

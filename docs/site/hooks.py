@@ -1,0 +1,61 @@
+"""Pages that lie outside of docs/ on the site: examples, CONTRIBUTING.md, CHANGELOG.md.
+
+Links in the Markdown files are those of the repository, so that they work where it is browsed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)")
+
+
+def outside() -> dict[str, tuple[str, str]]:
+    """The page of each file outside of docs/, by its path in the repository, and its text."""
+    pages = {
+        f"{name}.md": (f"{name.lower()}.md", (ROOT / f"{name}.md").read_text("utf-8"))
+        for name in ("CONTRIBUTING", "CHANGELOG")
+    }
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        name = f"examples/{path.name}"
+        text = f"# {path.name}\n\n````python\n{path.read_text('utf-8')}````\n"
+        pages[name] = (f"examples/{path.stem}.md", text)
+    return pages
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of :func:`outside`."""
+    for page, text in outside().values():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to files outside of docs/, and links in such files, to their pages."""
+    at = page.file.src_uri
+    pages = {source: target for source, (target, _) in outside().items()}
+    sources = {target: source for source, target in pages.items()}
+    folder = posixpath.dirname(sources.get(at, f"docs/{at}"))
+
+    def moved(link: re.Match[str]) -> str:
+        target, anchor = link[1], link[2] or ""
+        if ":" in target:
+            return link[0]
+        in_repository = posixpath.normpath(posixpath.join(folder, target))
+        page = pages.get(in_repository) or in_repository.removeprefix("docs/")
+        return posixpath.relpath(page, posixpath.dirname(at) or ".") + anchor
+
+    return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Docstrings mark names by roles of Sphinx, which Markdown shows as they are."""
+    return ROLE.sub("", html)

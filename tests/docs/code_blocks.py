@@ -1,0 +1,53 @@
+"""The code blocks of Markdown pages, and which of them do not run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+?) -->\n+\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: what stands behind the opening fence, or "".
+        code: its lines.
+        line: the number of its first line on the page.
+        not_run: the reason in the comment ``<!-- not run: reason -->`` above it, or None.
+    """
+
+    language: str
+    code: str
+    line: int
+    not_run: str | None = None
+
+
+def blocks_of(text: str) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    blocks = []
+    for found in FENCE.finditer(text):
+        marker = NOT_RUN.search(text, 0, found.start())
+        line = text.count("\n", 0, found.start("code")) + 1
+        reason = marker["reason"] if marker else None
+        blocks.append(Block(found["language"], found["code"], line, reason))
+    return blocks
+
+
+def pages(root: Path = ROOT) -> dict[str, list[Block]]:
+    """The blocks of README.md, CONTRIBUTING.md and all pages of docs/, by the page's path."""
+    files = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    return {str(path.relative_to(root)): blocks_of(path.read_text("utf-8")) for path in files}
+
+
+def run_blocks(blocks: list[Block], page: str, namespace: dict[str, object]) -> None:
+    """Run the Python blocks of a page in one namespace. Tracebacks name the page's lines."""
+    for block in blocks:
+        if block.language == "python" and block.not_run is None:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, page, "exec"), namespace)

@@ -1,0 +1,47 @@
+"""Links of the Markdown files lead to files and headings that the repository has.
+
+The site's own links are tested in ``test_site.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.code_blocks import FENCE, ROOT
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links of a page, relative ones, whose file or heading does not exist."""
+    dead = []
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
+        if ":" in target:
+            continue
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and anchor not in anchors_of(path.read_text("utf-8"))):
+            dead.append(f"{target}#{anchor}" if anchor else target)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[x](#a-b-c) [y](#d) [z](other.md) [w](page.md#no) [v](https://a)\n")
+    assert dead_links(page) == ["#d", "other.md", "page.md#no"]

@@ -1,0 +1,118 @@
+"""The config: every way in which transformers and users carry it gives it back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import expecttest
+import pytest
+
+from blocktensor import Recipe, SmallKN
+from blocktensor.integrations.transformers import BlockwiseFP8Config
+
+OPTIONS: dict[str, Any] = {
+    "recipe": Recipe(scale="power_of_two", wgrad_input="128x128"),
+    "skip": ["*.q_proj", "lm_head"],
+    "auto_filter_small_kn": SmallKN(n=512),
+    "experts": {"*.moe": ["w_up", "w_down"]},
+    "head": "fp8",
+    "frozen": True,
+    "fuse": True,
+    "mark": True,
+}
+
+
+def test_the_options_are_all() -> None:
+    default = BlockwiseFP8Config()
+    given = BlockwiseFP8Config(**OPTIONS)
+    assert OPTIONS.keys() == {x.name for x in fields(given) if x.init}
+    assert all(getattr(given, name) != getattr(default, name) for name in OPTIONS)
+    assert all(getattr(given, name) == value for name, value in OPTIONS.items())
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["default", "all options"])
+def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
+    config = BlockwiseFP8Config(**options)
+    there = json.loads(config.to_json_string())
+    assert there == config.to_dict() == dict(config)
+    assert there["quant_method"] == "blocktensor"
+    assert BlockwiseFP8Config.from_dict(there) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    for name in OPTIONS:  # each counts
+        assert BlockwiseFP8Config(**{**OPTIONS, name: getattr(BlockwiseFP8Config(), name)}) != (
+            BlockwiseFP8Config(**OPTIONS)
+        )
+
+
+def test_arguments_replace_the_entries_of_a_file() -> None:
+    stored = BlockwiseFP8Config(**OPTIONS).to_dict()
+    config, unused = BlockwiseFP8Config.from_dict(
+        stored, return_unused_kwargs=True, skip=[], other=1
+    )
+    assert config == BlockwiseFP8Config(**{**OPTIONS, "skip": []})
+    assert unused == {"other": 1}
+    assert stored == BlockwiseFP8Config(**OPTIONS).to_dict()
+
+
+BAD: tuple[dict[str, Any], ...] = (
+    {"recipe": "power_of_two"},
+    {"skip": "lm_head"},
+    {"skip": [1]},
+    {"auto_filter_small_kn": 1},
+    {"experts": "*.moe"},
+    {"head": "bf16"},
+    {"frozen": 1},
+)
+BAD_FILES: tuple[dict[str, Any], ...] = (
+    {"skipp": []},
+    {"recipe": {"scales": "fp32"}},
+    {"recipe": {"scale": "e8"}},
+)
+
+
+class TestMessages(expecttest.TestCase):
+    def said(self, makes: Callable[[dict[str, Any]], object], bad: Iterable[dict[str, Any]]) -> str:
+        messages = []
+        for options in bad:
+            with pytest.raises((TypeError, ValueError)) as raised:
+                makes(options)
+            messages.append(textwrap.fill(str(raised.value), 90))
+        return "\n".join(messages) + "\n"
+
+    def test_bad_options(self) -> None:
+        said = self.said(lambda options: BlockwiseFP8Config(**options), BAD)
+        self.assertExpectedInline(
+            said,
+            """\
+recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g.
+Recipe(scale='power_of_two')
+skip='lm_head': expected a list of patterns of module names
+skip=[1]: expected a list of patterns of module names
+auto_filter_small_kn=1: expected True, False or a blocktensor.SmallKN
+experts='*.moe': expected True, False, or the names of stacks by patterns of module names,
+e.g. {'*.moe': ['w_up', 'w_down']}
+head='bf16': expected 'fp8', or None to leave the head alone
+frozen=1: expected True or False
+""",
+        )
+
+    def test_bad_files(self) -> None:
+        said = self.said(BlockwiseFP8Config.from_dict, BAD_FILES)
+        self.assertExpectedInline(
+            said,
+            """\
+quantization_config has the unknown entries ['skipp']: expected some of
+['auto_filter_small_kn', 'experts', 'frozen', 'fuse', 'head', 'mark', 'recipe', 'skip'];
+they may be those of a later version of blocktensor
+quantization_config: recipe={'scales': 'fp32'}: Recipe.__init__() got an unexpected
+keyword argument 'scales'
+Recipe(scale='e8'): expected one of 'fp32', 'power_of_two'
+""",
+        )

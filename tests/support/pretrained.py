@@ -1,0 +1,78 @@
+"""Tiny models of transformers in folders, and what ``from_pretrained`` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from blocktensor.integrations.transformers import BlockwiseFP8Config
+
+VOCABULARY = 64
+TOKENS = torch.arange(VOCABULARY).view(4, -1) * 7 % VOCABULARY
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars, and no more than errors in the log."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(before)
+
+
+def llama(seed: int = 0, hidden: int = 128, tied: bool = False, **options: Any) -> Any:
+    """Two layers in fp32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(seed: int = 0) -> Any:
+    """Two layers of Conv1D, the head tied, without dropout."""
+    torch.manual_seed(seed)
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ends))
+
+
+def saved(folder: Path, model: Any) -> Path:
+    """The folder, with a checkpoint of ``model``."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def choices(**options: Any) -> BlockwiseFP8Config:
+    """A config that converts small weights, too."""
+    return BlockwiseFP8Config(**{"auto_filter_small_kn": False, **options})
+
+
+def loaded(folder: Path, config: Any = None, **options: Any) -> Any:
+    """What ``from_pretrained`` makes of a checkpoint; ``config``: by default that of choices()."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=choices() if config is None else config, **options
+    )
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Without gradient."""
+    with torch.no_grad():
+        made: torch.Tensor = model(TOKENS).logits
+    return made

@@ -1,0 +1,90 @@
+"""What the source distribution and the wheel contain, and that the wheel runs on its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
+OTHERS = ("tests/test_a.py", "benchmarks/results/a.json", "docs/a.md", "examples/a.py")
+"""Files as those of the repository's other folders, which no distribution has."""
+
+BUILD = """
+import sys
+from setuptools import build_meta
+print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+
+def run(arguments: list[str], folder: Path, **environment: str) -> str:
+    """Standard output of a Python process in ``folder``, which must succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution of a copy of the repository, and the wheel made from it."""
+    folder = tmp_path_factory.mktemp("distribution")
+    source, made = folder / "source", folder / "made"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "blocktensor", source / "blocktensor", ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, source / name)
+    for name in OTHERS:
+        (source / name).parent.mkdir(parents=True)
+        (source / name).touch()
+    sdist = made / run(["-c", BUILD, "build_sdist", str(made)], source).splitlines()[-1]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    wheel = made / run(["-c", BUILD, "build_wheel", str(made)], unpacked).splitlines()[-1]
+    return sdist, wheel
+
+
+def package_files() -> set[str]:
+    """All files of the package, by their path in the repository."""
+    files = (path for path in (ROOT / "blocktensor").rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_is_the_package(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == package_files()
+    assert {"blocktensor/py.typed", "blocktensor/ops/gemm/hopper/tiles.json"} <= names
+
+
+def test_the_source_distribution_is_the_package_and_what_builds_it(
+    built: tuple[Path, Path],
+) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    made = {"PKG-INFO", "setup.cfg"}
+    others = {name for name in names if not name.startswith("blocktensor.egg-info/")}
+    assert others == package_files() | set(FILES) | made
+
+
+def test_the_wheel_runs_without_the_repository(built: tuple[Path, Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(built[1]).extractall(tmp_path / "installed")
+    environment = {"PYTHONPATH": str(tmp_path / "installed"), "CUDA_VISIBLE_DEVICES": ""}
+    program = "import blocktensor.__main__ as m; print(m.__file__); raise SystemExit(m.main())"
+    where, *_, check = run(["-c", program], tmp_path, **environment).splitlines()
+    assert Path(where) == tmp_path / "installed" / "blocktensor" / "__main__.py"
+    assert check.startswith("self-check on cpu: ok")

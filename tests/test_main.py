@@ -1,0 +1,165 @@
+"""``python -m blocktensor``: what it prints, and when it exits with 1."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+import blocktensor
+from blocktensor import __main__ as command
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine as one without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in command.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_environment(cpu_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "OPTIONAL", ("expecttest", "no-such-package"))
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr("platform.python_version", lambda: "3.11.7")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(blocktensor, "__version__", "0.1.0")
+    monkeypatch.setattr("importlib.metadata.version", _version)
+    assert_expected_inline(
+        command.environment(),
+        """\
+blocktensor       0.1.0
+python            3.11.7, Linux x86_64
+torch             2.13.0+cpu, no CUDA
+gpu               none
+expecttest        1.2.3
+no-such-package   not installed
+BLOCKTENSOR_GEMM  reference""",
+    )
+
+
+def _version(package: str) -> str:
+    if package == "expecttest":
+        return "1.2.3"
+    raise metadata.PackageNotFoundError(package)
+
+
+def test_a_gpu_has_a_line(cpu_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor, total_memory = "NVIDIA H200", 9, 0, 139 << 30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    lines = [" ".join(line.split()) for line in command.environment().splitlines()]
+    assert "cuda:0 NVIDIA H200, sm_90, 139.0 GiB" in lines
+    assert not any(line.startswith("gpu") for line in lines)
+
+
+def test_every_backend_has_its_reason() -> None:
+    assert_expected_inline(
+        command.backends(CPU),
+        """\
+ops on cpu    backend    runs  why not
+------------  ---------  ----  ------------------------------
+cast          gluon      no    needs a CUDA device, got 'cpu'
+cast          triton     no    needs a CUDA device, got 'cpu'
+cast          reference  yes
+gemm          gluon      no    needs a CUDA device, got 'cpu'
+gemm          cublas     no    needs a CUDA device, got 'cpu'
+gemm          triton     no    needs a CUDA device, got 'cpu'
+gemm          reference  yes
+grouped_gemm  gluon      no    needs a CUDA device, got 'cpu'
+grouped_gemm  triton     no    needs a CUDA device, got 'cpu'
+grouped_gemm  reference  yes""",
+    )
+
+
+def test_a_report_ends_with_the_self_check(
+    cpu_only: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main() == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert_expected_inline(
+        re.sub(r"\b0\.03\d", "#", last.removeprefix("self-check on ")),
+        """cpu: ok, errors of fprop, dgrad, wgrad: 0, 0, 0 to reference, #, #, # to fp32""",
+    )
+
+
+def test_the_self_check_runs_the_devices_kernels(device: torch.device) -> None:
+    errors = command.self_check(device)
+    assert command._holds(errors)
+    # FP8 it is: bf16 products would be ten times nearer
+    assert all(to_fp32 > 0.02 for _, to_fp32 in errors.values())
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+def test_a_wrong_product_fails(
+    cpu_only: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    product: str,
+) -> None:
+    linear = blocktensor.functional.linear
+
+    class Wrong(torch.autograd.Function):
+        """A linear of which one product is one in a hundred too large."""
+
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return linear(x, w) * (1.01 if product == "fprop" else 1)
+
+        @staticmethod
+        def backward(
+            ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
+        ) -> tuple[Tensor, ...]:
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]  # type: ignore[attr-defined]
+            with torch.enable_grad():
+                y = linear(*leaves)
+            dx, dw = torch.autograd.grad(y, leaves, grads[0])
+            return dx * (1.01 if product == "dgrad" else 1), dw * (
+                1.01 if product == "wgrad" else 1
+            )
+
+    monkeypatch.setattr(blocktensor.functional, "linear", Wrong.apply)
+    assert command.main() == 1
+    assert "self-check on cpu: FAILED, errors" in capsys.readouterr().out
+
+
+def test_nan_fails() -> None:
+    assert not command._holds({"fprop": (float("nan"), 0.04)})
+
+
+def test_the_command_reports_errors_and_goes_on() -> None:
+    environment = {**os.environ, "BLOCKTENSOR_GEMM": "no-such-backend", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "blocktensor"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "BLOCKTENSOR_GEMM" in done.stdout
+    *_, last = done.stdout.splitlines()
+    assert_expected_inline(last, """self-check on cpu: FAILED, ValueError above""")
+    assert "no-such-backend" in done.stderr
