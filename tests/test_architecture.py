@@ -56,11 +56,15 @@ PUBLIC = (
     "blocktensor.distributed",
     "blocktensor.recipe",
     "blocktensor.integrations",
+    "blocktensor.integrations.torchtitan",
     "blocktensor.integrations.transformers",
 )
 
 # Who imports the package need not have these.
-OPTIONAL = ("rich", "matplotlib", "hypothesis", "safetensors", "transformers", "peft")
+OPTIONAL = (
+    *("rich", "matplotlib", "hypothesis", "safetensors"),
+    *("transformers", "peft", "torchtitan"),
+)
 
 FORMATS = "blocktensor.ops.formats"
 """The one module that knows the size of a block."""

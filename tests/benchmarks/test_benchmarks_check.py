@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import check, experts, gemm, grouped, qwen3, results, shapes, summary
+from benchmarks import check, experts, gemm, grouped, producers, qwen3, results, shapes, summary
 from benchmarks.check import Bar
 from benchmarks.results import Row
 
@@ -184,6 +184,12 @@ def good_rows() -> dict[str, list[Row]]:
         for groups in grouped.GROUPS
         for e, t, n, k in shapes.GROUPED
     ]
+    produced: list[Row] = [
+        {"op": op, "m": m, "k": k, "share_of_copy": 0.9}
+        for op in ("SwiGLU", "SwiGLU backward")
+        for m, k in producers.SHAPES
+        for _ in ("1x128", "128x128")
+    ]
     speeds = {"variant": "fp8, inputs shared", "speedup": 1.6, "peak_of_bf16": 0.7}
     whole: list[Row] = [
         *({"what": "layer", **shape._asdict(), **speeds} for shape in experts.LAYERS),
@@ -198,6 +204,7 @@ def good_rows() -> dict[str, list[Row]]:
         "experts": whole,
         "linear": linears,
         "cast": casts,
+        "producers": produced,
         "host": host,
         "block": block,
         "memory": memory,

@@ -1,0 +1,11 @@
+"""Blockwise FP8 training in torchtitan 0.3, without a change to its files.
+
+The guide is docs/guides/torchtitan.md. Public: the names below, ``overrides`` for
+``--override.imports`` and ``config_registry`` for ``--module blocktensor.integrations.torchtitan``.
+"""
+
+from .activation_checkpoint import BlockwiseFP8SelectiveAC
+from .converter import BlockwiseFP8Converter
+from .train_config import with_blockwise_fp8
+
+__all__ = ["BlockwiseFP8Converter", "BlockwiseFP8SelectiveAC", "with_blockwise_fp8"]

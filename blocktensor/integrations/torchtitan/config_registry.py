@@ -1,0 +1,40 @@
+"""Runs in blockwise FP8 for ``--module blocktensor.integrations.torchtitan --config NAME``."""
+
+from __future__ import annotations
+
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.llama3 import config_registry as llama3
+from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.trainer import Trainer
+
+from .train_config import with_blockwise_fp8
+
+
+def llama3_debugmodel() -> Trainer.Config:
+    """The run of this name in torchtitan, with all linears in FP8, however small."""
+    return with_blockwise_fp8(llama3.llama3_debugmodel(), auto_filter_small_kn=False)
+
+
+def llama3_8b() -> Trainer.Config:
+    """The run of this name in torchtitan."""
+    return with_blockwise_fp8(llama3.llama3_8b())
+
+
+def llama3_70b() -> Trainer.Config:
+    """The run of this name in torchtitan."""
+    return with_blockwise_fp8(llama3.llama3_70b())
+
+
+def qwen3_30b_a3b() -> Trainer.Config:
+    """The run of this name in torchtitan."""
+    return with_blockwise_fp8(qwen3.qwen3_30b_a3b())
+
+
+def deepseek_v3_debugmodel() -> Trainer.Config:
+    """The run of this name in torchtitan, with all linears and experts in FP8, however small."""
+    return with_blockwise_fp8(deepseek_v3.deepseek_v3_debugmodel(), auto_filter_small_kn=False)
+
+
+def deepseek_v3_16b() -> Trainer.Config:
+    """The run of this name in torchtitan."""
+    return with_blockwise_fp8(deepseek_v3.deepseek_v3_16b())

@@ -1,0 +1,110 @@
+"""Selective activation checkpointing: FP8 products are saved as torchtitan saves ``mm``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import titan_cpu
+
+titan_cpu.skip_without_torchtitan()
+titan_cpu.patch_torchtitan()
+
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from blocktensor import convert
+from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC
+
+MM = torch.ops.aten.mm.default
+GEMM = torch.ops.blocktensor.gemm.default
+CAST = torch.ops.blocktensor.quantize_both.default
+SIZES = (256, 384, 512, 128, 640)
+
+
+class Blocks(nn.Module):
+    """A model of one block: linears one after the other."""
+
+    def __init__(self, fp8: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linears = [nn.Linear(k, n, bias=False) for k, n in pairwise(SIZES)]
+        self.layers = nn.ModuleDict({"0": nn.Sequential(*linears).bfloat16()})
+        if fp8:
+            convert(self, auto_filter_small_kn=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers["0"](x)
+        return out
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops that run below checkpointing, which answers for those it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[op] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def backward_of(policy: Any, fp8: bool, **options: Any) -> tuple[Counter[Any], list[Any]]:
+    """The ops of a backward with checkpointing by ``policy``; the output and all gradients."""
+    model = Blocks(fp8)
+    options.setdefault("force_recompute_mm_shapes_by_fqns", [])
+    if policy is not None:
+        policy.Config(**options).build().apply(model)
+    x = torch.randn(64, SIZES[0], generator=torch.Generator().manual_seed(1))
+    x = x.bfloat16().requires_grad_()
+    with Counting() as counting:
+        y = model(x)
+        counting.calls.clear()
+        y.float().square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    return counting.calls, [y.detach(), x.grad, *grads]
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, 2),  # every second of four
+        ({"force_recompute_mm_shapes_by_fqns": ["layers.0.1", "layers.0.3"]}, 3),
+    ],
+)
+def test_as_many_products_run_again_as_in_high_precision(
+    options: dict[str, Any], again: int
+) -> None:
+    gradients = 2 * 4  # dgrad and wgrad
+    calls, _ = backward_of(SelectiveAC, fp8=False, **options)
+    assert calls[MM] == gradients + again
+    calls, _ = backward_of(BlockwiseFP8SelectiveAC, fp8=False, **options)
+    assert calls[MM] == gradients + again
+    calls, got = backward_of(BlockwiseFP8SelectiveAC, fp8=True, **options)
+    assert calls[GEMM] == gradients + again and calls[MM] == 0
+    _, want = backward_of(None, fp8=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_torchtitans_own_policy_runs_all_fp8_products_again() -> None:
+    calls, _ = backward_of(SelectiveAC, fp8=True)
+    assert calls[GEMM] == 2 * 4 + 4
+
+
+def test_fp8_products_are_all_that_is_saved_besides() -> None:
+    save = BlockwiseFP8SelectiveAC.Config().build().get_save_ops()
+    assert save == {*SelectiveAC.Config().build().get_save_ops(), GEMM}
+
+
+def test_names_must_be_those_of_linears() -> None:
+    names = ["layers.0"]
+    with pytest.raises(ValueError, match=r"matches 'layers.0.?', a Sequential: expected names of"):
+        BlockwiseFP8SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(
+            Blocks(fp8=True)
+        )

@@ -1,0 +1,199 @@
+"""torchtitan on a CPU: its debug models, with data of their own, and what has to be patched.
+
+Runs change the state of their process (default backends, seeds, modules of torch), so tests start
+them on processes of their own: ``tests.support.ranks.run``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Losses = list[tuple[float, float]]
+"""Loss and norm of the gradient of every step."""
+
+
+def skip_without_torchtitan() -> None:
+    """Skip a module of tests where torchtitan 0.3 is not installed, or torch is too old for it."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed (Python 3.11 or later)")
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        pytest.skip("torchtitan 0.3 needs torch 2.13", allow_module_level=True)
+
+
+def patch_torchtitan() -> None:
+    """Let torchtitan 0.3.0 run on a CPU, with torch 2.13.
+
+    It takes "cuda" for the device where there is none, asks the device's module for memory and
+    names, which ``torch.cpu`` lacks, and calls ``torch.distributed.set_timeout``, which torch 2.13
+    lacks. FSDP2 multiplies gradients by one while it reduces them, which gloo cannot.
+    """
+    import torchtitan.tools.utils as utils
+
+    if isinstance(utils.device_module, types.SimpleNamespace):
+        return
+    assert "torchtitan.trainer" not in sys.modules, "import torchtitan's trainer after the patch"
+    device = types.SimpleNamespace(
+        set_device=lambda device: None,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        synchronize=lambda: None,
+        get_device_name=lambda device: "cpu",
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=2**34, name="cpu"),
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda device: {},
+    )
+    utils.device_type, utils.device_module = "cpu", device  # type: ignore[assignment]
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
+    os.environ.setdefault("LOCAL_RANK", "0")
+    with warnings.catch_warnings():  # of what torchtitan imports
+        warnings.simplefilter("ignore")
+        import torchtitan.distributed.fsdp as fsdp
+        import torchtitan.models.deepseek_v3.config_registry
+        import torchtitan.models.llama3.config_registry
+        import torchtitan.models.qwen3.config_registry  # noqa: F401
+        import torchtitan.trainer as trainer
+
+    trainer.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
+
+    def without_division(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    fsdp.disable_fsdp_gradient_division = without_division
+
+
+def quiet() -> None:
+    """Print no warnings of torchtitan's; for processes of their own."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def debug_config(model: str, folder: str, steps: int = 3, layers: int = 2) -> Any:
+    """A short run of a debug model of torchtitan, of fewer layers, on made-up text.
+
+    Attention is SDPA, because a CPU compiles FlexAttention for a minute.
+
+    Args:
+        model: "llama3" or "deepseek_v3".
+        folder: where checkpoints go.
+        steps: of training.
+        layers: of the model.
+    """
+    patch_torchtitan()
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = {"llama3": llama3_debugmodel, "deepseek_v3": deepseek_v3_debugmodel}[model]()
+    assert config.model_spec is not None
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    for _, _, parent, attribute in config.model_spec.model.traverse(FlexAttention.Config):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
+    data, tokenizer = made_up_data()
+    config.dataloader, config.tokenizer = data.Config(), tokenizer.Config()
+    training = config.training
+    training.steps, training.local_batch_size, training.seq_len = steps, 2, 64
+    training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.lr_scheduler.warmup_steps = 0
+    config.metrics.log_freq = 1
+    config.debug.seed = 0
+    config.dump_folder = folder
+    return config
+
+
+def in_fp8(config: Any, **options: Any) -> Any:
+    """The run in blockwise FP8, with small layers too."""
+    from blocktensor.integrations.torchtitan import with_blockwise_fp8
+
+    return with_blockwise_fp8(config, **{"auto_filter_small_kn": False, **options})
+
+
+def train(config: Any, look: Callable[[Any], Any] | None = None) -> tuple[Losses, Any]:
+    """Train; what each step logged, and what ``look`` finds in the trainer afterwards."""
+    patch_torchtitan()
+    from torchtitan.components import metrics
+
+    logged: Losses = []
+
+    class Logged(metrics.MetricsProcessor):
+        def log(self, step: int, loss: float, *rest: Any, **others: Any) -> None:
+            logged.append((loss, rest[1]))
+
+    trainer = config.build()
+    trainer.metrics_processor.__class__ = Logged
+    try:
+        trainer.train()
+        return logged, None if look is None else look(trainer)
+    finally:
+        trainer.close()
+
+
+def made_up_data() -> tuple[Any, Any]:
+    """A data loader and a tokenizer for torchtitan that read no files."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class Counting(BaseDataLoader):
+        """Sequences that count up by seven, with noise."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Config, **run: Any) -> None:
+            self.shape = run["local_batch_size"], run["seq_len"] + 1
+            self.rank, self.batches = run["dp_rank"], 0
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            rows, tokens = self.shape
+            while True:
+                drawn = torch.Generator().manual_seed(1000 * self.batches + self.rank)
+                self.batches += 1
+                first = torch.randint(0, 64, (rows, 1), generator=drawn)
+                noise = torch.randint(0, 3, self.shape, generator=drawn)
+                text = (3 * first + 7 * torch.arange(tokens) + noise) % 512
+                positions = torch.arange(tokens - 1).repeat(rows, 1)
+                yield {"input": text[:, :-1].clone(), "positions": positions}, text[:, 1:].clone()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.batches = state["batches"]
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Config, **run: Any) -> None:
+            super().__init__()
+
+        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+            raise NotImplementedError
+
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            raise NotImplementedError
+
+        def get_vocab_size(self) -> int:
+            return 2048
+
+    return Counting, NoTokenizer
