@@ -241,7 +241,7 @@ def test_square_blocks_need_no_columnwise_cast(format: BlockFormat, device: str)
         cast_ops.quantize_both(torch.zeros(3, 5, device=device), format)
     assert str(error.value) == (
         f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
-        "transpose(quantize_rowwise(x, format))"
+        "quantize_transpose(x, format)"
     )
 
 

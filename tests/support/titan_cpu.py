@@ -59,7 +59,6 @@ def patch_torchtitan() -> None:
     utils.device_type, utils.device_module = "cpu", device  # type: ignore[assignment]
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
-    os.environ.setdefault("LOCAL_RANK", "0")
     with warnings.catch_warnings():  # of what torchtitan imports
         warnings.simplefilter("ignore")
         import torchtitan.distributed.fsdp as fsdp
@@ -79,8 +78,12 @@ def patch_torchtitan() -> None:
     fsdp.disable_fsdp_gradient_division = without_division
 
 
-def quiet() -> None:
-    """Print no warnings of torchtitan's; for processes of their own."""
+def start() -> None:
+    """What torchtitan expects of its launcher, and no warnings; for processes of their own.
+
+    The variable would tell other libraries that theirs has started this process.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

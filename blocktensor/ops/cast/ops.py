@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
 from ..runtime.specialize import Specialized, recorded
-from ..scale_layouts import empty_columnwise, empty_quantized
+from ..scale_layouts import columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
 
 Pair = tuple[Tensor, Tensor]
@@ -86,6 +86,22 @@ def transpose(x: Quantized) -> Quantized:
     return _transpose(x)
 
 
+def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
+    """``transpose(quantize_rowwise(x, format))`` of a matrix ``x[M, K]``, in one pass where it can.
+
+    A columnwise cast has those bytes if it needs no columns of zeros.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
+    """
+    _check_square(format)
+    if x.ndim == 2 and x.stride(0) == 1:
+        return _rowwise(x.t(), format)
+    if x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]:
+        return _columnwise(x, format)
+    return _transpose(_rowwise(x, format))
+
+
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """``data * scale`` in ``dtype``; see :func:`blocktensor.ops.reference.dequantize`."""
     return _dequantize(x, dtype)
@@ -100,7 +116,7 @@ def _check_both(x: Tensor, format: BlockFormat, columnwise_format: BlockFormat) 
     if format.transposes:
         raise ValueError(
             f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
-            f"transpose(quantize_rowwise(x, format))"
+            f"quantize_transpose(x, format)"
         )
     checks.castable(x, format)
     _check_columnwise(x, columnwise_format)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..cast.ops import quantize_rowwise, transpose
+from ..cast.ops import quantize_transpose, transpose
 from ..formats import BlockFormat, Quantized, named
 from .ops import gemm, operands_of
 
@@ -48,8 +48,8 @@ _of_rowwise_op = torch.library.custom_op(
 def _of_master_op(
     g: Tensor, g_scale: Tensor, g_format: str, w: Tensor, w_format: str, out_dtype: torch.dtype
 ) -> Tensor:
-    w_fp8 = quantize_rowwise(w, named(w_format))
-    return gemm(Quantized(g, g_scale, named(g_format)), transpose(w_fp8), None, out_dtype)
+    w_col = quantize_transpose(w, named(w_format))
+    return gemm(Quantized(g, g_scale, named(g_format)), w_col, None, out_dtype)
 
 
 @_of_rowwise_op.register_fake

@@ -65,7 +65,7 @@ def audited(trainer: Any) -> Counter[tuple[str, str, str]]:
 
 def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
     """All runs of one process, which imports torchtitan once."""
-    titan_cpu.quiet()
+    titan_cpu.start()
 
     def config(model: str, **others: Any) -> Any:
         return debug_config(model, folder, **others)
@@ -95,7 +95,7 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     """All runs of two ranks."""
-    titan_cpu.quiet()
+    titan_cpu.start()
 
     def config(model: str, **degrees: Any) -> Any:
         return parallel(debug_config(model, folder, steps=2), **degrees)
