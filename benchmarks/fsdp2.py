@@ -39,6 +39,10 @@ VARIANTS: dict[str, Sequence[str]] = {
     "bf16": ("--precision", "bf16"),
     "fp8": ("--precision", "fp8"),
     "fp8, gathered in bf16": ("--precision", "fp8", "--gather", "bf16"),
+    "fp8, wgrad_input=128x128, fused, head in fp8": (
+        *("--precision", "fp8", "--wgrad-input", "128x128", "--fuse"),
+        *("--head", "fp8", "--loss-chunk", "4096"),
+    ),
 }
 
 _TIMEOUT = 900
