@@ -119,3 +119,42 @@ def test_experts_leave_their_router(load: Load, data: Path, tmp_path: Path) -> N
     assert torch.equal(router.bias, before)
     training.train_step()
     assert not torch.equal(router.bias, before)
+
+
+def planted(variant: str, seed: int, final: float, experts: int = 0, speed: float = 100) -> Any:
+    return {
+        "variant": variant, "seed": seed, "experts": experts, "parameters": 3e8, "steps": 3,
+        "tokens_a_step": 64, "tokens_per_second": speed, "peak_bytes": 2**31, "device": "GPU",
+        "torch": "2.11", "date": "2026-11-22", "command": f"python {variant}",
+        "heldout": [(2, 9.0), (3, final)], "loss": [4.0, 3.0, final], "norm": [1.0, 2.0, 1.0],
+        "text": {"train_tokens": 98_500_000, "heldout_files": 7, "sha256": "abc"},
+    }  # fmt: skip
+
+
+def test_the_report_compares_runs_of_one_model_and_seed(load: Load, tmp_path: Path) -> None:
+    report = load("long_run_report")
+    runs = [
+        planted("bf16", 0, 2.0),
+        planted("fp8", 0, 2.01, speed=125),
+        planted("bf16", 1, 3.0),
+        planted("fp8", 1, 2.997, speed=130),
+        planted("fp8", 0, 2.5, experts=8),
+    ]
+    files = []
+    for i, run in enumerate(runs):
+        files.append(tmp_path / f"{i}.json")
+        files[-1].write_text(json.dumps(run))
+    report.main([*map(str, files), "--out", str(tmp_path / "evidence.md")])
+    lines = (tmp_path / "evidence.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| bf16", "| fp8", "- fp8"))] == [
+        "| bf16 | 0 | 2.0000 | – | 100 | – | 2.0 |",
+        "| fp8 | 0 | 2.0100 | +0.50% | 125 | 1.25x | 2.0 |",
+        "| bf16 | 1 | 3.0000 | – | 100 | – | 2.0 |",
+        "| fp8 | 1 | 2.9970 | -0.10% | 130 | 1.30x | 2.0 |",
+        "- fp8: +0.20% over 2 seeds",
+        "| fp8 | 0 | 2.5000 | – | 100 | – | 2.0 |",
+    ]
+    assert (tmp_path / "plots" / "evidence_dense.png").stat().st_size > 1000
+    assert (tmp_path / "plots" / "evidence_moe.png").exists()
+    with pytest.raises(ValueError, match="no results"):
+        report.page([], tmp_path)

@@ -1,0 +1,159 @@
+"""Compare the runs of ``long_run.py``: a table in Markdown, and their curves.
+
+    python examples/long_run_report.py RESULT.json ... --out docs/evidence.md
+
+writes the page, and ``plots/evidence_dense.png`` and ``plots/evidence_moe.png`` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from plot import smooth
+
+Result = dict[str, Any]
+SMOOTHED = 100
+"""Steps that a point of a smoothed curve is the mean of."""
+
+
+def heldout(result: Result) -> float:
+    """The last held-out loss."""
+    return float(result["heldout"][-1][1])
+
+
+def of_bf16(result: Result, results: Sequence[Result]) -> Result | None:
+    """The run in bf16 of the same model and seed."""
+    alike = ("seed", "experts", "parameters", "steps", "tokens_a_step")
+    found = [
+        other
+        for other in results
+        if other["variant"] == "bf16" and all(other[key] == result[key] for key in alike)
+    ]
+    return found[0] if found else None
+
+
+def percent(result: Result, reference: Result) -> float:
+    """How much larger the held-out loss is."""
+    return (heldout(result) / heldout(reference) - 1) * 100
+
+
+def row(result: Result, results: Sequence[Result]) -> str:
+    """A run's line of the table."""
+    reference = of_bf16(result, results)
+    cells = [result["variant"], str(result["seed"]), f"{heldout(result):.4f}"]
+    if reference is None or reference is result:
+        cells += ["–", f"{result['tokens_per_second']:,.0f}", "–"]
+    else:
+        speed = result["tokens_per_second"] / reference["tokens_per_second"]
+        cells += [
+            f"{percent(result, reference):+.2f}%",
+            f"{result['tokens_per_second']:,.0f}",
+            f"{speed:.2f}x",
+        ]
+    peak = result["peak_bytes"]
+    cells.append("–" if peak is None else f"{peak / 2**30:.1f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def means(results: Sequence[Result]) -> list[str]:
+    """A line for each variant with several seeds: the mean difference of its held-out loss."""
+    lines = []
+    for variant in dict.fromkeys(r["variant"] for r in results):
+        runs = [(r, of_bf16(r, results)) for r in results if r["variant"] == variant]
+        found = [percent(run, other) for run, other in runs if other not in (None, run)]
+        if len(found) > 1:
+            lines.append(f"- {variant}: {mean(found):+.2f}% over {len(found)} seeds")
+    return lines
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Losses and norms of gradients, and the differences to bf16, raw and smoothed."""
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    losses, differences, norms = figure.subplots(3, 1, sharex=True)
+    for result in results:
+        label = f"{result['variant']}, seed {result['seed']}"
+        (line,) = losses.plot(smooth(result["loss"], SMOOTHED), label=label)
+        norms.plot(result["norm"], color=line.get_color(), linewidth=0.6)
+        reference = of_bf16(result, results)
+        if reference is None or reference is result:
+            continue
+        pairs = zip(result["loss"], reference["loss"], strict=True)
+        difference = [(a / b - 1) * 100 for a, b in pairs]
+        differences.plot(difference, color=line.get_color(), linewidth=0.3, alpha=0.3)
+        differences.plot(smooth(difference, SMOOTHED), color=line.get_color())
+    losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
+    losses.legend()
+    differences.axhline(0, color="gray", linewidth=0.8)
+    differences.set_ylim(-2, 2)
+    differences.set_ylabel("loss against bf16, %")
+    norms.set_yscale("log")
+    norms.set_ylabel("norm of the gradient")
+    norms.set_xlabel("step")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def page(results: Sequence[Result], folder: Path) -> str:
+    """The page in Markdown; draws its plots into ``folder``."""
+    if not results:
+        raise ValueError("no results: pass the result.json files of examples/long_run.py")
+    facts = results[0]["text"]
+    lines = [
+        "# Evidence",
+        "",
+        f"Long runs on {facts['train_tokens'] / 1e6:.0f}M tokens of the sources of Linux, each "
+        f"read once at most; {facts['heldout_files']} files are held out. Text: sha256 "
+        f"`{facts['sha256']}`.",
+        "",
+    ]
+    for title, name, chosen in (
+        ("Dense", "dense", [r for r in results if not r["experts"]]),
+        ("Experts", "moe", [r for r in results if r["experts"]]),
+    ):
+        if not chosen:
+            continue
+        draw(chosen, folder / f"evidence_{name}.png")
+        first = chosen[0]
+        lines += [
+            f"## {title}",
+            "",
+            f"{first['parameters'] / 1e6:.0f}M parameters, {first['steps']:,} steps of "
+            f"{first['tokens_a_step']:,} tokens; {first['device']}, torch {first['torch']}.",
+            "",
+            "| run | seed | held-out loss | against bf16 | tokens/s | against bf16 | peak GiB |",
+            "|---|---|---|---|---|---|---|",
+            *(row(result, chosen) for result in chosen),
+            "",
+            *([*means(chosen), ""] if means(chosen) else []),
+            f"![Losses, differences and norms](plots/evidence_{name}.png)",
+            "",
+            *(f"- {result['date']}: `{result['command']}`" for result in chosen),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(
+        prog="long_run_report.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="result.json files")
+    parser.add_argument("--out", type=Path, required=True, help="the page")
+    options = parser.parse_args(argv)
+    results = [json.loads(path.read_text()) for path in options.results]
+    text = page(results, options.out.parent / "plots")
+    options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
