@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import ranks
@@ -33,6 +34,22 @@ def _die_while_the_other_waits(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def _abort_while_the_other_waits(rank: int, world: int) -> None:
+    if rank == 1:
+        os.write(2, b"why it aborts")
+        os.abort()
+    dist.barrier()
+
+
+def _make_groups(world: int, device: str) -> None:
+    made = ranks.shared_mesh(device, 1, world, names=("data", "tensor"))
+    dist.all_reduce(torch.ones(1), group=made.get_group("tensor"))
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def _never_return(rank: int, world: int) -> None:
     if rank == 0:
         time.sleep(1000)
@@ -47,6 +64,8 @@ def test_answers_come_in_the_order_of_ranks() -> None:
     [
         (_raise_while_the_other_waits, "ValueError: of rank 1 alone"),
         (_die_while_the_other_waits, "the process died with exit code 3"),
+        (_abort_while_the_other_waits, "the process died with exit code -6\nwhy it aborts"),
+        (_abort_while_the_other_waits, "in _abort_while_the_other_waits"),
     ],
 )
 def test_a_rank_that_fails_is_named_while_others_wait_for_it(
@@ -58,6 +77,17 @@ def test_a_rank_that_fails_is_named_while_others_wait_for_it(
     assert time.monotonic() - start < AT_ONCE
     assert "rank 1:\n" in str(error.value)
     assert why in str(error.value)
+
+
+def test_tests_share_the_groups_of_a_mesh() -> None:
+    """Threads and sockets of one for each test would come near the limits of a process."""
+    with ranks._started(2, "cpu") as group:
+        made = []
+        for _ in range(2):
+            group.call(ranks._run_test, _make_groups, world=2, device="cpu")
+            made.append(group.call(_groups))
+    assert made[0] == made[1]
+    assert made[0][0] > 1
 
 
 def test_a_rank_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import inspect
 import multiprocessing
@@ -15,11 +16,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = 240.0
 """Seconds that a call may take, imports on two busy cores included."""
@@ -70,6 +73,16 @@ def _run_test(test: Test, **arguments: Any) -> None:
     finally:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
+
+
+@functools.cache
+def shared_mesh(device: str, *shape: int, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of this rank's group that all tests share.
+
+    Each process group of a mesh has threads and sockets until the process ends: it cannot be
+    destroyed, since torch's caches of DTensor ops serve later meshes that are equal with it.
+    """
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -142,7 +155,8 @@ class _Group:
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
                     code = self._processes[rank].exitcode
-                    error, result = f"the process died with exit code {code}", None
+                    said = _stderr(self._folder.name, rank).read_text(errors="replace")
+                    error, result = f"the process died with exit code {code}\n{said[-8000:]}", None
                 if error is None:
                     results[rank] = result
                 else:
@@ -184,8 +198,16 @@ def _started(world: int, device: str) -> Iterator[_Group]:
         group.close()
 
 
+def _stderr(folder: str, rank: int) -> Path:
+    """The file that a rank's stderr goes to: what it says before it dies is in the test's error."""
+    return Path(folder, f"stderr_{rank}")
+
+
 def _serve(rank: int, world: int, device: str, folder: str, pipe: Any) -> None:
     """A rank: answers one call after the other, until the other end of the pipe is gone."""
+    with _stderr(folder, rank).open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
     try:
         torch.set_num_threads(1)
         if device == "cuda":

@@ -25,7 +25,7 @@ from tests.support.expert_parallel import (
 )
 from tests.support.models import POWER_OF_TWO, complaint, randn
 from tests.support.numeric import assert_same
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.wire import Wire
 
 K, N = 192, 256
@@ -33,7 +33,7 @@ K, N = 192, 256
 
 def alone(device: str) -> dist.ProcessGroup:
     """A group of this rank."""
-    return init_device_mesh(device, (dist.get_world_size(), 1)).get_group(1)
+    return shared_mesh(device, dist.get_world_size(), 1, names=("all", "alone")).get_group("alone")
 
 
 def here() -> tuple[dist.ProcessGroup, int]:

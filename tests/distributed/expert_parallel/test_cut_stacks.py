@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -27,7 +26,7 @@ from tests.support.expert_parallel import (
     step_of,
 )
 from tests.support.models import complaint, randn
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of
 
 K, N = 192, 256
@@ -71,7 +70,7 @@ def test_experts_train_as_in_one_process(world: int, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4, gpus=())
 def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    mesh = shared_mesh(device, 2, 2, names=("data", "expert"))
     for before in (True, False):
         single = experts_of(4, K, N, device, FLOAT)
         model = copy.deepcopy(single)
@@ -90,7 +89,7 @@ def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
 
 @on_ranks(4, gpus=())
 def test_frozen_experts_that_are_cut_and_sharded(world: int, device: str) -> None:
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    mesh = shared_mesh(device, 2, 2, names=("data", "expert"))
     mine = slice(2 * mesh["expert"].get_local_rank(), 2 * mesh["expert"].get_local_rank() + 2)
     whole_model = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
     single = experts_of(2, K, N, device, FLOAT).requires_grad_(False)

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -29,7 +28,7 @@ from tests.support.expert_parallel import (
     step_of,
 )
 from tests.support.models import randn
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
 
 K, N = 192, 256
@@ -215,7 +214,7 @@ def test_checkpoints_are_read_by_other_ranks_and_cuts(
 ) -> None:
     """Written from 4 ranks; read by experts on 2 x 2, under FSDP2, whole, and by plain ones."""
     mesh = mesh_of(world, device)
-    both = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "expert"))
+    both = shared_mesh(device, 2, 2, names=("data", "expert"))
 
     def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         weights, moments = dcs.get_state_dict(model, optimizer)

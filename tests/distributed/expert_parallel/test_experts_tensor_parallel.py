@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -19,7 +18,7 @@ from blocktensor import BlockwiseFP8Weight, SmallKN, convert, functional
 from blocktensor.distributed import FP8Shard
 from tests.support.expert_parallel import ExpertParallel, experts_of
 from tests.support.models import complaint, randn
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
 
 E, K, N = 3, 192, 512
@@ -95,7 +94,7 @@ def test_parts_that_are_small_are_left_alone(world: int, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4, gpus=())
 def test_fsdp_over_parts_of_experts(world: int, device: str) -> None:
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = shared_mesh(device, 2, 2, names=("data", "tensor"))
     plain = experts_of(E, K, N, device, torch.float32)
     part = part_of(plain, mesh["tensor"].get_local_rank(), 2)
     model = copy.deepcopy(plain)

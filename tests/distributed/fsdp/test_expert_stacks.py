@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,7 +21,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard, FrozenShard
 from tests.support.models import SQUARE, randn
 from tests.support.moe_models import BatchedMoE, TitanMoE
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import K, assert_trains_as, batch, loss_of, mesh_of, reductions, whole
 from tests.support.wire import Wire
 
@@ -53,7 +53,7 @@ def shard(
 
 
 def two_dims(world: int, device: str) -> DeviceMesh:
-    return init_device_mesh(device, (world // 2, 2), mesh_dim_names=("outer", "inner"))
+    return shared_mesh(device, world // 2, 2, names=("outer", "inner"))
 
 
 def in_fp32(model: nn.Module, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.distributed import FP8Shard
 from blocktensor.distributed.fsdp.trainable import shard_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
     RECIPES,
     K,
@@ -137,7 +136,7 @@ def test_sharded_by_columns(world: int, device: str) -> None:
 @on_ranks(4)
 def test_sharded_over_half_the_ranks_and_replicated(world: int, device: str) -> None:
     model, single = twins(device)
-    mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = shared_mesh(device, 2, world // 2, names=("replicate", "shard"))
     shard(model, mesh)
     assert_trains_as(single, model, device)
 

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor.distributed.fsdp.trainable import FP8Shard
 from tests.support.audited import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_blocks import batch, block, parallelize, tokens_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.wire import Wire
 
 # torch warns of every redistribution over two dimensions
@@ -31,7 +31,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def meshes(device: str, data: int, tensor: int) -> DeviceMesh:
-    return init_device_mesh(device, (data, tensor), mesh_dim_names=("data", "tensor"))
+    return shared_mesh(device, data, tensor, names=("data", "tensor"))
 
 
 def model_on(
