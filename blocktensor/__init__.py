@@ -22,8 +22,11 @@ from .model.explain import Explanation, explain
 from .model.freeze import freeze, unfreeze
 from .model.fuse import fuse, unfuse
 from .model.fuse_report import FusionEntry, FusionReport
+from .model.fused_class import rebuild as _rebuild_fused
+from .model.fused_mlp import FusedMLP as _FusedMLP
 from .model.fused_mlp import GatedParts as _GatedParts
-from .model.fused_mlp import rebuild as _rebuild_fused
+from .model.fused_norm import FusedNorm as _FusedNorm
+from .model.fused_norm import NormParts as _NormParts
 from .model.memory import MemoryReport, memory_report
 from .model.share_inputs import SharingReport, share_inputs
 from .ops.formats import named as _named
@@ -61,7 +64,10 @@ for _ops in (
 
 # For torch.load(weights_only=True) of frozen weights and of whole models.
 _torch.serialization.add_safe_globals(
-    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named, _GatedParts, _rebuild_fused]
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named]
+)
+_torch.serialization.add_safe_globals(
+    [_FusedMLP, _FusedNorm, _GatedParts, _NormParts, _rebuild_fused]
 )
 
 # The name of frozen weights in files from before they moved.

@@ -148,7 +148,8 @@ def rms_norm(
     """``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
 
     The bits, forward and backward, are those of transformers' norms in eager mode and
-    :func:`quantize`. The result in high precision is neither stored nor saved: backward
+    :func:`quantize`; an fp32 x that has other uses may sum its gradients in another order. The
+    result in high precision is neither stored nor saved: backward
     reads x.
 
     Args:

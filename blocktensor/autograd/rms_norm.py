@@ -1,4 +1,4 @@
-"""The differentiable RMS norm whose result exists in FP8 alone.
+"""The differentiable RMS norm whose result is cast as it is computed.
 
 The reciprocal of the root mean square comes from torch's own ops, whose order of sums is part of
 the bits; what follows is cast as it is computed. Backward repeats what autograd makes of the eager
@@ -18,6 +18,7 @@ from ..ops.producers.norm_reference import NormKind, rstd_of
 from ..ops.producers.norm_reference import rms_norm as eager
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.normed_tensor import NormedTensor
 from .linear import Gradients, run_backward
 from .quantize import quantize
 
@@ -39,21 +40,44 @@ def rms_norm(
         )
     if recipe.wgrad_input_format is None or weight.dtype != x.dtype:
         return quantize(eager(x, weight, eps, kind), recipe)
-    made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe)
+    made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe, True, False)
+    return made
+
+
+def normed(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe, columnwise: bool
+) -> NormedTensor:
+    """:func:`rms_norm` whose values other ops than FP8 products may read too.
+
+    Args:
+        x: ``[..., K]``, of the dtype of the weight ``[K]``.
+        recipe: its weight gradients read FP8.
+        columnwise: with the form that weight gradients read.
+    """
+    made: NormedTensor = _RMSNorm.apply(x, weight, eps, kind, recipe, columnwise, True)
     return made
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        kind: NormKind,
+        recipe: Recipe,
+        columnwise: bool,
+        readable: bool,
     ) -> BlockwiseFP8Tensor:
-        formats = recipe.activation_format, recipe.wgrad_input_format
+        formats = recipe.activation_format, recipe.wgrad_input_format if columnwise else None
         rstd, rows = rstd_of(x, eps), x.reshape(-1, x.shape[-1])
         forms = normalized(rows, rstd.reshape(-1, 1), weight, kind, *formats)
         ctx.save_for_backward(x, rstd, weight)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
+        if readable:
+            return NormedTensor.of(forms, x, rstd, weight, kind, recipe)
         return BlockwiseFP8Tensor(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe)
 
     @staticmethod
@@ -65,8 +89,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     """The gradients of the arguments of :meth:`_RMSNorm.forward`."""
     x, rstd, weight = saved
     needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    none = [None] * 5
     if grad is None:
-        return None, None, None, None, None
+        return None, None, *none
     values, dw = x.float(), None
     if ctx.kind == "llama":
         if needs_dw:
@@ -78,9 +103,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
             dw = (grad * (values * rstd)).sum_to_size(weight.shape).to(weight.dtype)
         scaled = grad * (1.0 + weight.float())
     if not needs_dx:
-        return None, dw, None, None, None
+        return None, dw, *none
     # of rsqrt, mean and pow
     of_rstd = (scaled * values).sum_to_size(rstd.shape)
     of_mean = -0.5 * of_rstd * rstd.pow(3) / x.shape[-1]
     dx = scaled * rstd + of_mean * (2 * values)
-    return dx.to(x.dtype), dw, None, None, None
+    return dx.to(x.dtype), dw, *none

@@ -42,7 +42,7 @@ def announce() -> None:
     if not _announced:
         from torch.compiler import allow_in_graph, disable
 
-        for function in (_gated_mlp_whole, _gated_activation_whole, _rms_norm_whole):
+        for function in _WHOLE:
             allow_in_graph(function)
         _loss_apart = disable(_linear_cross_entropy.linear_cross_entropy)
         _announced = True
@@ -91,6 +91,17 @@ def rms_norm(
     return quantize(eager_norm(x, weight, eps, kind), recipe)
 
 
+def normed(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe, columnwise: bool
+) -> Tensor:
+    """``rms_norm.normed``, which Dynamo takes whole; the norm alone before it was announced."""
+    if not is_dynamo_compiling():
+        return _rms_norm.normed(x, weight, eps, kind, recipe, columnwise)
+    if _announced:
+        return _normed_whole(x, weight, eps, kind, columnwise, *astuple(recipe))
+    return eager_norm(x, weight, eps, kind)
+
+
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -131,3 +142,12 @@ def _rms_norm_whole(
     x: Tensor, weight: Tensor, eps: float, kind: NormKind, *recipe: Any
 ) -> BlockwiseFP8Tensor:
     return _rms_norm.rms_norm(x, weight, eps, kind, Recipe(*recipe))
+
+
+def _normed_whole(
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, columnwise: bool, *recipe: Any
+) -> Tensor:
+    return _rms_norm.normed(x, weight, eps, kind, Recipe(*recipe), columnwise)
+
+
+_WHOLE = _gated_mlp_whole, _gated_activation_whole, _rms_norm_whole, _normed_whole

@@ -1,8 +1,7 @@
-"""Modules of a converted model whose casts are made where values are computed."""
+"""Gated MLPs and norms of a converted model whose casts are made where values are computed."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -13,16 +12,14 @@ from ..autograd import whole_functions
 from ..ops.checks import HIGH_PRECISION
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
+from . import fuse_norms
 from .fuse_report import FusionEntry, FusionReport
 from .fuse_verify import Drawn, why_different
-from .fused_mlp import (
-    GatedParts,
-    fused_modules,
-    remove_parts,
-    set_parts,
-    why_apart,
-)
+from .fused_class import Fused, fused_modules, remove_parts, set_parts
+from .fused_mlp import FusedMLP, GatedParts, why_apart
+from .fused_norm import FusedNorm
 from .linears import fp8_part, is_linear, kind_of
+from .module_names import matching
 
 _TRIPLES = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -54,22 +51,25 @@ def fuse(
     model: nn.Module,
     *,
     mlp: Mapping[str, tuple[str, str, str, str | None]] | None = None,
+    norm: fuse_norms.NormNames | None = None,
     recompute: bool = False,
 ) -> FusionReport:
-    """Run the gated MLPs of a converted model with casts made where values are computed.
+    """Run gated MLPs and norms of a converted model with casts made where values are computed.
 
     An MLP ``down(activation(gate(x)) * up(x))`` then runs as
     :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
-    gate and up, are cast as they are computed and take no memory in high precision. Outputs and
-    gradients keep their bits.
+    gate and up, are cast as they are computed and take no memory in high precision. An RMS norm
+    that linears read returns :func:`blocktensor.functional.rms_norm` for all of them; anything else
+    that reads it gets the norm's values. Outputs and gradients keep their bits.
 
-    Modules are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
+    MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
-    (torchtitan), ``gate``, ``up``, ``down``. Each is verified on drawn weights, forward and
-    backward, in training and evaluation mode and under autocast: one that computes anything else is
-    left alone, with the reason in the report. So are modules with hooks, adapters (LoRA) or high
-    precision in an inner linear. A fused module whose linears get such things later runs as it
-    was written.
+    (torchtitan), ``gate``, ``up``, ``down``; norms by their names and those of the linears that
+    read them, such as ``input_layernorm`` and ``self_attn.q_proj``. Each is verified on drawn
+    weights, forward and backward, in training and evaluation mode, MLPs under autocast too: one
+    that computes anything else is left alone, with the reason in the report. So are MLPs with
+    hooks, adapters (LoRA) or high precision in an inner linear, and norms with such linears. A
+    fused module that gets such things later, and a norm under autocast, runs as it was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before
@@ -81,6 +81,9 @@ def fuse(
             shell-style pattern of module names, the names of the linears in it, and either the
             attribute that holds the activation, or "silu", "gelu", "gelu_tanh" or "relu2"; None
             tries all of them.
+        norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
+            names, and the names of all linears that read the norm, relative to its parent. A
+            norm that was found by its name is left out by ``unfuse(norm)``.
         recompute: backward makes the cast of ``activation(gate) * up`` again, in place of saving
             it.
 
@@ -88,8 +91,8 @@ def fuse(
         The report; ``print`` it.
 
     Raises:
-        ValueError: no linear of the model is in FP8; a pattern that names no module, or a module
-            without the linears it says.
+        ValueError: no linear of the model is in FP8; a pattern that names no module, or one without
+            the linears it says.
     """
     if not any(
         is_linear(module) and fp8_part(module._parameters.get("weight")) is not None
@@ -99,21 +102,28 @@ def fuse(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
             f"convert it first with blocktensor.convert(model)"
         )
-    candidates = list(_candidates(model, mlp or {}))
+    mlps = list(_candidates(model, mlp or {}))
+    norms = list(fuse_norms.candidates(model, norm or {}))
     drawn = Drawn()
-    entries, chosen = [], []
-    for found in candidates:
+    entries: list[FusionEntry] = []
+    chosen: list[tuple[nn.Module, type[Fused], Any]] = []
+    for found in mlps:
         parts, reason = _parts_of(found, recompute, drawn)
         gate, up, down = found.linears
         act = parts.activation if parts is not None else found.activation or found.act or "?"
         computes = f"{down}({act}({gate}(x)) * {up}(x))"
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
-            chosen.append((found.module, parts))
+            chosen.append((found.module, FusedMLP, parts))
+    for each in norms:
+        normed, reason = fuse_norms.parts_of(each, drawn)
+        entries.append(FusionEntry(each.name, kind_of(each.module), each.computes, reason))
+        if normed is not None:
+            chosen.append((each.module, FusedNorm, normed))
     if chosen:
         whole_functions.announce()
-    for module, parts in chosen:
-        set_parts(module, parts)
+    for module, kind, made in chosen:
+        set_parts(module, kind, made)
     return FusionReport(tuple(entries))
 
 
@@ -123,7 +133,7 @@ def unfuse(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The names of the modules that were fused.
     """
-    found = list(fused_modules(model))
+    found = list(fused_modules(model, Fused))
     for _, module in found:
         remove_parts(module)
     return tuple(name for name, _ in found)
@@ -140,12 +150,7 @@ def _candidates(
                 f"mlp={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
                 f"('w1', 'w3', 'w2', 'silu')"
             )
-        matches = fnmatch.filter(modules, pattern)
-        if not matches:
-            raise ValueError(
-                f"mlp pattern {pattern!r} matches no module of this {type(model).__name__}: "
-                f"expected a pattern of module names, e.g. '*.mlp'"
-            )
+        matches = matching(model, pattern, "mlp", "*.mlp")
         gate, up, down, act = names
         for name in matches:
             module = modules[name]

@@ -9,7 +9,7 @@ from ..text_table import collapse, text_table
 
 @dataclass(frozen=True)
 class FusionEntry:
-    """One module that looks like a gated MLP.
+    """One module that looks like a gated MLP, or like a norm that linears read.
 
     Attributes:
         name: of the module; empty for the model itself.
@@ -29,7 +29,7 @@ class FusionReport:
     """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
 
     Attributes:
-        entries: all modules that look like gated MLPs.
+        entries: all modules that look like gated MLPs, then the norms that linears read.
     """
 
     entries: tuple[FusionEntry, ...]
@@ -47,8 +47,8 @@ class FusionReport:
     def __str__(self) -> str:
         if not self.entries:
             return (
-                "no gated MLP was found; fuse(model, mlp={pattern: (gate, up, down, activation)})\n"
-                "names those whose linears have other names"
+                "no gated MLP was found, and no norm that linears read; give other names by hand:\n"
+                "fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})"
             )
         rows = collapse(
             (e.name or "(model)", e.kind, e.computes, e.reason or "fused") for e in self.entries

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .fused_mlp import GatedParts, own_forward, run_parts
+from .fused_class import own_forward
+from .fused_mlp import GatedParts, run_parts
 from .linears import fp8_part
 
 _ROWS = (2, 68)
@@ -60,7 +62,11 @@ class Drawn:
 
 def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | None:
     """What differs between ``module`` and its parts run as one gated MLP; None if nothing does."""
-    with _stand_ins(module, parts, drawn) as (x, parameters), _random_numbers(x):
+    with (
+        _stand_ins(module, parts, drawn) as (x, parameters),
+        kept_random_numbers(x),
+        kept_modes(module),
+    ):
         for training, autocast in _WAYS:
             for each in module.modules():
                 each.training = training
@@ -68,18 +74,19 @@ def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | N
                 made = []
                 for run in (own_forward(module), lambda x: run_parts(module, parts, x)):
                     try:
-                        made.append(_results(run, x, parameters, drawn))
+                        made.append(results(run, x, parameters, drawn))
                     except Exception as error:
                         return f"raised {type(error).__name__} on one tensor: {error}"
-            if different := _first_difference(*made):
+            if different := first_difference(*made):
                 mode = "" if training else " in evaluation mode"
                 return f"differs in {different}{mode}{' under autocast' if autocast else ''}"
     return None
 
 
-def _results(
+def results(
     run: Callable[[Tensor], Any], x: Tensor, parameters: dict[str, Tensor], drawn: Drawn
 ) -> dict[str, Any]:
+    """The output of ``run(x)`` and the gradients for a drawn gradient of it, with their names."""
     with torch.enable_grad():
         leaf = x.clone().requires_grad_()
         y = run(leaf)
@@ -89,10 +96,11 @@ def _results(
         inputs = {"its input": leaf, **parameters}
         grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
     named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
-    return {"its output": y.detach(), **named}
+    return {"its output": y.values() if isinstance(y, NormedTensor) else y.detach(), **named}
 
 
-def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """The first name whose values differ in a bit."""
     for name in a:
         if not _same(a[name], b.get(name)):
             return name
@@ -104,7 +112,7 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    bits = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
@@ -113,7 +121,6 @@ def _stand_ins(
     module: nn.Module, parts: GatedParts, drawn: Drawn
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """An input, and drawn parameters in place of those of the linears until the end."""
-    modes = [(each, each.training) for each in module.modules()]
     replaced = []
     parameters: dict[str, Tensor] = {}
     try:
@@ -133,12 +140,21 @@ def _stand_ins(
     finally:
         for held_by, key, parameter in replaced:
             held_by[key] = parameter
+
+
+@contextmanager
+def kept_modes(module: nn.Module) -> Iterator[None]:
+    """Leave the modes of ``module`` and of all in it as they were."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
         for each, training in modes:
             each.training = training
 
 
 @contextmanager
-def _random_numbers(x: Tensor) -> Iterator[None]:
+def kept_random_numbers(x: Tensor) -> Iterator[None]:
     """Leave torch's random numbers as they were."""
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         yield

@@ -1,14 +1,7 @@
-"""The class of an MLP that runs as one gated MLP, in place of the class that it had.
-
-An instance gets a class of its own, derived from its class, whose ``forward`` calls
-``functional.gated_mlp``: no other instance changes, ``isinstance`` and names stay, compilers see an
-ordinary method, and nothing refers to the module, which would delay its freeing.
-"""
+"""An MLP that runs as one ``functional.gated_mlp``."""
 
 from __future__ import annotations
 
-import copyreg
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..autograd import whole_functions
 from ..ops.producers.ops import ActivationName
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .audit_modules import ModuleTracker
+from .fused_class import Fused
 from .input_group import InputGroup
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,26 +45,16 @@ class GatedParts:
         return self.gate, self.up, self.down
 
 
-class FusedMLP(nn.Module):
-    """Comes before the class that an instance had; see :func:`set_parts`."""
-
-    _gated_parts: GatedParts | None = None
-    _class_before: type[nn.Module]
+class FusedMLP(Fused):
+    """A gated MLP that runs as one function."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward wherever that might compute anything else."""
-        parts = self._gated_parts
+        parts = self._fused_parts
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if parts is None or not is_one or why_apart(self, parts) is not None:
             return super().forward(*args, **kwargs)
         return run_parts(self, parts, args[0])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        is_ours = type(self).__dict__.get("_class_before") is not None
-        if not is_ours or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made
-        return rebuild, (self._class_before,), *made[2:]  # no module holds the class by its name
 
 
 def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
@@ -87,7 +70,7 @@ def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
 def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> str | None:
     """Why the linears of a module have to be called one by one; None if they need not be.
 
-    Checked in every forward: hooks, adapters and activations may come after :func:`set_parts`.
+    Checked in every forward: hooks, adapters and activations may come after the fusion.
     ``sharded``: whether FSDP2 may hold the weights.
     """
     for name in parts.linears:
@@ -119,52 +102,3 @@ def _is_of_users(hook: Any) -> bool:
     """Whether a hook is none of those that our own shared casts and audits register."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)
     return not isinstance(owner, (InputGroup, ModuleTracker))
-
-
-def set_parts(module: nn.Module, parts: GatedParts) -> None:
-    """Let ``module`` run as one gated MLP from now on."""
-    if not isinstance(module, FusedMLP):
-        module.__class__ = _fused(type(module))
-    module.__dict__["_gated_parts"] = parts
-
-
-def remove_parts(module: FusedMLP) -> None:
-    """Undo :func:`set_parts`."""
-    module.__dict__.pop("_gated_parts", None)
-    before = type(module).__dict__.get("_class_before")
-    if before is not None:  # else its class has another derived from it since, by fully_shard
-        module.__class__ = before
-
-
-def fused_modules(model: nn.Module) -> Iterator[tuple[str, FusedMLP]]:
-    """The modules of ``model`` that run as one gated MLP, with their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, FusedMLP) and module._gated_parts is not None:
-            yield name, module
-
-
-def own_forward(module: nn.Module) -> Any:
-    """The forward of ``module`` as it is without :func:`set_parts`."""
-    if isinstance(module, FusedMLP):
-        return super(FusedMLP, module).forward
-    return module.forward
-
-
-_FUSED: dict[Any, type[FusedMLP]] = {}
-
-
-def _fused(before: type[nn.Module]) -> type[FusedMLP]:
-    found = _FUSED.get(before)
-    if found is not None:
-        return found
-    names = {name: getattr(before, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(before.__name__, (FusedMLP, before), {**names, "_class_before": before})
-    return _FUSED.setdefault(before, made)
-
-
-def rebuild(before: type[nn.Module]) -> nn.Module:
-    """An empty instance for ``pickle`` and ``copy`` to fill; ``before``: its class as written."""
-    whole_functions.announce()
-    made: nn.Module = before.__new__(before)
-    made.__class__ = _fused(before)
-    return made

@@ -155,9 +155,11 @@ def _experts() -> dict[str, object]:
 
 
 def _mlps() -> dict[str, object]:
-    """A model with MLPs by two kinds of names."""
+    """A model with MLPs by two kinds of names, and a norm that three linears read."""
     names, model = common(), MyTransformer()
-    model.layers = nn.ModuleList([nn.ModuleDict({"ffn": MLP("wg", "wu", "wd")})])
+    attn = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("wq", "wk", "wv")})
+    layer = {"ffn": MLP("wg", "wu", "wd"), "before": nn.RMSNorm(DIM), "attn": attn}
+    model.layers = nn.ModuleList([nn.ModuleDict(layer)])
     return {**names, "model": model.bfloat16()}
 
 

@@ -20,7 +20,18 @@ from tests.support.models import Trace, complaint, randn
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3", "Olmo2"]
+NORMS = {
+    "": ("input_layernorm", "post_attention_layernorm"),
+    "Gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
+    "DeepseekV3": (
+        "self_attn.q_a_layernorm",
+        "self_attn.kv_a_layernorm",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ),
+    "Olmo2": (),  # its norms are added to the residual stream
+}
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -28,6 +39,7 @@ def language_model(family: str, recipe: Recipe | None = None) -> nn.Module:
     options: dict[str, Any] = {
         **{"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100},
+        **{"eos_token_id": 1, "pad_token_id": 0},
     }
     if family == "DeepseekV3":
         options |= {"first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32}
@@ -48,8 +60,10 @@ def test_transformers(family: str) -> None:
     model = language_model(family)
     wanted = results(model, run=loss(model))
     report = fuse(model)
-    assert [entry.name for entry in report.fused] == fused_in(model)
-    assert fused_in(model) == [f"model.layers.{i}.mlp" for i in range(2)]
+    names = [entry.name for entry in report.fused]
+    assert names[:2] == fused_in(model) == [f"model.layers.{i}.mlp" for i in range(2)]
+    norms = [f"model.layers.{i}.{name}" for i in range(2) for name in NORMS.get(family, NORMS[""])]
+    assert names[2:] == norms
     assert report.left_alone == ()
     assert_bits(results(model, run=loss(model)), wanted)
     with Trace() as trace:
@@ -57,6 +71,8 @@ def test_transformers(family: str) -> None:
     act = "gelu_tanh" if family.startswith("Gemma") else "silu"
     assert trace.count(f"blocktensor.gated {act} 1x128 1x128") == 2
     assert trace.count(f"blocktensor.gated_backward {act} 1x128 1x128") == 2
+    kind = "gemma" if family.startswith("Gemma") else "llama"
+    assert trace.count(f"blocktensor.normalized {kind} 1x128 1x128") == len(norms)
 
 
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
@@ -111,8 +127,8 @@ layers.1.mlp      MLP    down_proj(silu(gate_proj(x)) * up_proj(x))  up_proj has
     assert_expected_inline(
         str(fuse(converted(nn.Sequential(nn.Linear(K, K))))),
         """\
-no gated MLP was found; fuse(model, mlp={pattern: (gate, up, down, activation)})
-names those whose linears have other names""",
+no gated MLP was found, and no norm that linears read; give other names by hand:
+fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})""",
     )
 
 
@@ -192,7 +208,7 @@ def test_once_more() -> None:
     report = fuse(model, recompute=True)
     assert len(report.fused) == 2
     assert kinds == [type(each) for each in model.modules()]
-    assert all(m._gated_parts.recompute for m in model.modules() if hasattr(m, "_gated_parts"))
+    assert all(m._fused_parts.recompute for m in model.modules() if hasattr(m, "_gated_parts"))
     assert_bits(results(model), wanted)
     assert unfuse(model) == ("layers.0.mlp", "layers.1.mlp")
 
@@ -226,7 +242,7 @@ def test_copies_are_fused(how: str) -> None:
         made = torch.load(file, weights_only=False)
     assert fused_in(made) == fused_in(model)
     mlp = made.layers[0]["mlp"]
-    assert mlp._gated_parts.act_value is mlp.act_fn is not model.layers[0]["mlp"].act_fn
+    assert mlp._fused_parts.act_value is mlp.act_fn is not model.layers[0]["mlp"].act_fn
     assert_bits(results(made), wanted)
     with Trace() as trace:
         made(X.bfloat16())
@@ -263,9 +279,7 @@ def test_with_shared_inputs(first: str) -> None:
     with Trace() as trace:
         model(input_ids=TOKENS)
     assert trace.count("blocktensor.gated") == 2
-    mlps = [group for group in sharing.groups if group.name.endswith("mlp")]
-    assert [group.casts for group in mlps] == [0, 0]
-    assert sharing.saved > 0
+    assert (sharing.casts, sharing.saved) == (4, 0)  # those of o_proj: all others read norms
     sharing.remove()
     assert_bits(results(model, run=loss(model)), wanted)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import Recipe, freeze, fuse, share_inputs, unfreeze, unfuse
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
-from tests.support.mlps import HIDDEN, MLP, K, Model, X, converted, fused_in, results
+from tests.support.mlps import HIDDEN, MLP, K, Model, X, converted, fused_in, results, with_adapter
 from tests.support.models import Trace, plain
 from tests.support.ranks import on_ranks
 
@@ -119,20 +119,13 @@ def test_other_arguments_run_as_written() -> None:
 
 @pytest.mark.parametrize("first", ["adapters", "fuse"])
 def test_adapters(first: str) -> None:
-    peft = pytest.importorskip("peft")
     model = converted(Model())
-
-    def adapted(module: nn.Module) -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
-        return peft.get_peft_model(module, config)
-
-    wanted = adapted(copy.deepcopy(model))
+    wanted = with_adapter(copy.deepcopy(model), "up_proj")
     if first == "fuse":
         fuse(model)
-        made = adapted(model)
+        made = with_adapter(model, "up_proj")
     else:
-        made = adapted(model)
+        made = with_adapter(model, "up_proj")
         report = fuse(made)
         assert [entry.reason for entry in report.left_alone] == [
             "up_proj is a Linear, not an nn.Linear"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import Recipe, convert
-from blocktensor.model.fused_mlp import fused_modules
+from blocktensor.model.fused_class import fused_modules
+from blocktensor.model.fused_mlp import FusedMLP
 from tests.support.models import FP32_SCALES
 
 K, HIDDEN = 192, 320
@@ -146,4 +148,12 @@ def results(model: nn.Module, x: Tensor = X, run: Any = None) -> list[Tensor | N
 
 def fused_in(model: nn.Module) -> list[str]:
     """The names of its modules that are fused."""
-    return [name for name, _ in fused_modules(model)]
+    return [name for name, _ in fused_modules(model, FusedMLP)]
+
+
+def with_adapter(model: nn.Module, linear: str) -> Any:
+    """The model with a LoRA adapter, of the same values whenever it is made, on each ``linear``."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=[linear], init_lora_weights=False)
+    return peft.get_peft_model(model, config)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...model.fused_mlp import fused_modules, why_apart
+from ...model.fused_class import fused_modules
+from ...model.fused_mlp import FusedMLP, why_apart
 from .model_options import ModelOptions, convert_model
 
 _OPTIONS = "_blockwise_fp8_options"
@@ -90,9 +91,8 @@ def _check_parallelism(parallel_dims: Any) -> None:
 
 def _check_fused(model: nn.Module) -> None:
     """Raise if ``parallelize`` has replaced the forward of a linear of a fused MLP."""
-    for name, module in fused_modules(model):
-        assert module._gated_parts is not None
-        why = why_apart(module, module._gated_parts)
+    for name, module in fused_modules(model, FusedMLP):
+        why = why_apart(module, module._fused_parts)
         if why is not None:
             raise NotImplementedError(
                 f"fuse=True: torchtitan's parallelize takes {name!r} apart ({why}); set "

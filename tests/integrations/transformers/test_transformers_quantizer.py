@@ -146,15 +146,17 @@ def test_a_bad_pattern_raises(llama_folder: Path) -> None:
         loaded(llama_folder, choices(skip=["vision_tower"]))
 
 
-def test_fused_mlps_keep_their_bits(llama_folder: Path) -> None:
+def test_fused_modules_keep_their_bits(llama_folder: Path) -> None:
     model, wanted = loaded(llama_folder, choices(fuse=True)), loaded(llama_folder)
-    assert [entry.name for entry in model.hf_quantizer.fusion.fused] == [
-        f"model.layers.{i}.mlp" for i in range(2)
-    ]
+    assert {entry.name for entry in model.hf_quantizer.fusion.fused} == {
+        f"model.layers.{i}.{name}"
+        for i in range(2)
+        for name in ("mlp", "input_layernorm", "post_attention_layernorm")
+    }
     assert wanted.hf_quantizer.fusion is None
     assert model.state_dict().keys() == wanted.state_dict().keys()
     assert torch.equal(logits(model), logits(wanted))
-    assert len(unfuse(model)) == 2
+    assert len(unfuse(model)) == 6
 
 
 def test_trainer_may_train_what_is_not_frozen(llama_folder: Path) -> None:

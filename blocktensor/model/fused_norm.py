@@ -1,0 +1,86 @@
+"""A norm whose result is cast as it is computed, for the linears that read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..autograd import whole_functions
+from ..ops.producers.norm_reference import NormKind
+from ..ops.runtime.specialize import PLAIN
+from ..recipe import Recipe
+from .fused_class import Fused
+from .linears import fp8_part
+
+
+@dataclass(frozen=True)
+class NormParts:
+    """What a norm computes, and for which linears.
+
+    Attributes:
+        kind: of :func:`blocktensor.functional.rms_norm`.
+        eps_name: the attribute of the norm that holds its epsilon.
+        eps: what that held.
+        linears: those that read the norm's result.
+        recipe: of their weights.
+    """
+
+    kind: NormKind
+    eps_name: str
+    eps: float
+    linears: tuple[nn.Module, ...]
+    recipe: Recipe
+
+
+class FusedNorm(Fused):
+    """An RMS norm that returns its result in FP8, with its values for other readers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward wherever that might compute anything else."""
+        parts = self._fused_parts
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if parts is None or not is_one or not serves(self, parts, args[0]):
+            return super().forward(*args, **kwargs)
+        return run_parts(self, parts, args[0])
+
+
+def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
+    """Whether the fused norm of ``x`` has the bits of the norm, and linears that read FP8.
+
+    Checked in every forward: linears, dtypes and epsilons may change after the fusion.
+    """
+    weight: Any = norm._parameters.get("weight")
+    compiling = is_dynamo_compiling()
+    if weight is None or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+        return False
+    if x.dtype == torch.float32:  # no cast gathers the gradients of x: others come between them
+        return False
+    if torch.is_autocast_enabled(x.device.type) or getattr(norm, parts.eps_name) != parts.eps:
+        return False
+    if not compiling:
+        if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
+            return False
+        if torch._C._are_functorch_transforms_active():
+            return False
+    for linear in parts.linears:
+        held = linear._parameters.get("weight")
+        part = held if compiling else fp8_part(held)
+        if part is None or getattr(part, "recipe", None) != parts.recipe:
+            return False
+    return True
+
+
+def run_parts(norm: nn.Module, parts: NormParts, x: Tensor) -> Tensor:
+    """What ``norm(x)`` computes, with the casts that its linears need."""
+    trained = any(linear._parameters["weight"].requires_grad for linear in parts.linears)  # type: ignore[union-attr]
+    return cast(norm, parts, x, columnwise=trained and torch.is_grad_enabled())
+
+
+def cast(norm: nn.Module, parts: NormParts, x: Tensor, columnwise: bool) -> Tensor:
+    """``norm(x)`` with its casts; ``columnwise``: with the one that weight gradients read."""
+    weight: Any = norm._parameters["weight"]
+    return whole_functions.normed(x, weight, parts.eps, parts.kind, parts.recipe, columnwise)

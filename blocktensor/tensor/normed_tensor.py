@@ -1,0 +1,170 @@
+"""The result of an RMS norm in FP8, whose values other ops than FP8 products may read too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.producer import Forms
+from ..ops.producers.norm_reference import NormKind, normalize
+from ..ops.runtime.specialize import must_dispatch
+from ..recipe import Recipe
+from .base import FP8Base
+from .fp8_tensor import BlockwiseFP8Tensor
+from .operand import operand_of
+
+aten = torch.ops.aten
+
+_LEADING = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_ALIASES = {aten.detach.default, aten.alias.default}
+
+
+class NormedTensor(BlockwiseFP8Tensor):
+    """The cast of an RMS norm for FP8 weights; the norm itself for all other ops.
+
+    A product with an FP8 weight reads the forms that were made with the norm. Any other op reads
+    the values, which are computed when the first one asks for them; autograd sees one tensor in
+    either case, so that gradients are summed as those of the norm's result are.
+
+    Attributes:
+        norm_input, norm_rstd, norm_weight: what the values are computed from; ``[..., K]``, fp32
+            ``[..., 1]`` and ``[K]``.
+        norm_kind: the order of roundings, see :func:`~blocktensor.functional.rms_norm`.
+    """
+
+    norm_input: Tensor
+    norm_rstd: Tensor
+    norm_weight: Tensor
+    norm_kind: NormKind
+    _version_then: int | None = None
+    _read: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, forms: Forms, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, recipe: Recipe
+    ) -> NormedTensor:
+        """The norm of ``x`` with its finished casts."""
+        format = recipe.activation_format
+        formats = format, recipe.wgrad_input_format or format
+        made: Any = cls(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe, formats=formats)
+        made._set_norm(x.detach(), rstd.detach(), weight.detach(), kind)
+        if not (must_dispatch(x) or x.is_inference()):
+            made._version_then = x._version
+        return made
+
+    def _set_norm(self, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> None:
+        self.norm_input, self.norm_rstd, self.norm_weight = x, rstd, weight
+        self.norm_kind = kind
+
+    def values(self) -> Tensor:
+        """The norm in high precision, a plain tensor without a gradient.
+
+        Raises:
+            RuntimeError: the input of the norm was changed in place since.
+        """
+        if self._read is None:
+            x, then = self.norm_input, self._version_then
+            if then is not None and then != x._version:
+                raise RuntimeError(
+                    f"the input {list(x.shape)} of a fused norm was changed in place before the "
+                    f"values of the norm were read: read them first, or call "
+                    f"blocktensor.unfuse(norm)"
+                )
+            made = normalize(x, self.norm_rstd, self.norm_weight, self.norm_kind)
+            self._read = made.reshape(self.shape)
+        return self._read
+
+    def relabel(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        transpose: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> BlockwiseFP8Tensor:
+        """As of any FP8 tensor; another orientation or dtype has the forms alone."""
+        if transpose or dtype not in (None, self.dtype):
+            return super().relabel(shape=shape, strides=strides, transpose=transpose, dtype=dtype)
+        made: Any = NormedTensor(
+            *self.operand,
+            shape=self.shape if shape is None else shape,
+            strides=self.stride() if shape is None else strides,
+            dtype=self.dtype,
+            recipe=self.recipe,
+            formats=self.formats,
+        )
+        made._set_norm(self.norm_input, self.norm_rstd, self.norm_weight, self.norm_kind)
+        made._version_then = self._version_then
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, context = super().__tensor_flatten__()
+        return [*names, "norm_input", "norm_rstd", "norm_weight"], (*context, self.norm_kind)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> BlockwiseFP8Tensor:
+        dtype, formats, recipe, kind = context
+        made: Any = NormedTensor(
+            *operand_of(inner, *formats),
+            shape=size,
+            strides=stride,
+            dtype=dtype,
+            recipe=recipe,
+            formats=formats,
+        )
+        made._set_norm(inner["norm_input"], inner["norm_rstd"], inner["norm_weight"], kind)
+        return made
+
+    # Copies and files of it are those of its values.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors that have no graph can be copied deeply: .detach() this one first"
+            )
+        made: Tensor = memo.setdefault(id(self), self.values().clone())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return super().__repr__().replace("BlockwiseFP8Tensor", "NormedTensor", 1)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _meets_fp8(types):
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if _meets_fp8(types) or _keeps_rows(func, args):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable and isinstance(args[0], NormedTensor):
+            raise NotImplementedError(
+                f"{func} writes to the result of a fused norm, which is computed from the norm's "
+                f"input: write to a copy, or call blocktensor.unfuse(norm)"
+            )
+        tree_map = torch.utils._pytree.tree_map_only
+        plain_args, plain_kwargs = tree_map(NormedTensor, NormedTensor.values, (args, kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
+
+
+def _meets_fp8(types: Sequence[type]) -> bool:
+    """Whether an op has operands of the FP8 types beside results of norms."""
+    return any(issubclass(x, FP8Base) and not issubclass(x, NormedTensor) for x in types)
+
+
+def _keeps_rows(func: Any, args: Any) -> bool:
+    """Whether an op returns the same rows, with other leading dimensions at most."""
+    if func in _ALIASES:
+        return True
+    x = args[0] if args else None
+    return func in _LEADING and isinstance(x, NormedTensor) and args[1][-1:] == [x.shape[-1]]

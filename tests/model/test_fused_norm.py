@@ -1,0 +1,225 @@
+"""A fused norm keeps its bits in its surroundings: other readers, adapters, compilers, FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, audit, freeze, fuse, unfreeze, unfuse
+from tests.support.compiling import afresh, graphs  # noqa: F401
+from tests.support.gated import assert_bits
+from tests.support.mlps import K, X, results, with_adapter
+from tests.support.models import POWER_OF_TWO, Trace, plain, randn
+from tests.support.norms import (
+    NAMES,
+    Norm,
+    blocks,
+    fused_blocks,
+    fused_norms,
+    runs_fused,
+)
+from tests.support.ranks import on_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", [POWER_OF_TWO, Recipe(wgrad_input="128x128")])
+def test_bits(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+    model, twin = (x.to(device) for x in fused_blocks(recipe=recipe, dtype=dtype))
+    for i, rows in enumerate((0, 1, 127, 129, 300)):
+        x = randn(rows, K, seed=i, device=device)
+        assert_bits(results(model, x), results(twin, x))
+    # in fp32 gradients of x from elsewhere are added between those of the norm's two reads
+    assert runs_fused(model, x.to(dtype)) == (0 if dtype == torch.float32 else 4)
+
+
+READERS = {
+    "a router": lambda h: h @ torch.ones(K, K, dtype=h.dtype) / K,
+    "a residual": lambda h: h,
+    "a gather": lambda h: h[torch.arange(len(h))] * 0.5,
+    "heads": lambda h: h.view(len(h), 3, 64).transpose(0, 1).flatten(1).view(-1, K)[: len(h)],
+    "its size": lambda h: torch.zeros(h.shape, dtype=h.dtype, device=h.device),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_other_readers_get_the_norm_itself(reader: str) -> None:
+    model, twin = fused_blocks(Norm, READERS[reader])
+    assert_bits(results(model), results(twin))
+    assert runs_fused(model) == 4
+    run = functools.partial(checkpoint, model, use_reentrant=False)
+    assert_bits(results(model, run=run), results(twin))
+
+
+def test_undone_and_copied() -> None:
+    model, twin = fused_blocks()
+    wanted = results(twin)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert fused_norms(other) == NAMES
+        readers = other.layers[1].input_layernorm._fused_parts.linears
+        assert readers[0] is other.layers[1].self_attn.q_proj
+        assert_bits(results(other), wanted)
+        assert runs_fused(other) == 4
+    assert isinstance(model.layers[0].input_layernorm, Norm)
+    assert unfuse(model.layers[0].input_layernorm) == ("",)
+    assert runs_fused(model) == 3
+    unfuse(model)
+    assert type(model.layers[1].input_layernorm) is Norm
+    assert runs_fused(model) == 0
+    assert model.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_what_changes_later() -> None:
+    def other_eps(block: Any) -> None:
+        block.input_layernorm.variance_epsilon = 1e-2
+
+    def other_dtype(block: Any) -> None:
+        block.input_layernorm.float()
+
+    def plain_linear(block: Any) -> None:
+        q = block.self_attn.q_proj
+        q.weight = nn.Parameter(plain(q.weight))
+
+    def no_weight(block: Any) -> None:
+        block.input_layernorm.weight = None
+        block.input_layernorm.forward = lambda x: x * 2
+
+    for change in (other_eps, other_dtype, plain_linear, no_weight):
+        model, twin = fused_blocks()
+        for each in (model, twin):
+            change(each.layers[0])
+        x = X.bfloat16()
+        with torch.no_grad():
+            if change is other_dtype:  # fp32 beside bf16 weights
+                for each in (model, twin):
+                    with pytest.raises((TypeError, ValueError)):
+                        each(x)
+                continue
+            assert torch.equal(model(x), twin(x))
+        assert runs_fused(model) == 3
+
+
+def test_hooks_see_the_norm() -> None:
+    model, twin = fused_blocks()
+    for each in (model, twin):
+        each.layers[0].input_layernorm.register_forward_hook(lambda m, args, y: y * 3)
+        each.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    assert_bits(results(model), results(twin))
+
+
+@pytest.mark.parametrize("first", ["adapters", "fuse"])
+def test_adapters(first: str) -> None:
+    model = blocks()
+    freeze(model)
+    wanted = with_adapter(copy.deepcopy(model), "q_proj")
+    if first == "fuse":
+        fuse(model)
+        made = with_adapter(model, "q_proj")
+    else:
+        made = with_adapter(model, "q_proj")
+        reasons = [x.reason for x in fuse(made).left_alone]
+        assert reasons == ["self_attn.q_proj is a Linear, not an nn.Linear"] * 2
+    assert_bits(results(made), results(wanted))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    model, twin = fused_blocks()
+    run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
+    assert_bits(results(model, run=run), results(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast(dtype: torch.dtype) -> None:
+    model, twin = fused_blocks(dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bits(results(model), results(twin))
+        assert runs_fused(model) == 0
+
+
+def test_frozen_and_thawed() -> None:
+    model, twin = fused_blocks()
+    freeze(model), freeze(twin)
+    assert_bits(results(model), results(twin))
+    with Trace() as trace:
+        model(X.bfloat16())
+    assert trace.ops.count("blocktensor.normalized llama 1x128") == 4
+    unfreeze(model), unfreeze(twin)
+    assert_bits(results(model), results(twin))
+    with torch.no_grad(), Trace() as trace:
+        model(X.bfloat16())
+    assert trace.ops.count("blocktensor.normalized llama 1x128") == 4
+
+
+def test_torch_func_runs_as_written() -> None:
+    model, twin = fused_blocks()
+    x = X.bfloat16()
+    for each in (model, twin):
+        for p in each.parameters():
+            p.requires_grad_(False)
+    outputs = [torch.func.vmap(each.layers[0].input_layernorm)(x[None]) for each in (model, twin)]
+    assert torch.equal(*outputs)
+
+
+def test_audit_shows_the_same_products() -> None:
+    model, twin = fused_blocks()
+    x = X.bfloat16().requires_grad_()
+    got, want = audit(model, x), audit(twin, x)
+    assert got.fp8_share == want.fp8_share
+
+
+# Dynamo itself instantiates the Functions that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@pytest.mark.parametrize("reader", ["a residual", None])
+def test_compiled(reader: str | None) -> None:
+    model, twin = fused_blocks(Norm, READERS[reader] if reader else None)
+    seen: list[str] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        seen.append(str(graph.graph))
+        return aot_eager(graph, example)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        assert_bits(results(model, run=compiled), results(twin))
+    assert graphs() == 1
+    assert seen[0].count("_normed_whole") >= 4
+    with torch.no_grad():
+        assert torch.equal(compiled(X.bfloat16()), twin(X.bfloat16()))
+
+
+@on_ranks(2)
+def test_fsdp2(world: int, device: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for order in ("layers", "attention too"):
+        model = blocks(recipe=Recipe(), dtype=torch.float32).to(device)
+        twin = copy.deepcopy(model)
+        fuse(model)
+        for each in (model, twin):
+            for layer in each.layers:
+                if order == "attention too":
+                    fully_shard(layer.self_attn, mp_policy=policy)
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(each, mp_policy=policy)
+        made = []
+        for each in (model, twin):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for i in range(2):
+                y = each(X.to(device) * (i + 1))
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            made.append(y.detach())
+        assert torch.equal(*made)
+        with Trace() as trace:
+            model(X.to(device))
+        assert trace.count("blocktensor.normalized ") == 4

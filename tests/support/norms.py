@@ -1,0 +1,116 @@
+"""Blocks of norms and the linears that read them, and norms that only look alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocktensor import Recipe, fuse
+from blocktensor.model.fused_class import fused_modules
+from blocktensor.model.fused_norm import FusedNorm
+from tests.support.mlps import MLP, K, X, converted
+from tests.support.models import FP32_SCALES, Trace
+
+
+class Norm(nn.Module):
+    """An RMS norm as transformers' Llama writes it; subclasses differ from it."""
+
+    def __init__(self, size: int = K, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """X over its root mean square, fp32."""
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.scaled(x).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Three linears of one input; nothing that mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(K, K, bias=False))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape = (*hidden_states.shape[:-1], K // 64, 64)
+        q, k, v = (
+            getattr(self, name)(hidden_states).view(shape)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        return self.o_proj((q * k.sigmoid() + v).flatten(-2))
+
+
+class Block(nn.Module):
+    """A decoder layer of transformers' names; ``reads``: what else reads the first norm."""
+
+    def __init__(
+        self, norm: Callable[[], nn.Module] = Norm, reads: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn, self.mlp, self.reads = Attention(), MLP(), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.input_layernorm(x)
+        x = x + self.self_attn(hidden_states=h)
+        if self.reads is not None:
+            x = x + self.reads(h)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Blocks(nn.Module):
+    """Two of them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(*args) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def blocks(
+    *args: Any, recipe: Recipe = FP32_SCALES, dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """A converted model of two blocks."""
+    return converted(Blocks(*args), recipe, dtype)
+
+
+def fused_norms(model: nn.Module) -> list[str]:
+    """The names of the norms that :func:`blocktensor.fuse` has fused."""
+    return [name for name, _ in fused_modules(model, FusedNorm)]
+
+
+NAMES = [
+    f"layers.{i}.{name}"
+    for i in range(2)
+    for name in ("input_layernorm", "post_attention_layernorm")
+]
+
+
+def fused_blocks(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """A model whose norms are fused, and its twin that is not."""
+    model = blocks(*args, **options)
+    twin = copy.deepcopy(model)
+    report = fuse(model)
+    assert report.left_alone == ()
+    assert fused_norms(model) == NAMES
+    return model, twin
+
+
+def runs_fused(model: nn.Module, x: Tensor | None = None) -> int:
+    """How many norms of a model did run fused."""
+    with Trace() as trace, torch.no_grad():
+        model(X.to(next(model.parameters()).dtype) if x is None else x)
+    return trace.count("blocktensor.normalized ")
