@@ -14,7 +14,6 @@ from ..ops.producers.norm_reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .fused_class import Fused
-from .linears import fp8_part
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,21 @@ def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
     Checked in every forward: linears, dtypes and epsilons may change after the fusion.
     """
     weight: Any = norm._parameters.get("weight")
-    compiling = is_dynamo_compiling()
     if weight is None or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
         return False
     if x.dtype == torch.float32:  # no cast gathers the gradients of x: others come between them
         return False
     if torch.is_autocast_enabled(x.device.type) or getattr(norm, parts.eps_name) != parts.eps:
         return False
-    if not compiling:
+    if not is_dynamo_compiling():
         if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
             return False
         if torch._C._are_functorch_transforms_active():
             return False
     for linear in parts.linears:
+        # tensor parallel styles replace the forward, or cut the weight into a DTensor
         held = linear._parameters.get("weight")
-        part = held if compiling else fp8_part(held)
-        if part is None or getattr(part, "recipe", None) != parts.recipe:
+        if "forward" in linear.__dict__ or getattr(held, "recipe", None) != parts.recipe:
             return False
     return True
 

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, audit, freeze, fuse, unfreeze, unfuse
+from blocktensor.distributed import ColwiseParallel
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
 from tests.support.mlps import K, X, results, with_adapter
@@ -26,7 +29,7 @@ from tests.support.norms import (
     fused_norms,
     runs_fused,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -222,4 +225,18 @@ def test_fsdp2(world: int, device: str) -> None:
         assert torch.equal(*made)
         with Trace() as trace:
             model(X.to(device))
-        assert trace.count("blocktensor.normalized ") == 4
+        # weights that another unit has not gathered yet are DTensors
+        assert trace.count("blocktensor.normalized ") == (2 if order == "attention too" else 4)
+
+
+@on_ranks(2)
+def test_tensor_parallel_readers_get_the_norm_as_written(world: int, device: str) -> None:
+    mesh = shared_mesh(device, 1, world, names=("data", "tensor"))["tensor"]
+    model, twin = (x.to(device) for x in fused_blocks())
+    for each in (model, twin):
+        for layer in each.layers:
+            for name in ("q_proj", "v_proj"):
+                style = ColwiseParallel(output_layouts=Replicate())
+                parallelize_module(layer.self_attn, mesh, {name: style})
+    assert_bits(results(model, X.to(device)), results(twin, X.to(device)))
+    assert runs_fused(model, X.to(device).bfloat16()) == 2
