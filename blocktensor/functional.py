@@ -17,7 +17,7 @@ from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import rms_norm as _rms_norm
 from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
-from .ops.producers.norm_reference import NormKind
+from .ops.norm.reference import NormKind
 from .ops.producers.ops import ActivationName
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor.base import FP8Base

@@ -40,6 +40,7 @@ RANKS = (
     "blocktensor.tensor",
     "blocktensor.recipe",
     "blocktensor.ops.producers",
+    "blocktensor.ops.norm",
     "blocktensor.ops.grouped_gemm",
     "blocktensor.ops.gemm",
     "blocktensor.ops.gemm.hopper",

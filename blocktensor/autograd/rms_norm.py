@@ -13,8 +13,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from ..ops.norm.ops import gradients, rstd_of
+from ..ops.norm.reference import NormKind
 from ..ops.producers.norm_ops import normalized
-from ..ops.producers.norm_reference import NormKind, rstd_of
 from ..ops.producers.norm_reference import rms_norm as eager
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -88,24 +89,8 @@ class _RMSNorm(torch.autograd.Function):
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_RMSNorm.forward`."""
     x, rstd, weight = saved
-    needs_dx, needs_dw, *_ = ctx.needs_input_grad
     none = [None] * 5
     if grad is None:
         return None, None, *none
-    values, dw = x.float(), None
-    if ctx.kind == "llama":
-        if needs_dw:
-            dw = (grad * (values * rstd).to(x.dtype)).sum_to_size(weight.shape)
-        scaled = (grad * weight).float()
-    else:
-        grad = grad.float()
-        if needs_dw:
-            dw = (grad * (values * rstd)).sum_to_size(weight.shape).to(weight.dtype)
-        scaled = grad * (1.0 + weight.float())
-    if not needs_dx:
-        return None, dw, *none
-    # of rsqrt, mean and pow
-    of_rstd = (scaled * values).sum_to_size(rstd.shape)
-    of_mean = -0.5 * of_rstd * rstd.pow(3) / x.shape[-1]
-    dx = scaled * rstd + of_mean * (2 * values)
-    return dx.to(x.dtype), dw, *none
+    needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    return *gradients(grad, x, rstd, weight, ctx.kind, needs_dx, needs_dw), *none

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..ops.producers.norm_reference import NormKind
+from ..ops.norm.reference import NormKind
 from ..ops.producers.norm_reference import rms_norm as eager_norm
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..autograd.quantize import quantize
-from ..ops.producers.norm_reference import NormKind
+from ..ops.norm.reference import NormKind
 from ..recipe import Recipe
 from .fuse_verify import Drawn, first_difference, kept_modes, kept_random_numbers, results
 from .fused_class import own_forward

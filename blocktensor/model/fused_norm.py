@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..autograd import whole_functions
-from ..ops.producers.norm_reference import NormKind
+from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .fused_class import Fused

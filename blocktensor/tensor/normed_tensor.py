@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops.cast.producer import Forms
-from ..ops.producers.norm_reference import NormKind, normalize
+from ..ops.norm.reference import NormKind
+from ..ops.producers.norm_reference import normalize
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import Recipe
 from .base import FP8Base

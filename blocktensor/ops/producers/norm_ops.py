@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import checks
 from ..cast.producer import Forms
 from ..formats import BlockFormat
+from ..norm.reference import NormKind
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import producer_kernels
-from .norm_reference import NormKind
 from .op_forms import check_formats, empty_forms, format_named, forms_of, name_of, tensors_of
 
 

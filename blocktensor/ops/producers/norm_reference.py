@@ -6,16 +6,13 @@ its own, and part of the bits.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from ..cast import ops
 from ..cast.producer import Forms
 from ..formats import BlockFormat
-
-NormKind = Literal["llama", "gemma"]
+from ..norm.reference import NormKind, rstd_of
 
 
 def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
@@ -30,16 +27,7 @@ def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """An RMS norm as transformers write it, for autograd: one copy of x in fp32 serves all."""
     values = x.float()
-    return _weighted(values * _rstd(values, eps), weight, kind, x.dtype)
-
-
-def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """The reciprocal of the root mean square of rows, fp32 ``[..., 1]``, as transformers' norms."""
-    return _rstd(x.float(), eps)
-
-
-def _rstd(values: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    return _weighted(values * rstd_of(values.pow(2), eps), weight, kind, x.dtype)
 
 
 def _weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,94 @@
+"""The passes of an RMS norm over its elements: the functions to call.
+
+They are no registered ops: where they must go through the dispatcher, they are torch's ops, which
+compilers fuse with the sums between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..runtime.specialize import Specialized, recorded
+from . import reference
+from .choose_backend import norm_kernels
+from .reference import NormKind
+
+
+def rstd_of(x: Tensor, eps: float) -> Tensor:
+    """The reciprocal of the root mean square of the rows of x ``[..., K]``, fp32 ``[..., 1]``."""
+    if not _in_rows(x):
+        return reference.rstd_of(reference.squares(x), eps)
+    return reference.rstd_of(_squares(_rows(x)).view(x.shape), eps)
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: NormKind,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of an RMS norm, those that autograd computes for eager ops.
+
+    Args:
+        grad: of the norm, ``[..., K]``, dtype of x.
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        rstd: fp32 ``[..., 1]``, of :func:`rstd_of`.
+        weight: ``[K]``, dtype of x.
+        kind: "llama" or "gemma", see :func:`~..producers.norm_reference.normalize`.
+        needs_dx, needs_dw: which gradients are wanted.
+
+    Returns:
+        Those of x and of the weight, or None.
+    """
+    if not (needs_dx or needs_dw):
+        return None, None
+    shape, in_rows = x.shape, _in_rows(x) and _in_rows(grad)
+    terms_of: Callable[..., Any] = _gradient_terms if in_rows else reference.gradient_terms
+    input_gradient: Callable[..., Any] = _input_gradient if in_rows else reference.input_gradient
+    if in_rows:
+        grad, x, rstd, weight = _rows(grad), _rows(x), _rows(rstd), weight.contiguous()
+    of_rows, of_weight = terms_of(grad, x, rstd, weight, kind, needs_dw)
+    dw = None
+    if of_weight is not None:
+        dw = of_weight.view(shape).sum_to_size(weight.shape).to(weight.dtype)
+    if not needs_dx:
+        return None, dw
+    # of rsqrt, mean and pow
+    of_rstd = of_rows.view(shape).sum_to_size(*shape[:-1], 1).view(rstd.shape)
+    of_mean = -0.5 * of_rstd * rstd.pow(3) / shape[-1]
+    return input_gradient(grad, x, rstd, of_mean, weight, kind).view(shape), dw
+
+
+def _in_rows(x: Tensor) -> bool:
+    """Whether x is rows of unit stride, one after the other.
+
+    Results of torch's ops are laid out as their inputs are, and sums of other layouts have other
+    bits: those run as torch's ops.
+    """
+    return x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[T, K]``."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _specialized(name: str) -> Specialized[Callable[..., Any]]:
+    """The pass of this name, by the kernels of the device."""
+
+    def decide(x: Tensor, *_: object) -> Callable[..., Any]:
+        kernels = norm_kernels(x)
+        return recorded(getattr(kernels, name), kernels.launches)
+
+    return Specialized(decide, getattr(reference, name))
+
+
+_squares = _specialized("squares")
+_gradient_terms = _specialized("gradient_terms")
+_input_gradient = _specialized("input_gradient")

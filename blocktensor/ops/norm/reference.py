@@ -1,0 +1,72 @@
+"""The specification of the passes of an RMS norm: torch's own ops, in the order of autograd.
+
+The sums over rows are between the passes, and are torch's own: the order of a sum is part of its
+bits. Compilers see these ops, and fuse them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NormKind = Literal["llama", "gemma"]
+
+
+def squares(x: Tensor) -> Tensor:
+    """``x²`` in fp32."""
+    return x.float().pow(2)
+
+
+def gradient_terms(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, of_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What the gradients of ``rstd`` and of the weight are sums of.
+
+    Args:
+        grad: of the norm, ``[..., K]``.
+        x: ``[..., K]``.
+        rstd: fp32 ``[..., 1]``.
+        weight: ``[K]``.
+        kind: "llama" or "gemma".
+        of_weight: whether the terms of the weight's gradient are wanted.
+
+    Returns:
+        fp32 ``[..., K]``, to be summed over features; and ``[..., K]`` to be summed over rows, in
+        the dtype of x ("llama") or fp32 ("gemma"), or None.
+    """
+    values, terms = x.float(), None
+    if of_weight and kind == "llama":
+        terms = grad * (values * rstd).to(x.dtype)
+    elif of_weight:
+        terms = grad.float() * (values * rstd)
+    return _scaled(grad, weight, kind) * values, terms
+
+
+def input_gradient(
+    grad: Tensor, x: Tensor, rstd: Tensor, of_mean: Tensor, weight: Tensor, kind: NormKind
+) -> Tensor:
+    """The gradient of x: through the product with ``rstd``, and through the mean of squares.
+
+    Args:
+        grad, x, rstd, weight, kind: as of :func:`gradient_terms`.
+        of_mean: fp32 ``[..., 1]``, the gradient of each square.
+
+    Returns:
+        ``[..., K]`` in the dtype of x.
+    """
+    dx = _scaled(grad, weight, kind) * rstd + of_mean * (2 * x.float())
+    return dx.to(x.dtype)
+
+
+def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    """The gradient of ``x * rstd``, in fp32."""
+    if kind == "llama":
+        return (grad * weight).float()
+    return grad.float() * (1.0 + weight.float())
+
+
+def rstd_of(squares: Tensor, eps: float) -> Tensor:
+    """The reciprocal of the root mean square of rows, fp32 ``[..., 1]``, as transformers' norms."""
+    return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
