@@ -35,7 +35,15 @@ VARIANTS = (
 
 PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
-    "norms": ("rms_norm", "rmsnorm", "layer_norm", "rsqrt"),
+    "norms": (
+        "rms_norm",
+        "norm_squares",
+        "norm_terms",
+        "norm_input",
+        "rmsnorm",
+        "layer_norm",
+        "rsqrt",
+    ),
     "swiglu": ("silu", "sigmoid"),
 }
 """Parts of the names of kernels that are neither GEMMs nor casts; the first that fits."""

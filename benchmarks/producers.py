@@ -1,6 +1,7 @@
 """Ops that cast what they compute, against the copy bandwidth of the same run.
 
 Bytes are those that must move: sources read once, data of both forms written; scales not counted.
+torch's sums over rows are a part of 1 / rms and of the norm's backward.
 ``apart``: torch's own ops in eager mode, then the cast of their results.
 """
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from blocktensor.ops.cast import ops as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
+from blocktensor.ops.norm import ops as norm
 from blocktensor.ops.producers import norm_ops, ops
-from blocktensor.ops.producers.norm_reference import rstd_of
+from blocktensor.ops.producers.norm_reference import rms_norm
 
 from .timing import Call, copy_bandwidth, flushed_device
 
@@ -36,10 +38,12 @@ class Op(NamedTuple):
 
 
 def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -> list[Op]:
-    """SwiGLU, its backward and the RMS norm, with a columnwise form in this format."""
+    """SwiGLU, the RMS norm, and their backwards, with a columnwise form in this format."""
     formats = BLOCKS_1X128, columnwise
     weight = torch.randn(gate.shape[1], device=gate.device, dtype=gate.dtype)
-    rstd = rstd_of(gate, 1e-5)
+    rstd = norm.rstd_of(gate, 1e-5)
+    leaf, gain = gate.detach().requires_grad_(), weight.detach().requires_grad_()
+    eager = rms_norm(leaf, gain, 1e-5, "llama")
 
     def cast(x: Tensor) -> object:
         return casts.quantize_forms(x, *formats)
@@ -68,12 +72,24 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
             lambda: cast((gate.float() * rstd).to(gate.dtype) * weight),
             4,
         ),
+        Op(
+            "1 / rms",
+            lambda: norm.rstd_of(gate, 1e-5),
+            lambda: torch.rsqrt(gate.float().pow(2).mean(-1, keepdim=True) + 1e-5),
+            2,
+        ),
+        Op(
+            "RMS norm backward",
+            lambda: norm.gradients(grad, gate, rstd, weight, "llama", True, True),
+            lambda: torch.autograd.grad(eager, (leaf, gain), grad, retain_graph=True),
+            6,
+        ),
     ]
 
 
 def total(shapes: tuple[tuple[int, int], ...] = SHAPES) -> int:
     """How many rows ``measure`` will yield."""
-    return len(shapes) * 6
+    return len(shapes) * 10
 
 
 def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import experts, profiled, qwen3
+from benchmarks import experts, layer, profiled, qwen3
 from benchmarks.experts import LAYERS, VARIANTS, Shape
 from blocktensor import BlockwiseFP8Weight, share_inputs
 from tests.support.models import randn
@@ -101,7 +101,10 @@ def test_every_kernel_of_the_package_has_a_kind() -> None:
     ops = Path(__file__).parents[2] / "blocktensor" / "ops"
     source = "".join(path.read_text() for path in ops.rglob("*.py"))
     kernels = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE)) - {"raw_kernel"}
-    assert {k for k in kernels if profiled.kind_of(k) == profiled.OTHER} == {"dequantize_kernel"}
+    norms = {"norm_squares_kernel", "norm_terms_kernel", "norm_input_kernel"}
+    other = {k for k in kernels if profiled.kind_of(k) == profiled.OTHER}
+    assert other == {"dequantize_kernel", *norms}
+    assert all(layer.part_of(k) == "norms" for k in norms)
     assert len(kernels) >= 10
 
 

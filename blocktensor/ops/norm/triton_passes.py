@@ -37,7 +37,7 @@ def _scaled(grad, weight, KIND: tl.constexpr):
 
 
 @triton.jit
-def squares_kernel(x_ptr, out_ptr, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+def norm_squares_kernel(x_ptr, out_ptr, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     # reference.squares
     r, c, inside = _tile(rows, cols, ROWS, COLS)
     x = tl.load(x_ptr + r * stride + c, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def squares_kernel(x_ptr, out_ptr, rows, cols, stride, ROWS: tl.constexpr, COLS:
 
 
 @triton.jit
-def gradient_terms_kernel(
+def norm_terms_kernel(
     grad_ptr, x_ptr, rstd_ptr, weight_ptr, out_ptr, of_weight_ptr, rows, cols, grad_stride,
     stride, KIND: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def gradient_terms_kernel(
 
 
 @triton.jit
-def input_gradient_kernel(
+def norm_input_kernel(
     grad_ptr, x_ptr, rstd_ptr, of_mean_ptr, weight_ptr, out_ptr, rows, cols, grad_stride, stride,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _launch(kernel: object, args: tuple[object, ...], x: Tensor, **constants: ob
 def squares(x: Tensor) -> Tensor:
     """See :func:`~.reference.squares`; x ``[T, K]`` with rows of unit stride."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _launch(squares_kernel, (x, out, *x.shape, x.stride(0)), x)
+    _launch(norm_squares_kernel, (x, out, *x.shape, x.stride(0)), x)
     return out
 
 
@@ -102,7 +102,7 @@ def gradient_terms(
     dtype = x.dtype if kind == "llama" else torch.float32
     terms = torch.empty(x.shape, dtype=dtype, device=x.device) if of_weight else None
     _launch(
-        gradient_terms_kernel,
+        norm_terms_kernel,
         (grad, x, rstd, weight, out, out if terms is None else terms, *x.shape, grad.stride(0),
          x.stride(0)),
         x,
@@ -118,5 +118,5 @@ def input_gradient(
     """See :func:`~.reference.input_gradient`; ``[T, K]`` with rows of unit stride."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     args = grad, x, rstd, of_mean, weight, out, *x.shape, grad.stride(0), x.stride(0)
-    _launch(input_gradient_kernel, args, x, KIND=kind)
+    _launch(norm_input_kernel, args, x, KIND=kind)
     return out
