@@ -24,6 +24,7 @@ from . import (
     fsdp2,
     gemm,
     grouped,
+    hf_llama,
     host,
     layer,
     linear,
@@ -55,6 +56,7 @@ BENCHMARKS: dict[str, Any] = {
     "memory": memory,
     "grouped": grouped,
     "experts": experts,
+    "hf_llama": hf_llama,
     "fsdp2": fsdp2,
     "tiles": tiles,
 }

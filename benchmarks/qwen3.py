@@ -78,9 +78,13 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     return model
 
 
-def step(model: Any, tokens: torch.Tensor) -> Call:
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of the steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Call:
     """A forward, backward and optimizer step of one batch ``[batch, time]``."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def once() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -99,7 +103,8 @@ def measure(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        steps[name] = step(make_model(name, shape), tokens)
+        model = make_model(name, shape)
+        steps[name] = step(model, adamw(model), tokens)
         peaks[name] = peak(steps[name]) - before
     ms = round_robin({name: [call] for name, call in steps.items()}, rounds, 30.0)
     for name in VARIANTS:

@@ -136,7 +136,7 @@ def test_a_model_trains_in_both_variants() -> None:
         assert [isinstance(p, BlockwiseFP8Weight) for p in stacks] == [name != "bf16"] * 2
         assert isinstance(model.lm_head.weight, BlockwiseFP8Weight) == ("head" in name)
         before = [p.detach().clone() for p in model.parameters()]
-        qwen3.step(model, tokens)()
+        qwen3.step(model, qwen3.adamw(model), tokens)()
         # of bf16, some weights round to what they were
         moved = [(p != old).any().item() for p, old in zip(model.parameters(), before, strict=True)]
         assert sum(moved) > len(moved) // 2
