@@ -58,6 +58,14 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
     return torch.empty((cols, padded), dtype=torch.float32, device=device).t()[:rows]
 
 
+def scale_of_lines(lines: Tensor) -> Tensor:
+    """Scales ``[R, blocks]`` of blocks of one row, of the contiguous ``[blocks, R]``."""
+    rows = lines.shape[1]
+    if type(rows) is int and rows % 4 == 0:  # symbolic while tracing: the same without a branch
+        return lines.t()
+    return torch.nn.functional.pad(lines, (0, pad4(rows) - rows)).t()[:rows]
+
+
 def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
     """Uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
     data = torch.empty(tuple(shape), dtype=format.dtype, device=device)

@@ -6,15 +6,22 @@
 - A view of a weight shares the weight's memory. AOTAutograd tells so by the storages of the two,
   and makes such an output of the weight after each run of the graph, with the weight's version
   counter. An output that it takes for new memory need not see that the weight was written to.
+- Its partitioner moves what a backward computes of saved tensors alone into the forward, and saves
+  the result. Ops with a tag stay, and so do those that read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.fx.traceback
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+_TAG = "partitioner_tag"
 
 
 def plain_tangent(output: Any) -> Tensor:
@@ -51,3 +58,21 @@ def share_storage(views: Any, weight: Any) -> None:
         # a reshape may have copied
         if torch._C._is_alias_of(view.master, weight.master):  # type: ignore[attr-defined]
             torch._functionalize_unsafe_set(view, weight)
+
+
+@contextmanager
+def kept_in_backward() -> Iterator[None]:
+    """Tag ops of a backward that AOTAutograd traces, so that they stay in it.
+
+    Nothing happens where no backward is traced.
+    """
+    meta = torch.fx.traceback.current_meta  # of the nodes that are recorded now
+    tag = meta.get(_TAG)
+    if tag != "is_backward":
+        yield
+        return
+    meta[_TAG] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[_TAG] = tag

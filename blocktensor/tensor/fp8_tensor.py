@@ -22,13 +22,15 @@ from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, is_composite, without_memory
 from .operand import Operand, form_of, operand_of
+from .prepared import PREPARED, HoldsPrepared
 from .refusals import refuse, refuse_rebuilding
 from .unpickled import checked
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
 
-_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source")
+_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source",
+          *PREPARED)  # fmt: skip
 
 
 class Generation:
@@ -46,7 +48,7 @@ class Generation:
         self.is_stale = False
 
 
-class BlockwiseFP8Tensor(FP8Base):
+class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
     """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
 
     To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
@@ -62,8 +64,7 @@ class BlockwiseFP8Tensor(FP8Base):
         source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
-        prepared: of an input that was gathered for several tensor parallel linears; else None
-            (``distributed/tensor_parallel/shared_input.py``).
+        prepared: of an input that tensor parallel linears share; else None (``prepared.py``).
 
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
     128x128 tensor may be a stack ``[E, N, K]``.
@@ -79,7 +80,6 @@ class BlockwiseFP8Tensor(FP8Base):
     source_version: tuple[int, int] | None = None
     recipe: Recipe
     generation: Generation | None = None
-    prepared: object | None = None
 
     @staticmethod
     def __new__(
@@ -333,14 +333,14 @@ class BlockwiseFP8Tensor(FP8Base):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self.dtype, self.formats, self.recipe)
+        return names, (self.dtype, self.formats, self.recipe, self.prepared_context)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
-        dtype, formats, recipe = context
-        return BlockwiseFP8Tensor(
+        dtype, formats, recipe, prepared = context
+        made = BlockwiseFP8Tensor(
             *operand_of(inner, *formats),
             shape=size,
             strides=stride,
@@ -349,6 +349,7 @@ class BlockwiseFP8Tensor(FP8Base):
             formats=formats,
             source=inner.get("source"),
         )
+        return made.with_prepared(prepared, inner)
 
     def __setstate__(self, state: Any) -> None:
         parts = dict(state) if isinstance(state, dict) else {}

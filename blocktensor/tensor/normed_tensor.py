@@ -109,7 +109,7 @@ class NormedTensor(BlockwiseFP8Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
-        dtype, formats, recipe, kind = context
+        dtype, formats, recipe, _, kind = context
         made: Any = NormedTensor(
             *operand_of(inner, *formats),
             shape=size,

@@ -28,6 +28,8 @@ class Wire(TorchDispatchMode):
         self.reduced: list[Tensor] = []
         self.scattered: list[Tensor] = []
         self.exchanged: list[Tensor] = []
+        self.collectives: list[tuple[str, int]] = []
+        """Names of functional collectives, and the bytes that this rank brings to each."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -42,6 +44,9 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _functional(self, name: str, sent: Any) -> None:
+        if name != "wait_tensor":
+            tensors = sent if isinstance(sent, list) else [sent]
+            self.collectives.append((name, sum(x.nbytes for x in tensors)))
         if "gather" in name:
             self.gathered += sent if isinstance(sent, list) else [sent]
         elif name == "all_reduce":

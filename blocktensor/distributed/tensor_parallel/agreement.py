@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..compare_ranks import agree
@@ -24,7 +23,7 @@ class Agreement:
         Raises:
             RuntimeError: on every rank, if it differs between ranks.
         """
-        if is_compiling() or mine == self._agreed:
+        if mine == self._agreed:
             return
         agree(self._what, [", ".join(map(str, mine))], self._mesh.get_group())
         self._agreed = mine

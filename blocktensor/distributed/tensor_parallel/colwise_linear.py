@@ -22,7 +22,6 @@ from ...autograd.linear import (
     Gradients,
     dgrad,
     forms_of,
-    read_weight,
     run_backward,
     sum_rows,
     with_leading,
@@ -31,11 +30,10 @@ from ...autograd.linear_plan import LinearPlan, plan_linear
 from ...autograd.saved_weight import read_in_backward
 from ...ops.gemm.ops import gemm
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from ...tensor.weight import BlockwiseFP8Weight
 from .collectives import Pending, Reduction, ready
 from .shared_input import SharedInput
 from .token_shards import TokenShards
-from .weight_part import WeightPart
+from .weight_part import WeightPart, read_part
 from .wgrad_input import (
     Saved,
     SharedGather,
@@ -106,12 +104,9 @@ class _Colwise(torch.autograd.Function):
             x_row, x_saved = x.rowwise(), shared.saved
         ctx.gather.users += needs_dw
         pending = ready(x_row) if tokens is None else tokens.gather_rowwise(x_row)
-        if part is not None:
-            assert isinstance(w, BlockwiseFP8Weight)
-            w_row, w_saved = read_weight(ctx, part.as_products_read(w), plan)
-            bias = None if bias is None else F.pad(bias, (front, 0))
-        else:
-            w_row, w_saved = read_weight(ctx, w, plan)
+        w_row, w_saved = read_part(ctx, w, part, plan)
+        if bias is not None and front:
+            bias = F.pad(bias, (front, 0))
         y = without_front(gemm(pending.wait(), w_row, bias, plan.out_dtype), front, 1)
         kept = x_saved if needs_dw else (None, None)
         ctx.save_for_backward(*kept, *(w_saved if needs_dx else ()))

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from types import MethodType
+
+from torch import Tensor, nn
 
 
-class Forward:
-    """Base of the forwards that the styles bind to linears."""
+def bind(forward: Callable[[nn.Linear, Tensor], Tensor], kind: str, module: nn.Linear) -> None:
+    """Give a linear a forward, which copies of it share and pass themselves to.
+
+    ``kind``: what :func:`kind_of` returns from now on.
+    """
+
+    # Dynamo takes functions as methods, and no other callables
+    def parallel_forward(module: nn.Linear, input: Tensor) -> Tensor:
+        return forward(module, input)
+
+    module.forward = MethodType(parallel_forward, module)  # type: ignore[method-assign]
+    module._parallel_kind = kind  # type: ignore[assignment]
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """``"colwise"`` or ``"rowwise"`` for a linear with one of the styles, else None.
+
+    Dynamo traces this.
+    """
+    kind: str | None = getattr(module, "_parallel_kind", None)
+    return kind
 
 
 def is_parallel(module: nn.Module) -> bool:
     """True for a linear with :class:`ColwiseParallel` or :class:`RowwiseParallel`."""
-    return forward_of(module) is not None
-
-
-def forward_of(module: nn.Module) -> Forward | None:
-    """The forward that a style has bound to a module, if any."""
-    bound = getattr(vars(module).get("forward"), "__func__", None)
-    return bound if isinstance(bound, Forward) else None
+    return kind_of(module) is not None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import allow_in_graph, assume_constant_result, is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -19,7 +20,7 @@ from ..dtensor import local_of
 from .agreement import Agreement
 from .collectives import Reduction
 from .colwise_linear import colwise_linear
-from .is_parallel import Forward
+from .in_graph import as_constant, from_constant
 from .rowwise_linear import rowwise_linear
 from .token_shards import TokenShards
 from .weight_part import WeightPart, part_off_grid
@@ -40,8 +41,11 @@ class Layouts(NamedTuple):
     in_rank_order: bool
 
 
-class ParallelForward(Forward, ABC):
+class ParallelForward(ABC):
     """The forward of one parallel linear, bound to it as its method."""
+
+    kind: str
+    """Its name: on the linear, and in graphs."""
 
     dim: int
     """Of the weight, which is cut."""
@@ -49,21 +53,36 @@ class ParallelForward(Forward, ABC):
     def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
         self.mesh, self.layouts = mesh, layouts
         self.agreement = Agreement("tensor parallel linears", mesh)
+        given, made, *others = layouts
+        self._constants = self.kind, as_constant(given), as_constant(made), *others
 
-    @torch.compiler.disable  # its collectives are begun in one place and awaited in another
     def __call__(self, module: nn.Linear, input: Tensor) -> Tensor:
-        """``module(input)``; a compiled graph breaks here."""
-        weight: Any = module.weight
-        local = fp8_local(weight)
+        """``module(input)``."""
+        if is_dynamo_compiling():
+            weight = module.weight
+            self._agree_while_traced(weight)
+            refuse_main_grad(weight)
+            return _whole(input, weight, module.bias, *self._constants)
+        local = fp8_local(module.weight)
+        self._agree(module.weight, local)
+        return self._run(input, module.weight, module.bias, local)
+
+    def _agree(self, weight: Any, local: FP8Weight | None) -> None:
+        """Compare ranks."""
         self.agreement.check(
             type(self).__name__, tuple(weight.shape), weight.dtype, self.layouts,
             "not converted" if local is None else local.recipe,
         )  # fmt: skip
+
+    @assume_constant_result  # calls this at once, with the weight itself
+    def _agree_while_traced(self, weight: Any) -> None:
+        self._agree(weight, fp8_local(weight))
+
+    def _run(self, input: Tensor, weight: Any, bias: Any, local: FP8Weight | None) -> Tensor:
         if local is None:
             # a shard of FSDP2, which has not gathered it, raises there
-            return self._in_high_precision(module, input)
+            return self._in_high_precision(input, weight, bias)
         check_no_main_grad(weight)
-        bias: Any = module.bias
         y, layout = self._in_fp8(
             input,
             weight.to_local(),
@@ -99,10 +118,10 @@ class ParallelForward(Forward, ABC):
             )
         return part
 
-    def _in_high_precision(self, module: nn.Linear, x: Tensor) -> Tensor:
+    def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As of torch's style: the linear was not converted."""
         read = self._distributed(x, _of(self._reads, x.ndim))
-        return self._given_out(F.linear(read, module.weight, module.bias))
+        return self._given_out(F.linear(read, weight, bias))
 
     def _given_out(self, y: Any) -> Tensor:
         y = y.redistribute(placements=[self.layouts.output])
@@ -129,7 +148,7 @@ class ParallelForward(Forward, ABC):
 class ColwiseForward(ParallelForward):
     """The forward of a linear whose outputs are cut."""
 
-    dim = 0
+    kind, dim = "colwise", 0
     _reads = Replicate()
 
     def _in_fp8(
@@ -156,7 +175,7 @@ class ColwiseForward(ParallelForward):
 class RowwiseForward(ParallelForward):
     """The forward of a linear whose inputs are cut."""
 
-    dim = 1
+    kind, dim = "rowwise", 1
     _reads = FEATURES
 
     def _in_fp8(
@@ -216,8 +235,29 @@ def check_no_main_grad(weight: Any) -> None:
     Raises:
         NotImplementedError: it has one.
     """
-    buffer = getattr(weight, "main_grad", None)
-    if buffer is not None or getattr(local_of(weight), "main_grad", None) is not None:
+    refuse_main_grad(weight)
+    refuse_main_grad(local_of(weight))
+
+
+def refuse_main_grad(weight: Any) -> None:
+    """:func:`check_no_main_grad`, of a DTensor or of its local part alone."""
+    if getattr(weight, "main_grad", None) is not None:
         raise NotImplementedError(
             "weight.main_grad of a tensor parallel linear: set it to None and read weight.grad"
         )
+
+
+_FORWARDS = {"colwise": ColwiseForward, "rowwise": RowwiseForward}
+
+
+@allow_in_graph
+def _whole(
+    input: Tensor, weight: Any, bias: Any, kind: str, given: str, made: str, *others: Any
+) -> Tensor:
+    """The forward of a linear for Dynamo, which puts it into its graph as it is.
+
+    Graphs hold no layout and no mesh, but constants: linears of one kind share a graph.
+    """
+    layouts = Layouts(from_constant(given), from_constant(made), *others)
+    forward = _FORWARDS[kind](weight.device_mesh, layouts)
+    return forward._run(input, weight, bias, fp8_local(weight))

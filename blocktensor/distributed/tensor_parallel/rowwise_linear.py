@@ -23,7 +23,6 @@ from ...autograd.linear import (
     Gradients,
     dgrad,
     forms_of,
-    read_weight,
     run_backward,
     sum_rows,
 )
@@ -33,10 +32,9 @@ from ...ops.cast.ops import quantize_columnwise
 from ...ops.formats import BlockFormat, Quantized
 from ...ops.gemm.ops import gemm
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from ...tensor.weight import BlockwiseFP8Weight
 from .collectives import Pending, Reduction, ready
 from .token_shards import TokenShards
-from .weight_part import WeightPart
+from .weight_part import WeightPart, read_part
 from .wgrad_input import (
     gather_saved,
     is_gathered_in_fp8,
@@ -100,11 +98,7 @@ class _Rowwise(torch.autograd.Function):
     ) -> Tensor:
         front = 0 if part is None else part.front
         ctx.plan, ctx.tokens, ctx.reduction, ctx.front = plan, tokens, reduction, front
-        if part is not None:
-            assert isinstance(w, BlockwiseFP8Weight)
-            w_row, w_saved = read_weight(ctx, part.as_products_read(w), plan)
-        else:
-            w_row, w_saved = read_weight(ctx, w, plan)
+        w_row, w_saved = read_part(ctx, w, part, plan)
         behind = F.pad(x, (front, 0)) if front else x
         x_row, x_col = forms_of(behind, plan.format, plan.x_columnwise)
         assert x_row is not None

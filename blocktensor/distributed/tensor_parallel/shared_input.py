@@ -8,17 +8,21 @@ makes the gradient of this rank's tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...autograd.check_operands import autocast_dtype
 from ...autograd.linear import run_backward
 from ...autograd.quantize import cast_activation
 from ...ops.cast.ops import quantize_forms
+from ...ops.runtime.specialize import PLAIN
 from ...recipe import Recipe
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.prepared import Parts
 from .collectives import Reduction
 from .token_shards import TokenShards
 from .wgrad_input import Saved, SharedGather, is_gathered_in_fp8
@@ -32,11 +36,50 @@ class SharedInput:
         tokens: how tokens are cut; None if every rank has all of them.
         saved: of this rank's tokens, for the gradients of weights.
         gather: of that in backward, for all linears.
+        runs: ``[0, tokens.outer, tokens.inner]``, without elements; None until a compiler asks.
     """
 
     tokens: TokenShards | None
     saved: Saved
     gather: SharedGather = field(default_factory=SharedGather)
+    runs: Tensor | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """See :class:`~blocktensor.tensor.prepared.Prepared`."""
+        if self.tokens is None:
+            return *self.saved, None
+        data, scale = self.saved
+        assert data is not None
+        return data, scale, runs_of(data, self.tokens) if self.runs is None else self.runs
+
+    @property
+    def context(self) -> SharedInputContext:
+        """See :class:`~blocktensor.tensor.prepared.Prepared`."""
+        if self.tokens is None:
+            return SharedInputContext(None, 0)
+        return SharedInputContext(self.tokens.group.group_name, self.tokens.dim)
+
+
+class SharedInputContext(NamedTuple):
+    """How tokens are cut; without a group, every rank has all of them."""
+
+    group_name: str | None
+    dim: int
+
+    def of(self, data: Tensor | None, scale: Tensor | None, runs: Tensor | None) -> SharedInput:
+        """The note of an input that a graph gets or returns."""
+        if self.group_name is None:
+            return SharedInput(None, (data, scale))
+        assert runs is not None
+        _, outer, inner = runs.shape
+        group = dist.distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[attr-defined, arg-type]
+        return SharedInput(TokenShards(group, self.dim, outer, inner), (data, scale), runs=runs)
+
+
+def runs_of(x: Tensor, tokens: TokenShards) -> Tensor:
+    """The sizes of ``tokens`` as those of a tensor: they may change from batch to batch."""
+    return x.new_empty((0, tokens.outer, tokens.inner))
 
 
 def prepare(
@@ -87,7 +130,10 @@ class _Prepare(torch.autograd.Function):
             formats=(format, other or format),
             source=source if other is None else None,
         )
-        made.prepared = SharedInput(tokens, (source, None) if col is None else col[:2])
+        # functional tensors outlive the mode in which others can be made of them
+        runs = runs_of(x, tokens) if is_compiling() or type(x) not in PLAIN else None
+        own: Saved = (source, None) if col is None else col[:2]
+        made.prepared = SharedInput(tokens, own, runs=runs)
         return made
 
     @staticmethod

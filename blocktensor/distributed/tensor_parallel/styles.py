@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MethodType
-
 import torch
 import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
@@ -12,6 +10,7 @@ from torch.distributed.tensor import Placement
 
 from ...ops import checks
 from .cut_linear import cut_linear
+from .is_parallel import bind
 from .parallel_forward import ColwiseForward, Layouts, RowwiseForward
 
 
@@ -63,9 +62,9 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
+        forward = ColwiseForward(device_mesh, _layouts(self))
         cut_linear(module, device_mesh, 0, self.src_data_rank)
-        forward = MethodType(ColwiseForward(device_mesh, _layouts(self)), module)
-        module.forward = forward  # type: ignore[method-assign]
+        bind(forward, forward.kind, module)
         return module
 
 
@@ -112,9 +111,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
+        forward = RowwiseForward(device_mesh, _layouts(self))
         cut_linear(module, device_mesh, 1, self.src_data_rank)
-        forward = MethodType(RowwiseForward(device_mesh, _layouts(self)), module)
-        module.forward = forward  # type: ignore[method-assign]
+        bind(forward, forward.kind, module)
         return module
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.formats import BlockFormat, Quantized
-from ...ops.scale_layouts import empty_scale
+from ...ops.scale_layouts import scale_of_lines
 from .collectives import Pending, Reduction, gather
 
 
@@ -78,15 +78,13 @@ class TokenShards:
     def gather_rowwise(self, part: Quantized) -> Pending[Quantized]:
         """Begin to gather the rowwise form of the whole."""
         format = part.format
-        columns, blocks = part.data.shape[1], part.scale.shape[1]
+        blocks = part.scale.shape[1]
         runs = self.ranks, blocks, self.outer, self.inner
 
         def finish(data: Tensor, scale: Tensor) -> Quantized:
             data = self._in_order(data).view(format.dtype)
-            whole = empty_scale((len(data), columns), format, data.device)
-            by_runs = whole.t().unflatten(1, (self.outer, self.ranks, self.inner))
-            by_runs.copy_(scale.view(runs).permute(1, 2, 0, 3))
-            return Quantized(data, whole, format)
+            lines = scale.view(runs).permute(1, 2, 0, 3).reshape(blocks, data.shape[0])
+            return Quantized(data, scale_of_lines(lines), format)
 
         return self._gather(part, finish)
 
@@ -94,16 +92,16 @@ class TokenShards:
         """Begin to gather the columnwise form of the whole, of parts that are on the grid."""
         format = part.format
         assert self.on_grid(format)
-        rows, tokens = len(part.data), self.outer * self.ranks * self.inner
-        lines, blocks = len(part.scale), self.inner // format.cols
+        rows, tokens = part.data.shape[0], self.outer * self.ranks * self.inner
+        blocks = self.inner // format.cols
 
         def finish(data: Tensor, scale: Tensor) -> Quantized:
             data = data.view(self.ranks, rows, self.outer, self.inner).permute(1, 2, 0, 3)
             data = data.reshape(rows, tokens).view(format.dtype)
-            whole = empty_scale((rows, tokens), format, data.device)
-            by_runs = whole.t().unflatten(0, (self.outer, self.ranks, blocks))
-            by_runs.copy_(scale.view(self.ranks, self.outer, blocks, lines).transpose(0, 1))
-            return Quantized(data, whole, format)
+            by_runs = scale.view(self.ranks, self.outer, blocks, part.scale.shape[0]).transpose(
+                0, 1
+            )
+            return Quantized(data, scale_of_lines(by_runs.flatten(0, 2)), format)
 
         return self._gather(part, finish)
 

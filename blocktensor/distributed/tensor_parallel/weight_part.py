@@ -8,14 +8,18 @@ weight, and so are the bits. Zeros add nothing to a sum over them; results for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
+from ...autograd.linear import read_weight
+from ...autograd.linear_plan import LinearPlan
+from ...autograd.saved_weight import ROWWISE
 from ...ops.cast.shard_ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, Quantized
 from ...ops.reference import scale_from_amax
@@ -25,6 +29,7 @@ from ...tensor.operand import Operand
 from ...tensor.weight import BlockwiseFP8Weight
 from ...tensor.weight_cache import FP8Cache
 from ..fsdp.amax_table import ShardSlice
+from .collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class WeightPart:
         own = self.slice.blocks(table, part)
         own.copy_(shard_amax(part, format, row, col))
         # as integers, magnitudes keep their order, with NaN above Inf
-        dist.all_reduce(table.view(torch.int32), dist.ReduceOp.MAX, self.group)
+        greatest = all_reduce(table.view(torch.int32), "max", self.group).view(torch.float32)
+        own = self.slice.blocks(greatest, part)
         data = quantize_shard(part, own.contiguous(), format, row, col)
         data = F.pad(data.view(torch.uint8), (col, 0, row, 0)).view(format.dtype)
         scale = empty_scale(data.shape, format, data.device).copy_(scale_from_amax(own, format))
@@ -62,15 +68,7 @@ class WeightPart:
         """The part ``w``, whose FP8 forms are :meth:`cast`.
 
         Its FP8 forms have the lifetimes that ``w.recipe`` says.
-
-        Raises:
-            NotImplementedError: a compiler traces.
         """
-        if is_compiling():
-            raise NotImplementedError(
-                f"torch.compile of a tensor parallel linear whose weight {list(self.slice.shape)} "
-                f"is cut off the grid of {self.slice.format.name} blocks: run it in eager mode"
-            )
         cache = w.cache.own()
         if not isinstance(cache.in_whole, _PartCache) or cache.in_whole.whole != self:
             cache.in_whole = _PartCache(cache.master, cache.recipe, cache.counted, self)
@@ -99,3 +97,19 @@ def part_off_grid(
     if each % format.block_shape[dim] == 0:
         return None
     return WeightPart(group, ShardSlice(shape, dim, dist.get_rank(group) * each, format))
+
+
+def read_part(
+    ctx: Any, w: Tensor, part: WeightPart | None, plan: LinearPlan
+) -> tuple[Quantized, Sequence[Tensor]]:
+    """``read_weight`` of a weight that may lie off the grid."""
+    if part is None:
+        return read_weight(ctx, w, plan)
+    assert isinstance(w, BlockwiseFP8Weight)
+    if not plan.tracing:
+        return read_weight(ctx, part.as_products_read(w), plan)
+    # saved for backward: a second cast there would be a second all-reduce
+    w_row = part.cast(w.cast_from)
+    ctx.cache = ctx.cast = None
+    ctx.names = ROWWISE
+    return w_row, w_row[:2]

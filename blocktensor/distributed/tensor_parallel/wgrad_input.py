@@ -7,6 +7,7 @@ blocks are those of all tokens; else the tokens are, as they came, and cast afte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ...autograd.linear_plan import LinearPlan
 from ...ops.cast.ops import quantize_columnwise
 from ...ops.formats import BlockFormat, Quantized
 from ...ops.gemm.ops import gemm
+from ...tensor.aot_autograd import kept_in_backward
 from .collectives import Pending, ready
 from .token_shards import TokenShards
 
@@ -58,7 +60,9 @@ class SharedGather:
     def begin(self, saved: Saved, plan: LinearPlan, tokens: TokenShards | None) -> Pending[object]:
         """:func:`gather_saved`, begun by the first that asks and dropped after the last."""
         if self._pending is None:
-            self._pending, self._left = gather_saved(saved, plan, tokens), self.users
+            with kept_in_backward() if plan.tracing else nullcontext():
+                self._pending = gather_saved(saved, plan, tokens)
+            self._left = self.users
         pending, self._left = self._pending, self._left - 1
         if self._left <= 0:
             self._pending = None

@@ -240,23 +240,20 @@ def test_ranks_that_disagree(world: int, device: str, what: str) -> None:
 
 
 @on_ranks(2)
-def test_activation_checkpointing_and_compile(world: int, device: str) -> None:
+def test_activation_checkpointing(world: int, device: str) -> None:
     mesh, steps = mesh_of(world, device), []
 
     def run(kind: str) -> Computed:
         model = block(**UNALIGNED).to(device)
         parallelize(model, mesh)
         x, grad = (tokens_of(mesh, batch(seed).to(device)) for seed in (1, 2))
-        if kind == "compiled":
-            model.compile(backend="aot_eager")
-        elif kind == "checkpointed":
+        if kind == "checkpointed":
             forward = model.forward
             model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
         return compute(model, x, grad)
 
-    steps = [run(kind) for kind in ("eager", "checkpointed", "compiled")]
+    steps = [run(kind) for kind in ("eager", "checkpointed")]
     assert_alike(steps[1], steps[0])
-    assert_alike(steps[2], steps[0])
 
 
 @on_ranks(2)
