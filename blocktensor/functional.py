@@ -22,6 +22,7 @@ from .ops.producers.ops import ActivationName
 from .recipe import DEFAULT_RECIPE, Recipe
 from .tensor.base import FP8Base
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
+from .tensor.normed_tensor import readable
 
 __all__ = [
     "gated_activation", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
@@ -216,6 +217,7 @@ def linear_cross_entropy(
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
         NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
     """
+    x = readable(x)  # chunks of tokens are cast for themselves
     loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
@@ -288,6 +290,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    x = readable(x)
     if isinstance(w, Tensor):
         if bias is not None and not isinstance(bias, Tensor):
             raise TypeError(f"one weight has one bias [E, N], got a {type(bias).__name__}")

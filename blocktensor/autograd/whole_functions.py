@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch.nn.functional as F
@@ -78,7 +77,7 @@ def gated_activation(
 ) -> BlockwiseFP8Tensor:
     """``gated_activation.gated_activation`` while Dynamo traces, or op by op."""
     if _announced:
-        return _gated_activation_whole(gate, up, activation, *astuple(recipe))
+        return _gated_activation_whole(gate, up, activation, *_fields(recipe))
     return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
 
 
@@ -87,7 +86,7 @@ def rms_norm(
 ) -> BlockwiseFP8Tensor:
     """``rms_norm.rms_norm`` while Dynamo traces, or op by op."""
     if _announced:
-        return _rms_norm_whole(x, weight, eps, kind, *astuple(recipe))
+        return _rms_norm_whole(x, weight, eps, kind, *_fields(recipe))
     return quantize(eager_norm(x, weight, eps, kind), recipe)
 
 
@@ -98,7 +97,7 @@ def normed(
     if not is_dynamo_compiling():
         return _rms_norm.normed(x, weight, eps, kind, recipe, columnwise)
     if _announced:
-        return _normed_whole(x, weight, eps, kind, columnwise, *astuple(recipe))
+        return _normed_whole(x, weight, eps, kind, columnwise, *_fields(recipe))
     return eager_norm(x, weight, eps, kind)
 
 
@@ -126,6 +125,11 @@ def linear_cross_entropy(
 
 
 # Graphs hold no recipe, but its fields
+
+
+def _fields(recipe: Recipe) -> tuple[Any, ...]:
+    # dataclasses.astuple makes deep copies in Python 3.10, which Dynamo cannot trace
+    return recipe.scale, recipe.columnwise, recipe.cache_weight, recipe.wgrad_input
 
 
 def _gated_mlp_whole(*args: Any) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.cast.producer import Forms
@@ -19,6 +20,15 @@ from .operand import operand_of
 
 aten = torch.ops.aten
 
+_PRODUCTS = {
+    *(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
+    *(torch.mm, Tensor.mm, torch.addmm, Tensor.addmm),
+}
+"""Torch functions that read the forms, if another operand is an FP8 matrix."""
+
+_ATEN_PRODUCTS = {
+    *(aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default),
+}
 _LEADING = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _ALIASES = {aten.detach.default, aten.alias.default}
 
@@ -140,22 +150,39 @@ class NormedTensor(BlockwiseFP8Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _meets_fp8(types):
+            if func not in _PRODUCTS or _has_stack(args):
+                args, kwargs = _map(torch.clone, (args, kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if _meets_fp8(types) or _keeps_rows(func, args):
+        if (_meets_fp8(types) and func in _ATEN_PRODUCTS) or _keeps_rows(func, args):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], NormedTensor):
             raise NotImplementedError(
                 f"{func} writes to the result of a fused norm, which is computed from the norm's "
                 f"input: write to a copy, or call blocktensor.unfuse(norm)"
             )
-        tree_map = torch.utils._pytree.tree_map_only
-        plain_args, plain_kwargs = tree_map(NormedTensor, NormedTensor.values, (args, kwargs or {}))
+        plain_args, plain_kwargs = _map(NormedTensor.values, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``; of a result of a norm its values, with their gradient, for a function of ours."""
+    return x.clone() if isinstance(x, NormedTensor) else x
+
+
+def _map(function: Callable[[NormedTensor], Tensor], arguments: Any) -> Any:
+    """The arguments of an op with ``function`` of every result of a norm."""
+    return torch.utils._pytree.tree_map_only(NormedTensor, function, arguments)
+
+
+def _has_stack(args: Any) -> bool:
+    """Whether an operand is a stack of experts, whose products cast rows by groups."""
+    return any(isinstance(x, FP8Base) and x.ndim > 2 and not isinstance(x, NormedTensor)
+               for x in args)  # fmt: skip
 
 
 def _meets_fp8(types: Sequence[type]) -> bool:

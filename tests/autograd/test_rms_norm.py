@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -136,6 +137,11 @@ def test_compiled(kind: Any) -> None:
     wanted = results(run, x, operands)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert_bits(results(compiled, x, operands), wanted)
+
+
+def test_graphs_get_every_field_of_a_recipe() -> None:
+    recipe = Recipe("power_of_two", "keep", False, "128x128")
+    assert whole_functions._fields(recipe) == dataclasses.astuple(recipe)
 
 
 def test_bad_input() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.rms_norm import normed
 from blocktensor.ops.producers.norm_reference import normalize, rms_norm
 from blocktensor.tensor import normed_tensor
@@ -31,6 +31,10 @@ def operands(rows: tuple[int, ...] = (2, 70), dtype: Any = torch.bfloat16) -> tu
 
 def made(x: Tensor, weight: Tensor, columnwise: bool = True) -> Any:
     return normed(x, weight, 1e-5, "llama", FP32_SCALES, columnwise)
+
+
+def eager(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1e-5, "llama")
 
 
 def fp8_weight(n: int = 256) -> nn.Parameter:
@@ -95,6 +99,44 @@ def test_fp8_weights_get_its_casts_and_gradients_are_summed_as_without_it() -> N
     assert trace.count("blocktensor.quantize") == 0 + 2  # of the weight, in both products
     for a, b in zip([got, *torch.autograd.grad(got, (x, weight, w), grad)], wanted, strict=True):
         assert torch.equal(a, b)
+
+
+STACK = nn.Parameter(
+    BlockwiseFP8Weight(randn(2, 256, K, seed=3, dtype=torch.bfloat16), FP32_SCALES)
+)
+MATRIX = fp8_weight()
+OFFS = torch.tensor([30, 70], dtype=torch.int32)
+BESIDE_FP8: dict[str, Callable[[Tensor], Tensor]] = {
+    "matmul": lambda y: torch.matmul(y.view(2, 35, K), MATRIX.t()),
+    "mm": lambda y: y.mm(MATRIX.t()),
+    "addmm": lambda y: torch.addmm(torch.ones(256, dtype=torch.bfloat16), y, MATRIX.t()),
+    "a product is added to it": lambda y: torch.addmm(
+        y, torch.ones(70, 256, dtype=torch.bfloat16), MATRIX
+    ),
+    "on the right": lambda y: torch.mm(MATRIX, y.t()),
+    "functional.linear": lambda y: functional.linear(y, MATRIX),
+    "linear_cross_entropy": lambda y: functional.linear_cross_entropy(y, MATRIX, torch.arange(70)),
+    "a sum": lambda y: y + MATRIX[:70],
+    "where": lambda y: torch.where(y > 0, y, MATRIX[:70]),
+    "a concatenation": lambda y: torch.cat([y, MATRIX]),
+    "grouped_mm": lambda y: torch._grouped_mm(y, STACK.transpose(1, 2), OFFS),
+    "grouped_linear": lambda y: functional.grouped_linear(y, STACK, OFFS),
+    "bmm": lambda y: torch.bmm(y.view(2, 35, K), STACK.transpose(1, 2)),
+    "matmul with a stack": lambda y: torch.matmul(y.view(2, 35, K), STACK.transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("reader", BESIDE_FP8)
+def test_readers_with_fp8_weights(reader: str) -> None:
+    x, weight = operands((70,))
+    leaves = x, weight, MATRIX, STACK
+    want, got = (BESIDE_FP8[reader](f(x, weight)) for f in (eager, made))
+    assert torch.equal(got, want)
+    grad = randn(*want.shape, seed=5).to(want.dtype)
+    wanted, grads = (torch.autograd.grad(y, leaves, grad, allow_unused=True) for y in (want, got))
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
 
 
 def test_it_holds_the_cast_of_the_norm() -> None:
