@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from . import profiled, qwen3
+from . import hf_models, profiled, qwen3
 from .memory import peak, saved_bytes
 from .shapes import group_sizes
 from .timing import Call, round_robin
@@ -211,13 +211,13 @@ def total(
     **_: Any,
 ) -> int:
     """How many rows ``measure`` will yield."""
-    whole = 0 if qwen3.absent() else len(models) * len(qwen3.VARIANTS)
+    whole = 0 if hf_models.absent() else len(models) * len(qwen3.VARIANTS)
     return len(layers) * len(VARIANTS) + len(small) + whole
 
 
 def facts() -> dict[str, Any]:
     """What the results say beside their rows."""
-    return {"absent": qwen3.absent()}
+    return {"absent": hf_models.absent()}
 
 
 def measure(
@@ -231,5 +231,5 @@ def measure(
         yield from measure_layer(shape, rounds)
     for shape in small:
         yield measure_small(shape, rounds)
-    for model in () if qwen3.absent() else models:
+    for model in () if hf_models.absent() else models:
         yield from qwen3.measure(model, rounds)

@@ -11,9 +11,8 @@ import torch
 
 import blocktensor as bt
 
+from .hf_models import absent, adamw, in_bf16, step
 from .memory import peak
-from .qwen3 import absent as _absent
-from .qwen3 import adamw, step
 from .timing import Call, round_robin
 
 VARIANTS = ("bf16", "fp8", "fp8, fused", "fp8, fused, recompute", "fp8, fused, 128x128")
@@ -39,7 +38,7 @@ QUICK: dict[str, Any] = {"shape": Shape(layers=1, batch=1), "rounds": 2}
 
 def facts() -> dict[str, Any]:
     """Why nothing was measured, if so."""
-    return {"absent": _absent()}
+    return {"absent": absent()}
 
 
 def total(shape: Shape | None = None, rounds: int = 0) -> int:
@@ -61,10 +60,8 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         "max_position_embeddings": shape.time,
     }
     options: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
-    model.to(torch.bfloat16)
+    config = transformers.LlamaConfig(**sizes, **options)
+    model = in_bf16(transformers.LlamaForCausalLM, config, device)
     if name != "bf16":
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
         bt.convert(model, recipe)
@@ -75,7 +72,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
 
 def measure(shape: Shape | None = None, rounds: int = 10) -> Iterator[dict[str, Any]]:
     """One row a variant: milliseconds a step, eager and compiled, and the peak of each alone."""
-    if _absent():
+    if absent():
         return
     shape = shape or Shape()
     tokens = torch.randint(shape.vocab, (shape.batch, shape.time), device="cuda")

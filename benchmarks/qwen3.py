@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 import blocktensor as bt
 
+from .hf_models import adamw, in_bf16, step
 from .memory import peak
 from .timing import Call, round_robin
 
@@ -38,15 +38,6 @@ SHAPES = (Shape(4096, 32, 1536), Shape(2048, 64, 768))
 """Experts of Qwen3-235B, and those of Qwen3-30B, whose steps go elsewhere for the most part."""
 
 
-def absent() -> dict[str, str]:
-    """Why the model cannot be made here; empty if it can."""
-    try:
-        importlib.import_module("transformers")
-    except ImportError as error:
-        return {"transformers": f"{type(error).__name__}: {error}"}
-    return {}
-
-
 def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> Any:
     """The model in bf16, or converted, of the same values for every variant."""
     import transformers
@@ -65,10 +56,8 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         "max_position_embeddings": shape.time,
     }
     config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = transformers.Qwen3MoeForCausalLM(config)
-    model.to(torch.bfloat16).set_experts_implementation("grouped_mm")
+    model = in_bf16(transformers.Qwen3MoeForCausalLM, config, device)
+    model.set_experts_implementation("grouped_mm")
     if name != "bf16":
         bt.convert(model, auto_filter_small_kn=shape.filter_small)
     if "shared" in name:
@@ -76,22 +65,6 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     if "head" in name:
         bt.to_blockwise_fp8_weights(model.lm_head)
     return model
-
-
-def adamw(model: Any) -> torch.optim.Optimizer:
-    """The optimizer of the steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Call:
-    """A forward, backward and optimizer step of one batch ``[batch, time]``."""
-
-    def once() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return once
 
 
 def measure(shape: Shape, rounds: int) -> Iterator[dict[str, Any]]:

@@ -150,8 +150,7 @@ def rms_norm(
 
     The bits, forward and backward, are those of transformers' norms in eager mode and
     :func:`quantize`; an fp32 x that has other uses may sum its gradients in another order. The
-    result in high precision is neither stored nor saved: backward
-    reads x.
+    result in high precision is neither stored nor saved: backward reads x.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, get_args
@@ -15,7 +14,14 @@ from torch.overrides import TorchFunctionMode
 from ..autograd.quantize import quantize
 from ..ops.norm.reference import NormKind
 from ..recipe import Recipe
-from .fuse_verify import Drawn, first_difference, kept_modes, kept_random_numbers, results
+from .fuse_verify import (
+    Drawn,
+    kept_modes,
+    kept_random_numbers,
+    mode_named,
+    results,
+    why_unequal,
+)
 from .fused_class import own_forward
 from .fused_norm import NormParts, cast
 from .linears import fp8_part, kind_of
@@ -49,7 +55,6 @@ _BESIDE = {"q_a_layernorm": ("q_b_proj",), "kv_a_layernorm": ("kv_b_proj",)}
 """Norms and the linears beside them that read them: DeepSeek's."""
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_ROWS = (2, 68)
 
 NormNames = Mapping[str, Sequence[str]]
 
@@ -91,8 +96,7 @@ def candidates(model: nn.Module, named: NormNames) -> Iterator[FoundNorm]:
             yield by_name[name]
             continue
         owner, _, own = name.rpartition(".")
-        linears = _linears_of(own, modules[owner]) if isinstance(module, nn.Module) else ()
-        if linears:
+        if linears := _linears_of(own, modules[owner]):
             readers = tuple(modules[owner].get_submodule(x) for x in linears)
             yield FoundNorm(name, module, linears, readers)
 
@@ -141,7 +145,8 @@ def parts_of(found: FoundNorm, drawn: Drawn) -> tuple[NormParts | None, str]:
         return None, reason
     weight: Any = found.readers[0]._parameters["weight"]
     norm, recipe = found.module, fp8_part(weight).recipe
-    eps_name = next(x for x in _EPS if isinstance(getattr(norm, x, None), float))
+    eps_name = _eps_name(norm)
+    assert eps_name is not None
     first = ""
     for kind in get_args(NormKind):
         parts = NormParts(kind, eps_name, getattr(norm, eps_name), found.readers, recipe)
@@ -150,6 +155,10 @@ def parts_of(found: FoundNorm, drawn: Drawn) -> tuple[NormParts | None, str]:
             return parts, ""
         first = first or different
     return None, first
+
+
+def _eps_name(norm: nn.Module) -> str | None:
+    return next((x for x in _EPS if isinstance(getattr(norm, x, None), float)), None)
 
 
 def _why_unlike(found: FoundNorm) -> str:
@@ -167,7 +176,7 @@ def _why_unlike(found: FoundNorm) -> str:
     others += [name for name, x in norm._buffers.items() if x is not None]
     if others:
         return f"has more than a weight: {', '.join(others)}"
-    if not any(isinstance(getattr(norm, x, None), float) for x in _EPS):
+    if _eps_name(norm) is None:
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
     recipes = []
     for name, linear in zip(found.linears, found.readers, strict=True):
@@ -191,22 +200,24 @@ _OF_TORCH = "torch computes it in one kernel, whose sums have another order on a
 
 def why_different(norm: nn.Module, parts: NormParts, drawn: Drawn) -> str | None:
     """What differs between ``norm`` and its fused form on a drawn weight; None if nothing does."""
-    forms = functools.partial(_forms, recipe=parts.recipe)
     with _stand_in(norm, drawn) as (x, weight), kept_random_numbers(x), kept_modes(norm):
         for training in (True, False):
             norm.train(training)
-            for values in (functools.partial(results, drawn=drawn), forms):
-                made = []
-                for run in (own_forward(norm), lambda x: cast(norm, parts, x, True)):
-                    try:
-                        with _Calls() as calls:
-                            made.append(values(run, x, {"its weight": weight}))
-                    except Exception as error:
-                        return f"raised {type(error).__name__} on one tensor: {error}"
-                    if calls.fused:
-                        return _OF_TORCH
-                if different := first_difference(*made):
-                    return f"differs in {different}{'' if training else ' in evaluation mode'}"
+            for values in (
+                lambda run: results(run, x, {"its weight": weight}, drawn),
+                lambda run: _forms(run, x, parts.recipe),
+            ):
+                with _Calls() as calls:
+                    why = why_unequal(
+                        own_forward(norm),
+                        lambda x: cast(norm, parts, x, True),
+                        values,
+                        mode_named(training),
+                    )
+                if calls.fused:
+                    return _OF_TORCH
+                if why is not None:
+                    return why
     return None
 
 
@@ -220,7 +231,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forms(run: Callable[[Tensor], Any], x: Tensor, _: object, recipe: Recipe) -> dict[str, Any]:
+def _forms(run: Callable[[Tensor], Any], x: Tensor, recipe: Recipe) -> dict[str, Any]:
     """The casts that linears get of ``run(x)``, with their names."""
     with torch.no_grad():
         fp8 = quantize(run(x), recipe)
@@ -243,7 +254,6 @@ def _stand_in(norm: nn.Module, drawn: Drawn) -> Iterator[tuple[Tensor, Tensor]]:
     values = drawn.of("the weight of a norm", tuple(weight.shape), like)
     try:
         norm._parameters["weight"] = nn.Parameter(values)
-        x = drawn.of("x", (*_ROWS, weight.shape[0]), like, spread=True)
-        yield x, norm._parameters["weight"]  # type: ignore[misc]
+        yield drawn.rows(weight.shape[0], like), norm._parameters["weight"]  # type: ignore[misc]
     finally:
         norm._parameters["weight"] = weight

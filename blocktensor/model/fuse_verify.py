@@ -59,6 +59,10 @@ class Drawn:
         made: Tensor = self._made[key]
         return made
 
+    def rows(self, features: int, like: Tensor) -> Tensor:
+        """An input of so many features, of rows from tiny to huge."""
+        return self.of("x", (*_ROWS, features), like, spread=True)
+
 
 def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | None:
     """What differs between ``module`` and its parts run as one gated MLP; None if nothing does."""
@@ -71,16 +75,37 @@ def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | N
             for each in module.modules():
                 each.training = training
             with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                made = []
-                for run in (own_forward(module), lambda x: run_parts(module, parts, x)):
-                    try:
-                        made.append(results(run, x, parameters, drawn))
-                    except Exception as error:
-                        return f"raised {type(error).__name__} on one tensor: {error}"
-            if different := first_difference(*made):
-                mode = "" if training else " in evaluation mode"
-                return f"differs in {different}{mode}{' under autocast' if autocast else ''}"
+                why = why_unequal(
+                    own_forward(module),
+                    lambda x: run_parts(module, parts, x),
+                    lambda run: results(run, x, parameters, drawn),
+                    mode_named(training) + (" under autocast" if autocast else ""),
+                )
+            if why is not None:
+                return why
     return None
+
+
+def mode_named(training: bool) -> str:
+    """How a difference in this mode reads."""
+    return "" if training else " in evaluation mode"
+
+
+def why_unequal(
+    one: Callable[[Tensor], Any],
+    other: Callable[[Tensor], Any],
+    values: Callable[[Callable[[Tensor], Any]], dict[str, Any]],
+    where: str,
+) -> str | None:
+    """What differs between the named ``values`` of two functions; None if no bit does."""
+    made = []
+    for run in (one, other):
+        try:
+            made.append(values(run))
+        except Exception as error:
+            return f"raised {type(error).__name__} on one tensor: {error}"
+    different = _first_difference(*made)
+    return None if different is None else f"differs in {different}{where}"
 
 
 def results(
@@ -99,8 +124,7 @@ def results(
     return {"its output": y.values() if isinstance(y, NormedTensor) else y.detach(), **named}
 
 
-def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """The first name whose values differ in a bit."""
+def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     for name in a:
         if not _same(a[name], b.get(name)):
             return name
@@ -136,7 +160,7 @@ def _stand_ins(
                 linear._parameters[key] = nn.Parameter(drawn_one)
                 parameters[f"{name}.{key}"] = linear._parameters[key]
         weight = parameters[f"{parts.gate}.weight"]
-        yield drawn.of("x", (*_ROWS, weight.shape[1]), weight, spread=True), parameters
+        yield drawn.rows(weight.shape[1], weight), parameters
     finally:
         for held_by, key, parameter in replaced:
             held_by[key] = parameter

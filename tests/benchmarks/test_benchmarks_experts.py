@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import experts, layer, profiled, qwen3
+from benchmarks import experts, hf_models, layer, profiled, qwen3
 from benchmarks.experts import LAYERS, VARIANTS, Shape
 from blocktensor import BlockwiseFP8Weight, share_inputs
 from tests.support.models import randn
@@ -117,11 +117,11 @@ def test_a_profile_is_summed_by_kind() -> None:
 
 
 def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen3, "absent", dict)
+    monkeypatch.setattr(hf_models, "absent", dict)
     assert experts.total() == 32
     assert experts.total(**experts.QUICK) == 8
     reason = {"transformers": "ModuleNotFoundError: none"}
-    monkeypatch.setattr(qwen3, "absent", lambda: reason)
+    monkeypatch.setattr(hf_models, "absent", lambda: reason)
     assert experts.total() == 24
     assert experts.facts() == {"absent": reason}
     assert list(experts.measure(layers=(), small=())) == []

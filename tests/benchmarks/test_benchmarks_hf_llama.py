@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import hf_llama, qwen3
+from benchmarks import hf_llama
 from blocktensor import SmallKN, convert
 from tests.support.mlps import fused_in
 from tests.support.norms import fused_norms
@@ -28,7 +28,7 @@ def test_variants(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(fused_in(model)) == (2 if "fused" in name else 0)
         assert len(fused_norms(model)) == (4 if "fused" in name else 0)
         before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
-        hf_llama.step(model, qwen3.adamw(model), tokens)()
+        hf_llama.step(model, hf_llama.adamw(model), tokens)()
         assert not torch.equal(model.model.layers[0].mlp.up_proj.weight.detach(), before)
         losses.append(model(input_ids=tokens, labels=tokens).loss.item())
     bf16, fp8, *fused = losses

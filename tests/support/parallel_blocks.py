@@ -14,9 +14,12 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from blocktensor import Recipe, convert
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from blocktensor.recipe import DEFAULT_RECIPE
-from tests.support.parallel_linears import drawn
+from tests.support.numeric import assert_same
+from tests.support.parallel_linears import drawn, local
 
 DIM, HEAD = 256, 64
+UNALIGNED = {"kv": 128, "hidden": 384}
+"""64 rows of k and v and 192 of gate and up on each of 2 ranks."""
 
 
 class Attention(nn.Module):
@@ -122,3 +125,13 @@ def compute(model: nn.Module, x: Tensor, grad: Tensor) -> Computed:
     assert x.grad is not None
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Computed(y.detach(), x.grad, grads)
+
+
+def assert_alike(got: Computed, want: Computed) -> None:
+    """The same bits; no gradient is zero throughout."""
+    assert_same(got.y, want.y)
+    assert_same(got.dx, want.dx)
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in got.grads.items():
+        assert local(grad).any(), name
+        assert_same(local(grad), local(want.grads[name]))

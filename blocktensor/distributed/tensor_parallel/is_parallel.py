@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def bind(forward: Callable[[nn.Linear, Tensor], Tensor], kind: str, module: nn.Linear) -> None:
     """Give a linear a forward, which copies of it share and pass themselves to.
 
-    ``kind``: what :func:`kind_of` returns from now on.
+    ``kind``: what :func:`parallel_kind` returns from now on.
     """
 
     # Dynamo takes functions as methods, and no other callables
@@ -22,7 +22,7 @@ def bind(forward: Callable[[nn.Linear, Tensor], Tensor], kind: str, module: nn.L
     module._parallel_kind = kind  # type: ignore[assignment]
 
 
-def kind_of(module: nn.Module) -> str | None:
+def parallel_kind(module: nn.Module) -> str | None:
     """``"colwise"`` or ``"rowwise"`` for a linear with one of the styles, else None.
 
     Dynamo traces this.
@@ -33,4 +33,4 @@ def kind_of(module: nn.Module) -> str | None:
 
 def is_parallel(module: nn.Module) -> bool:
     """True for a linear with :class:`ColwiseParallel` or :class:`RowwiseParallel`."""
-    return kind_of(module) is not None
+    return parallel_kind(module) is not None

@@ -247,7 +247,7 @@ def refuse_main_grad(weight: Any) -> None:
         )
 
 
-_FORWARDS = {"colwise": ColwiseForward, "rowwise": RowwiseForward}
+_FORWARDS = {forward.kind: forward for forward in (ColwiseForward, RowwiseForward)}
 
 
 @allow_in_graph

@@ -16,7 +16,7 @@ from ...recipe import Recipe
 from .agreement import Agreement
 from .collectives import Reduction
 from .in_graph import as_constant, from_constant
-from .is_parallel import kind_of
+from .is_parallel import parallel_kind
 from .parallel_forward import ColwiseForward, fp8_local, layout_of, local_input, token_dim
 from .shared_input import prepare
 from .styles import checked_dtype
@@ -152,7 +152,7 @@ def _weights_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: linear.weight
         for name, linear in module.named_modules()
-        if kind_of(linear) == ColwiseForward.kind
+        if parallel_kind(linear) == ColwiseForward.kind
     }
 
 

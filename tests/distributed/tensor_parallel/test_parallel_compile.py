@@ -27,30 +27,19 @@ from tests.support.compiling import fresh, graphs
 from tests.support.numeric import assert_same
 from tests.support.parallel_blocks import (
     DIM,
-    Computed,
+    UNALIGNED,
+    assert_alike,
     batch,
     block,
     compute,
     parallelize,
     tokens_of,
 )
-from tests.support.parallel_linears import converted, drawn, local
+from tests.support.parallel_linears import converted, drawn
 from tests.support.parallel_mlps import Block, mlp, rows
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.wire import Wire
-
-UNALIGNED = {"kv": 128, "hidden": 384}
-"""64 rows of k and v and 192 of gate and up on each of 2 ranks."""
-
-
-def assert_alike(got: Computed, want: Computed) -> None:
-    assert_same(got.y, want.y)
-    assert_same(got.dx, want.dx)
-    assert got.grads.keys() == want.grads.keys()
-    for name, grad in got.grads.items():
-        assert local(grad).any(), name
-        assert_same(local(grad), local(want.grads[name]))
 
 
 def assert_compiles(make: Callable[[], nn.Module], *inputs: Tensor, **options: Any) -> nn.Module:

@@ -20,8 +20,10 @@ from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, Rowwise
 from tests.support.audited import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_blocks import (
+    UNALIGNED,
     Computed,
     Mlp,
+    assert_alike,
     batch,
     block,
     compute,
@@ -32,17 +34,6 @@ from tests.support.parallel_linears import converted, drawn, local, plain
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.wire import Wire
-
-UNALIGNED = {"kv": 128, "hidden": 384}
-"""64 rows of k and v and 192 of gate and up on each of 2 ranks."""
-
-
-def assert_alike(got: Computed, want: Computed) -> None:
-    assert_same(got.y, want.y)
-    assert_same(got.dx, want.dx)
-    assert got.grads.keys() == want.grads.keys()
-    for name, grad in got.grads.items():
-        assert_same(local(grad), local(want.grads[name]))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
