@@ -34,6 +34,7 @@ from . import (
     producers,
     results,
     results_page,
+    shards,
     small,
     tiles,
 )
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Any] = {
     "grouped": grouped,
     "experts": experts,
     "hf_llama": hf_llama,
+    "shards": shards,
     "fsdp2": fsdp2,
     "tiles": tiles,
 }

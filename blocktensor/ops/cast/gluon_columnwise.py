@@ -6,6 +6,7 @@ barriers: each thread's maxima of its patch (gluon_words.py), then the scale of 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -296,20 +297,23 @@ def cast_columnwise_kernel(
 
 
 def _threads(
-    per_word: int, unit_k: int, rowwise: bool, power_of_two: bool, producer: Producer
+    x: Tensor, unit_k: int, row: bool, col: BlockFormat, producer: Producer
 ) -> tuple[int, dict[str, int]]:
     # Rows of a thread's patch, and options. Without a limit, fewer programs fit on an SM.
+    per_word = 4 // x.element_size()
     if producer.compute is None:
-        limit = {"maxnreg": 128} if rowwise and unit_k > 1 else {}
+        limit = {"maxnreg": 128} if row and unit_k > 1 else {}
         return 16, {"num_warps": 8 // per_word, **limit}
     # A thread holds its patch of every source, and the steps of the computation: more warps share a
-    # tile than of a cast alone.
-    if per_word == 2 and producer.per_row is not None and unit_k > 1:
-        return 8, {"num_warps": 8, "maxnreg": 96}
+    # tile than of a cast alone. The limits are the fastest of docs/experiments/producers.md.
+    light = producer.parts == 1 and producer.per_row is None
+    few = x.dtype == torch.bfloat16 and not col.power_of_two
+    if per_word == 2 and producer.parts == 1 and unit_k > 1 and (few or not light):
+        most = 64 if few and col.transposes else 72 if light else 96
+        return 8, {"num_warps": 8, "maxnreg": most}
     # With 64 registers, two programs fit on an SM. Two tiles then spill a little, and it pays; one
     # program where they would spill much.
-    light = producer.parts == 1 and producer.per_row is None
-    fits = per_word == 2 and (light or (unit_k > 1 and not power_of_two))
+    fits = per_word == 2 and (light or (unit_k > 1 and not col.power_of_two))
     return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
 
 
@@ -334,8 +338,7 @@ def plan_columnwise(
     sources = (x, *producer.more)
     even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
     unit_k = 4 if even else 1
-    power_of_two = col.format.power_of_two
-    patch_rows, options = _threads(per_word, unit_k, row is not None, power_of_two, producer)
+    patch_rows, options = _threads(x, unit_k, row is not None, col.format, producer)
     tokens = (x if index is None else index).shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes
@@ -351,7 +354,7 @@ def plan_columnwise(
         {
             "ROWWISE": row is not None,
             "SQUARE": square,
-            "POWER_OF_TWO": power_of_two,
+            "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,

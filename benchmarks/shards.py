@@ -1,0 +1,92 @@
+"""The linears that one rank of 8 holds of a Llama block: forward and backward, bf16 beside FP8.
+
+Attention, norms and collectives are left out, as both have the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import blocktensor as bt
+
+from .llama import MLP, Shape, step
+from .timing import Call, round_robin
+
+RANKS, TOKENS = 8, 8192
+MODELS = {"Llama 70B": Shape(8192, 28672, 64, 8), "Llama 8B": Shape(4096, 14336, 32, 8)}
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, fused", "fp8, fused, 128x128")
+QUICK: dict[str, Any] = {"models": ("Llama 8B",), "tokens": 512, "rounds": 2}
+"""The arguments of a smoke run."""
+
+
+class Shard(nn.Module):
+    """The linears of a block that a rank of ``RANKS`` holds, in the order of a block."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        queries, kv = shape.dim // RANKS, shape.kv_heads * shape.head_dim // RANKS
+        self.q = nn.Linear(shape.dim, queries, bias=False)
+        self.k = nn.Linear(shape.dim, kv, bias=False)
+        self.v = nn.Linear(shape.dim, kv, bias=False)
+        self.o = nn.Linear(queries, shape.dim, bias=False)
+        self.mlp = MLP(Shape(shape.dim, shape.hidden // RANKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x[tokens, dim]``."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        mixed = q + F.pad(k + v, (0, q.shape[-1] - k.shape[-1]))  # attention's place
+        made: Tensor = self.mlp(self.o(mixed))
+        return made
+
+
+def variant(name: str, model: nn.Module) -> nn.Module:
+    """A copy of ``model`` as the variant has it; linears of every size in FP8."""
+    made = copy.deepcopy(model)
+    if name != "bf16":
+        recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
+        bt.convert(made, recipe, auto_filter_small_kn=False)
+    if "fused" in name:
+        bt.fuse(made)
+    if "shared" in name or "fused" in name:
+        bt.share_inputs(made)
+    return made
+
+
+def total(models: tuple[str, ...] = tuple(MODELS), **_: Any) -> int:
+    """How many rows ``measure`` will yield."""
+    return len(models) * len(VARIANTS)
+
+
+def measure(
+    models: tuple[str, ...] = tuple(MODELS), tokens: int = TOKENS, rounds: int = 12
+) -> Iterator[dict[str, Any]]:
+    """One row a model and variant: milliseconds eager and compiled, and the speed-ups over bf16."""
+    for model_name in models:
+        shape = MODELS[model_name]
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            base = Shard(shape).to(torch.bfloat16)
+            x = torch.randn(tokens, shape.dim, dtype=torch.bfloat16).requires_grad_()
+        grad = torch.randn_like(x)
+        calls: dict[str, Call] = {}
+        for name in VARIANTS:
+            model = variant(name, base)
+            calls[f"{name}/eager"] = step(model, model, x, grad)
+            if "shared" not in name:  # sharing is off while compiling
+                calls[f"{name}/compiled"] = step(model, torch.compile(model), x, grad)
+        for call in calls.values():
+            call()
+        ms = round_robin({key: [call] for key, call in calls.items()}, rounds)
+        for name in VARIANTS:
+            row: dict[str, Any] = {"model": model_name, "variant": name, "tokens": tokens}
+            for mode in ("eager", "compiled"):
+                found, bf16 = ms.get(f"{name}/{mode}"), ms[f"bf16/{mode}"]
+                row[f"{mode}_ms"] = None if found is None else round(found, 3)
+                row[f"{mode}_speedup"] = None if found is None else round(bf16 / found, 3)
+            yield row
