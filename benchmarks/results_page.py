@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import page_experts, results
+from . import page_experts, page_models, results
 from .page_parts import Content, image, shape_of, source, table, times, wrapped
 from .results import Row
 from .summary import columns, geometric_mean, ratios, select
@@ -78,23 +78,6 @@ def _linear(content: Content, page: Path) -> list[str]:
         "",
         *image("linear_speedup.png", "speed-up of linears", page),
         source(content, ". In eager mode host time limits small layers; CUDA graphs have none."),
-    ]
-
-
-def _block(content: Content, page: Path) -> list[str]:
-    rows = [
-        (r["variant"], r["eager_ms"], times(r["eager_speedup"]), r["compiled_ms"] or "–",
-         times(r["compiled_speedup"]))
-        for r in content["rows"]
-    ]  # fmt: skip
-    layers, tokens = content["rows"][0]["layers"], content["rows"][0]["tokens"]
-    return [
-        f"**{layers} Llama-8B-shaped blocks, {tokens} tokens**, forward + backward with attention "
-        f"and norms, every weight cast as after an optimizer step:",
-        "",
-        *table(("", "eager, ms", "over bf16", "torch.compile, ms", "over bf16"), rows),
-        "",
-        source(content, "; torch.compile merges equal casts, so inputs are not shared there"),
     ]
 
 
@@ -213,15 +196,6 @@ def _fsdp2(content: Content, page: Path) -> list[str]:
     ]
 
 
-def _block_in_brief(content: Content, page: Path) -> list[str]:
-    row = select(content["rows"], {"variant": "fp8"})[0]
-    return [
-        f"{row['layers']} Llama-8B-shaped blocks, forward + backward: "
-        f"{times(row['eager_speedup'])} bf16 in eager mode, {times(row['compiled_speedup'])} "
-        f"compiled (`{content['environment']['command']}`)."
-    ]
-
-
 def _fsdp2_in_brief(content: Content, page: Path) -> list[str]:
     row = select(content["rows"], {"variant": "fp8", "mode": "run"})[0]
     return [
@@ -276,14 +250,18 @@ RESULTS = Page(
     ROOT / "docs" / "results.md",
     {
         "linear": _linear,
-        "block": _block,
+        "block": page_models.block,
+        "layer": page_models.layer,
         "microbatches": _microbatches,
         "memory": _memory,
+        "hf_llama": page_models.hf_llama,
         "experts": page_experts.experts,
         "grouped": page_experts.grouped,
         "fsdp2": _fsdp2,
+        "shards": page_models.shards,
         "gemm": _gemm,
         "cast": _cast,
+        "producers": page_models.producers,
         "host": _host,
         "train_lm": _training,
         "train_moe": _training,
@@ -293,7 +271,7 @@ README = Page(
     ROOT / "README.md",
     {
         "linear": _linear,
-        "block": _block_in_brief,
+        "block": page_models.block_in_brief,
         "experts": page_experts.experts_in_brief,
         "fsdp2": _fsdp2_in_brief,
     },

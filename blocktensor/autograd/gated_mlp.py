@@ -162,7 +162,7 @@ class _GatedMLP(torch.autograd.Function):
         return run_backward(ctx, grad, _gradients)
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     of_gate, of_up, of_down = ctx.reads
@@ -195,6 +195,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     if needs_dw[2]:
         assert g_col is not None
         dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, saved), buffers[2])
+    saved[2:4] = None, None  # h: memory is scarcest while gradients of gate and up are computed
     del g_col
     if dh is None:
         for read, w in ((of_gate, w_gate), (of_up, w_up)):
@@ -202,6 +203,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         return None, None, *dws, *dbiases, None, None
 
     both = _gradients_of_h(plan, dh, saved[4], saved[5], needs_dbias, dbiases)
+    saved[4:6] = None, None
     del dh
     x_col = None
     if plan.x_columnwise is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise, transpose
 from ..ops.formats import BlockFormat, Quantized
@@ -180,10 +181,15 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
 
 
 def run_backward(
-    ctx: Any, grad: Tensor | None, gradients: Callable[[Any, Sequence[Tensor], Any], Gradients]
+    ctx: Any, grad: Tensor | None, gradients: Callable[[Any, list[Any], Any], Gradients]
 ) -> Gradients:
-    """``gradients(ctx, saved, grad)`` without overrides; their own backward raises."""
-    saved = ctx.saved_tensors  # may run a checkpointed forward, with all its overrides
+    """``gradients(ctx, saved, grad)`` without overrides; their own backward raises.
+
+    ``saved`` is a list that ``gradients`` may remove tensors from, to free them.
+    """
+    saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
+    if not is_dynamo_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     if not torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
             return gradients(ctx, saved, grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,27 @@ def test_what_is_saved(recompute: bool) -> None:
     wanted = [K * rows] if recompute else [K * rows, HIDDEN * rows]
     assert sorted(t.untyped_storage().nbytes() for t in plain_ones if t.dtype == e4m3) == wanted
     assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_backward_frees_what_it_has_read(retained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    y = fused(inputs(256), *weights())
+    assert y.grad_fn is not None
+    _, _, h, _, gate, up, *_ = map(weakref.ref, y.grad_fn.saved_tensors)
+    alive: list[tuple[bool, ...]] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            alive.append(tuple(ref() is not None for ref in (h, gate, up)))
+            return function(*args)
+
+        return noted
+
+    for name in ("gated_backward", "dgrad"):
+        monkeypatch.setattr(gated_mlp, name, noting(getattr(gated_mlp, name)))
+    y.backward(torch.ones_like(y), retain_graph=retained)
+    kept = (retained,) * 3
+    assert alive == [(True, True, True), (retained, True, True), kept, kept]
 
 
 def test_nothing_of_the_gate_is_saved_where_only_down_is_trained() -> None:

@@ -11,7 +11,21 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import check, experts, gemm, grouped, producers, qwen3, results, shapes, summary
+from benchmarks import (
+    block,
+    check,
+    experts,
+    gemm,
+    grouped,
+    hf_llama,
+    memory,
+    producers,
+    qwen3,
+    results,
+    shapes,
+    shards,
+    summary,
+)
 from benchmarks.check import Bar
 from benchmarks.results import Row
 
@@ -161,10 +175,20 @@ def good_rows() -> dict[str, list[Row]]:
             ("linear forward+backward", "fp8"),
         )
     ]
-    block: list[Row] = [{"variant": "fp8", "eager_speedup": 1.5, "compiled_speedup": 1.5}]
-    memory: list[Row] = [
+    modes = {f"{mode}_speedup": 1.5 for mode in ("eager", "compiled")}
+    blocks: list[Row] = [{"variant": name, **modes} for name in block.VARIANTS]
+    memories: list[Row] = [
         {"policy": policy, "mode": mode, "peak_of_bf16": 0.5}
-        for policy, mode in (("fp8, inputs shared", "eager"), ("fp8", "compiled"))
+        for policy in memory.POLICIES
+        for mode in ("eager", "compiled")
+    ]
+    llamas: list[Row] = [
+        {"variant": name, **modes, "eager_peak_of_bf16": 0.5} for name in hf_llama.VARIANTS
+    ]
+    cuts: list[Row] = [
+        {"model": model, "variant": name, **modes}
+        for model in shards.MODELS
+        for name in shards.VARIANTS
     ]
     numbers = {"speed_of_bf16": 1.5, "speed_of_fp8": 0.8, "peak_of_bf16": 0.5}
     sharded: list[Row] = [
@@ -206,8 +230,10 @@ def good_rows() -> dict[str, list[Row]]:
         "cast": casts,
         "producers": produced,
         "host": host,
-        "block": block,
-        "memory": memory,
+        "block": blocks,
+        "memory": memories,
+        "hf_llama": llamas,
+        "shards": cuts,
         "fsdp2": sharded,
     }
 
