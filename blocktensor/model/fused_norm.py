@@ -48,13 +48,10 @@ class FusedNorm(Fused):
 
 
 def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
-    """Whether the fused norm of ``x`` has the bits of the norm, linears that read FP8, and a use.
+    """Whether the fused norm of ``x`` has the bits of the norm, and linears that read FP8.
 
-    Checked in every forward: linears, dtypes and epsilons may change after the fusion. Compiled
-    models run the norm as written: Inductor fuses it with what comes before it, and merges casts.
+    Checked in every forward: linears, dtypes and epsilons may change after the fusion.
     """
-    if is_dynamo_compiling():
-        return False
     weight: Any = norm._parameters.get("weight")
     if weight is None or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
         return False
@@ -62,10 +59,11 @@ def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type) or getattr(norm, parts.eps_name) != parts.eps:
         return False
-    if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
-        return False
-    if torch._C._are_functorch_transforms_active():
-        return False
+    if not is_dynamo_compiling():
+        if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
+            return False
+        if torch._C._are_functorch_transforms_active():
+            return False
     for linear in parts.linears:
         # tensor parallel styles replace the forward, or cut the weight into a DTensor
         held = linear._parameters.get("weight")
