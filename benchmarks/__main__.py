@@ -36,6 +36,7 @@ from . import (
     results_page,
     shards,
     small,
+    tensor_parallel,
     tiles,
 )
 from .results import Row
@@ -60,6 +61,7 @@ BENCHMARKS: dict[str, Any] = {
     "hf_llama": hf_llama,
     "shards": shards,
     "fsdp2": fsdp2,
+    "tensor_parallel": tensor_parallel,
     "tiles": tiles,
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import blocktensor as bt
 
@@ -93,11 +94,13 @@ def step(
     microbatches: int = 1,
 ) -> Call:
     """Forwards and backwards of one step, the weights as after an optimizer's."""
-    weights = [p for p in model.parameters() if isinstance(p, bt.BlockwiseFP8Weight)]
+    parameters = list(model.parameters())
 
     def once() -> None:
-        for weight in weights:
-            weight.invalidate()
+        for parameter in parameters:
+            weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if isinstance(weight, bt.BlockwiseFP8Weight):
+                weight.invalidate()
         x.grad = None
         model.zero_grad()
         for _ in range(microbatches):

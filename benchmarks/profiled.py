@@ -86,6 +86,38 @@ def _wall_and_idle(spans: list[tuple[float, float]], repeats: int) -> tuple[floa
     return (last - begin) / repeats, idle / repeats
 
 
+def overlap(call: Call, words: str, repeats: int = 3) -> tuple[float, float]:
+    """Microseconds of the kernels of a call with ``words`` in their names; of those, beside others.
+
+    "Beside": while a kernel of another kind runs. NCCL's kernels begin when they are launched, so
+    time that one waits for another rank counts.
+    """
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in _profile(call, repeats).events():
+        if event.device_type == DeviceType.CUDA:
+            span = event.time_range
+            if words in event.name:
+                spans[True].append((span.start, span.end))
+            elif "nccl" not in event.name:
+                spans[False].append((span.start, span.end))
+    whole = sum(end - start for start, end in spans[True])
+    others = sorted(spans[False])
+    beside = sum(_covered(span, others) for span in spans[True])
+    return whole / repeats, beside / repeats
+
+
+def _covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """How much of ``span`` lies in at least one of ``others``, which are sorted by their start."""
+    last, end = span
+    found = 0.0
+    for other_start, other_end in others:
+        start, stop = max(last, other_start), min(end, other_end)
+        if stop > start:
+            found += stop - start
+            last = stop
+    return found
+
+
 def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     """Microseconds of device time of one call, by kind of kernel; kinds without any are 0."""
     spent = by_kind(_profile(call, repeats).key_averages())

@@ -16,7 +16,7 @@ forms of x and of h (the latter may be made again), gate and up, the weights as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,15 +202,14 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
             saved_weight.read_in_backward(read, w, False)
         return None, None, *dws, *dbiases, None, None
 
-    both = _gradients_of_h(plan, dh, saved[4], saved[5], needs_dbias, dbiases)
-    saved[4:6] = None, None
-    del dh
     x_col = None
     if plan.x_columnwise is not None:
         x_col = Quantized(saved[0], saved[1], plan.x_columnwise)
     dxs: list[Tensor | None] = [None, None]
-    for i in (1, 0):
-        read, w, (d_row, d_col) = ctx.reads[i], (w_gate, w_up)[i], both[i]
+    both = _gradients_of_h(plan, dh, saved, needs_dbias, dbiases)
+    del dh
+    for i, (d_row, d_col) in both:
+        read, w = ctx.reads[i], (w_gate, w_up)[i]
         w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
         if read.plan.needs[0]:
             assert d_row is not None
@@ -220,7 +219,6 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
             assert d_col is not None
             assert x_col is not None
             dws[i] = _wgrad(read.plan, d_col, x_col, buffers[i])
-        both[i] = None, None
         del d_row, d_col
     return dxs[1], dxs[0], *dws, *dbiases, None, None
 
@@ -263,22 +261,40 @@ def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Tensor]) -> Quantized:
 def _gradients_of_h(
     plan: GatedPlan,
     dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    saved: list[Any],
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
-) -> list[Forms]:
-    """The forms of the gradients of gate and up; their sums, if needed, go to ``dbiases``."""
-    if not any(needs_dbias[:2]):
-        return [*gated_backward(dh, gate, up, plan.activation, *plan.dh_formats)]
-    # the sums read them in high precision
-    both = gradients(dh, gate, up, plan.activation)
-    for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
-        if needs_dbias[i]:
-            dbiases[i] = sum_rows(grad, of.bias_dtype)
-    if plan.dh_formats == (None, None):
-        return [(None, None), (None, None)]
-    return [quantize_forms(grad, *plan.dh_formats) for grad in both]
+) -> Iterator[tuple[int, Forms]]:
+    """The forms of the gradients of gate (0) and up (1), in the order in which they are made.
+
+    Gate and up are removed from ``saved``; sums, if needed, go to ``dbiases``.
+    """
+    gate, up = saved[4:6]
+    saved[4:6] = None, None
+    activation, formats = plan.activation, plan.dh_formats
+    made: list[Forms]
+    if any(needs_dbias[:2]):  # the sums read the gradients in high precision
+        sources = gradients(dh, gate, up, activation)
+        for i, (of, grad) in enumerate(zip((plan.gate, plan.up), sources, strict=True)):
+            if needs_dbias[i]:
+                dbiases[i] = sum_rows(grad, of.bias_dtype)
+        made = [(None, None), (None, None)]
+        if formats != (None, None):
+            made = [quantize_forms(grad, *formats) for grad in sources]
+        del sources, grad
+    elif plan.recompute:  # less memory at once, for another read of dh and gate
+        made = [gated_backward(dh, gate, up, activation, *formats, of_up=False)[0]]
+        del up
+        yield 0, made.pop()
+        made = [gated(gate, dh, activation, *formats)]
+        del gate, dh
+        yield 1, made.pop()
+        return
+    else:
+        made = [*gated_backward(dh, gate, up, activation, *formats)]
+    del gate, up, dh
+    for i in (1, 0):
+        yield i, made.pop()
 
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway

@@ -226,6 +226,30 @@ blocktensor.transpose 128x128""",
     )
 
 
+def test_recompute_makes_one_gradient_after_the_other() -> None:
+    operands, x = weights(), inputs(70)
+    y = fused(x, *operands, recompute=True)
+    with Trace() as trace:
+        y.backward(randn(70, N))
+    assert_expected_inline(
+        "\n".join(op for op in trace.ops if "blocktensor" in op),
+        """\
+blocktensor.quantize_both 1x128
+blocktensor.transpose 128x128
+blocktensor.gemm 1x128 128x128
+blocktensor.gated silu 1x128
+blocktensor.gemm 1x128 1x128
+blocktensor.gated_backward silu 1x128 1x128
+blocktensor.transpose 128x128
+blocktensor.gemm 1x128 128x128
+blocktensor.gemm 1x128 1x128
+blocktensor.gated silu 1x128 1x128
+blocktensor.transpose 128x128
+blocktensor.gemm 1x128 128x128
+blocktensor.gemm 1x128 1x128""",
+    )
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_saved(recompute: bool) -> None:
     saved: list[Tensor] = []
@@ -244,25 +268,35 @@ def test_what_is_saved(recompute: bool) -> None:
     assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("retained", [False, True])
-def test_backward_frees_what_it_has_read(retained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    y = fused(inputs(256), *weights())
+def test_backward_frees_what_it_has_read(
+    retained: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    y = fused(inputs(256), *weights(), recompute=recompute)
     assert y.grad_fn is not None
-    _, _, h, _, gate, up, *_ = map(weakref.ref, y.grad_fn.saved_tensors)
-    alive: list[tuple[bool, ...]] = []
+    _, _, h, _, gate, up, *_ = y.grad_fn.saved_tensors
+    named = {"h": h, "gate": gate, "up": up}
+    refs = {name: weakref.ref(t) for name, t in named.items() if t is not None}
+    del h, gate, up, named
+    alive: list[str] = []
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            alive.append(tuple(ref() is not None for ref in (h, gate, up)))
-            return function(*args)
+        def noted(*args: Any, **options: Any) -> Any:
+            alive.append(" ".join(name for name, ref in refs.items() if ref() is not None))
+            return function(*args, **options)
 
         return noted
 
     for name in ("gated_backward", "dgrad"):
         monkeypatch.setattr(gated_mlp, name, noting(getattr(gated_mlp, name)))
     y.backward(torch.ones_like(y), retain_graph=retained)
-    kept = (retained,) * 3
-    assert alive == [(True, True, True), (retained, True, True), kept, kept]
+    if retained:
+        assert set(alive) == {"gate up" if recompute else "h gate up"}
+    elif recompute:
+        assert alive == ["gate up", "gate up", "gate", ""]
+    else:
+        assert alive == ["h gate up", "gate up", "", ""]
 
 
 def test_nothing_of_the_gate_is_saved_where_only_down_is_trained() -> None:

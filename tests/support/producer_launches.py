@@ -46,7 +46,7 @@ def allowed_spills(launch: Launch) -> int:
     """Bytes. Some programs spill a little: with more registers they are slower."""
     if not triton.__version__.startswith("3.6."):
         return 256
-    if launch.constants["PARTS"] == 2:
+    if launch.constants["SOURCES"] == 3:
         return 128
     few = {64: 48, 72: 8}
     return few.get(launch.options.get("maxnreg", 0), 0) if launch.options["num_warps"] == 8 else 0

@@ -306,13 +306,15 @@ def _threads(
         return 16, {"num_warps": 8 // per_word, **limit}
     # A thread holds its patch of every source, and the steps of the computation: more warps share a
     # tile than of a cast alone. The limits are the fastest of docs/experiments/producers.md.
-    light = producer.parts == 1 and producer.per_row is None
+    from_three = len(producer.more) == 2
+    light = not from_three and producer.per_row is None
     few = x.dtype == torch.bfloat16 and not col.power_of_two
-    if per_word == 2 and producer.parts == 1 and unit_k > 1 and (few or not light):
+    if per_word == 2 and not from_three and unit_k > 1 and (few or not light):
         most = 64 if few and col.transposes else 72 if light else 96
         return 8, {"num_warps": 8, "maxnreg": most}
-    # With 64 registers, two programs fit on an SM. Two tiles then spill a little, and it pays; one
-    # program where they would spill much.
+    if from_three and few and unit_k > 1:
+        return 4, {"num_warps": 16, "maxnreg": 64}
+    # With 64 registers, two programs fit on an SM; one program where they would spill much.
     fits = per_word == 2 and (light or (unit_k > 1 and not col.power_of_two))
     return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
 

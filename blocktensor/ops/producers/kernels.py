@@ -80,6 +80,7 @@ def gated_backward(
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    of_up: bool = True,
 ) -> tuple[Forms, Forms]:
     """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
     of_gate = empty_forms(gate, offs, rowwise, columnwise)
@@ -87,10 +88,10 @@ def gated_backward(
         detail = activation, "gradient"
         _launch(in_words, tile_of_elements, detail, (gate, grad), offs, of_gate)
         return of_gate, (None, None)
-    of_up = empty_forms(gate, offs, rowwise, columnwise)
+    second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
     detail = activation, "gated gradient"
-    _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, of_up)
-    return of_gate, of_up
+    _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
+    return of_gate, second or (None, None)
 
 
 def normalized(

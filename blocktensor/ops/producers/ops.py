@@ -65,6 +65,7 @@ def gated_backward(
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
+    of_up: bool = True,
 ) -> tuple[Forms, Forms]:
     """The forms of the gradients of gate and of up, from one read of ``grad``, that of h.
 
@@ -74,14 +75,16 @@ def gated_backward(
     Args:
         grad: ``[T, I]``, dtype and device of ``gate``.
         gate, up, activation, rowwise, columnwise, offs: as in :func:`gated`.
+        of_up: False for the forms of the gradient of gate alone. Those of up are
+            ``gated(gate, grad, ...)``; made later, they need less memory at once.
 
     Returns:
-        The forms of the gradient of ``gate``, and of that of ``up``; (None, None) without ``up``.
+        The forms of the gradient of ``gate``, and of that of ``up``; (None, None) without them.
 
     Raises:
         TypeError, ValueError: as :func:`gated`.
     """
-    return _gated_backward(grad, gate, up, offs, activation, rowwise, columnwise)
+    return _gated_backward(grad, gate, up, offs, activation, rowwise, columnwise, of_up)
 
 
 def _check(
@@ -136,6 +139,7 @@ def _decide_gated_backward(
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    of_up: bool,
 ) -> Callable[..., tuple[Forms, Forms]]:
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
     sources = _check(given, offs, activation, rowwise, columnwise)
@@ -164,12 +168,13 @@ def _dispatch_gated_backward(
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    of_up: bool,
 ) -> tuple[Forms, Forms]:
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
     _check(given, offs, activation, rowwise, columnwise)
     names = name_of(rowwise), name_of(columnwise)
-    made = _gated_backward_op(grad, gate, up, offs, activation, *names)
-    if up is None:
+    made = _gated_backward_op(grad, gate, up, offs, activation, *names, of_up)
+    if up is None or not of_up:
         return forms_of(made, rowwise, columnwise), (None, None)
     half = len(made) // 2
     return forms_of(made[:half], rowwise, columnwise), forms_of(made[half:], rowwise, columnwise)
@@ -202,9 +207,10 @@ def _gated_backward_op(
     activation: str,
     rowwise: str | None,
     columnwise: str | None,
+    of_up: bool = True,
 ) -> list[Tensor]:
     formats = format_named(rowwise), format_named(columnwise)
-    return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats))
+    return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats, of_up))
 
 
 @_gated_op.register_fake
@@ -228,7 +234,10 @@ def _(
     activation: str,
     rowwise: str | None,
     columnwise: str | None,
+    of_up: bool = True,
 ) -> list[Tensor]:
     formats = format_named(rowwise), format_named(columnwise)
-    of_each = [empty_forms(gate, offs, *formats) for _ in range(1 if up is None else 2)]
+    of_each = [
+        empty_forms(gate, offs, *formats) for _ in range(2 if up is not None and of_up else 1)
+    ]
     return tensors_of(*of_each)

@@ -84,14 +84,16 @@ def gated_backward(
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    of_up: bool = True,
 ) -> tuple[Forms, Forms]:
     """The forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
 
-    No forms of the latter without ``up``.
+    No forms of the latter without ``up`` or ``of_up``.
     """
     act = ACTIVATIONS[activation]
-    if up is None:
-        return _forms(act.gradient(grad, gate), offs, rowwise, columnwise), (None, None)
+    if up is None or not of_up:
+        of_activation = grad if up is None else grad * up
+        return _forms(act.gradient(of_activation, gate), offs, rowwise, columnwise), (None, None)
     d_gate, d_up = gradients(grad, gate, up, activation)
     return _forms(d_gate, offs, rowwise, columnwise), _forms(d_up, offs, rowwise, columnwise)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 
 import pytest
@@ -76,6 +77,9 @@ def test_gated(
     assert (
         compile_all(launches, lambda: kernels.gated_backward(grad, gate, given, *rest)) == forward
     )
+    if given is not None:
+        of_gate = functools.partial(kernels.gated_backward, grad, gate, up, *rest, of_up=False)
+        assert compile_all(launches, of_gate) == forward
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])

@@ -139,6 +139,10 @@ def check(
     assert_same_forms(of_gate, by_casts(act.gradient(d_value, gate), formats))
     if is_gated:
         assert_same_forms(of_up, by_casts(d_up, formats))
+        of_gate, none = backend.gated_backward(grad, gate, up, *rest, of_up=False)
+        assert none == (None, None)
+        assert_same_forms(of_gate, by_casts(act.gradient(d_value, gate), formats))
+        assert_same_forms(backend.gated(gate, grad, *rest), by_casts(d_up, formats))
 
 
 @on_a_gpu
@@ -216,7 +220,9 @@ def test_ops_repeat_recorded_launches() -> None:
         for ours, theirs in zip(got, want, strict=True):
             assert_same_forms(ours, theirs)
     for decided in (ops._gated, ops._gated_backward):
-        found = decided.find(*((grad,) if decided is ops._gated_backward else ()), gate, up, *rest)
+        backward = decided is ops._gated_backward
+        given = (grad, gate, up, *rest, True) if backward else (gate, up, *rest)
+        found = decided.find(*given)
         assert getattr(found, "player", found) is not None
 
 

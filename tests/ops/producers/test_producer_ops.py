@@ -44,7 +44,8 @@ def test_opcheck(formats: tuple[BlockFormat | None, BlockFormat | None]) -> None
         offs = ends(shape[0] // 2, shape[0] - shape[0] // 2) if grouped else None
         args = (up if is_gated else None, offs, "silu", *names)
         torch.library.opcheck(OPS.gated.default, (gate, *args))
-        torch.library.opcheck(OPS.gated_backward.default, (grad, gate, *args))
+        for of_up in (True, False):
+            torch.library.opcheck(OPS.gated_backward.default, (grad, gate, *args, of_up))
 
 
 def calls(grad: Tensor, gate: Tensor, up: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -65,6 +66,9 @@ def test_functions_are_the_reference_here(
         )
         for ours, theirs in zip(calls(grad, gate, given, activation, *formats), want, strict=True):
             assert_same_forms(ours, theirs)
+        alone, none = ops.gated_backward(grad, gate, given, activation, *formats, of_up=False)
+        assert_same_forms(alone, want[1])
+        assert none == (None, None)
 
 
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])

@@ -51,6 +51,10 @@ def test_values_and_gradients_are_those_of_autograd(
         if is_gated:
             assert up.grad is not None
             assert_same_forms(of_up, casts.quantize_both(up.grad, *formats))
+            alone, none = gated_backward(grad, *given, of_up=False)
+            assert none == (None, None)
+            assert_same_forms(alone, of_gate)
+            assert_same_forms(gated(gate.detach(), grad, *given[2:]), of_up)
         else:
             assert of_up == (None, None)
 
