@@ -1,0 +1,69 @@
+"""The ablation: FP8 in one product changes what depends on that product, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.scripts import Load
+
+TINY = ["--dim", "128", "--layers", "1", "--heads", "2", "--seq", "64", "--batch", "4"]
+TINY += ["--steps", "6", "--device", "cpu"]
+
+
+def products(load: Load, variant: str) -> list[Tensor]:
+    """The output and the gradients of the first linear of a model."""
+    ablation = load("ablation")
+    options = ablation.parse_options(TINY)
+    torch.manual_seed(0)
+    model = ablation.GPT(options.model)
+    ablation.prepare(model, variant)
+    linear = model.blocks[0].mlp.gate
+    x = torch.randn(128, 128, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    grads = torch.autograd.grad(y, (x, linear.weight), torch.randn_like(y))
+    return [y, *grads]
+
+
+@pytest.mark.parametrize(
+    ("variant", "fp8"),
+    [
+        ("fprop alone", (True, False, False)),
+        ("dgrad alone", (False, True, False)),
+        ("wgrad alone", (False, False, True)),
+        ("Recipe()", (True, True, True)),
+    ],
+)
+def test_products_in_fp8(load: Load, variant: str, fp8: tuple[bool, ...]) -> None:
+    bf16, whole = products(load, "bf16"), products(load, "Recipe()")
+    found = products(load, variant)
+    for value, in_fp8, low, high in zip(found, fp8, whole, bf16, strict=True):
+        assert not torch.equal(low, high)
+        assert torch.equal(value, low if in_fp8 else high)
+
+
+def test_the_head_alone_differs(load: Load) -> None:
+    ablation = load("ablation")
+    model = ablation.GPT(ablation.parse_options(TINY).model)
+    ablation.prepare(model, ablation.FP8_HEAD)
+    assert type(model.lm_head.weight) is type(model.blocks[0].mlp.up.weight)
+    assert type(model.lm_head.weight) is not type(model.embedding.weight)
+
+
+def test_results(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = ["fprop alone", "Recipe()"]
+    arguments = [*TINY, "--seeds", "2", "--out", str(tmp_path), "--variants", *variants]
+    load("ablation").main(arguments)
+    content = json.loads((tmp_path / "ablation.json").read_text())
+    losses = {(run["variant"], run["seed"]): run["heldout_loss"] for run in content["runs"]}
+    assert list(losses) == [(v, seed) for seed in (0, 1) for v in ("bf16", *variants)]
+    percents = [(losses["Recipe()", seed] / losses["bf16", seed] - 1) * 100 for seed in (0, 1)]
+    mean = sum(percents) / 2
+    spread = abs(percents[0] - percents[1]) / 2**0.5
+    row = [f"{percent:+.2f}%" for percent in (*percents, mean)]
+    assert f"| Recipe() | {' | '.join(row)} | {spread:.2f}% |" in capsys.readouterr().out
