@@ -31,8 +31,7 @@ from ..ops.producers.ops import ActivationName, gated, gated_backward
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from . import saved_weight
-from .early_cast import EarlyCast
+from . import early_cast, saved_weight
 from .gated_plan import GatedPlan, plan_gated
 from .linear import (
     Gradients,
@@ -74,7 +73,7 @@ def gated_mlp(
         early = None
         if plan.down.casts_grad_early:
             formats = plan.down.grad_formats
-            early = EarlyCast(lambda grad: quantize_forms(grad, *formats))
+            early = early_cast.EarlyCast(lambda grad: quantize_forms(grad, *formats))
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
@@ -129,7 +128,7 @@ class _GatedMLP(torch.autograd.Function):
         bias_up: Tensor | None,
         bias_down: Tensor | None,
         plan: GatedPlan,
-        early: EarlyCast | None,
+        early: early_cast.EarlyCast | None,
     ) -> Tensor:
         ctx.plan, ctx.early = plan, early
         ctx.reads = of_gate, of_up, of_down = _Read(plan.gate), _Read(plan.up), _Read(plan.down)
@@ -282,7 +281,8 @@ def _gradients_of_h(
         if formats != (None, None):
             made = [quantize_forms(grad, *formats) for grad in sources]
         del sources, grad
-    elif plan.recompute:  # less memory at once, for another read of dh and gate
+    elif plan.recompute or plan.tracing or gate.nbytes >= early_cast.EARLY_BYTES:
+        # less memory at once, for another read of dh and gate
         made = [gated_backward(dh, gate, up, activation, *formats, of_up=False)[0]]
         del up
         yield 0, made.pop()

@@ -226,6 +226,19 @@ blocktensor.transpose 128x128""",
     )
 
 
+@pytest.mark.parametrize("least", [2 * 70 * HIDDEN, 2 * 70 * HIDDEN + 1])
+def test_large_gradients_are_made_one_after_the_other(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    y = fused(inputs(70), *weights())
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", least)
+    with Trace() as trace:
+        y.backward(randn(70, N))
+    large = least == 2 * 70 * HIDDEN
+    assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == large
+    assert trace.ops.count("blocktensor.gated_backward silu 1x128 1x128") == 1
+
+
 def test_recompute_makes_one_gradient_after_the_other() -> None:
     operands, x = weights(), inputs(70)
     y = fused(x, *operands, recompute=True)
