@@ -127,3 +127,26 @@ def shards(content: Content, page: Path) -> list[str]:
         "",
         source(content, "; the small linears of 8B are limited by host time"),
     ]
+
+
+def tensor_parallel(content: Content, page: Path) -> list[str]:
+    """A block over several GPUs."""
+    parts = ("gathers_us", "gathers_beside_us", "scatters_us", "scatters_beside_us")
+    rows = [
+        (
+            r["variant"],
+            r["ms"],
+            times(r["speed_of_bf16"]),
+            *(f"{r[part]:.0f}" for part in parts),
+        )
+        for r in content["rows"]
+    ]
+    header = ("", "ms", "over bf16", "gathers, us", "beside", "reduce-scatters, us", "beside")
+    return [
+        f"**A Llama-70B block over {content['rows'][0]['ranks']} GPUs**, tensor and sequence "
+        f"parallel, forward + backward; beside: while another kernel ran:",
+        "",
+        *table(header, rows),
+        "",
+        source(content, "; bf16: torch's parallel styles"),
+    ]

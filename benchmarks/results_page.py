@@ -259,6 +259,7 @@ RESULTS = Page(
         "grouped": page_experts.grouped,
         "fsdp2": _fsdp2,
         "shards": page_models.shards,
+        "tensor_parallel": page_models.tensor_parallel,
         "gemm": _gemm,
         "cast": _cast,
         "producers": page_models.producers,

@@ -234,6 +234,7 @@ def good_rows() -> dict[str, list[Row]]:
         "memory": memories,
         "hf_llama": llamas,
         "shards": cuts,
+        "tensor_parallel": [{"variant": "fp8", "speed_of_bf16": 1.4}],
         "fsdp2": sharded,
     }
 
