@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 import blocktensor
 from gpt import GPT
+from long_run import move
 from options import Options, parse_options
 from text import Corpus, load_corpus
 from training import Run, heldout_loss, train
 
 PRODUCTS: dict[str, tuple[str, ...]] = {
-    "bf16": (),
     "fprop alone": ("fprop",),
     "dgrad alone": ("dgrad",),
     "wgrad alone": ("wgrad",),
@@ -47,7 +47,10 @@ RECIPES = {
     "scale=power_of_two": blocktensor.Recipe(scale="power_of_two"),
 }
 FP8_HEAD = "Recipe(), and in the head"
-VARIANTS = (*PRODUCTS, *RECIPES, FP8_HEAD)
+MOVED = "none, weights moved by 1e-6"
+"""bf16 from other initial weights: how far two runs come apart by rounding alone."""
+
+VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD)
 
 
 class _Linear(torch.autograd.Function):
@@ -94,7 +97,9 @@ def prepare(model: GPT, variant: str) -> None:
         blocktensor.convert(model, head="fp8", auto_filter_small_kn=False)
     elif variant in RECIPES:
         blocktensor.convert(model, RECIPES[variant], auto_filter_small_kn=False)
-    elif PRODUCTS[variant]:
+    elif variant == MOVED:
+        move(model, 1e-6)
+    elif variant in PRODUCTS:
         for module in model.blocks.modules():
             if type(module) is nn.Linear:
                 module.__class__ = PartlyFP8
@@ -127,22 +132,22 @@ def perform(variant: str, seed: int, corpus: Corpus, options: Options) -> Outcom
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Held-out loss of every variant against bf16 of the same seed, in Markdown."""
-    found = {(o.variant, o.seed): o for o in outcomes}
+    losses = {(o.variant, o.seed): o.heldout_loss for o in outcomes}
     seeds = sorted({o.seed for o in outcomes})
     heads = ["FP8 in", *(f"seed {seed}" for seed in seeds), "mean", "standard deviation"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for variant in dict.fromkeys(o.variant for o in outcomes):
-        own = [found[variant, seed].heldout_loss for seed in seeds if (variant, seed) in found]
-        if variant == "bf16":
-            cells = [f"{loss:.4f}" for loss in own]
-            cells += [f"{statistics.mean(own):.4f}", "–"]
-        else:
-            bf16 = [found["bf16", seed].heldout_loss for seed in seeds if ("bf16", seed) in found]
-            percents = [(a / b - 1) * 100 for a, b in zip(own, bf16, strict=False)]
-            cells = [f"{percent:+.2f}%" for percent in percents]
-            spread = f"{statistics.stdev(percents):.2f}%" if len(percents) > 1 else "–"
-            cells += [f"{statistics.mean(percents):+.2f}%", spread]
-        cells = [*cells[:-2], *[""] * (len(seeds) + 2 - len(cells)), *cells[-2:]]
+        found = [losses.get((variant, seed)) for seed in seeds]
+        form = "{:.4f}"
+        if variant != "bf16":
+            form = "{:+.2f}%"
+            bf16 = [losses.get(("bf16", seed)) for seed in seeds]
+            found = [a and b and (a / b - 1) * 100 for a, b in zip(found, bf16, strict=True)]
+        known = [value for value in found if value is not None]
+        cells = ["–" if value is None else form.format(value) for value in found]
+        cells.append(form.format(statistics.mean(known)))
+        spread = statistics.stdev(known) if len(known) > 1 else None
+        cells.append("–" if spread is None else form.replace("+", "").format(spread))
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -4,9 +4,11 @@ needed: started again with the same --out, it goes on from its checkpoint.
     python examples/long_run.py runs/kernel_text --variant bf16 --seed 0 --out runs/bf16-0
     python examples/long_run.py runs/kernel_text --variant fp8 --seed 0 --out runs/fp8-0
     python examples/long_run.py runs/kernel_text --experts 16 --layers 2 --out runs/moe-bf16-0
+    python examples/long_run.py runs/kernel_text --move 1e-6 --out runs/bf16-moved-0
 
 Every window of tokens is read once at most, in an order that the seed decides. --stop-after ends a
 part after that many seconds. OUT/result.json has the loss and the gradient's norm of every step.
+How far two runs come apart by rounding alone: compare one with the same run and --move.
 """
 
 from __future__ import annotations
@@ -46,6 +48,15 @@ TIMED = 20
 """Steps that are timed at once."""
 
 
+@torch.no_grad()
+def move(model: nn.Module, by: float) -> None:
+    """Change every weight by a random share of itself, ``by`` on average."""
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=random).to(parameter.device)
+        parameter.mul_(1 + by * noise)
+
+
 class Training:
     """A model, its optimizer and what was recorded, which are saved and resumed together."""
 
@@ -62,6 +73,8 @@ class Training:
             experts=options.experts,
         )
         self.model = GPT(config).to(self.device)
+        if options.move:
+            move(self.model, options.move)
         recipe = VARIANTS[options.variant]
         if recipe is not None:
             skip = ["*.router"] if options.experts else []
@@ -71,6 +84,8 @@ class Training:
                 skip=skip,
                 auto_filter_small_kn=not options.convert_small,
             )
+            if options.fuse:
+                print(blocktensor.fuse(self.model))
         if options.compile:
             for block in self.model.blocks:
                 block.compile()
@@ -186,8 +201,13 @@ class Training:
         """What is written down."""
         options, cuda = self.options, self.device.type == "cuda"
         speeds = self.record["tokens_per_second"][1:] or self.record["tokens_per_second"]
+        variant = options.variant
+        if options.fuse:
+            variant += ", fused"
+        if options.move:
+            variant += f", weights moved by {options.move:g}"
         return {
-            "variant": options.variant,
+            "variant": variant,
             "seed": options.seed,
             "command": command,
             "date": datetime.now(timezone.utc).date().isoformat(),
@@ -225,6 +245,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--experts", type=int, default=0, help="in place of every MLP (default: none)")
     add("--lr", type=float, default=6e-4, help="peak learning rate (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks")
+    add("--move", type=float, default=0.0, metavar="X", help="change initial weights by X of them")
+    add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
     add("--convert-small", action="store_true", help="also weights that gain no speed")
     add("--evaluate-every", type=int, default=500, help="steps (default: %(default)s)")
     add("--save-every", type=float, default=120, help="seconds (default: %(default)s)")
@@ -238,6 +260,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """One part of a run."""
     began = time.perf_counter()
     options = parse(argv)
+    if options.fuse and options.variant == "bf16":
+        sys.exit(
+            "long_run.py: error: --fuse needs an FP8 --variant: it casts where values are born"
+        )
     command = shlex.join(
         ["python", "examples/long_run.py", *(sys.argv[1:] if argv is None else argv)]
     )

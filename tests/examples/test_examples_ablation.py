@@ -47,12 +47,34 @@ def test_products_in_fp8(load: Load, variant: str, fp8: tuple[bool, ...]) -> Non
         assert torch.equal(value, low if in_fp8 else high)
 
 
+def test_moved_weights(load: Load) -> None:
+    ablation = load("ablation")
+    model = ablation.GPT(ablation.parse_options(TINY).model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    ablation.prepare(model, ablation.MOVED)
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+        torch.testing.assert_close(old, new, rtol=1e-5, atol=0)
+
+
 def test_the_head_alone_differs(load: Load) -> None:
     ablation = load("ablation")
     model = ablation.GPT(ablation.parse_options(TINY).model)
     ablation.prepare(model, ablation.FP8_HEAD)
     assert type(model.lm_head.weight) is type(model.blocks[0].mlp.up.weight)
     assert type(model.lm_head.weight) is not type(model.embedding.weight)
+
+
+def test_a_table_of_some_runs(load: Load) -> None:
+    ablation = load("ablation")
+    runs = [("bf16", 0, 2.0), ("bf16", 1, 4.0), ("Recipe()", 0, 2.02), ("Recipe()", 1, 4.0)]
+    runs.append(("fprop alone", 1, 3.9))
+    found = ablation.table([ablation.Outcome(*run, 1.0, None) for run in runs])
+    assert found.splitlines()[2:] == [
+        "| bf16 | 2.0000 | 4.0000 | 3.0000 | 1.4142 |",
+        "| Recipe() | +1.00% | +0.00% | +0.50% | 0.71% |",
+        "| fprop alone | – | -2.50% | -2.50% | – |",
+    ]
 
 
 def test_results(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,25 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(
         assert torch.equal(a, b)
 
 
+def test_fused_models_train_alike_and_moved_ones_do_not(
+    load: Load, data: Path, tmp_path: Path
+) -> None:
+    def losses(*flags: str) -> tuple[str, list[float]]:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        load("long_run").main([str(data), *TINY, "--variant", "fp8", *flags, "--out", str(out)])
+        result = result_of(out)
+        return result["variant"], result["loss"]
+
+    name, whole = losses()
+    assert name == "fp8"
+    assert losses("--fuse") == ("fp8, fused", whole)
+    name, moved = losses("--move", "1e-2")
+    assert name == "fp8, weights moved by 0.01"
+    assert all(0 < abs(a - b) < 0.1 for a, b in zip(moved, whole, strict=True))
+    with pytest.raises(SystemExit, match="--fuse needs an FP8 --variant"):
+        load("long_run").main([str(data), *TINY, "--fuse", "--out", str(tmp_path / "none")])
+
+
 def test_no_window_is_read_twice(load: Load, data: Path, tmp_path: Path) -> None:
     long_run, tokens = load("long_run"), load("kernel_text").load(data)
     training = long_run.Training(long_run.parse([str(data), *TINY, "--out", str(tmp_path)]), tokens)
@@ -127,7 +146,8 @@ def planted(variant: str, seed: int, final: float, experts: int = 0, speed: floa
         "tokens_a_step": 64, "tokens_per_second": speed, "peak_bytes": 2**31, "device": "GPU",
         "torch": "2.11", "date": "2026-11-22", "command": f"python {variant}",
         "heldout": [(2, 9.0), (3, final)], "loss": [4.0, 3.0, final], "norm": [1.0, 2.0, 1.0],
-        "text": {"train_tokens": 98_500_000, "heldout_files": 7, "sha256": "abc"},
+        "text": {"train_tokens": 98_500_000, "heldout_files": 7, "sha256": "abc"}
+        | {"all_train_tokens": 343_000_000},
     }  # fmt: skip
 
 
