@@ -205,7 +205,7 @@ def inner(x: Any) -> Tensor:
         if is_compiling() or "master" not in x.__dict__:  # a late copy has none
             return x.cast_from
         return x.master
-    if type(x) is BlockwiseFP8Tensor:
+    if isinstance(x, BlockwiseFP8Tensor):
         x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
     plain: Tensor = x
     return plain

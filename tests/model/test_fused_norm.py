@@ -171,6 +171,37 @@ def test_torch_func_runs_as_written() -> None:
     assert torch.equal(*outputs)
 
 
+def test_products_run_as_after_the_norm_as_written() -> None:
+    """Weights are cast once a step, and changed ones are noticed: no linear runs as if traced."""
+    model, twin = fused_blocks()
+    traces = []
+    for each in (model, twin):
+        with Trace() as trace:
+            results(each)
+        traces.append([op for op in trace.ops if "gemm" in op or "128x128" in op])
+        assert trace.count("dgrad_of_master") == 0
+    assert sorted(traces[0]) == sorted(traces[1])
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_weights_changed_between_forward_and_backward(replaced: bool) -> None:
+    """Backward reads the cast of its forward, as with the norm as written, or raises."""
+    x = X.bfloat16().requires_grad_()
+    grads = []
+    for each in fused_blocks():
+        y = each(x)
+        weight = each.get_submodule("layers.0.mlp.up_proj").weight
+        if replaced:
+            weight.data = weight.data * 2
+            grads += torch.autograd.grad(y.sum(), x)
+            continue
+        weight.master.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an in-place"):
+            y.sum().backward()
+    if replaced:
+        assert torch.equal(*grads)
+
+
 def test_audit_shows_the_same_products() -> None:
     model, twin = fused_blocks()
     x = X.bfloat16().requires_grad_()
