@@ -2,7 +2,8 @@
 
 Both run on drawn weights, since those of a model may hide a difference: where ``down`` begins as
 zeros every activation gives the same. Rows of the input have sizes from tiny to huge, where clamps
-and epsilons show.
+and epsilons show. Drawn weights have few features, so that a large model on a CPU takes seconds; a
+module that reads its own sizes, and raises for others, runs with them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from .linears import fp8_part
 
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""
+
+_FEATURES = 5 * 128 + 16
+"""Most features of a drawn weight: some whole blocks and a part of one."""
+
+_RAISED = "raised"
+"""The first word where a function raised."""
 
 _EXPONENTS = {torch.float16: (-6, 3)}
 _MOST_EXPONENTS = (-30, 30)
@@ -66,8 +73,18 @@ class Drawn:
 
 def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | None:
     """What differs between ``module`` and its parts run as one gated MLP; None if nothing does."""
+    why = _why_different(module, parts, drawn, _FEATURES)
+    if why is not None and why.startswith(_RAISED):
+        return _why_different(module, parts, drawn, None)
+    return why
+
+
+def _why_different(
+    module: nn.Module, parts: GatedParts, drawn: Drawn, most: int | None
+) -> str | None:
+    """:func:`why_different` with at most so many features in and out of a linear."""
     with (
-        _stand_ins(module, parts, drawn) as (x, parameters),
+        _stand_ins(module, parts, drawn, most) as (x, parameters),
         kept_random_numbers(x),
         kept_modes(module),
     ):
@@ -103,7 +120,7 @@ def why_unequal(
         try:
             made.append(values(run))
         except Exception as error:
-            return f"raised {type(error).__name__} on one tensor: {error}"
+            return f"{_RAISED} {type(error).__name__} on one tensor: {error}"
     different = _first_difference(*made)
     return None if different is None else f"differs in {different}{where}"
 
@@ -142,7 +159,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _stand_ins(
-    module: nn.Module, parts: GatedParts, drawn: Drawn
+    module: nn.Module, parts: GatedParts, drawn: Drawn, most: int | None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """An input, and drawn parameters in place of those of the linears until the end."""
     replaced = []
@@ -153,7 +170,8 @@ def _stand_ins(
             for key, parameter in linear._parameters.items():
                 if parameter is None:
                     continue
-                values = drawn.of(f"{name}.{key}", tuple(parameter.shape), parameter)
+                shape = tuple(n if most is None else min(n, most) for n in parameter.shape)
+                values = drawn.of(f"{name}.{key}", shape, parameter)
                 held = fp8_part(parameter)
                 drawn_one = values if held is None else BlockwiseFP8Weight(values, held.recipe)
                 replaced.append((linear._parameters, key, parameter))
