@@ -313,10 +313,8 @@ def _threads(
         most = 64 if few and col.transposes else 72 if light else 96
         return 8, {"num_warps": 8, "maxnreg": most}
     if from_three and few and unit_k > 1:
-        both = producer.second is not None
-        return (
-            (4, {"num_warps": 16, "maxnreg": 64}) if both else (8, {"num_warps": 8, "maxnreg": 80})
-        )
+        rows, warps, most = (8, 8, 80) if producer.second is None else (4, 16, 64)
+        return rows, {"num_warps": warps, "maxnreg": most}
     # With 64 registers, two programs fit on an SM; one program where they would spill much.
     fits = per_word == 2 and (light or (unit_k > 1 and not col.power_of_two))
     return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
