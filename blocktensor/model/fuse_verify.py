@@ -25,8 +25,8 @@ from .linears import fp8_part
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""
 
-_FEATURES = 5 * 128 + 16
-"""Most features of a drawn weight: some whole blocks and a part of one."""
+_FEATURES = 656
+"""Most features of a drawn weight: several blocks of every format, and a part of one."""
 
 _RAISED = "raised"
 """The first word where a function raised."""
