@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 from benchmarks import __main__ as cli
 from benchmarks import fsdp2, results
 from benchmarks.results_page import RESULTS
+from tests.support.scripts import examples
 
 
 def test_commands() -> None:
@@ -79,16 +80,25 @@ def test_the_page_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
     ]
 
 
-def test_runs_for_real() -> None:
+def test_variants_are_options_of_the_example() -> None:
+    with examples() as load:
+        example = load("fsdp2_llama")
+        for flags in fsdp2.VARIANTS.values():
+            example.parse([*fsdp2.FLAGS, *flags])
+
+
+def test_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {name: fsdp2.VARIANTS[name] for name in ("bf16", "fp8")}
+    monkeypatch.setattr(fsdp2, "VARIANTS", two)
     rows = list(fsdp2.measure(gpus=2, **{**fsdp2.QUICK, "dry": (3,)}))
     assert [(r["variant"], r["mode"], r["ranks"]) for r in rows] == [
-        *((name, "run", 2) for name in fsdp2.VARIANTS),
-        ("bf16", "dry run", 3),
-        ("fp8", "dry run", 3),
-    ]
+        ("bf16", "run", 2), ("fp8", "run", 2), ("bf16", "dry run", 3), ("fp8", "dry run", 3),
+    ]  # fmt: skip
     assert all(r["tokens_per_second_per_gpu"] > 0 for r in rows)
 
 
-def test_what_fails_is_shown() -> None:
+def test_what_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["python", "examples/fsdp2_llama.py", "--model", "70b"]
+    monkeypatch.setattr(fsdp2, "commands", lambda *_: [("bf16", True, words)])
     with pytest.raises(RuntimeError, match="invalid choice: '70b'"):
-        list(fsdp2.measure(gpus=2, flags=("--model", "70b"), dry=()))
+        list(fsdp2.measure(gpus=2))
