@@ -21,6 +21,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
+from .backward_calls import BACKWARD_CALLS
 from .check_operands import autocast_dtype
 from .grouped_functions import (
     TRANSFORMERS_FALLBACK,
@@ -208,6 +209,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
         for name in ("__dlpack__", "__dlpack_device__", "numpy", "__array__", "tolist")
     },
     **BY_CALLER,
+    **BACKWARD_CALLS,
     **{
         getattr(namespace, name): _no_fp8_path(name)
         for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
