@@ -30,6 +30,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.producers.ops import ActivationName, gated, gated_backward
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
+from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast, saved_weight
 from .gated_plan import GatedPlan, plan_gated
@@ -40,11 +41,13 @@ from .linear import (
     linear,
     read_weight,
     run_backward,
+    split_saved,
     sum_rows,
     with_leading,
 )
 from .linear_plan import LinearPlan
 from .main_grad import where_to_add
+from .saved_input import remaking
 
 _WEIGHTS_AT = 2
 """The place of the first weight among the arguments of the forward, after x twice."""
@@ -134,7 +137,12 @@ class _GatedMLP(torch.autograd.Function):
         ctx.reads = of_gate, of_up, of_down = _Read(plan.gate), _Read(plan.up), _Read(plan.down)
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        x_row, x_col = forms_of(x, plan.gate.format, plan.x_columnwise)
+        columnwise, ctx.remakes = plan.x_columnwise, None
+        if isinstance(x, NormedTensor):
+            ctx.remakes, x_saved = remaking(x, columnwise)
+        x_row, x_col = forms_of(x, plan.gate.format, None if ctx.remakes else columnwise)
+        if ctx.remakes is None:
+            x_saved = (None, None) if x_col is None else x_col[:2]
         assert x_row is not None
         gate, gate_saved = _fprop(of_gate, x_row, w_gate, bias_gate)
         up, up_saved = _fprop(of_up, x_row, w_up, bias_up)
@@ -146,7 +154,7 @@ class _GatedMLP(torch.autograd.Function):
         y, down_saved = _fprop(of_down, h_row, w_down, bias_down)
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
-            *(x_col[:2] if x_col is not None else (None, None)),
+            *x_saved,
             *(h_col[:2] if h_col is not None else (None, None)),
             *((gate, up) if plan.needs_dh else (None, None)),
             *gate_saved,
@@ -165,7 +173,12 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     of_gate, of_up, of_down = ctx.reads
-    w_gate, w_up, w_down = _split(saved[6:], ctx.counts)
+    x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
+    of_h: list[Any] = [*rest[:4]]
+    weights = rest[4:]
+    saved.clear()
+    del rest
+    w_gate, w_up, w_down = _split(weights, ctx.counts)
     needs_dbias = ctx.needs_input_grad[5:8]
     buffers, needs_dw = _where_to_add(ctx)
     dws: list[Tensor | None] = [None, None, None]
@@ -193,19 +206,16 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         del w_col, g_row
     if needs_dw[2]:
         assert g_col is not None
-        dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, saved), buffers[2])
-    saved[2:4] = None, None  # h: memory is scarcest while gradients of gate and up are computed
+        dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, of_h), buffers[2])
+    of_h[:2] = None, None  # h: memory is scarcest while gradients of gate and up are computed
     del g_col
     if dh is None:
         for read, w in ((of_gate, w_gate), (of_up, w_up)):
             saved_weight.read_in_backward(read, w, False)
         return None, None, *dws, *dbiases, None, None
 
-    x_col = None
-    if plan.x_columnwise is not None:
-        x_col = Quantized(saved[0], saved[1], plan.x_columnwise)
     dxs: list[Tensor | None] = [None, None]
-    both = _gradients_of_h(plan, dh, saved, needs_dbias, dbiases)
+    both = _gradients_of_h(plan, dh, of_h, needs_dbias, dbiases)
     del dh
     for i, (d_row, d_col) in both:
         read, w = ctx.reads[i], (w_gate, w_up)[i]
@@ -216,7 +226,8 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         del w_col
         if needs_dw[i]:
             assert d_col is not None
-            assert x_col is not None
+            if x_col is None:
+                x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
             dws[i] = _wgrad(read.plan, d_col, x_col, buffers[i])
         del d_row, d_col
     return dxs[1], dxs[0], *dws, *dbiases, None, None
@@ -246,10 +257,11 @@ def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
     return buffers, needed
 
 
-def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Tensor]) -> Quantized:
+def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any]) -> Quantized:
+    """Of what was saved of h: its form or None twice, gate and up."""
     format = plan.down.x_columnwise
     assert format is not None
-    _, _, data, scale, gate, up, *_ = saved
+    data, scale, gate, up = saved
     if data is not None:
         return Quantized(data, scale, format)
     _, made = gated(gate, up, plan.activation, None, format)
@@ -268,8 +280,8 @@ def _gradients_of_h(
 
     Gate and up are removed from ``saved``; sums, if needed, go to ``dbiases``.
     """
-    gate, up = saved[4:6]
-    saved[4:6] = None, None
+    gate, up = saved[2:]
+    saved[2:] = None, None
     activation, formats = plan.activation, plan.dh_formats
     made: list[Forms]
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision

@@ -26,6 +26,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.runtime.specialize import must_dispatch, recorded
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
 from .check_operands import refuse_prepared
@@ -34,6 +35,7 @@ from .early_cast import EarlyCast
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
+from .saved_input import Remaking, Saved, remaking
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -125,8 +127,14 @@ class _Linear(torch.autograd.Function):
         w_row, w_saved = read_weight(ctx, w, plan)
         if plan.fprop is None:
             plan.fprop = recorded(_fprop, plan.records_forward)
-        y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, plan.x_columnwise)
-        x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
+        columnwise, ctx.remakes = plan.x_columnwise, None
+        if isinstance(x, NormedTensor):
+            ctx.remakes, x_saved = remaking(x, columnwise)
+        y, x_col = plan.fprop(
+            x, w_row, bias, plan.format, plan.out_dtype, None if ctx.remakes else columnwise
+        )
+        if ctx.remakes is None:
+            x_saved = (None, None) if x_col is None else x_col[:2]
         if plan.saves_x:
             x_saved = x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
         ctx.save_for_backward(*x_saved, *(w_saved if plan.needs[0] else ()))
@@ -208,15 +216,15 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     if not (needs_dx or needs_dw):
         return dx, dw, dbias, None, None
 
-    x_data, x_scale, *weight = saved
+    x_col, x_saved, weight = split_saved(saved, ctx.remakes, plan.x_columnwise)
     main_grad = None if ctx.cache is None else ctx.cache.main_grad
     if main_grad is not None and needs_dw:
         main_grad, needs_dw = where_to_add(ctx, main_grad)
     g = None if ctx.early is None else ctx.early.take()
     if g is None and grad is not None:
         if plan.records_backward and needs_dx and needs_dw and main_grad is None:
-            assert plan.x_columnwise is not None
-            x_col = Quantized(x_data, x_scale, plan.x_columnwise)
+            if x_col is None:
+                x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
                 return *both, dbias, None, None
@@ -233,20 +241,33 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
     if needs_dw and plan.saves_x:
+        x = x_saved[0]
         assert grad is not None
+        assert x is not None
         if main_grad is None:
-            dw = wgrad(grad, x_data, plan.w_dtype)
+            dw = wgrad(grad, x, plan.w_dtype)
         else:
-            main_grad.add_(wgrad(grad, x_data, torch.float32))
+            main_grad.add_(wgrad(grad, x, torch.float32))
     elif needs_dw:
         assert g_col is not None
-        assert plan.x_columnwise is not None
-        x_col = Quantized(x_data, x_scale, plan.x_columnwise)
+        if x_col is None:
+            x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
         if main_grad is None:
             dw = gemm(g_col, x_col, None, plan.w_dtype)
         else:
             gemm_add_(main_grad, g_col, x_col)
     return dx, dw, dbias, None, None
+
+
+def split_saved(
+    saved: Sequence[Tensor], remakes: Remaking | None, format: BlockFormat | None
+) -> tuple[Quantized | None, Saved, list[Tensor]]:
+    """The columnwise form of x unless backward makes it, all that was saved of x, and the rest."""
+    count = 2 if remakes is None else 3  # data and scale, or operands of a norm
+    x, form = saved[:count], None
+    if remakes is None and format is not None:
+        form = Quantized(x[0], x[1], format)
+    return form, x, [*saved[count:]]
 
 
 def dgrad(

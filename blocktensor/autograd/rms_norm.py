@@ -2,7 +2,8 @@
 
 The reciprocal of the root mean square comes from torch's own ops, whose order of sums is part of
 the bits; what follows is cast as it is computed. Backward repeats what autograd makes of the eager
-ops, in their order.
+ops, in their order. A norm of torch is one kernel with a backward of its own; its result is cast
+once, and freed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.cast.ops import quantize_forms
+from ..ops.formats import BlockFormat
 from ..ops.norm.ops import gradients, rstd_of
 from ..ops.norm.reference import NormKind
 from ..ops.producers.norm_ops import normalized
 from ..ops.producers.norm_reference import rms_norm as eager
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.norm_call import AnyNormKind, NormCall
 from ..tensor.normed_tensor import NormedTensor
 from .linear import Gradients, run_backward
 from .quantize import quantize
@@ -41,21 +46,37 @@ def rms_norm(
         )
     if recipe.wgrad_input_format is None or weight.dtype != x.dtype:
         return quantize(eager(x, weight, eps, kind), recipe)
-    made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe, True, False)
+    made: BlockwiseFP8Tensor = _RMSNorm.apply(x, weight, eps, kind, recipe, True, False, False)
     return made
 
 
 def normed(
-    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe, columnwise: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float | None,
+    kind: AnyNormKind,
+    recipe: Recipe,
+    columnwise: bool,
+    recompute: bool = False,
 ) -> NormedTensor:
     """:func:`rms_norm` whose values other ops than FP8 products may read too.
 
     Args:
         x: ``[..., K]``, of the dtype of the weight ``[K]``.
+        eps: None for the default of torch's norms.
         recipe: its weight gradients read FP8.
-        columnwise: with the form that weight gradients read.
+        columnwise: whether weight gradients will read it.
+        recompute: backward makes the form that those read, in place of saving it.
     """
-    made: NormedTensor = _RMSNorm.apply(x, weight, eps, kind, recipe, columnwise, True)
+    remakes = columnwise and recompute
+    made: NormedTensor
+    if kind == "torch":
+        y = F.rms_norm(x, weight.shape, weight, eps)
+        call = NormCall(x.detach(), weight.detach(), None, kind, eps)
+        made = _Cast.apply(y, call, recipe, columnwise, remakes)
+    else:
+        assert eps is not None
+        made = _RMSNorm.apply(x, weight, eps, kind, recipe, columnwise, True, remakes)
     return made
 
 
@@ -70,15 +91,16 @@ class _RMSNorm(torch.autograd.Function):
         recipe: Recipe,
         columnwise: bool,
         readable: bool,
+        remakes: bool,
     ) -> BlockwiseFP8Tensor:
-        formats = recipe.activation_format, recipe.wgrad_input_format if columnwise else None
         rstd, rows = rstd_of(x, eps), x.reshape(-1, x.shape[-1])
+        formats = _formats(recipe, columnwise and not remakes)
         forms = normalized(rows, rstd.reshape(-1, 1), weight, kind, *formats)
         ctx.save_for_backward(x, rstd, weight)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         if readable:
-            return NormedTensor.of(forms, x, rstd, weight, kind, recipe)
+            return NormedTensor.of(forms, NormCall(x, weight, rstd, kind), recipe, remakes)
         return BlockwiseFP8Tensor(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe)
 
     @staticmethod
@@ -86,11 +108,30 @@ class _RMSNorm(torch.autograd.Function):
         return run_backward(ctx, grads[0], _gradients)
 
 
+def _formats(recipe: Recipe, columnwise: bool) -> tuple[BlockFormat, BlockFormat | None]:
+    return recipe.activation_format, recipe.wgrad_input_format if columnwise else None
+
+
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_RMSNorm.forward`."""
     x, rstd, weight = saved
-    none = [None] * 5
+    none = [None] * 6
     if grad is None:
         return None, None, *none
     needs_dx, needs_dw, *_ = ctx.needs_input_grad
     return *gradients(grad, x, rstd, weight, ctx.kind, needs_dx, needs_dw), *none
+
+
+class _Cast(torch.autograd.Function):
+    """The result of a norm of torch with its casts; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, call: NormCall, recipe: Recipe, columnwise: bool, remakes: bool
+    ) -> NormedTensor:
+        forms = quantize_forms(y, *_formats(recipe, columnwise and not remakes))
+        return NormedTensor.of(forms, call, recipe, remakes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None, None, None

@@ -22,6 +22,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.norm_call import AnyNormKind
 from . import gated_activation as _gated_activation
 from . import gated_mlp as _gated_mlp
 from . import linear_cross_entropy as _linear_cross_entropy
@@ -91,13 +92,22 @@ def rms_norm(
 
 
 def normed(
-    x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe, columnwise: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float | None,
+    kind: AnyNormKind,
+    recipe: Recipe,
+    columnwise: bool,
+    recompute: bool,
 ) -> Tensor:
     """``rms_norm.normed``, which Dynamo takes whole; the norm alone before it was announced."""
     if not is_dynamo_compiling():
-        return _rms_norm.normed(x, weight, eps, kind, recipe, columnwise)
+        return _rms_norm.normed(x, weight, eps, kind, recipe, columnwise, recompute)
     if _announced:
-        return _normed_whole(x, weight, eps, kind, columnwise, *_fields(recipe))
+        return _normed_whole(x, weight, eps, kind, columnwise, recompute, *_fields(recipe))
+    if kind == "torch":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    assert eps is not None
     return eager_norm(x, weight, eps, kind)
 
 
@@ -149,9 +159,15 @@ def _rms_norm_whole(
 
 
 def _normed_whole(
-    x: Tensor, weight: Tensor, eps: float, kind: NormKind, columnwise: bool, *recipe: Any
+    x: Tensor,
+    weight: Tensor,
+    eps: float | None,
+    kind: AnyNormKind,
+    columnwise: bool,
+    recompute: bool,
+    *recipe: Any,
 ) -> Tensor:
-    return _rms_norm.normed(x, weight, eps, kind, Recipe(*recipe), columnwise)
+    return _rms_norm.normed(x, weight, eps, kind, Recipe(*recipe), columnwise, recompute)
 
 
 _WHOLE = _gated_mlp_whole, _gated_activation_whole, _rms_norm_whole, _normed_whole

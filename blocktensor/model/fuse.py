@@ -59,8 +59,8 @@ def fuse(
     An MLP ``down(activation(gate(x)) * up(x))`` then runs as
     :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
     gate and up, are cast as they are computed and take no memory in high precision. An RMS norm
-    that linears read returns :func:`blocktensor.functional.rms_norm` for all of them; anything else
-    that reads it gets the norm's values. Outputs and gradients keep their bits.
+    that linears read is cast once for all of them; anything else that reads it gets the norm's
+    values. Outputs and gradients keep their bits.
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
@@ -84,8 +84,8 @@ def fuse(
         norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
             names, and the names of all linears that read the norm, relative to its parent. A
             norm that was found by its name is left out by ``unfuse(norm)``.
-        recompute: backward makes the cast of ``activation(gate) * up`` again, in place of saving
-            it.
+        recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
+            weight gradients read, in place of saving them.
 
     Returns:
         The report; ``print`` it.
@@ -115,8 +115,10 @@ def fuse(
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
             chosen.append((found.module, FusedMLP, parts))
+    cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
     for each in norms:
-        normed, reason = fuse_norms.parts_of(each, drawn)
+        cast_once = cast_by_mlps.issuperset(each.readers)
+        normed, reason = fuse_norms.parts_of(each, drawn, recompute, cast_once)
         entries.append(FusionEntry(each.name, kind_of(each.module), each.computes, reason))
         if normed is not None:
             chosen.append((each.module, FusedNorm, normed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..autograd.quantize import quantize
+from ..ops.formats import Quantized
 from ..ops.norm.reference import NormKind
 from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.norm_call import AnyNormKind
+from ..tensor.normed_tensor import NormedTensor
 from .fuse_verify import (
     Drawn,
     kept_modes,
@@ -139,17 +143,25 @@ def _linears_of(norm: str, owner: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def parts_of(found: FoundNorm, drawn: Drawn) -> tuple[NormParts | None, str]:
-    """What the norm computes, if it could be told, and why it is left alone, if it is."""
+def parts_of(
+    found: FoundNorm, drawn: Drawn, recompute: bool, cast_once: bool
+) -> tuple[NormParts | None, str]:
+    """What the norm computes, if it could be told, and why it is left alone, if it is.
+
+    ``cast_once``: its only reader is a fused MLP.
+    """
     if reason := _why_unlike(found):
         return None, reason
     weight: Any = found.readers[0]._parameters["weight"]
     norm, recipe = found.module, fp8_part(weight).recipe
     eps_name = _eps_name(norm)
-    assert eps_name is not None
+    kinds: list[AnyNormKind] = ["torch"] if _calls_torch(norm, drawn) else [*get_args(NormKind)]
+    if kinds == ["torch"] and cast_once and not recompute:
+        return None, "torch computes it in one kernel, and its one reader, a fused MLP, casts it"
     first = ""
-    for kind in get_args(NormKind):
-        parts = NormParts(kind, eps_name, getattr(norm, eps_name), found.readers, recipe)
+    for kind in kinds:
+        eps = getattr(norm, eps_name)
+        parts = NormParts(kind, eps_name, eps, found.readers, recipe, recompute)
         different = why_different(norm, parts, drawn)
         if different is None:
             return parts, ""
@@ -157,8 +169,11 @@ def parts_of(found: FoundNorm, drawn: Drawn) -> tuple[NormParts | None, str]:
     return None, first
 
 
-def _eps_name(norm: nn.Module) -> str | None:
-    return next((x for x in _EPS if isinstance(getattr(norm, x, None), float)), None)
+def _eps_name(norm: nn.Module) -> str:
+    """The attribute that holds the epsilon; empty if none is known."""
+    if isinstance(norm, nn.RMSNorm):
+        return "eps"  # None: the dtype's
+    return next((x for x in _EPS if isinstance(getattr(norm, x, None), float)), "")
 
 
 def _why_unlike(found: FoundNorm) -> str:
@@ -166,8 +181,6 @@ def _why_unlike(found: FoundNorm) -> str:
     norm = found.module
     if "forward" in norm.__dict__:
         return "its forward was replaced on the instance"
-    if isinstance(norm, nn.RMSNorm):
-        return _OF_TORCH
     weight: Any = norm._parameters.get("weight")
     if weight is None or weight.ndim != 1:
         return "it has no weight [K]"
@@ -176,7 +189,7 @@ def _why_unlike(found: FoundNorm) -> str:
     others += [name for name, x in norm._buffers.items() if x is not None]
     if others:
         return f"has more than a weight: {', '.join(others)}"
-    if _eps_name(norm) is None:
+    if not _eps_name(norm):
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
     recipes = []
     for name, linear in zip(found.linears, found.readers, strict=True):
@@ -195,7 +208,17 @@ def _why_unlike(found: FoundNorm) -> str:
     return ""
 
 
-_OF_TORCH = "torch computes it in one kernel, whose sums have another order on a GPU"
+def _calls_torch(norm: nn.Module, drawn: Drawn) -> bool:
+    """Whether the norm is torch's own."""
+    with (
+        _stand_in(norm, drawn) as (x, _),
+        kept_random_numbers(x),
+        torch.no_grad(),
+        _Calls() as calls,
+        suppress(Exception),  # which verification will tell
+    ):
+        own_forward(norm)(x)
+    return calls.fused
 
 
 def why_different(norm: nn.Module, parts: NormParts, drawn: Drawn) -> str | None:
@@ -207,15 +230,12 @@ def why_different(norm: nn.Module, parts: NormParts, drawn: Drawn) -> str | None
                 lambda run: results(run, x, {"its weight": weight}, drawn),
                 lambda run: _forms(run, x, parts.recipe),
             ):
-                with _Calls() as calls:
-                    why = why_unequal(
-                        own_forward(norm),
-                        lambda x: cast(norm, parts, x, True),
-                        values,
-                        mode_named(training),
-                    )
-                if calls.fused:
-                    return _OF_TORCH
+                why = why_unequal(
+                    own_forward(norm),
+                    lambda x: cast(norm, parts, x, True),
+                    values,
+                    mode_named(training),
+                )
                 if why is not None:
                     return why
     return None
@@ -235,11 +255,18 @@ def _forms(run: Callable[[Tensor], Any], x: Tensor, recipe: Recipe) -> dict[str,
     """The casts that linears get of ``run(x)``, with their names."""
     with torch.no_grad():
         fp8 = quantize(run(x), recipe)
+        forms = {"rowwise": fp8.rowwise(), "columnwise": _columnwise(fp8)}
     return {
-        f"the {side} {what} of its output": getattr(fp8, f"{side}_{what}")
-        for side in ("rowwise", "columnwise")
+        f"the {side} {what} of its output": getattr(form, what)
+        for side, form in forms.items()
         for what in ("data", "scale")
     }
+
+
+def _columnwise(fp8: BlockwiseFP8Tensor) -> Quantized:
+    if isinstance(fp8, NormedTensor) and fp8.remade is not None:
+        return fp8.norm_call.columnwise(fp8.columnwise_format)
+    return fp8.columnwise()
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..autograd import whole_functions
-from ..ops.norm.reference import NormKind
+from ..autograd.check_operands import autocast_dtype
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
+from ..tensor.norm_call import AnyNormKind
 from .fused_class import Fused
 
 
@@ -21,18 +22,20 @@ class NormParts:
     """What a norm computes, and for which linears.
 
     Attributes:
-        kind: of :func:`blocktensor.functional.rms_norm`.
+        kind: of :func:`blocktensor.functional.rms_norm`, or a norm of torch.
         eps_name: the attribute of the norm that holds its epsilon.
         eps: what that held.
         linears: those that read the norm's result.
         recipe: of their weights.
+        recompute: whether backward makes the cast that weight gradients read.
     """
 
-    kind: NormKind
+    kind: AnyNormKind
     eps_name: str
-    eps: float
+    eps: float | None
     linears: tuple[nn.Module, ...]
     recipe: Recipe
+    recompute: bool = False
 
 
 class FusedNorm(Fused):
@@ -55,9 +58,9 @@ def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
     weight: Any = norm._parameters.get("weight")
     if weight is None or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
         return False
-    if x.dtype == torch.float32:  # no cast gathers the gradients of x: others come between them
-        return False
-    if torch.is_autocast_enabled(x.device.type) or getattr(norm, parts.eps_name) != parts.eps:
+    if x.dtype == torch.float32 and parts.kind != "torch":
+        return False  # no cast gathers the gradients of x: others come between them
+    if autocast_dtype(x) is not None or getattr(norm, parts.eps_name) != parts.eps:
         return False
     if not is_dynamo_compiling():
         if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
@@ -81,4 +84,6 @@ def run_parts(norm: nn.Module, parts: NormParts, x: Tensor) -> Tensor:
 def cast(norm: nn.Module, parts: NormParts, x: Tensor, columnwise: bool) -> Tensor:
     """``norm(x)`` with its casts; ``columnwise``: with the one that weight gradients read."""
     weight: Any = norm._parameters["weight"]
-    return whole_functions.normed(x, weight, parts.eps, parts.kind, parts.recipe, columnwise)
+    return whole_functions.normed(
+        x, weight, parts.eps, parts.kind, parts.recipe, columnwise, parts.recompute
+    )

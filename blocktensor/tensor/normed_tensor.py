@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.cast.producer import Forms
-from ..ops.norm.reference import NormKind
-from ..ops.producers.norm_reference import normalize
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import Recipe
 from .base import FP8Base
 from .fp8_tensor import BlockwiseFP8Tensor
+from .norm_call import NormCall
 from .operand import operand_of
+from .remade import Remade
 
 aten = torch.ops.aten
 
@@ -29,6 +29,7 @@ _PRODUCTS = {
 _ATEN_PRODUCTS = {
     *(aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default),
 }
+_OPERANDS = "norm_x", "norm_weight", "norm_rstd"
 _LEADING = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _ALIASES = {aten.detach.default, aten.alias.default}
 
@@ -41,52 +42,66 @@ class NormedTensor(BlockwiseFP8Tensor):
     either case, so that gradients are summed as those of the norm's result are.
 
     Attributes:
-        norm_input, norm_rstd, norm_weight: what the values are computed from; ``[..., K]``, fp32
-            ``[..., 1]`` and ``[K]``.
-        norm_kind: the order of roundings, see :func:`~blocktensor.functional.rms_norm`.
+        norm_call: the call of the norm, of detached tensors.
+        remade: of a result whose columnwise form backwards make; else None.
     """
 
-    norm_input: Tensor
-    norm_rstd: Tensor
-    norm_weight: Tensor
-    norm_kind: NormKind
-    _version_then: int | None = None
+    norm_call: NormCall
+    remade: Remade | None
+    _versions_then: tuple[int, int] | None = None
     _read: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, forms: Forms, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, recipe: Recipe
-    ) -> NormedTensor:
-        """The norm of ``x`` with its finished casts."""
-        format = recipe.activation_format
+    def of(cls, forms: Forms, norm: NormCall, recipe: Recipe, remakes: bool) -> NormedTensor:
+        """The result of a norm with its finished casts.
+
+        ``remakes``: backwards make the columnwise form, which is not among them.
+        """
+        x, format = norm.x, recipe.activation_format
         formats = format, recipe.wgrad_input_format or format
         made: Any = cls(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe, formats=formats)
-        made._set_norm(x.detach(), rstd.detach(), weight.detach(), kind)
+        made.norm_call = norm._replace(
+            x=x.detach(),
+            # backward may run while FSDP2 has freed the norm's own
+            weight=norm.weight.detach().clone() if remakes else norm.weight.detach(),
+            rstd=None if norm.rstd is None else norm.rstd.detach(),
+        )
+        made.remade = Remade() if remakes else None
         if not (must_dispatch(x) or x.is_inference()):
-            made._version_then = x._version
+            made._versions_then = made._versions()
         return made
 
-    def _set_norm(self, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> None:
-        self.norm_input, self.norm_rstd, self.norm_weight = x, rstd, weight
-        self.norm_kind = kind
+    @property
+    def serves_wgrad(self) -> bool:
+        """True if it holds, or backward makes, what the gradient of a weight reads."""
+        return self.columnwise_data is not None or self.remade is not None
 
     def values(self) -> Tensor:
         """The norm in high precision, a plain tensor without a gradient.
 
         Raises:
-            RuntimeError: the input of the norm was changed in place since.
+            RuntimeError: as :meth:`unchanged_norm`.
         """
         if self._read is None:
-            x, then = self.norm_input, self._version_then
-            if then is not None and then != x._version:
-                raise RuntimeError(
-                    f"the input {list(x.shape)} of a fused norm was changed in place before the "
-                    f"values of the norm were read: read them first, or call "
-                    f"blocktensor.unfuse(norm)"
-                )
-            made = normalize(x, self.norm_rstd, self.norm_weight, self.norm_kind)
-            self._read = made.reshape(self.shape)
+            self._read = self.unchanged_norm().values().reshape(self.shape)
         return self._read
+
+    def unchanged_norm(self) -> NormCall:
+        """The call of the norm, for its values.
+
+        Raises:
+            RuntimeError: the input or the weight of the norm was changed in place since.
+        """
+        if self._versions_then not in (None, self._versions()):
+            raise RuntimeError(
+                f"the input {list(self.norm_call.x.shape)} of a fused norm, or its weight, was "
+                f"changed in place before the values of the norm were read: read them first, or "
+                f"call blocktensor.unfuse(norm)"
+            )
+        return self.norm_call
+
+    def _versions(self) -> tuple[int, int]:
+        return self.norm_call.x._version, self.norm_call.weight._version
 
     def relabel(
         self,
@@ -107,19 +122,25 @@ class NormedTensor(BlockwiseFP8Tensor):
             recipe=self.recipe,
             formats=self.formats,
         )
-        made._set_norm(self.norm_input, self.norm_rstd, self.norm_weight, self.norm_kind)
-        made._version_then = self._version_then
+        made.norm_call, made.remade = self.norm_call, self.remade
+        made._versions_then = self._versions_then
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, context = super().__tensor_flatten__()
-        return [*names, "norm_input", "norm_rstd", "norm_weight"], (*context, self.norm_kind)
+        own = [name for name in _OPERANDS if getattr(self, name) is not None]
+        call = self.norm_call
+        return [*names, *own], (*context, call.kind, call.eps, self.remade is not None)
+
+    norm_x = property(lambda self: self.norm_call.x, doc="Of the call, for __tensor_flatten__.")
+    norm_weight = property(lambda self: self.norm_call.weight, doc="Of the call.")
+    norm_rstd = property(lambda self: self.norm_call.rstd, doc="Of the call.")
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
-        dtype, formats, recipe, _, kind = context
+        dtype, formats, recipe, _, kind, eps, remakes = context
         made: Any = NormedTensor(
             *operand_of(inner, *formats),
             shape=size,
@@ -128,7 +149,10 @@ class NormedTensor(BlockwiseFP8Tensor):
             recipe=recipe,
             formats=formats,
         )
-        made._set_norm(inner["norm_input"], inner["norm_rstd"], inner["norm_weight"], kind)
+        made.norm_call = NormCall(
+            inner["norm_x"], inner["norm_weight"], inner.get("norm_rstd"), kind, eps
+        )
+        made.remade = Remade() if remakes else None
         return made
 
     # Copies and files of it are those of its values.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 
 from blocktensor import convert, fuse
 from tests.support.gated import assert_bits
-from tests.support.mlps import K, X, converted, results
+from tests.support.mlps import MLP, K, X, converted, results
 from tests.support.models import Trace, complaint, plain
 from tests.support.norms import (
     NAMES,
+    Attention,
     Block,
     Blocks,
     Norm,
+    OfTorch,
     blocks,
     fused_blocks,
     fused_norms,
@@ -106,6 +109,21 @@ class ByTorch(Norm):
         return F.rms_norm(x, (K,), self.weight, self.variance_epsilon)
 
 
+class ByTorchOtherEps(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (K,), self.weight, 1e-7)
+
+
+class ByTorchTwice(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class ByTorchInParts(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (K,), None, self.variance_epsilon) * self.weight
+
+
 class Pair(Norm):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x
@@ -113,8 +131,8 @@ class Pair(Norm):
 
 PLANTED = [
     OneRounding, Biased, HiddenBias, OtherEps, EpsOutside, Centred, InHalf, Clamped, Scaled,
-    Dropped, InEvaluation, NoGradient, ByTorch, Pair, lambda: nn.RMSNorm(K),
-    lambda: nn.LayerNorm(K, bias=False),
+    Dropped, InEvaluation, NoGradient, ByTorchOtherEps, ByTorchTwice, ByTorchInParts, Pair,
+    lambda: nn.LayerNorm(K, bias=False), lambda: nn.RMSNorm(K, elementwise_affine=False),
 ]  # fmt: skip
 
 
@@ -147,10 +165,12 @@ Scaled: differs in its output
 Dropped: differs in its output
 InEvaluation: differs in its output in evaluation mode
 NoGradient: differs in the gradient of its input
-ByTorch: torch computes it in one kernel, whose sums have another order on a GPU
+ByTorchOtherEps: differs in its output
+ByTorchTwice: differs in its output
+ByTorchInParts: differs in its output
 Pair: differs in the type of its output
-RMSNorm: torch computes it in one kernel, whose sums have another order on a GPU
-LayerNorm: differs in its output""",
+LayerNorm: differs in its output
+RMSNorm: it has no weight [K]""",
     )
 
 
@@ -160,6 +180,54 @@ def test_gemma() -> None:
     with Trace() as trace:
         model(X.bfloat16())
     assert trace.count("blocktensor.normalized gemma") == 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norm", [OfTorch, ByTorch])
+def test_norms_of_torch(norm: Any, recompute: bool) -> None:
+    """Linears share one cast of it; a fused MLP makes one anyway, but cannot make it again."""
+    model = blocks(norm)
+    twin = copy.deepcopy(model)
+    report = fuse(model, recompute=recompute)
+    fused = NAMES if recompute else NAMES[::2]
+    assert fused_norms(model) == fused
+    assert {x.name: x.reason for x in report.left_alone} == {
+        name: "torch computes it in one kernel, and its one reader, a fused MLP, casts it"
+        for name in NAMES
+        if name not in fused
+    }
+    with Trace() as trace:
+        got = results(model)
+    with Trace() as trace_of_twin:
+        wanted = results(twin)
+    assert_bits(got, wanted)
+    casts = [x.count("blocktensor.quantize") for x in (trace_of_twin, trace)]
+    assert casts == [42, 34 if recompute else 30]
+
+
+class Parallel(nn.Module):
+    """Attention and an MLP that read one norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = OfTorch(), Attention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.self_attn(h) + self.mlp(h)
+
+
+def test_a_fused_mlp_that_is_not_the_only_reader() -> None:
+    model = converted(Parallel())
+    twin = copy.deepcopy(model)
+    readers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+               "mlp.gate_proj", "mlp.up_proj")  # fmt: skip
+    report = fuse(model, norm={"norm": readers})
+    assert [x.computes for x in report.fused][1:] == [
+        "norm for self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, mlp.up_proj"
+    ]
+    assert fused_norms(model) == ["norm"]
+    assert_bits(results(model), results(twin))
 
 
 def test_the_report() -> None:
@@ -229,6 +297,8 @@ def test_a_model_without_memory() -> None:
         model = Blocks()
     convert(model.bfloat16(), auto_filter_small_kn=False)
     assert fuse(model).left_alone == ()
+    model(X.bfloat16().to("meta")).sum().backward()
+    model.zero_grad()
     model.to_empty(device="cpu")
     like = blocks()
     model.load_state_dict(like.state_dict())

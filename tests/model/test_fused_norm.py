@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.models import POWER_OF_TWO, Trace, plain, randn
 from tests.support.norms import (
     NAMES,
     Norm,
+    OfTorch,
     blocks,
     fused_blocks,
     fused_norms,
@@ -31,16 +33,33 @@ from tests.support.norms import (
 )
 from tests.support.ranks import on_ranks, shared_mesh
 
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "as written": (Norm, {}),
+    "remade": (Norm, {"recompute": True}),
+    "of torch": (OfTorch, {"fused": NAMES[::2]}),
+    "of torch, remade": (OfTorch, {"recompute": True}),
+}
+"""A norm of every kind, and how it is fused."""
 
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def fused_way(way: str, *args: Any, **options: Any) -> tuple[Any, Any]:
+    norm, how = WAYS[way]
+    return fused_blocks(norm, *args, **how, **options)
+
+
+@every_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", [POWER_OF_TWO, Recipe(wgrad_input="128x128")])
-def test_bits(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
-    model, twin = (x.to(device) for x in fused_blocks(recipe=recipe, dtype=dtype))
+def test_bits(recipe: Recipe, dtype: torch.dtype, way: str, device: torch.device) -> None:
+    model, twin = (x.to(device) for x in fused_way(way, recipe=recipe, dtype=dtype))
     for i, rows in enumerate((0, 1, 127, 129, 300)):
         x = randn(rows, K, seed=i, device=device)
         assert_bits(results(model, x), results(twin, x))
     # in fp32 gradients of x from elsewhere are added between those of the norm's two reads
-    assert runs_fused(model, x.to(dtype)) == (0 if dtype == torch.float32 else 4)
+    as_written = dtype == torch.float32 and WAYS[way][0] is Norm
+    assert runs_fused(model, x.to(dtype)) == (0 if as_written else len(fused_norms(model)))
 
 
 READERS = {
@@ -52,11 +71,12 @@ READERS = {
 }
 
 
+@every_way
 @pytest.mark.parametrize("reader", READERS)
-def test_other_readers_get_the_norm_itself(reader: str) -> None:
-    model, twin = fused_blocks(Norm, READERS[reader])
+def test_other_readers_get_the_norm_itself(reader: str, way: str) -> None:
+    model, twin = fused_way(way, READERS[reader])
     assert_bits(results(model), results(twin))
-    assert runs_fused(model) == 4
+    assert runs_fused(model) == len(fused_norms(model))
     run = functools.partial(checkpoint, model, use_reentrant=False)
     assert_bits(results(model, run=run), results(twin))
 
@@ -132,9 +152,10 @@ def test_adapters(first: str) -> None:
     assert_bits(results(made), results(wanted))
 
 
+@every_way
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant: bool) -> None:
-    model, twin = fused_blocks()
+def test_activation_checkpointing(use_reentrant: bool, way: str) -> None:
+    model, twin = fused_way(way)
     run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
     assert_bits(results(model, run=run), results(twin))
 
@@ -171,9 +192,10 @@ def test_torch_func_runs_as_written() -> None:
     assert torch.equal(*outputs)
 
 
-def test_products_run_as_after_the_norm_as_written() -> None:
+@every_way
+def test_products_run_as_after_the_norm_as_written(way: str) -> None:
     """Weights are cast once a step, and changed ones are noticed: no linear runs as if traced."""
-    model, twin = fused_blocks()
+    model, twin = fused_way(way)
     traces = []
     for each in (model, twin):
         with Trace() as trace:
@@ -183,12 +205,13 @@ def test_products_run_as_after_the_norm_as_written() -> None:
     assert sorted(traces[0]) == sorted(traces[1])
 
 
+@every_way
 @pytest.mark.parametrize("replaced", [True, False])
-def test_weights_changed_between_forward_and_backward(replaced: bool) -> None:
+def test_weights_changed_between_forward_and_backward(replaced: bool, way: str) -> None:
     """Backward reads the cast of its forward, as with the norm as written, or raises."""
     x = X.bfloat16().requires_grad_()
     grads = []
-    for each in fused_blocks():
+    for each in fused_way(way):
         y = each(x)
         weight = each.get_submodule("layers.0.mlp.up_proj").weight
         if replaced:
@@ -211,9 +234,10 @@ def test_audit_shows_the_same_products() -> None:
 
 # Dynamo itself instantiates the Functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@every_way
 @pytest.mark.parametrize("reader", ["a residual", None])
-def test_compiled(reader: str | None) -> None:
-    model, twin = fused_blocks(Norm, READERS[reader] if reader else None)
+def test_compiled(reader: str | None, way: str) -> None:
+    model, twin = fused_way(way, READERS[reader] if reader else None)
     seen: list[str] = []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -226,7 +250,7 @@ def test_compiled(reader: str | None) -> None:
     for _ in range(2):
         assert_bits(results(model, run=compiled), results(twin))
     assert graphs() == 1
-    assert seen[0].count("_normed_whole") >= 4
+    assert seen[0].count("_normed_whole") >= len(fused_norms(model))
     with torch.no_grad():
         assert torch.equal(compiled(X.bfloat16()), twin(X.bfloat16()))
 
@@ -234,10 +258,9 @@ def test_compiled(reader: str | None) -> None:
 @on_ranks(2)
 def test_fsdp2(world: int, device: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for order in ("layers", "attention too"):
-        model = blocks(recipe=Recipe(), dtype=torch.float32).to(device)
-        twin = copy.deepcopy(model)
-        fuse(model)
+    for way, order in itertools.product(WAYS, ("layers", "attention too")):
+        options = dict(recipe=Recipe(), dtype=torch.float32)
+        model, twin = (x.to(device) for x in fused_way(way, **options))
         for each in (model, twin):
             for layer in each.layers:
                 if order == "attention too":
@@ -254,10 +277,9 @@ def test_fsdp2(world: int, device: str) -> None:
                 optimizer.zero_grad()
             made.append(y.detach())
         assert torch.equal(*made)
-        with Trace() as trace:
-            model(X.to(device))
         # weights that another unit has not gathered yet are DTensors
-        assert trace.count("blocktensor.normalized ") == (2 if order == "attention too" else 4)
+        fused = [x for x in fused_norms(model) if order == "layers" or "post" in x]
+        assert runs_fused(model, X.to(device)) == len(fused)
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import copy
 import io
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.rms_norm import normed
 from blocktensor.ops.producers.norm_reference import normalize, rms_norm
-from blocktensor.tensor import normed_tensor
+from blocktensor.tensor import norm_call
+from blocktensor.tensor.norm_call import AnyNormKind
 from blocktensor.tensor.normed_tensor import NormedTensor
 from tests.support.models import FP32_SCALES, Trace, assert_same, complaint, randn
 
@@ -29,12 +30,28 @@ def operands(rows: tuple[int, ...] = (2, 70), dtype: Any = torch.bfloat16) -> tu
     return x, randn(K, seed=8, dtype=dtype, grad=True)
 
 
-def made(x: Tensor, weight: Tensor, columnwise: bool = True) -> Any:
-    return normed(x, weight, 1e-5, "llama", FP32_SCALES, columnwise)
+class Norm(NamedTuple):
+    """A norm, fused and as it is written."""
+
+    kind: AnyNormKind = "llama"
+    recompute: bool = False
+
+    def made(self, x: Tensor, weight: Tensor, columnwise: bool = True) -> Any:
+        return normed(x, weight, 1e-5, self.kind, FP32_SCALES, columnwise, self.recompute)
+
+    def eager(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.kind == "torch":
+            return F.rms_norm(x, (K,), weight, 1e-5)
+        return rms_norm(x, weight, 1e-5, self.kind)
 
 
-def eager(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, 1e-5, "llama")
+def made(x: Tensor, weight: Tensor) -> Any:
+    return Norm().made(x, weight)
+
+
+@pytest.fixture(params=[("llama", False), ("gemma", True), ("torch", False), ("torch", True)])
+def norm(request: Any) -> Norm:
+    return Norm(*request.param)
 
 
 def fp8_weight(n: int = 256) -> nn.Parameter:
@@ -72,31 +89,32 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_readers_get_the_norm(reader: str) -> None:
+def test_readers_get_the_norm(reader: str, norm: Norm) -> None:
     read = READERS[reader]
     x, weight = operands()
     other_x, other_weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    got = read(made(x, weight))
-    want = read(rms_norm(other_x, other_weight, 1e-5, "llama"))
+    got = read(norm.made(x, weight))
+    want = read(norm.eager(other_x, other_weight))
     assert type(got) is Tensor and torch.equal(got, want)
     grad = randn(*want.shape, seed=5).to(want.dtype)
     got.backward(grad), want.backward(grad)
     assert torch.equal(x.grad, other_x.grad) and torch.equal(weight.grad, other_weight.grad)  # type: ignore[arg-type]
 
 
-def test_fp8_weights_get_its_casts_and_gradients_are_summed_as_without_it() -> None:
+def test_fp8_weights_get_its_casts_and_gradients_are_summed_as_without_it(norm: Norm) -> None:
     w, plain = fp8_weight(), randn(256, K, seed=4, dtype=torch.bfloat16)
 
     def read(y: Tensor) -> Tensor:
         return F.linear(y, w) * 2 + F.linear(y, plain) + y.mean() + F.linear(y.view(140, K), w)[3]
 
     x, weight = operands()
-    want = read(rms_norm(x, weight, 1e-5, "llama"))
+    want = read(norm.eager(x, weight))
     grad = randn(*want.shape, seed=5, dtype=torch.bfloat16)
     wanted = [want, *torch.autograd.grad(want, (x, weight, w), grad)]
     with Trace() as trace:
-        got = read(made(x, weight))
-    assert trace.count("blocktensor.quantize") == 0 + 2  # of the weight, in both products
+        got = read(norm.made(x, weight))
+    assert trace.count("blocktensor.quantize_rowwise 128x128") == 2  # of the weight, twice
+    assert trace.count("blocktensor.quantize_") == 2 + (norm.kind == "torch")
     for a, b in zip([got, *torch.autograd.grad(got, (x, weight, w), grad)], wanted, strict=True):
         assert torch.equal(a, b)
 
@@ -127,10 +145,10 @@ BESIDE_FP8: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("reader", BESIDE_FP8)
-def test_readers_with_fp8_weights(reader: str) -> None:
+def test_readers_with_fp8_weights(reader: str, norm: Norm) -> None:
     x, weight = operands((70,))
     leaves = x, weight, MATRIX, STACK
-    want, got = (BESIDE_FP8[reader](f(x, weight)) for f in (eager, made))
+    want, got = (BESIDE_FP8[reader](f(x, weight)) for f in (norm.eager, norm.made))
     assert torch.equal(got, want)
     grad = randn(*want.shape, seed=5).to(want.dtype)
     wanted, grads = (torch.autograd.grad(y, leaves, grad, allow_unused=True) for y in (want, got))
@@ -139,25 +157,32 @@ def test_readers_with_fp8_weights(reader: str) -> None:
         assert a is None or torch.equal(a, b)
 
 
-def test_it_holds_the_cast_of_the_norm() -> None:
+def test_it_holds_the_cast_of_the_norm(norm: Norm) -> None:
     x, weight = operands()
-    y = made(x, weight)
+    y = norm.made(x, weight)
     assert isinstance(y, NormedTensor) and y.shape == x.shape and y.dtype == x.dtype
-    want = quantize(rms_norm(x, weight, 1e-5, "llama").detach(), FP32_SCALES)
+    want = quantize(norm.eager(x, weight).detach(), FP32_SCALES)
+    if norm.recompute:
+        made, held = y.norm_call.columnwise(y.columnwise_format), want.columnwise()
+        assert torch.equal(made.data.view(torch.uint8), held.data.view(torch.uint8))
+        assert torch.equal(made.scale, held.scale)
+        want = BlockwiseFP8Tensor(want.rowwise(), shape=x.shape, recipe=FP32_SCALES)
     assert_same_forms(y, want)
     assert_same_forms(y.view(140, K), want.view(140, K))
     assert quantize(y, FP32_SCALES) is y
-    assert made(x, weight, columnwise=False).columnwise_data is None
+    assert y.serves_wgrad
+    alone = norm.made(x, weight, columnwise=False)
+    assert alone.columnwise_data is None and not alone.serves_wgrad
     assert torch.equal(y.dequantize(), want.dequantize())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
+def test_without_gradients(mode: Any, norm: Norm) -> None:
     x, weight = operands()
     w, plain = fp8_weight(), randn(64, K, dtype=torch.bfloat16)
     with mode():
-        want = rms_norm(x, weight, 1e-5, "llama")
-        y = made(x, weight, columnwise=False)
+        want = norm.eager(x, weight)
+        y = norm.made(x, weight, columnwise=False)
         assert torch.equal(F.linear(y, w), F.linear(want, w))
         assert torch.equal(F.linear(y, plain), F.linear(want, plain))
         assert torch.equal(y.transpose(0, 1), want.transpose(0, 1))
@@ -166,7 +191,7 @@ def test_without_gradients(mode: Any) -> None:
 def test_values_are_computed_once_and_only_if_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(
-        normed_tensor, "normalize", lambda *args: calls.append(args) or normalize(*args)
+        norm_call, "normalize", lambda *args: calls.append(args) or normalize(*args)
     )
     x, weight = operands()
     y, w = made(x, weight), fp8_weight()
@@ -183,10 +208,17 @@ def test_a_norm_whose_input_was_changed_refuses() -> None:
     assert_expected_inline(
         complaint(RuntimeError, lambda: y + 1),
         """\
-the input [4, 192] of a fused norm was changed in place before the values of the
-norm were read: read them first, or call blocktensor.unfuse(norm)""",
+the input [4, 192] of a fused norm, or its weight, was changed in place before the
+values of the norm were read: read them first, or call blocktensor.unfuse(norm)""",
     )
     F.linear(y, fp8_weight())  # its casts are as they were
+    weight = randn(K, seed=8, dtype=torch.bfloat16)
+    y = made(x, weight)
+    weight.mul_(2)
+    assert "or its weight" in complaint(RuntimeError, lambda: y + 1)
+    y = Norm(recompute=True).made(x, weight)
+    x.mul_(2)
+    assert "of a fused norm" in complaint(RuntimeError, lambda: F.linear(y, fp8_weight()))
 
 
 def test_writes_are_refused() -> None:
@@ -214,20 +246,20 @@ scale='fp32', forms=rowwise+columnwise, device='cpu', requires_grad=True)""",
     )
 
 
-def test_parts_rebuild_it() -> None:
+def test_parts_rebuild_it(norm: Norm) -> None:
     x, weight = (t.detach() for t in operands())
-    y = made(x, weight)
+    y = norm.made(x, weight)
     names, context = y.__tensor_flatten__()
     inner = {name: getattr(y, name) for name in names}
     again = NormedTensor.__tensor_unflatten__(inner, context, y.shape, y.stride())
     assert_same_forms(again, y)
     assert type(again) is NormedTensor
-    assert torch.equal(again + 0, rms_norm(x, weight, 1e-5, "llama"))
+    assert torch.equal(again + 0, norm.eager(x, weight))
 
 
-def test_copies_and_files_hold_its_values() -> None:
+def test_copies_and_files_hold_its_values(norm: Norm) -> None:
     x, weight = operands()
-    y, want = made(x, weight), rms_norm(x, weight, 1e-5, "llama")
+    y, want = norm.made(x, weight), norm.eager(x, weight)
     file = io.BytesIO()
     torch.save(y.detach(), file)
     file.seek(0)

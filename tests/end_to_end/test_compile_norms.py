@@ -1,0 +1,54 @@
+"""Fused norms under torch.compile: the forms saved for backward, and those that backward makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from blocktensor.autograd import whole_functions
+from tests.support.compiling import afresh, graphs  # noqa: F401
+from tests.support.gated import assert_bits
+from tests.support.mlps import results
+from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
+
+whole_functions.announce()
+
+
+# Dynamo itself instantiates the Functions that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norm", [Norm, OfTorch])
+def test_forms(norm: Any, recompute: bool) -> None:
+    saved: list[torch.Tensor] = []
+    made: list[str] = []
+
+    def see_forward(graph: Any, example: object) -> Callable[..., object]:
+        results = graph.graph.output_node().args[0]
+        found = (getattr(x, "meta", {}).get("val") for x in results)
+        saved.extend(x for x in found if getattr(x, "dtype", None) == torch.float8_e4m3fn)
+        return make_boxed_func(graph.forward)
+
+    def see_backward(graph: Any, example: object) -> Callable[..., object]:
+        made.extend(str(node.target).removeprefix("blocktensor.") for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    fused = NAMES[::2] if norm is OfTorch and not recompute else NAMES
+    model, twin = fused_blocks(norm, recompute=recompute, fused=fused)
+    backend = aot_autograd(
+        fw_compiler=see_forward,
+        bw_compiler=see_backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    run = torch.compile(model, fullgraph=True, backend=backend)
+    assert_bits(results(model, run=run), results(twin))
+    assert graphs() == 1
+    # Of each layer: the input of o_proj, two norms and the input of down_proj.
+    assert len(saved) == (2 if recompute else 8)
+    op = "quantize_columnwise.default" if norm is OfTorch else "normalized.default"
+    assert made.count(op) == (4 if recompute else 0)
