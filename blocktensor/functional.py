@@ -107,6 +107,46 @@ def gated_mlp(
     return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe)
 
 
+def gated_experts(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    offs: Tensor,
+    *,
+    activation: ActivationName = "silu",
+    recompute: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """:func:`gated_mlp` of a mixture of experts: rows of group e by the MLP of expert e.
+
+    The bits, forward and backward, are those of three :func:`grouped_linear` with eager ops between
+    them. h and the gradients of gate and up take no memory in high precision. Rows of no group,
+    from ``offs[-1]`` on, are zeros in the output and in the gradient of ``x``.
+
+    Args:
+        x: ``[T, K]``, sorted by expert, as :func:`grouped_linear` takes it.
+        w_gate, w_up: ``[E, I, K]``, of x's dtype (any, under autocast), or transposed stacks.
+        w_down: ``[E, N, I]``, alike.
+        offs: int32 ``[E]``, the row after the last of each group.
+        activation, recompute, recipe: as in :func:`gated_mlp`.
+
+    Returns:
+        ``[T, N]`` in x's dtype, or autocast's.
+
+    Raises:
+        TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
+            fit together.
+    """
+    x, weights = readable(x), (w_gate, w_up, w_down)
+    if any(map(_stays_whole, weights)):
+        return _whole_functions.gated_experts(x, *weights, offs, activation, recompute)
+    if not is_dynamo_compiling():
+        _whole_functions.announce_if_loaded()
+    biases = None, None, None
+    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe, offs)
+
+
 def gated_activation(
     gate: Tensor,
     up: Tensor,

@@ -23,30 +23,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..ops.cast.ops import quantize_forms
 from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
-from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.producers.ops import ActivationName, gated, gated_backward
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast, saved_weight
-from .gated_plan import GatedPlan, plan_gated
-from .linear import (
-    Gradients,
-    dgrad,
-    forms_of,
-    linear,
-    read_weight,
-    run_backward,
-    split_saved,
-    sum_rows,
-    with_leading,
-)
-from .linear_plan import LinearPlan
+from .gated_plan import AnyPlan, GatedPlan, plan_gated
+from .gated_products import Products, products_of
+from .linear import Gradients, read_weight, run_backward, split_saved, with_leading
 from .main_grad import where_to_add
+from .no_experts import is_of_no_experts
 from .saved_input import remaking
 
 _WEIGHTS_AT = 2
@@ -64,39 +53,48 @@ def gated_mlp(
     activation: ActivationName = "silu",
     recompute: bool = False,
     recipe: Recipe | None = None,
+    offs: Tensor | None = None,
 ) -> Tensor:
-    """:func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands."""
+    """:func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands.
+
+    With ``offs``, :func:`blocktensor.functional.gated_experts`.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-        plan = plan_gated(x, weights, biases, activation, recompute, recipe)
+        products = products_of(offs)
+        if offs is not None and is_of_no_experts(x, w_gate, offs):
+            return _one_by_one(products, x, weights, biases, activation, recipe)
+        plan = plan_gated(products, x, weights, biases, activation, recompute, recipe)
         if plan.apart:
-            return _one_by_one(x, weights, biases, activation, recipe)
+            return _one_by_one(products, x, weights, biases, activation, recipe)
         early = None
         if plan.down.casts_grad_early:
             formats = plan.down.grad_formats
-            early = early_cast.EarlyCast(lambda grad: quantize_forms(grad, *formats))
+            early = early_cast.EarlyCast(lambda grad: products.forms(grad, *formats))
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
-        y: Tensor = apply(x, again, *weights, *biases, plan, early)
+        y: Tensor = apply(x, again, *weights, *biases, offs, plan, early)
         if early is not None:
             y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
         return y
 
 
 def _one_by_one(
+    products: Products,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activation: str,
     recipe: Recipe | None,
 ) -> Tensor:
-    gate, up = (linear(x, weights[i], biases[i], recipe=recipe) for i in range(2))
+    gate, up = products.linears(x, weights[:2], biases[:2], recipe)
     h = ACTIVATIONS[activation].value(gate) * up
-    return linear(h, weights[2], biases[2], recipe=recipe)
+    (y,) = products.linears(h, weights[2:], biases[2:], recipe)
+    return y
 
 
 class _Read:
@@ -106,16 +104,16 @@ class _Read:
     cast: Any
     names: saved_weight.Names
 
-    def __init__(self, plan: LinearPlan) -> None:
+    def __init__(self, plan: AnyPlan) -> None:
         self.plan = plan
 
 
 def _fprop(
-    read: _Read, x: Quantized, w: Tensor, bias: Tensor | None
+    products: Any, read: _Read, x: Quantized, w: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """``y = x wᵀ (+ bias)`` of rowwise x, and what to save of the weight; its form is freed."""
     w_row, saved = read_weight(read, w, read.plan)
-    return gemm(x, w_row, bias, read.plan.out_dtype), saved if read.plan.needs[0] else ()
+    return products.fprop(x, w_row, bias, read.plan), saved if read.plan.needs[0] else ()
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -130,30 +128,34 @@ class _GatedMLP(torch.autograd.Function):
         bias_gate: Tensor | None,
         bias_up: Tensor | None,
         bias_down: Tensor | None,
+        offs: Tensor | None,
         plan: GatedPlan,
         early: early_cast.EarlyCast | None,
     ) -> Tensor:
-        ctx.plan, ctx.early = plan, early
+        ctx.plan, ctx.early, products = plan, early, products_of(offs)
         ctx.reads = of_gate, of_up, of_down = _Read(plan.gate), _Read(plan.up), _Read(plan.down)
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
         columnwise, ctx.remakes = plan.x_columnwise, None
         if isinstance(x, NormedTensor):
             ctx.remakes, x_saved = remaking(x, columnwise)
-        x_row, x_col = forms_of(x, plan.gate.format, None if ctx.remakes else columnwise)
+        x_row, x_col = products.input_forms(
+            x, plan.gate.format, None if ctx.remakes else columnwise
+        )
         if ctx.remakes is None:
             x_saved = (None, None) if x_col is None else x_col[:2]
         assert x_row is not None
-        gate, gate_saved = _fprop(of_gate, x_row, w_gate, bias_gate)
-        up, up_saved = _fprop(of_up, x_row, w_up, bias_up)
+        gate, gate_saved = _fprop(products, of_gate, x_row, w_gate, bias_gate)
+        up, up_saved = _fprop(products, of_up, x_row, w_up, bias_up)
         del x_row
         makes_again = plan.recompute and plan.needs_dh
         h_columnwise = None if makes_again else plan.down.x_columnwise
-        h_row, h_col = gated(gate, up, plan.activation, plan.down.format, h_columnwise)
+        h_row, h_col = gated(gate, up, plan.activation, plan.down.format, h_columnwise, offs)
         assert h_row is not None
-        y, down_saved = _fprop(of_down, h_row, w_down, bias_down)
+        y, down_saved = _fprop(products, of_down, h_row, w_down, bias_down)
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
+            offs,
             *x_saved,
             *(h_col[:2] if h_col is not None else (None, None)),
             *((gate, up) if plan.needs_dh else (None, None)),
@@ -173,6 +175,7 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     of_gate, of_up, of_down = ctx.reads
+    products: Any = products_of(saved.pop(0))
     x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
     of_h: list[Any] = [*rest[:4]]
     weights = rest[4:]
@@ -184,61 +187,55 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     dws: list[Tensor | None] = [None, None, None]
     dbiases: list[Tensor | None] = [None, None, None]
     if needs_dbias[2] and grad is not None:
-        dbiases[2] = sum_rows(grad, plan.down.bias_dtype)
+        dbiases[2] = products.bias_gradient(grad, plan.down)
 
     g = None if ctx.early is None else ctx.early.take()
     row, col = plan.down.grad_formats
     if g is None and grad is not None and (row or col):
-        g = forms_of(grad, row, col)
+        g = products.forms(grad, row, col)
     has_dh = plan.needs_dh and g is not None
     w_col = saved_weight.read_in_backward(of_down, w_down, has_dh)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
         for read, w in ((of_gate, w_gate), (of_up, w_up)):
             saved_weight.read_in_backward(read, w, False)
-        return None, None, *dws, *dbiases, None, None
+        return None, None, *dws, *dbiases, None, None, None
 
     g_row, g_col = g
     del g
     dh = None
     if has_dh:
         assert g_row is not None
-        dh = dgrad(of_down, g_row, w_down, w_col, plan.down.x_dtype)
+        dh = products.dgrad(of_down, g_row, w_down, w_col)
         del w_col, g_row
     if needs_dw[2]:
         assert g_col is not None
-        dws[2] = _wgrad(plan.down, g_col, _columnwise_of_h(plan, of_h), buffers[2])
+        h_col = _columnwise_of_h(plan, of_h, products.offs)
+        dws[2] = products.wgrad(plan.down, g_col, h_col, buffers[2])
+        del h_col
     of_h[:2] = None, None  # h: memory is scarcest while gradients of gate and up are computed
     del g_col
     if dh is None:
         for read, w in ((of_gate, w_gate), (of_up, w_up)):
             saved_weight.read_in_backward(read, w, False)
-        return None, None, *dws, *dbiases, None, None
+        return None, None, *dws, *dbiases, None, None, None
 
     dxs: list[Tensor | None] = [None, None]
-    both = _gradients_of_h(plan, dh, of_h, needs_dbias, dbiases)
+    both = _gradients_of_h(products, plan, dh, of_h, needs_dbias, dbiases)
     del dh
     for i, (d_row, d_col) in both:
         read, w = ctx.reads[i], (w_gate, w_up)[i]
         w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
         if read.plan.needs[0]:
             assert d_row is not None
-            dxs[i] = dgrad(read, d_row, w, w_col, read.plan.x_dtype).view(read.plan.x_shape)
+            dxs[i] = products.dgrad(read, d_row, w, w_col).view(read.plan.x_shape)
         del w_col
         if needs_dw[i]:
             assert d_col is not None
             if x_col is None:
                 x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
-            dws[i] = _wgrad(read.plan, d_col, x_col, buffers[i])
+            dws[i] = products.wgrad(read.plan, d_col, x_col, buffers[i])
         del d_row, d_col
-    return dxs[1], dxs[0], *dws, *dbiases, None, None
-
-
-def _wgrad(plan: LinearPlan, g: Quantized, x: Quantized, main_grad: Tensor | None) -> Tensor | None:
-    """``dw[N, K] = gᵀ x`` of columnwise forms; None if it was added to ``main_grad``."""
-    if main_grad is None:
-        return gemm(g, x, None, plan.w_dtype)
-    gemm_add_(main_grad, g, x)
-    return None
+    return dxs[1], dxs[0], *dws, *dbiases, None, None, None
 
 
 def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
@@ -257,19 +254,20 @@ def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
     return buffers, needed
 
 
-def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any]) -> Quantized:
+def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any], offs: Tensor | None) -> Quantized:
     """Of what was saved of h: its form or None twice, gate and up."""
     format = plan.down.x_columnwise
     assert format is not None
     data, scale, gate, up = saved
     if data is not None:
         return Quantized(data, scale, format)
-    _, made = gated(gate, up, plan.activation, None, format)
+    _, made = gated(gate, up, plan.activation, None, format, offs)
     assert made is not None
     return made
 
 
 def _gradients_of_h(
+    products: Any,
     plan: GatedPlan,
     dh: Tensor,
     saved: list[Any],
@@ -282,28 +280,28 @@ def _gradients_of_h(
     """
     gate, up = saved[2:]
     saved[2:] = None, None
-    activation, formats = plan.activation, plan.dh_formats
+    activation, formats, offs = plan.activation, plan.dh_formats, products.offs
     made: list[Forms]
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision
         sources = gradients(dh, gate, up, activation)
         for i, (of, grad) in enumerate(zip((plan.gate, plan.up), sources, strict=True)):
             if needs_dbias[i]:
-                dbiases[i] = sum_rows(grad, of.bias_dtype)
+                dbiases[i] = products.bias_gradient(grad, of)
         made = [(None, None), (None, None)]
         if formats != (None, None):
-            made = [quantize_forms(grad, *formats) for grad in sources]
+            made = [products.forms(grad, *formats) for grad in sources]
         del sources, grad
     elif plan.recompute or plan.tracing or gate.nbytes >= early_cast.EARLY_BYTES:
         # less memory at once, for another read of dh and gate
-        made = [gated_backward(dh, gate, up, activation, *formats, of_up=False)[0]]
+        made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up
         yield 0, made.pop()
-        made = [gated(gate, dh, activation, *formats)]
+        made = [gated(gate, dh, activation, *formats, offs)]
         del gate, dh
         yield 1, made.pop()
         return
     else:
-        made = [*gated_backward(dh, gate, up, activation, *formats)]
+        made = [*gated_backward(dh, gate, up, activation, *formats, offs)]
     del gate, up, dh
     for i in (1, 0):
         yield i, made.pop()

@@ -11,7 +11,12 @@ from ..ops.formats import BlockFormat
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
-from .linear_plan import FP8_TYPES, LinearPlan, plan_linear
+from .gated_products import Products
+from .grouped_plan import GroupedPlan
+from .linear_plan import FP8_TYPES, LinearPlan
+
+AnyPlan = LinearPlan | GroupedPlan
+"""Of one of the three linears."""
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 """Of a rowwise and of a columnwise form; None for one that no product reads."""
@@ -31,9 +36,9 @@ class GatedPlan(NamedTuple):
         dh_formats: of the gradients of gate and up.
     """
 
-    gate: LinearPlan
-    up: LinearPlan
-    down: LinearPlan
+    gate: AnyPlan
+    up: AnyPlan
+    down: AnyPlan
     activation: ActivationName
     recompute: bool
     apart: bool
@@ -48,6 +53,7 @@ class GatedPlan(NamedTuple):
 
 
 def plan_gated(
+    products: Products,
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -65,17 +71,16 @@ def plan_gated(
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     w_gate, w_up, w_down = weights
     _check_one_recipe(weights)
-    gate = plan_linear(x, w_gate, biases[0], recipe)
-    up = plan_linear(x, w_up, biases[1], recipe)
-    if w_gate.shape[0] != w_up.shape[0]:
-        raise ValueError(
-            f"gate has {w_gate.shape[0]} features and up {w_up.shape[0]}: expected the same number"
-        )
+    gate = products.plan(x, w_gate, biases[0], recipe)
+    up = products.plan(x, w_up, biases[1], recipe)
+    of_gate, of_up = (w.shape[-2] for w in (w_gate, w_up))
+    if of_gate != of_up:
+        raise ValueError(f"gate has {of_gate} features and up {of_up}: expected the same number")
     differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
     needs_dh = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in differentiable
     )
-    down = plan_linear(_like_h(x, gate, w_gate, needs_dh), w_down, biases[2], recipe)
+    down = products.plan(_like_h(x, gate, w_gate, needs_dh), w_down, biases[2], recipe)
     needs_dw = gate.needs[1] or up.needs[1]
     return GatedPlan(
         gate,
@@ -101,8 +106,8 @@ def _check_one_recipe(weights: tuple[Tensor, Tensor, Tensor]) -> None:
             )
 
 
-def _like_h(x: Tensor, gate: LinearPlan, w: Tensor, needs_grad: bool) -> Tensor:
+def _like_h(x: Tensor, gate: AnyPlan, w: Tensor, needs_grad: bool) -> Tensor:
     """One element in the shape of h, for the plan of down, which looks at no value."""
     one: Any = torch.empty((1,), dtype=gate.out_dtype, device=x.device)
-    h: Tensor = one.expand((*x.shape[:-1], w.shape[0]))
+    h: Tensor = one.expand((*x.shape[:-1], w.shape[-2]))
     return h.requires_grad_(needs_grad)

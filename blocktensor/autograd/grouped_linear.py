@@ -113,7 +113,7 @@ def grouped_linears(
 
 def _cast(offs: Tensor, plan: GroupedPlan, x: Tensor) -> tuple[Tensor, ...]:
     """Data and scale of the rowwise form of x and, if the plan has one, of its columnwise one."""
-    row, col = _input_forms(x, offs, plan)
+    row, col = input_forms(x, offs, plan.format, plan.x_columnwise)
     return *row[:2], *(col[:2] if col is not None else ())
 
 
@@ -134,7 +134,7 @@ def _apply(
     """The grouped linear of this plan; ``cast``: data and scale of the forms of x, if made."""
     early = None
     if plan.casts_grad_early:
-        early = EarlyCast(lambda grad: _forms(grad, offs, *plan.grad_formats))
+        early = EarlyCast(lambda grad: forms_of(grad, offs, *plan.grad_formats))
     apply = _GroupedLinear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, offs, bias, plan, early, *cast)
     if early is not None:
@@ -142,22 +142,24 @@ def _apply(
     return y
 
 
-def _input_forms(x: Tensor, offs: Tensor, plan: GroupedPlan) -> tuple[Quantized, Quantized | None]:
+def input_forms(
+    x: Tensor, offs: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None
+) -> tuple[Quantized, Quantized | None]:
     """The forms of x that products read.
 
     Rows that are FP8 already, as ``all_to_all_fp8`` returns them, have no columnwise form, whose
     blocks lie along the tokens of a group: it is cast from their values, which rounds them again.
     """
     if isinstance(x, BlockwiseFP8Tensor):
-        wanted = plan.x_columnwise
-        col = None if wanted is None else quantize_grouped_columnwise(x.dequantize(), offs, wanted)
-        return x.rowwise(), col
-    row, col = _forms(x, offs, plan.format, plan.x_columnwise)
+        if columnwise is None:
+            return x.rowwise(), None
+        return x.rowwise(), quantize_grouped_columnwise(x.dequantize(), offs, columnwise)
+    row, col = forms_of(x, offs, rowwise, columnwise)
     assert row is not None
     return row, col
 
 
-def _forms(
+def forms_of(
     x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
     """The forms of an activation or gradient ``[T, ...]``, cast now unless it is FP8 already."""
@@ -196,7 +198,7 @@ class _GroupedLinear(torch.autograd.Function):
             columnwise = plan.x_columnwise
             x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
         else:
-            x_row, x_col = _input_forms(x, offs, plan)
+            x_row, x_col = input_forms(x, offs, plan.format, plan.x_columnwise)
         y = grouped_gemm(x_row, w_row, offs, bias, plan.out_dtype)
         x_saved: Sequence[Tensor | None] = (None, None) if x_col is None else x_col[:2]
         if plan.saves_x:
@@ -228,7 +230,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     g = None if ctx.early is None else ctx.early.take()
     if g is None and grad is not None:
         row, col = plan.grad_formats
-        g = _forms(grad, offs, row if needs_dx else None, col if needs_dw else None)
+        g = forms_of(grad, offs, row if needs_dx else None, col if needs_dw else None)
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, None, dbias, *rest
@@ -237,12 +239,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
     del g
     if needs_dx:
         assert g_row is not None
-        if w_col is None:
-            dx = saved_weight.dgrad_as_one_op(
-                g_row, weight, ctx.names, plan.weight_format, plan.x_dtype, offs
-            )
-        else:
-            dx = grouped_gemm(g_row, w_col, offs, None, plan.x_dtype)
+        dx = dgrad(ctx, g_row, weight, w_col, offs)
         del w_col, g_row
     if needs_dw and plan.saves_x:
         assert grad is not None
@@ -254,21 +251,39 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
         assert g_col is not None
         assert plan.x_columnwise is not None
         x_col = Quantized(x_data, x_scale, plan.x_columnwise)
-        if main_grad is not None:
-            _add_wgrad(main_grad, g_col, x_col, offs, plan.tokens)
-        elif plan.w_is_transposed:
-            dw = grouped_gemm_wgrad(x_col, g_col, offs, plan.tokens, plan.w_dtype).transpose(1, 2)
-        else:
-            dw = grouped_gemm_wgrad(g_col, x_col, offs, plan.tokens, plan.w_dtype)
+        dw = wgrad(plan, g_col, x_col, offs, main_grad)
     return dx, dw, None, dbias, *rest
 
 
-def _add_wgrad(out: Tensor, g: Quantized, x: Quantized, offs: Tensor, tokens: int) -> None:
-    """``out[E, N, K] += gᵀ x``; ``out`` may lie in memory as ``[E, K, N]``."""
-    if out.is_contiguous():
-        grouped_gemm_wgrad_add_(out, g, x, offs, tokens)
-    else:
-        grouped_gemm_wgrad_add_(out.transpose(1, 2), x, g, offs, tokens)
+def dgrad(
+    read: Any, g: Quantized, weight: Sequence[Tensor], w_col: Quantized | None, offs: Tensor
+) -> Tensor:
+    """``dx[T, K] = g w[e]``, of the weight's columnwise form, or of what was saved of it.
+
+    ``read``: has what ``linear.read_weight`` has put into it, and the plan.
+    """
+    plan: GroupedPlan = read.plan
+    if w_col is None:
+        return saved_weight.dgrad_as_one_op(
+            g, weight, read.names, plan.weight_format, plan.x_dtype, offs
+        )
+    return grouped_gemm(g, w_col, offs, None, plan.x_dtype)
+
+
+def wgrad(
+    plan: GroupedPlan, g: Quantized, x: Quantized, offs: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
+    """``dw[E, N, K] = gᵀ x`` of columnwise forms; None if it was added to ``main_grad``."""
+    tokens = plan.tokens
+    if main_grad is None:
+        if plan.w_is_transposed:
+            return grouped_gemm_wgrad(x, g, offs, tokens, plan.w_dtype).transpose(1, 2)
+        return grouped_gemm_wgrad(g, x, offs, tokens, plan.w_dtype)
+    if main_grad.is_contiguous():
+        grouped_gemm_wgrad_add_(main_grad, g, x, offs, tokens)
+    else:  # it lies in memory as [E, K, N]
+        grouped_gemm_wgrad_add_(main_grad.transpose(1, 2), x, g, offs, tokens)
+    return None
 
 
 def sum_groups(x: Tensor, offs: Tensor) -> Tensor:

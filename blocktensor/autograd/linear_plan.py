@@ -42,12 +42,13 @@ class Plan:
         needs: whether the gradients of x and w will be asked for.
         casts_grad_early: whether the output's gradient is cast before backward begins.
         tracing: True while a compiler or functorch traces.
+        x_shape: of the input.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
     """
 
     __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "grad_formats", "needs",
                  "out_dtype", "saves_x", "tracing", "w_dtype", "weight_format", "wgrad_input",
-                 "x_columnwise", "x_dtype")  # fmt: skip
+                 "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
@@ -78,7 +79,7 @@ class Plan:
         if self.casts_grad_early:  # a compiler would guard on the comparison of sizes
             grad_bytes = math.prod(x.shape[:-1]) * w.shape[-2] * out_dtype.itemsize
             self.casts_grad_early = grad_bytes >= early_cast.EARLY_BYTES
-        self.x_dtype = out_dtype if self.casts_x else x.dtype
+        self.x_shape, self.x_dtype = x.shape, out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
 
@@ -90,10 +91,9 @@ class LinearPlan(Plan):
         records_forward: whether forward may run as one recorded sequence of launches.
         records_backward: whether backward may; it then holds its intermediates until it ends.
         fprop: the function that runs forward, once it has been called.
-        x_shape: of the input.
     """
 
-    __slots__ = ("_backwards", "fprop", "records_backward", "records_forward", "x_shape")
+    __slots__ = ("_backwards", "fprop", "records_backward", "records_forward")
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, records: bool = False
@@ -104,7 +104,6 @@ class LinearPlan(Plan):
             TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
         """
         super().__init__(x, w, bias, recipe, check_linear(x, w, bias, recipe))
-        self.x_shape = x.shape
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         launches = records and lacks_triton(x.device) is None
         self.records_forward = launches and not is_cast and 0 not in (x.numel(), w.numel())

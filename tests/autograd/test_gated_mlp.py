@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import early_cast, gated_mlp
+from blocktensor.autograd import early_cast, gated_mlp, linear
 from tests.support.gated import EAGER, HIDDEN, K, N, assert_bits, biases, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
 
@@ -288,7 +288,7 @@ def test_backward_frees_what_it_has_read(
 ) -> None:
     y = fused(inputs(256), *weights(), recompute=recompute)
     assert y.grad_fn is not None
-    _, _, h, _, gate, up, *_ = y.grad_fn.saved_tensors
+    _, _, _, h, _, gate, up, *_ = y.grad_fn.saved_tensors
     named = {"h": h, "gate": gate, "up": up}
     refs = {name: weakref.ref(t) for name, t in named.items() if t is not None}
     del h, gate, up, named
@@ -301,8 +301,8 @@ def test_backward_frees_what_it_has_read(
 
         return noted
 
-    for name in ("gated_backward", "dgrad"):
-        monkeypatch.setattr(gated_mlp, name, noting(getattr(gated_mlp, name)))
+    for owner, name in ((gated_mlp, "gated_backward"), (linear, "dgrad")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
     y.backward(torch.ones_like(y), retain_graph=retained)
     if retained:
         assert set(alive) == {"gate up" if recompute else "h gate up"}
