@@ -12,11 +12,12 @@ from ..autograd import whole_functions
 from ..ops.checks import HIGH_PRECISION
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
-from . import fuse_norms
+from . import fuse_experts, fuse_norms
 from .fuse_report import FusionEntry, FusionReport
-from .fuse_verify import Drawn, why_different
-from .fused_class import Fused, fused_modules, remove_parts, set_parts
-from .fused_mlp import FusedMLP, GatedParts, why_apart
+from .fuse_verify import Compared, Drawn, why_different
+from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_parts
+from .fused_experts import FusedExperts
+from .fused_mlp import FusedMLP, GatedParts, act_of, run_parts, why_apart
 from .fused_norm import FusedNorm
 from .linears import fp8_part, is_linear, kind_of
 from .module_names import matching
@@ -27,9 +28,6 @@ _TRIPLES = (
     ("gate", "up", "down"),
 )
 """Names of gate, up and down: transformers', Llama's and torchtitan's, the examples'."""
-
-_ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
-"""Names of attributes that hold an activation."""
 
 
 class _Found(NamedTuple):
@@ -52,6 +50,7 @@ def fuse(
     *,
     mlp: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     norm: fuse_norms.NormNames | None = None,
+    experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     recompute: bool = False,
 ) -> FusionReport:
     """Run gated MLPs and norms of a converted model with casts made where values are computed.
@@ -84,6 +83,9 @@ def fuse(
         norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
             names, and the names of all linears that read the norm, relative to its parent. A
             norm that was found by its name is left out by ``unfuse(norm)``.
+        experts: modules of experts by other names: ``{pattern: (gate, up, down, activation)}`` with
+            the names of their stacks ``[E, out, in]`` and an activation, or None to try all. Their
+            forward takes rows ``[T, K]`` sorted by expert, and int32 sizes or ends of the groups.
         recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
             weight gradients read, in place of saving them.
 
@@ -94,10 +96,7 @@ def fuse(
         ValueError: no linear of the model is in FP8; a pattern that names no module, or one without
             the linears it says.
     """
-    if not any(
-        is_linear(module) and fp8_part(module._parameters.get("weight")) is not None
-        for module in model.modules()
-    ):
+    if not any(_is_in_fp8(module) for module in model.modules()):
         raise ValueError(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
             f"convert it first with blocktensor.convert(model)"
@@ -116,6 +115,12 @@ def fuse(
         if parts is not None and not reason:
             chosen.append((found.module, FusedMLP, parts))
     cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
+    for group in fuse_experts.candidates(model, experts or {}):
+        by_expert, reason = fuse_experts.parts_of(group, recompute, drawn)
+        computes = group.computes(None if by_expert is None else by_expert.activation)
+        entries.append(FusionEntry(group.name, kind_of(group.module), computes, reason))
+        if by_expert is not None:
+            chosen.append((group.module, FusedExperts, by_expert))
     for each in norms:
         cast_once = cast_by_mlps.issuperset(each.readers)
         normed, reason = fuse_norms.parts_of(each, drawn, recompute, cast_once)
@@ -139,6 +144,14 @@ def unfuse(model: nn.Module) -> tuple[str, ...]:
     for _, module in found:
         remove_parts(module)
     return tuple(name for name, _ in found)
+
+
+def _is_in_fp8(module: nn.Module) -> bool:
+    """Whether a module is a linear in FP8, or holds a stack of experts that is."""
+    held = [
+        x for x in module._parameters.values() if is_linear(module) or getattr(x, "ndim", 0) == 3
+    ]
+    return any(fp8_part(x) is not None for x in held)
 
 
 def _candidates(
@@ -169,7 +182,7 @@ def _candidates(
                     f"activation is called so: expected one of {', '.join(ACTIVATIONS)}"
                 )
             activation = act if act in ACTIVATIONS else None
-            attribute = _act_of(module) if act is None or activation else act
+            attribute = act_of(module) if act is None or activation else act
             by_name[name] = _Found(name, module, (gate, up, down), attribute, activation)
     for name, module in modules.items():
         if name in by_name:
@@ -177,12 +190,8 @@ def _candidates(
             continue
         for linears in _TRIPLES:
             if all(isinstance(module._modules.get(x), nn.Module) for x in linears):
-                yield _Found(name, module, linears, _act_of(module))
+                yield _Found(name, module, linears, act_of(module))
                 break
-
-
-def _act_of(module: nn.Module) -> str | None:
-    return next((name for name in _ACTS if callable(getattr(module, name, None))), None)
 
 
 def _parts_of(found: _Found, recompute: bool, drawn: Drawn) -> tuple[GatedParts | None, str]:
@@ -205,11 +214,30 @@ def _parts_of(found: _Found, recompute: bool, drawn: Drawn) -> tuple[GatedParts 
         parts = GatedParts(*found.linears, activation, attribute, value, recompute)
         if apart := why_apart(module, parts, sharded=True):
             return parts, apart
-        different = why_different(module, parts, drawn)
+        different = why_different(_compared(module, parts, drawn), drawn)
         if different is None:
             return parts, ""
         first = first or different
     return GatedParts(*found.linears, activations[0], attribute), first
+
+
+def _compared(module: nn.Module, parts: GatedParts, drawn: Drawn) -> Compared:
+    """The MLP as written and fused, on rows from tiny to huge."""
+
+    def rows_for(parameters: dict[str, Tensor]) -> Tensor:
+        weight = parameters[f"{parts.gate}.weight"]
+        return drawn.rows(weight.shape[1], weight)
+
+    places = [
+        (linear, key, f"{name}.{key}")
+        for name in parts.linears
+        for linear in [module.get_submodule(name)]
+        for key, parameter in linear._parameters.items()
+        if parameter is not None
+    ]
+    return Compared(
+        module, places, own_forward(module), lambda x: run_parts(module, parts, x), rows_for
+    )
 
 
 def _why_unlike(found: _Found) -> str:

@@ -9,17 +9,15 @@ module that reads its own sizes, and raises for others, runs with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .fused_class import own_forward
-from .fused_mlp import GatedParts, run_parts
 from .linears import fp8_part
 
 _ROWS = (2, 68)
@@ -27,6 +25,9 @@ _ROWS = (2, 68)
 
 _FEATURES = 656
 """Most features of a drawn weight: several blocks of every format, and a part of one."""
+
+_EXPERTS = 4
+"""Most experts of a drawn stack."""
 
 _RAISED = "raised"
 """The first word where a function raised."""
@@ -71,35 +72,49 @@ class Drawn:
         return self.of("x", (*_ROWS, features), like, spread=True)
 
 
-def why_different(module: nn.Module, parts: GatedParts, drawn: Drawn) -> str | None:
-    """What differs between ``module`` and its parts run as one gated MLP; None if nothing does."""
-    why = _why_different(module, parts, drawn, _FEATURES)
-    if why is not None and why.startswith(_RAISED):
-        return _why_different(module, parts, drawn, None)
+class Compared(NamedTuple):
+    """Two functions of one input that are to compute the same bits.
+
+    Attributes:
+        module: whose mode is set.
+        places: the parameters that both read: the module that holds one, its key there, its name.
+        one, other: the functions.
+        input_for: makes an input, for parameters by name.
+    """
+
+    module: nn.Module
+    places: Sequence[tuple[nn.Module, str, str]]
+    one: Callable[[Tensor], Any]
+    other: Callable[[Tensor], Any]
+    input_for: Callable[[dict[str, Tensor]], Tensor]
+
+
+def why_different(compared: Compared, drawn: Drawn) -> str | None:
+    """What differs between the two functions on drawn parameters; None if nothing does."""
+    why = _why_different(compared, drawn, True)
+    if why is not None and why.startswith(_RAISED):  # it may read its own sizes
+        return _why_different(compared, drawn, False)
     return why
 
 
-def _why_different(
-    module: nn.Module, parts: GatedParts, drawn: Drawn, most: int | None
-) -> str | None:
-    """:func:`why_different` with at most so many features in and out of a linear."""
-    with (
-        _stand_ins(module, parts, drawn, most) as (x, parameters),
-        kept_random_numbers(x),
-        kept_modes(module),
-    ):
-        for training, autocast in _WAYS:
-            for each in module.modules():
-                each.training = training
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                why = why_unequal(
-                    own_forward(module),
-                    lambda x: run_parts(module, parts, x),
-                    lambda run: results(run, x, parameters, drawn),
-                    mode_named(training) + (" under autocast" if autocast else ""),
-                )
-            if why is not None:
-                return why
+def _why_different(compared: Compared, drawn: Drawn, small: bool) -> str | None:
+    """:func:`why_different` with small parameters, or with those of the module's sizes."""
+    module = compared.module
+    with _stand_ins(compared.places, drawn, small) as parameters, kept_modes(module):
+        x = compared.input_for(parameters)
+        with kept_random_numbers(x):
+            for training, autocast in _WAYS:
+                for each in module.modules():
+                    each.training = training
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+                    why = why_unequal(
+                        compared.one,
+                        compared.other,
+                        lambda run: results(run, x, parameters, drawn),
+                        mode_named(training) + (" under autocast" if autocast else ""),
+                    )
+                if why is not None:
+                    return why
     return None
 
 
@@ -159,29 +174,30 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _stand_ins(
-    module: nn.Module, parts: GatedParts, drawn: Drawn, most: int | None
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """An input, and drawn parameters in place of those of the linears until the end."""
+    places: Sequence[tuple[nn.Module, str, str]], drawn: Drawn, small: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Drawn parameters in place of those in ``places``, by name, until the end."""
     replaced = []
     parameters: dict[str, Tensor] = {}
     try:
-        for name in parts.linears:
-            linear: Any = module._modules[name]
-            for key, parameter in linear._parameters.items():
-                if parameter is None:
-                    continue
-                shape = tuple(n if most is None else min(n, most) for n in parameter.shape)
-                values = drawn.of(f"{name}.{key}", shape, parameter)
-                held = fp8_part(parameter)
-                drawn_one = values if held is None else BlockwiseFP8Weight(values, held.recipe)
-                replaced.append((linear._parameters, key, parameter))
-                linear._parameters[key] = nn.Parameter(drawn_one)
-                parameters[f"{name}.{key}"] = linear._parameters[key]
-        weight = parameters[f"{parts.gate}.weight"]
-        yield drawn.rows(weight.shape[1], weight), parameters
+        for holder, key, name in places:
+            parameter: Any = holder._parameters[key]
+            shape = _smaller(parameter.shape) if small else tuple(parameter.shape)
+            values = drawn.of(name, shape, parameter)
+            held = fp8_part(parameter)
+            made = values if held is None else BlockwiseFP8Weight(values, held.recipe)
+            replaced.append((holder._parameters, key, parameter))
+            parameters[name] = holder._parameters[key] = nn.Parameter(made)
+        yield parameters
     finally:
         for held_by, key, parameter in replaced:
             held_by[key] = parameter
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    *experts, rows, columns = (1, *shape) if len(shape) == 1 else shape
+    sizes = *(min(n, _EXPERTS) for n in experts), min(rows, _FEATURES), min(columns, _FEATURES)
+    return sizes[-len(shape) :]
 
 
 @contextmanager

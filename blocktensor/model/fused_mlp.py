@@ -45,6 +45,16 @@ class GatedParts:
         return self.gate, self.up, self.down
 
 
+_ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
+"""Names of attributes that hold an activation."""
+
+
+def act_of(module: nn.Module) -> str | None:
+    """The attribute that holds a module's activation, if any does; methods are its code."""
+    held = {**vars(module), **module._modules}
+    return next((name for name in _ACTS if callable(held.get(name))), None)
+
+
 class FusedMLP(Fused):
     """A gated MLP that runs as one function."""
 
@@ -85,14 +95,20 @@ def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> st
         for kind in _HOOKS:
             if any(map(_is_of_users, linear.__dict__[kind].values())):
                 return f"{name} has hooks"
-    if parts.act is not None:
-        act = getattr(module, parts.act, None)
+    return why_other_activation(module, parts)
+
+
+def why_other_activation(module: nn.Module, parts: GatedParts) -> str | None:
+    """What may see or change the activation of a module since its fusion; None if nothing does."""
+    name = parts.act or act_of(module)
+    if name is not None:
+        act = getattr(module, name, None)
         if act is not parts.act_value:
-            return f"{parts.act} was replaced"
+            return f"{name} was replaced"
         if isinstance(act, nn.Module):
             for kind in _HOOKS:
                 if any(map(_is_of_users, act.__dict__[kind].values())):
-                    return f"{parts.act} has hooks"
+                    return f"{name} has hooks"
     if torch.nn.modules.module._has_any_global_hook():
         return "there are hooks for all modules"
     return None

@@ -255,7 +255,9 @@ def test_bad_input() -> None:
         (ValueError, lambda: run(x, gate[0], up[0], down[0], offs)),
     ]
     messages = [complaint(kind, call) for kind, call in calls]
-    assert_expected_inline("\n\n".join(messages), """\
+    assert_expected_inline(
+        "\n\n".join(messages),
+        """\
 gate has 320 features and up 64: expected the same number
 
 offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
@@ -275,5 +277,6 @@ the input is torch.float32 and the weight torch.bfloat16: convert one of them, o
 run under torch.autocast
 
 the weight of a grouped FP8 linear has 2 dimensions, shape [320, 192]: expected 3;
-stacks of experts are [E, N, K]; a matrix needs functional.linear""")
+stacks of experts are [E, N, K]; a matrix needs functional.linear""",
+    )
     assert x.grad is None and gate.grad is None

@@ -1,0 +1,185 @@
+"""Experts of a model that compute a gated MLP by groups of rows, and their verification."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.producers.ops import ActivationName
+from .fuse_verify import Compared, Drawn, why_different
+from .fused_class import own_forward
+from .fused_experts import ExpertsParts, run_parts
+from .fused_mlp import act_of
+from .linears import fp8_part, kind_of
+from .module_names import matching
+
+_STACKS = (
+    ("w1_EFD", "w3_EFD", "w2_EDF"),
+    ("w1", "w3", "w2"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
+"""Names of the stacks gate, up and down: torchtitan's, the examples', transformers'."""
+
+ExpertsNames = Mapping[str, tuple[str, str, str, str | None]]
+
+
+class FoundExperts(NamedTuple):
+    """A module that has the stacks of gated experts.
+
+    Attributes:
+        stacks: names of its parameters gate, up and down.
+        activation: what it is, if somebody said so.
+    """
+
+    name: str
+    module: nn.Module
+    stacks: tuple[str, str, str]
+    activation: str | None = None
+
+    def computes(self, activation: str | None) -> str:
+        """What it is taken for, with this activation."""
+        gate, up, down = self.stacks
+        act = activation or self.activation or "?"
+        return f"{down}({act}({gate}(x)) * {up}(x)) by expert"
+
+
+def candidates(model: nn.Module, named: ExpertsNames) -> Iterator[FoundExperts]:
+    """The modules of experts by the names of this file, and those that ``named`` names.
+
+    Raises:
+        ValueError: names that are not four, a pattern that matches no module, or a module without
+            the stacks it says.
+    """
+    modules = dict(model.named_modules())
+    by_name = _named_by_hand(model, named)
+    for name, module in modules.items():
+        if name in by_name:
+            yield by_name[name]
+            continue
+        for stacks in _STACKS:
+            if all(_is_stack(module, x) for x in stacks):
+                yield FoundExperts(name, module, stacks)
+                break
+        else:
+            if _is_stack(module, "gate_up_proj") and _is_stack(module, "down_proj"):
+                yield FoundExperts(name, module, ("gate_up_proj", "gate_up_proj", "down_proj"))
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of this name is a stack in FP8."""
+    stack = module._parameters.get(name)
+    return stack is not None and stack.ndim == 3 and fp8_part(stack) is not None
+
+
+def _named_by_hand(model: nn.Module, named: ExpertsNames) -> dict[str, FoundExperts]:
+    modules, found = dict(model.named_modules()), {}
+    for pattern, names in named.items():
+        if len(names) != 4:
+            raise ValueError(
+                f"experts={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
+                f"('w1', 'w3', 'w2', 'silu')"
+            )
+        *stacks, activation = names
+        if activation is not None and activation not in get_args(ActivationName):
+            raise ValueError(
+                f"experts pattern {pattern!r}: no activation is called {activation!r}: expected "
+                f"one of {', '.join(get_args(ActivationName))}, or None to try all"
+            )
+        for name in matching(model, pattern, "experts", "*.experts"):
+            module = modules[name]
+            missing = [x for x in stacks if getattr(module._parameters.get(x), "ndim", 0) != 3]
+            if missing:
+                held = ", ".join(map(repr, module._parameters)) or "no parameters"
+                raise ValueError(
+                    f"experts pattern {pattern!r} names {name!r}, a {kind_of(module)} without a "
+                    f"stack {missing[0]!r}; it has {held}"
+                )
+            gate, up, down = stacks
+            found[name] = FoundExperts(name, module, (gate, up, down), activation)
+    return found
+
+
+def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[ExpertsParts | None, str]:
+    """What the experts compute, if it could be told, and why they are left alone, if they are."""
+    if reason := _why_unlike(found):
+        return None, reason
+    module, first = found.module, ""
+    dtype = fp8_part(module._parameters[found.stacks[0]]).dtype
+    dtypes = dict.fromkeys((torch.bfloat16, dtype) if dtype == torch.float32 else (dtype,))
+    act = act_of(module)
+    activations = (found.activation,) if found.activation else get_args(ActivationName)
+    for rows, ends, activation in itertools.product(dtypes, (False, True), activations):
+        parts = ExpertsParts(
+            *found.stacks,
+            activation,
+            act,
+            None if act is None else getattr(module, act),
+            recompute,
+            rows,
+            ends,
+            _takes_local_parts(module),
+        )
+        why = why_different(_compared(module, parts, drawn), drawn)
+        if why is None:
+            return parts, ""
+        first = first or why
+    return None, first
+
+
+def _takes_local_parts(module: nn.Module) -> bool:
+    """Whether the forward of a module takes the local parts of DTensors, as torchtitan's class."""
+    return any(kind.__name__ == "GroupedExperts" for kind in type(module).__mro__)
+
+
+def _why_unlike(found: FoundExperts) -> str:
+    """Why experts can be no gated MLP of their stacks, by their looks; empty if they may be one."""
+    module = found.module
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    gate, up, _ = found.stacks
+    if gate == up:
+        return f"gate and up are one stack, {gate}"
+    recipes = []
+    for name in found.stacks:
+        held = fp8_part(module._parameters[name])
+        if held is None:
+            return f"{name} is not in FP8"
+        recipes.append(held.recipe)
+    for setting in ("scale", "wgrad_input"):
+        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
+        if len(values) > 1:
+            return f"its stacks have {setting}={' and '.join(map(repr, values))}"
+    if recipes[0].wgrad_input_format is None:
+        return "weight gradients read high precision (wgrad_input='high_precision')"
+    act = act_of(module)
+    others = [name for name, x in module._modules.items() if x is not None and name != act]
+    others += [name for name, x in module._parameters.items()
+               if x is not None and name not in found.stacks]  # fmt: skip
+    others += [name for name, x in module._buffers.items() if x is not None]
+    return f"has more than stacks and an activation: {', '.join(others)}" if others else ""
+
+
+def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
+    """The experts as written and fused, on rows of some experts, of none and of no group."""
+    given: dict[str, Tensor] = {}
+
+    def rows_for(parameters: dict[str, Tensor]) -> Tensor:
+        stack = parameters[parts.gate]
+        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(parts.dtype)
+        sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
+        sizes[0] += len(x) // 2
+        sizes[-1] += len(x) // 3
+        given["groups"] = sizes.cumsum(0, dtype=torch.int32) if parts.ends else sizes
+        return x
+
+    return Compared(
+        module,
+        [(module, name, name) for name in parts.linears],
+        lambda x: own_forward(module)(x, given["groups"]),
+        lambda x: run_parts(module, parts, x, given["groups"]),
+        rows_for,
+    )
