@@ -49,7 +49,14 @@ SMALL_LAYERS = tuple(
 )
 """Layers around the size from which FP8 pays: of many tokens an expert, and of few."""
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, cache_weight=False")
+VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, inputs shared",
+    "fp8, inputs shared, cache_weight=False",
+    "fp8, fused",
+    "fp8, fused, recompute, cache_weight=False",
+)
 
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
@@ -91,6 +98,8 @@ def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> Gro
         bt.convert(experts, recipe, auto_filter_small_kn=False)
     if "shared" in name:
         bt.share_inputs(experts)
+    if "fused" in name:
+        bt.fuse(experts, recompute="recompute" in name)
     return experts
 
 

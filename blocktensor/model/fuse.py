@@ -1,4 +1,4 @@
-"""Gated MLPs and norms of a converted model whose casts are made where values are computed."""
+"""Gated MLPs, experts and norms whose casts are made where values are computed."""
 
 from __future__ import annotations
 
@@ -53,22 +53,25 @@ def fuse(
     experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     recompute: bool = False,
 ) -> FusionReport:
-    """Run gated MLPs and norms of a converted model with casts made where values are computed.
+    """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
 
     An MLP ``down(activation(gate(x)) * up(x))`` then runs as
     :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
-    gate and up, are cast as they are computed and take no memory in high precision. An RMS norm
+    gate and up, are cast as they are computed and take no memory in high precision. Experts that
+    compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`. An RMS norm
     that linears read is cast once for all of them; anything else that reads it gets the norm's
     values. Outputs and gradients keep their bits.
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
-    (torchtitan), ``gate``, ``up``, ``down``; norms by their names and those of the linears that
-    read them, such as ``input_layernorm`` and ``self_attn.q_proj``. Each is verified on drawn
-    weights, forward and backward, in training and evaluation mode, MLPs under autocast too: one
-    that computes anything else is left alone, with the reason in the report. So are MLPs with
-    hooks, adapters (LoRA) or high precision in an inner linear, and norms with such linears. A
-    fused module that gets such things later, and a norm under autocast, runs as it was written.
+    (torchtitan), ``gate``, ``up``, ``down``; experts by the names of three stacks ``[E, out, in]``
+    (torchtitan's ``w1_EFD``, ``w3_EFD``, ``w2_EDF``, or those of linears); norms by their names and
+    those of the linears that read them, such as ``input_layernorm`` and ``self_attn.q_proj``. Each
+    is verified on drawn weights, forward and backward, in training and evaluation mode, MLPs and
+    experts under autocast too: one that computes anything else is left alone, with the reason in
+    the report. So are MLPs with hooks, adapters (LoRA) or high precision in an inner linear, and
+    norms with such linears. A fused module that gets such things later, and a norm under autocast,
+    runs as it was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before

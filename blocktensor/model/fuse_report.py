@@ -9,7 +9,7 @@ from ..text_table import collapse, text_table
 
 @dataclass(frozen=True)
 class FusionEntry:
-    """One module that looks like a gated MLP, or like a norm that linears read.
+    """One module that looks like a gated MLP, like experts, or like a norm that linears read.
 
     Attributes:
         name: of the module; empty for the model itself.
@@ -29,7 +29,7 @@ class FusionReport:
     """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
 
     Attributes:
-        entries: all modules that look like gated MLPs, then the norms that linears read.
+        entries: all modules that look like gated MLPs, then experts, then norms that linears read.
     """
 
     entries: tuple[FusionEntry, ...]

@@ -50,6 +50,17 @@ class MLP(nn.Module):
         return made
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wg, self.wu = (nn.Parameter(torch.randn(2, HIDDEN, DIM)) for _ in range(2))
+        self.wd = nn.Parameter(torch.randn(2, DIM, HIDDEN))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = (F.grouped_mm(x, w.transpose(1, 2), offs=offs) for w in (self.wg, self.wu))
+        return F.grouped_mm(F.silu(gate) * up, self.wd.transpose(1, 2), offs=offs)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,10 +166,11 @@ def _experts() -> dict[str, object]:
 
 
 def _mlps() -> dict[str, object]:
-    """A model with MLPs by two kinds of names, and a norm that three linears read."""
+    """A model with MLPs by two kinds of names, experts, and a norm that three linears read."""
     names, model = common(), MyTransformer()
     attn = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("wq", "wk", "wv")})
     layer = {"ffn": MLP("wg", "wu", "wd"), "before": nn.RMSNorm(DIM), "attn": attn}
+    layer["experts"] = Experts()
     model.layers = nn.ModuleList([nn.ModuleDict(layer)])
     return {**names, "model": model.bfloat16()}
 
