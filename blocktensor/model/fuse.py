@@ -14,7 +14,7 @@ from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
 from . import fuse_experts, fuse_norms
 from .fuse_report import FusionEntry, FusionReport
-from .fuse_verify import Compared, Drawn, why_different
+from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_parts
 from .fused_experts import FusedExperts
 from .fused_mlp import FusedMLP, GatedParts, act_of, run_parts, why_apart
@@ -257,12 +257,8 @@ def _why_unlike(found: _Found) -> str:
         if held is None:
             return f"{name} is not in FP8"
         recipes.append(held.recipe)
-    for setting in ("scale", "wgrad_input"):
-        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
-        if len(values) > 1:
-            return f"its linears have {setting}={' and '.join(map(repr, values))}"
-    if recipes[0].wgrad_input_format is None:
-        return "weight gradients read high precision (wgrad_input='high_precision')"
+    if reason := why_not_one_function(recipes, "linears"):
+        return reason
     known = {*found.linears, found.act}
     others = [
         name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.producers.ops import ActivationName
-from .fuse_verify import Compared, Drawn, why_different
+from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import own_forward
 from .fused_experts import ExpertsParts, run_parts
 from .fused_mlp import act_of
@@ -149,12 +149,8 @@ def _why_unlike(found: FoundExperts) -> str:
         if held is None:
             return f"{name} is not in FP8"
         recipes.append(held.recipe)
-    for setting in ("scale", "wgrad_input"):
-        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
-        if len(values) > 1:
-            return f"its stacks have {setting}={' and '.join(map(repr, values))}"
-    if recipes[0].wgrad_input_format is None:
-        return "weight gradients read high precision (wgrad_input='high_precision')"
+    if reason := why_not_one_function(recipes, "stacks"):
+        return reason
     act = act_of(module)
     others = [name for name, x in module._modules.items() if x is not None and name != act]
     others += [name for name, x in module._parameters.items()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part
@@ -70,6 +71,17 @@ class Drawn:
     def rows(self, features: int, like: Tensor) -> Tensor:
         """An input of so many features, of rows from tiny to huge."""
         return self.of("x", (*_ROWS, features), like, spread=True)
+
+
+def why_not_one_function(recipes: Sequence[Recipe], weights: str) -> str:
+    """Why one function cannot serve weights of these recipes; empty if it can."""
+    for setting in ("scale", "wgrad_input"):
+        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
+        if len(values) > 1:
+            return f"its {weights} have {setting}={' and '.join(map(repr, values))}"
+    if recipes[0].wgrad_input_format is None:
+        return "weight gradients read high precision (wgrad_input='high_precision')"
+    return ""
 
 
 class Compared(NamedTuple):

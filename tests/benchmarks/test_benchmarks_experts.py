@@ -122,7 +122,7 @@ def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert experts.total(**experts.QUICK) == 10
     reason = {"transformers": "ModuleNotFoundError: none"}
     monkeypatch.setattr(hf_models, "absent", lambda: reason)
-    assert experts.total() == 24
+    assert experts.total() == 30
     assert experts.facts() == {"absent": reason}
     assert list(experts.measure(layers=(), small=())) == []
 
