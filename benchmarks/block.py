@@ -23,6 +23,7 @@ VARIANTS = (
     "fp8, inputs shared",
     "fp8, cache_weight=False",
     "fp8, wgrad_input=128x128",
+    "fp8, wgrad_input=high_precision",
     "fp8, fused",
     "fp8, fused, wgrad_input=128x128",
 )
@@ -33,9 +34,10 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     made = copy.deepcopy(model)
     if name == "bf16":
         return made
+    chosen: tuple[bt.recipe.WgradInput, ...] = "128x128", "high_precision"
     recipe = bt.Recipe(
         cache_weight=False if "cache_weight=False" in name else "backward",
-        wgrad_input="128x128" if "wgrad_input" in name else "1x128",
+        wgrad_input=next((x for x in chosen if x in name), "1x128"),
     )
     bt.convert(made, recipe)
     if "shared" in name:

@@ -71,6 +71,16 @@ class Recipe:
             state = {**state, "cache_weight": "backward"}
         self.__dict__.update({"wgrad_input": "1x128", **state})  # or from before that was one
 
+    @classmethod
+    def fast(cls) -> Recipe:
+        """The fastest choices: weight gradients run at the speed of the forward."""
+        return cls(wgrad_input="128x128")
+
+    @classmethod
+    def accurate(cls) -> Recipe:
+        """The most exact gradients of weights: in high precision, of the input itself."""
+        return cls(wgrad_input="high_precision")
+
     # Properties, not cached ones, whose lock compilers cannot trace.
 
     @property

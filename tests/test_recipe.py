@@ -43,6 +43,12 @@ def test_every_choice_is_a_value(
     assert recipe != Recipe(scale, columnwise, cache_weight, another)
 
 
+def test_named_recipes() -> None:
+    assert Recipe.fast() == Recipe(wgrad_input="128x128")
+    assert Recipe.accurate() == Recipe(wgrad_input="high_precision")
+    assert pickle.loads(pickle.dumps(Recipe.fast())) == Recipe.fast()
+
+
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().scale = "power_of_two"

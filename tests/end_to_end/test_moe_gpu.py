@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import audit, convert, share_inputs
+from blocktensor import audit, convert, fuse, share_inputs
 from tests.support.compiling import afresh, graphs
 from tests.support.groups import ends
 from tests.support.models import randn
@@ -43,10 +43,15 @@ class Experts(nn.Module):
         return by(F.silu(by(x, self.w1)) * by(x, self.w3), self.w2)
 
 
-def experts() -> Experts:
+def experts(fused: bool = False) -> Experts:
     module = Experts()
     convert(module, auto_filter_small_kn=False, experts={"": ["w1", "w2", "w3"]})
+    if fused:
+        assert fuse(module).left_alone == ()
     return module
+
+
+either_way = pytest.mark.parametrize("fused", [False, True])
 
 
 def tokens(count: int = T, seed: int = 7) -> Tensor:
@@ -63,9 +68,10 @@ def step(module: Any, x: Tensor, offs: Tensor) -> list[Tensor]:
     return made
 
 
+@either_way
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_training_step_does_not_synchronise(shares: bool) -> None:
-    module, offs = experts(), ends(*SIZES, device="cuda")
+def test_a_training_step_does_not_synchronise(shares: bool, fused: bool) -> None:
+    module, offs = experts(fused), ends(*SIZES, device="cuda")
     if shares:
         share_inputs(module)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
@@ -79,8 +85,9 @@ def test_a_training_step_does_not_synchronise(shares: bool) -> None:
             optimizer.zero_grad()
 
 
-def test_one_graph_of_a_step_serves_other_groups() -> None:
-    module, x, offs = experts(), tokens(), ends(*SIZES, device="cuda")
+@either_way
+def test_one_graph_of_a_step_serves_other_groups(fused: bool) -> None:
+    module, x, offs = experts(fused), tokens(), ends(*SIZES, device="cuda")
     g = randn(T, K, seed=3).cuda()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -110,8 +117,9 @@ def test_one_graph_of_a_step_serves_other_groups() -> None:
             assert torch.equal(p.grad, q.grad)
 
 
-def test_rows_of_no_group_reach_nothing() -> None:
-    module, offs = experts(), ends(*SIZES, device="cuda")
+@either_way
+def test_rows_of_no_group_reach_nothing(fused: bool) -> None:
+    module, offs = experts(fused), ends(*SIZES, device="cuda")
     clean = step(module, tokens(), offs)
     poisoned = torch.full((T + 200, K), float("nan"), device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -134,15 +142,18 @@ def test_rows_of_no_group_reach_nothing() -> None:
     "ignore:The CUDA Graph is empty. This usually means that the graph was attempted to be "
     "captured on wrong device or stream:UserWarning"
 )
+@either_way
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_experts_are_close_to_eager(mode: str) -> None:
-    module = experts()
+def test_compiled_experts_are_close_to_eager(mode: str, fused: bool) -> None:
+    module = experts(fused)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, mode=mode)
     for sizes in (SIZES, (5, 0, 0, 0, 0, 0, 0, 9), (1024,) * E):
         offs, count = ends(*sizes, device="cuda"), sum(sizes)
         wanted = step(module, tokens(count), offs)
         made = [x.clone() for x in step(compiled, tokens(count), offs)]
         for a, b in zip(made[:2], wanted[:2], strict=True):
+            if fused:
+                assert torch.equal(a, b)
             # inductor keeps the product of gate and up in fp32, which other bytes of FP8 follow
             assert (a - b).norm() <= 5e-2 * b.norm()
 
