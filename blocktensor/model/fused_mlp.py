@@ -51,8 +51,10 @@ _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
 
 def act_of(module: nn.Module) -> str | None:
     """The attribute that holds a module's activation, if any does; methods are its code."""
-    held = {**vars(module), **module._modules}
-    return next((name for name in _ACTS if callable(held.get(name))), None)
+    for name in _ACTS:  # a merged dictionary would break torch 2.11's Dynamo
+        if callable(module.__dict__.get(name)) or callable(module._modules.get(name)):
+            return name
+    return None
 
 
 class FusedMLP(Fused):
