@@ -11,7 +11,7 @@ from torch import nn
 
 import blocktensor as bt
 
-from .llama import BATCH, LAYERS, NORMS, TIME, Shape, inputs, stack, step
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, stack, step
 from .timing import Call, round_robin
 
 QUICK: dict[str, Any] = {"layers": 1, "rounds": 3}
@@ -43,7 +43,7 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     if "shared" in name:
         bt.share_inputs(made)
     if "fused" in name:
-        bt.fuse(made, norm=NORMS)
+        bt.fuse(made)
     return made
 
 

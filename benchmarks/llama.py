@@ -74,10 +74,6 @@ class Block(nn.Module):
         return mixed
 
 
-NORMS = {"*attention_norm": ("q", "k", "v"), "*mlp_norm": ("mlp.gate", "mlp.up")}
-"""The norms of a stack and the linears that read them, for :func:`blocktensor.fuse`."""
-
-
 def stack(shape: Shape, layers: int, device: torch.device | str) -> nn.Sequential:
     """``layers`` blocks in bf16, initialised alike for one state of the generator."""
     with torch.device(device):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .llama import BATCH, LAYERS, NORMS, TIME, Shape, inputs, stack, step
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, stack, step
 from .timing import Call
 
 QUICK: dict[str, Any] = {"layers": 1}
@@ -31,7 +31,7 @@ def _shared(recipe: bt.Recipe) -> Callable[[nn.Module], object]:
 def _fused(recipe: bt.Recipe, recompute: bool = False) -> Callable[[nn.Module], object]:
     def prepare(model: nn.Module) -> None:
         bt.convert(model, recipe)
-        bt.fuse(model, norm=NORMS, recompute=recompute)
+        bt.fuse(model, recompute=recompute)
 
     return prepare
 

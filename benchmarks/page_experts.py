@@ -129,10 +129,12 @@ def experts_in_brief(content: Content, page: Path) -> list[str]:
         f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
         for r in select(rows, {"what": "layer"})
     )
+    fused = select(content["rows"], {"variant": "fp8, fused", "what": "layer"})
+    also = f"; with `fuse` {', '.join(times(r['speedup']) for r in fused)}" if fused else ""
     models = [r for r in rows if r["what"] not in ("layer", "small layer")]
     widest = max(models, key=lambda r: r["hidden"], default=None)
     whole = "" if widest is None else f"; a Qwen3-MoE training step {times(widest['speedup'])}"
     return [
-        f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{whole} "
+        f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{also}{whole} "
         f"(`{content['environment']['command']}`)."
     ]

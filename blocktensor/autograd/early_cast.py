@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops.formats import Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .batched_gradients import is_batched
 
 Forms = tuple[Quantized | None, Quantized | None]
 """The rowwise and the columnwise form."""
@@ -38,8 +39,8 @@ class EarlyCast:
         """Cast the gradient and return None in its place; a result of None leaves it."""
         (grad,) = grads
         is_fp8 = isinstance(grad, BlockwiseFP8Tensor)
-        # create_graph=True needs the original
-        if grad is None or is_fp8 or torch.is_grad_enabled():
+        # create_graph=True needs the original; backward refuses batched ones
+        if grad is None or is_fp8 or torch.is_grad_enabled() or is_batched(grad):
             self._forms.pop(get_ident(), None)  # of a backward that failed
             return None
         self._forms[get_ident()] = self._cast(grad)

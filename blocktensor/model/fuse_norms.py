@@ -55,8 +55,12 @@ _LINEARS = (
 )
 """The linears of such a module that read its input."""
 
-_BESIDE = {"q_a_layernorm": ("q_b_proj",), "kv_a_layernorm": ("kv_b_proj",)}
-"""Norms and the linears beside them that read them: DeepSeek's."""
+_BESIDE = {
+    "q_a_layernorm": ("q_b_proj",),
+    "kv_a_layernorm": ("kv_b_proj",),
+    "attention_norm": ("q", "k", "v"),
+}
+"""Norms and the linears beside them that read them: DeepSeek's, the examples'."""
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
