@@ -29,7 +29,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .batched_gradients import refuse_batched
+from .batched_gradients import is_batched, refuse_batched
 from .check_operands import refuse_prepared
 from .double_backward import raise_on_double_backward
 from .early_cast import EarlyCast
@@ -198,7 +198,8 @@ def run_backward(
     """
     saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
     if not is_dynamo_compiling():
-        refuse_batched(grad)
+        if grad is not None and is_batched(grad):
+            refuse_batched()
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     if not torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
