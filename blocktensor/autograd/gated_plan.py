@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..ops.formats import BlockFormat
 from ..ops.producers.ops import ActivationName
@@ -77,10 +78,10 @@ def plan_gated(
     if of_gate != of_up:
         raise ValueError(f"gate has {of_gate} features and up {of_up}: expected the same number")
     differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
-    needs_dh = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in differentiable
-    )
-    down = products.plan(_like_h(x, gate, w_gate, needs_dh), w_down, biases[2], recipe)
+    of_h = [t for t in differentiable if t is not None and t.requires_grad]
+    needs_dh = torch.is_grad_enabled() and len(of_h) > 0
+    h = _like_h(x, gate, w_gate, of_h[0] if needs_dh else None)
+    down = products.plan(h, w_down, biases[2], recipe)
     needs_dw = gate.needs[1] or up.needs[1]
     return GatedPlan(
         gate,
@@ -106,8 +107,13 @@ def _check_one_recipe(weights: tuple[Tensor, Tensor, Tensor]) -> None:
             )
 
 
-def _like_h(x: Tensor, gate: AnyPlan, w: Tensor, needs_grad: bool) -> Tensor:
-    """One element in the shape of h, for the plan of down, which looks at no value."""
+def _like_h(x: Tensor, gate: AnyPlan, w: Tensor, leaf: Tensor | None) -> Tensor:
+    """One element in the shape of h, for the plan of down, which looks at no value.
+
+    ``leaf``: a tensor that needs a gradient of h, if there is one.
+    """
     one: Any = torch.empty((1,), dtype=gate.out_dtype, device=x.device)
+    if leaf is not None and is_dynamo_compiling():  # torch 2.11's follows no requires_grad_()
+        one = one + leaf.sum().to(one.dtype)
     h: Tensor = one.expand((*x.shape[:-1], w.shape[-2]))
-    return h.requires_grad_(needs_grad)
+    return h if is_dynamo_compiling() else h.requires_grad_(leaf is not None)

@@ -31,6 +31,8 @@ def run(x: Tensor, w: Tensor, checkpointed: bool) -> Tensor:
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_grad(kind: Any) -> None:
     x, w = randn(8, K, grad=True), weight()
+    if kind is dict and torch.__version__ < (2, 13):
+        pytest.skip("torch.autograd.grad takes no dictionary before torch 2.13")
     wanted = torch.autograd.grad(run(x, w, False), (x, w))
     inputs = {"x": x, "w": w} if kind is dict else kind((x, w))
     with Trace() as trace:

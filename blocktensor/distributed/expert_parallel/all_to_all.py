@@ -130,7 +130,8 @@ class _AllToAll(torch.autograd.Function):
     """Data and scales that arrive, and a tensor of their shape, without memory, for the gradient.
 
     A compiler traces the backward of a Function with gradients of the types of its outputs, so that
-    this one, which computes with the gradient, has plain outputs.
+    this one, which computes with the gradient, has plain outputs. They are no views, which torch
+    2.11's compiler refuses.
     """
 
     @staticmethod
@@ -145,9 +146,9 @@ class _AllToAll(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.way_back, ctx.format = (sent, received, group), format if in_fp8 else None
         row = x.rowwise() if isinstance(x, BlockwiseFP8Tensor) else quantize_rowwise(x, format)
-        data, scale, _ = _exchange(row, received, sent, group)
+        data, scale = _exchange(row, received, sent, group)
         ctx.mark_non_differentiable(data, scale)
-        arrived = torch.empty(1, dtype=x.dtype, device=x.device).expand(data.shape)
+        arrived = torch.empty_strided(data.shape, (0, 0), dtype=x.dtype, device=x.device)
         return arrived, data, scale
 
     @staticmethod
@@ -156,8 +157,8 @@ class _AllToAll(torch.autograd.Function):
         if ctx.format is None:
             dx = wait_tensor(all_to_all_single(grad, *ctx.way_back))
         else:
-            arrived = _exchange(quantize_rowwise(grad, ctx.format), *ctx.way_back)
-            dx = dequantize(arrived, grad.dtype)
+            data, scale = _exchange(quantize_rowwise(grad, ctx.format), *ctx.way_back)
+            dx = dequantize(_arranged(data, scale, ctx.format), grad.dtype)
         return dx, None, None, None, None, None
 
 
@@ -168,7 +169,7 @@ class _AsFP8(torch.autograd.Function):
     def forward(
         ctx: Any, arrived: Tensor, data: Tensor, scale: Tensor, recipe: Recipe
     ) -> BlockwiseFP8Tensor:
-        form = Quantized(data, scale, recipe.activation_format)
+        form = _arranged(data, scale, recipe.activation_format)
         return BlockwiseFP8Tensor(form, None, shape=data.shape, dtype=arrived.dtype, recipe=recipe)
 
     @staticmethod
@@ -178,11 +179,16 @@ class _AsFP8(torch.autograd.Function):
 
 def _exchange(
     row: Quantized, received: list[int], sent: list[int], group: dist.ProcessGroup
-) -> Quantized:
-    """Rows of a rowwise cast, from all ranks."""
-    data, scale, format = row
+) -> tuple[Tensor, Tensor]:
+    """The bytes of rows of a rowwise cast, from all ranks, and their scales, row by row."""
+    data, scale, _ = row
     # as bytes, which gloo can send; the scales of a row side by side
     parts = data.view(torch.uint8), scale.contiguous()
     both = [all_to_all_single(part, received, sent, group) for part in parts]
     data, scale = (wait_tensor(part) for part in both)
+    return data, scale
+
+
+def _arranged(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
+    """The form of rows whose bytes and scales arrived."""
     return laid_out(data.view(format.dtype), scale, format)

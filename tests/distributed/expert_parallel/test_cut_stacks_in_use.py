@@ -153,7 +153,7 @@ def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
         for _ in range(2):
             step_of(model)
         for p, buffer, want in zip(model.parameters(), buffers, wanted, strict=True):
-            assert p.grad is None
+            assert p.grad is None or not p.grad.to_local().any()  # zeros by torch 2.11's DTensor
             torch.testing.assert_close(buffer, 2 * want, rtol=2**-8, atol=0)  # want is rounded
         before = [buffer.clone() for buffer in buffers]
         blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
