@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="what FSDP gathers of FP8 weights; bf16: linears cast what came at every use "
         "(default: fp8 with --precision fp8)",
     )
-    add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
+    add("--fuse", action="store_true", help="cast where values are computed (blocktensor.fuse)")
     add(
         "--head",
         choices=("bf16", "fp8"),
