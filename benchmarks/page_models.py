@@ -74,7 +74,7 @@ def layer(content: Content, page: Path) -> list[str]:
 
 
 def producers(content: Content, page: Path) -> list[str]:
-    """Casts made where values are born."""
+    """Casts made where values are computed."""
     rows = []
     for r in content["rows"]:
         blocks = "–" if r["op"] in _WITHOUT_FORMS else r["columnwise"]

@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     if options.fuse and options.variant == "bf16":
         sys.exit(
-            "long_run.py: error: --fuse needs an FP8 --variant: it casts where values are born"
+            "long_run.py: error: --fuse needs an FP8 --variant: it casts where values are computed"
         )
     command = shlex.join(
         ["python", "examples/long_run.py", *(sys.argv[1:] if argv is None else argv)]
