@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -95,12 +95,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         """
         known = {x.name for x in fields(cls) if x.init}
         entries = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        unknown = sorted(entries.keys() - known)
-        if unknown:
-            raise ValueError(
-                f"quantization_config has the unknown entries {unknown}: expected some of "
-                f"{sorted(known)}; they may be those of a later version of blocktensor"
-            )
+        _check_known(entries, known, "quantization_config")
         for key, kind in (("recipe", Recipe), ("auto_filter_small_kn", SmallKN)):
             if isinstance(entries.get(key), Mapping):
                 entries[key] = _made(kind, entries[key], key)
@@ -125,8 +120,18 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         yield from self.to_dict().items()
 
 
-def _made(kind: type, entries: Mapping[str, Any], name: str) -> Any:
+def _made(kind: Any, entries: Mapping[str, Any], name: str) -> Any:
+    _check_known(entries, {x.name for x in fields(kind)}, f"{name} of quantization_config")
     try:
         return kind(**entries)
     except TypeError as error:
         raise ValueError(f"quantization_config: {name}={dict(entries)!r}: {error}") from None
+
+
+def _check_known(entries: Mapping[str, Any], known: Set[str], what: str) -> None:
+    unknown = sorted(entries.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{what} has the unknown entries {unknown}: expected some of {sorted(known)}; they may "
+            f"be those of a later version of blocktensor"
+        )
