@@ -71,7 +71,7 @@ def put_in_place(made: Path, folder: Path) -> None:
                 _settle(made, folder)
                 raise
         return
-    made.chmod(0o777 & ~umask())
+    os.chmod(made, 0o777 & ~umask())
     flush(made)
     try:
         os.rename(made, folder)

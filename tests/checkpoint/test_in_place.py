@@ -208,7 +208,8 @@ def steps_to(folder: Path) -> str:
     """What a save does after the parent folder is there, without the names that chance gives."""
     with disk_steps() as steps:
         save(NEW, folder)
-    text = "\n".join(steps[1:]).replace(str(folder.parent), "..")
+    later = [step for step in steps if step != f"mkdir {folder.parent}"]  # on Python 3.10 unseen
+    text = "\n".join(later).replace(str(folder.parent), "..")
     text = re.sub(r"(\.new)?\.save_fp8\.\w{8}", lambda m: ".NEW" if m[1] else ".STAGING", text)
     return re.sub(r"-\w{8}\.safetensors", "-TAG.safetensors", text).replace("../fp8/", "")
 
