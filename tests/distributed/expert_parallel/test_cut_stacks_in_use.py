@@ -153,7 +153,10 @@ def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
         for _ in range(2):
             step_of(model)
         for p, buffer, want in zip(model.parameters(), buffers, wanted, strict=True):
-            assert p.grad is None or not p.grad.to_local().any()  # zeros by torch 2.11's DTensor
+            if torch.__version__ < (2, 13) and p.grad is not None:  # by torch 2.11's DTensor
+                assert not p.grad.to_local().any()
+            else:
+                assert p.grad is None
             torch.testing.assert_close(buffer, 2 * want, rtol=2**-8, atol=0)  # want is rounded
         before = [buffer.clone() for buffer in buffers]
         blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
