@@ -98,6 +98,16 @@ def test_a_rank_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -
             group.call(ranks._run_on_rank, _never_return, 2)
 
 
+def test_a_rank_that_dies_names_the_calls_before() -> None:
+    """What corrupts memory may be another test than the one that dies of it."""
+    with ranks._started(2, "cpu") as group:
+        group.call(ranks._run_test, _make_groups, world=2, device="cpu")
+        with pytest.raises(RuntimeError) as error:
+            group.call(ranks._run_on_rank, _die_while_the_other_waits, 2)
+    calls = f"{__name__}._make_groups\n{__name__}._die_while_the_other_waits"
+    assert f"its calls, in order:\n{calls}\n" in f"{error.value}\n"
+
+
 def test_a_rank_that_does_not_start_says_why() -> None:
     group = ranks._Group(1, "no such device")
     with pytest.raises(RuntimeError, match=r"rank 0:\n(?s:.*)KeyError: 'no such device'"):

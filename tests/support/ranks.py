@@ -113,6 +113,7 @@ class _Group:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._calls: list[str] = []
         context = forking()
         for rank in range(world):
             ours, theirs = context.Pipe()
@@ -131,6 +132,7 @@ class _Group:
         Raises:
             RuntimeError: with the traceback of each rank that failed. The group is closed then.
         """
+        self._calls.append(_named(function, args, kwargs))
         try:
             return self._call(pickle.dumps((function, args, kwargs)))
         except BaseException:  # a time limit or Ctrl-C, too: later calls would get these answers
@@ -156,7 +158,9 @@ class _Group:
                     self._processes[rank].join()
                     code = self._processes[rank].exitcode
                     said = _stderr(self._folder.name, rank).read_text(errors="replace")
-                    error, result = f"the process died with exit code {code}\n{said[-8000:]}", None
+                    calls = "\n".join(self._calls)
+                    said = f"{said[-8000:]}\nits calls, in order:\n{calls}"
+                    error, result = f"the process died with exit code {code}\n{said}", None
                 if error is None:
                     results[rank] = result
                 else:
@@ -176,6 +180,13 @@ class _Group:
             process.join()
             pipe.close()
         self._folder.cleanup()
+
+
+def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """A call of :meth:`_Group.call`, on one line."""
+    called = args[0] if args and callable(args[0]) else function
+    others = {k: v for k, v in kwargs.items() if k not in ("world", "device")}
+    return f"{called.__module__}.{called.__qualname__} {others or ''}".rstrip()
 
 
 _groups: dict[tuple[int, str], _Group] = {}
