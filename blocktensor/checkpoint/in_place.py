@@ -1,7 +1,7 @@
 """Putting a finished checkpoint in its place: a kill at any moment leaves the old one or the new.
 
 A checkpoint is made in a *staging folder*: beside its place where there is none yet, else inside
-the folder. It holds a lock for as long as its process lives. The index is what makes files a
+the folder. It holds a lock until its process ends. The index is what makes files a
 checkpoint, so a checkpoint inside a folder is replaced by one rename, that of its index: see
 docs/design/checkpoints.md for the order of steps and for what each kill leaves.
 """

@@ -1,7 +1,7 @@
 """peft's DoRA on a base that is frozen in FP8: ``import blocktensor.integrations.peft``.
 
 DoRA divides by the norms of ``W + B A``. The import makes peft compute them from the dequantized
-values of W, which live as long as the norm is computed; products with W stay in FP8. All other
+values of W, which are freed after the norm is computed; products with W stay in FP8. All other
 adapters that work on a frozen base need no import.
 """
 
