@@ -23,6 +23,11 @@ from plot import smooth
 Result = dict[str, Any]
 SMOOTHED = 100
 """Steps that a point of a smoothed curve is the mean of."""
+MOVED = (
+    "Runs that differ by rounding alone come apart as well: those whose weights were moved by 1e-6 "
+    "of",
+    "themselves show how far.",
+)
 
 
 def heldout(result: Result) -> float:
@@ -67,9 +72,13 @@ def row(result: Result, results: Sequence[Result]) -> str:
 def means(results: Sequence[Result]) -> list[str]:
     """A line for each variant with several seeds: the mean difference of its held-out loss.
 
-    Fused models compute the same bits.
+    Fused models compute the same bits. A line for bf16 says how far its own seeds differ.
     """
     lines = []
+    plain = [heldout(result) for result in results if result["variant"] == "bf16"]
+    if len(plain) > 1:
+        spread = (max(plain) / min(plain) - 1) * 100
+        lines.append(f"- bf16: its {len(plain)} seeds differ by up to {spread:.2f}%")
     numbers = [(r["variant"].replace(", fused", ""), r) for r in results]
     for variant in dict.fromkeys(name for name, _ in numbers):
         runs = [(r, of_bf16(r, results)) for name, r in numbers if name == variant]
@@ -115,9 +124,8 @@ def page(results: Sequence[Result], folder: Path) -> str:
         "# Evidence",
         "",
         "Whole training runs in bf16 and in FP8: the same initial weights, and the same text in "
-        "the same order. Runs that",
-        "differ by rounding alone come apart as well: those whose weights were moved by 1e-6 of "
-        "themselves show how far.",
+        "the same order.",
+        *(MOVED if any("moved" in result["variant"] for result in results) else []),
         "",
         f"The text: {facts['train_tokens'] / 1e6:.1f}M of "
         f"{facts['all_train_tokens'] / 1e6:.0f}M tokens of the sources of Linux, each read once "

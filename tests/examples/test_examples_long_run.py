@@ -166,14 +166,17 @@ def test_the_report_compares_runs_of_one_model_and_seed(load: Load, tmp_path: Pa
         files[-1].write_text(json.dumps(run))
     report.main([*map(str, files), "--out", str(tmp_path / "evidence.md")])
     lines = (tmp_path / "evidence.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith(("| bf16", "| fp8", "- fp8"))] == [
+    assert [line for line in lines if line.startswith(("| bf16", "| fp8", "- fp8", "- bf16"))] == [
         "| bf16 | 0 | 2.0000 | – | 100 | – | 2.0 |",
         "| fp8 | 0 | 2.0100 | +0.50% | 125 | 1.25x | 2.0 |",
         "| bf16 | 1 | 3.0000 | – | 100 | – | 2.0 |",
         "| fp8 | 1 | 2.9970 | -0.10% | 130 | 1.30x | 2.0 |",
+        "- bf16: its 2 seeds differ by up to 50.00%",
         "- fp8: +0.20% over 2 seeds",
         "| fp8 | 0 | 2.5000 | – | 100 | – | 2.0 |",
     ]
+    assert report.MOVED[0] not in lines
+    assert report.MOVED[0] in report.page([*runs, planted("bf16, moved", 0, 2.1)], tmp_path)
     assert (tmp_path / "plots" / "evidence_dense.png").stat().st_size > 1000
     assert (tmp_path / "plots" / "evidence_moe.png").exists()
     with pytest.raises(ValueError, match="no results"):
