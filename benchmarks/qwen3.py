@@ -15,7 +15,14 @@ from .hf_models import adamw, in_bf16, step
 from .memory import peak
 from .timing import Call, round_robin
 
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, inputs shared, head too")
+VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, inputs shared",
+    "fp8, inputs shared, head too",
+    "fp8, fused",
+    "fp8, fused, head too",
+)
 HEAD_DIM = 128
 
 
@@ -62,6 +69,8 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         bt.convert(model, auto_filter_small_kn=shape.filter_small)
     if "shared" in name:
         bt.share_inputs(model)
+    if "fused" in name:
+        bt.fuse(model)
     if "head" in name:
         bt.to_blockwise_fp8_weights(model.lm_head)
     return model

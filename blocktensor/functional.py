@@ -61,7 +61,7 @@ def linear(
 def gated_mlp(
     x: Tensor,
     w_gate: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     bias_gate: Tensor | None = None,
     bias_up: Tensor | None = None,
@@ -83,10 +83,12 @@ def gated_mlp(
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
-        w_gate, w_up: ``[I, K]``, of x's dtype (any, under autocast).
+        w_gate, w_up: ``[I, K]``, of x's dtype (any, under autocast); or one weight ``[2I, K]`` of
+            both, gate first, and None.
         w_down: ``[N, I]``, alike.
-        bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None. Where a bias of gate
-            or up is trained, the gradients of gate and up are stored in high precision.
+        bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None; without ``w_up``,
+            ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
+            and up are stored in high precision.
         activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
         recompute: backward makes the columnwise form of h again, which takes another read of gate
             and up, in place of saving it: a byte for each of its elements.
@@ -110,7 +112,7 @@ def gated_mlp(
 def gated_experts(
     x: Tensor,
     w_gate: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     offs: Tensor,
     *,
@@ -126,7 +128,8 @@ def gated_experts(
 
     Args:
         x: ``[T, K]``, sorted by expert, as :func:`grouped_linear` takes it.
-        w_gate, w_up: ``[E, I, K]``, of x's dtype (any, under autocast), or transposed stacks.
+        w_gate, w_up: ``[E, I, K]``, of x's dtype (any, under autocast), or transposed stacks; or
+            one stack ``[E, 2I, K]`` of both, gate first, and None.
         w_down: ``[E, N, I]``, alike.
         offs: int32 ``[E]``, the row after the last of each group.
         activation, recompute, recipe: as in :func:`gated_mlp`.
@@ -263,7 +266,7 @@ def linear_cross_entropy(
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
 
 
-def _stays_whole(w: Tensor) -> bool:
+def _stays_whole(w: Tensor | None) -> bool:
     """Whether a product with ``w`` has to be a torch function, whose override is called later.
 
     Dynamo looks into other functions, and would read the casts that a weight makes as inputs of its

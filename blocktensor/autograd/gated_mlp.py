@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
-from ..ops.producers.ops import ActivationName, gated, gated_backward
+from ..ops.producers.ops import ActivationName, gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
@@ -45,7 +45,7 @@ _WEIGHTS_AT = 2
 def gated_mlp(
     x: Tensor,
     w_gate: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     bias_gate: Tensor | None = None,
     bias_up: Tensor | None = None,
@@ -75,7 +75,9 @@ def gated_mlp(
             early = early_cast.EarlyCast(lambda grad: products.forms(grad, *formats))
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
-        again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
+        again: Tensor | None = None
+        if w_up is not None:
+            again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan, early)
         if early is not None:
@@ -86,14 +88,18 @@ def gated_mlp(
 def _one_by_one(
     products: Products,
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: tuple[Tensor, Tensor | None, Tensor],
     biases: Sequence[Tensor | None],
     activation: str,
     recipe: Recipe | None,
 ) -> Tensor:
-    gate, up = products.linears(x, weights[:2], biases[:2], recipe)
+    w_gate, w_up, w_down = weights
+    if w_up is None:
+        gate, up = products.linears(x, [w_gate], biases[:1], recipe)[0].chunk(2, -1)
+    else:
+        gate, up = products.linears(x, [w_gate, w_up], biases[:2], recipe)
     h = ACTIVATIONS[activation].value(gate) * up
-    (y,) = products.linears(h, weights[2:], biases[2:], recipe)
+    (y,) = products.linears(h, [w_down], biases[2:], recipe)
     return y
 
 
@@ -121,9 +127,9 @@ class _GatedMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        x_again: Tensor,
+        x_again: Tensor | None,
         w_gate: Tensor,
-        w_up: Tensor,
+        w_up: Tensor | None,
         w_down: Tensor,
         bias_gate: Tensor | None,
         bias_up: Tensor | None,
@@ -133,7 +139,9 @@ class _GatedMLP(torch.autograd.Function):
         early: early_cast.EarlyCast | None,
     ) -> Tensor:
         ctx.plan, ctx.early, products = plan, early, products_of(offs)
-        ctx.reads = of_gate, of_up, of_down = _Read(plan.gate), _Read(plan.up), _Read(plan.down)
+        of_gate, of_down = _Read(plan.gate), _Read(plan.down)
+        of_up = None if plan.up is None else _Read(plan.up)
+        ctx.reads = of_gate, of_up, of_down
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
         columnwise, ctx.remakes = plan.x_columnwise, None
@@ -146,11 +154,17 @@ class _GatedMLP(torch.autograd.Function):
             x_saved = (None, None) if x_col is None else x_col[:2]
         assert x_row is not None
         gate, gate_saved = _fprop(products, of_gate, x_row, w_gate, bias_gate)
-        up, up_saved = _fprop(products, of_up, x_row, w_up, bias_up)
+        up: Tensor | None = None
+        up_saved: Sequence[Tensor] = ()
+        if of_up is not None:
+            assert w_up is not None
+            up, up_saved = _fprop(products, of_up, x_row, w_up, bias_up)
         del x_row
         makes_again = plan.recompute and plan.needs_dh
         h_columnwise = None if makes_again else plan.down.x_columnwise
-        h_row, h_col = gated(gate, up, plan.activation, plan.down.format, h_columnwise, offs)
+        h_row, h_col = gated(
+            *_apart(gate, up), plan.activation, plan.down.format, h_columnwise, offs
+        )
         assert h_row is not None
         y, down_saved = _fprop(products, of_down, h_row, w_down, bias_down)
         ctx.counts = len(gate_saved), len(up_saved)
@@ -174,7 +188,7 @@ class _GatedMLP(torch.autograd.Function):
 def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
-    of_gate, of_up, of_down = ctx.reads
+    of_down = ctx.reads[2]
     products: Any = products_of(saved.pop(0))
     x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
     of_h: list[Any] = [*rest[:4]]
@@ -196,8 +210,7 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     has_dh = plan.needs_dh and g is not None
     w_col = saved_weight.read_in_backward(of_down, w_down, has_dh)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
-        for read, w in ((of_gate, w_gate), (of_up, w_up)):
-            saved_weight.read_in_backward(read, w, False)
+        _read_no_firsts(ctx.reads, (w_gate, w_up))
         return None, None, *dws, *dbiases, None, None, None
 
     g_row, g_col = g
@@ -215,8 +228,7 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     of_h[:2] = None, None  # h: memory is scarcest while gradients of gate and up are computed
     del g_col
     if dh is None:
-        for read, w in ((of_gate, w_gate), (of_up, w_up)):
-            saved_weight.read_in_backward(read, w, False)
+        _read_no_firsts(ctx.reads, (w_gate, w_up))
         return None, None, *dws, *dbiases, None, None, None
 
     dxs: list[Tensor | None] = [None, None]
@@ -235,7 +247,16 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
                 x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
             dws[i] = products.wgrad(read.plan, d_col, x_col, buffers[i])
         del d_row, d_col
+    if plan.up is None:
+        dxs.reverse()  # the one edge to x is the first
     return dxs[1], dxs[0], *dws, *dbiases, None, None, None
+
+
+def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> None:
+    """Tell the weights of gate and up that this backward does not read them."""
+    for read, w in zip(reads[:2], weights, strict=True):
+        if read is not None:
+            saved_weight.read_in_backward(read, w, False)
 
 
 def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
@@ -248,10 +269,18 @@ def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
     buffers: list[Tensor | None] = [None, None, None]
     needed = list(ctx.needs_input_grad[_WEIGHTS_AT : _WEIGHTS_AT + 3])
     for i, read in enumerate(ctx.reads):
-        main_grad = None if read.cache is None else read.cache.main_grad
+        main_grad = None if read is None or read.cache is None else read.cache.main_grad
         if main_grad is not None and needed[i]:
-            buffers[i], needed[i] = where_to_add(ctx, main_grad, _WEIGHTS_AT + i)
+            places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
+            buffers[i], needed[i] = where_to_add(ctx, main_grad, places[i])
     return buffers, needed
+
+
+def _apart(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up; without ``up``, the halves of ``gate``."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return gate, up
 
 
 def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any], offs: Tensor | None) -> Quantized:
@@ -261,7 +290,7 @@ def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any], offs: Tensor | None)
     data, scale, gate, up = saved
     if data is not None:
         return Quantized(data, scale, format)
-    _, made = gated(gate, up, plan.activation, None, format, offs)
+    _, made = gated(*_apart(gate, up), plan.activation, None, format, offs)
     assert made is not None
     return made
 
@@ -276,11 +305,15 @@ def _gradients_of_h(
 ) -> Iterator[tuple[int, Forms]]:
     """The forms of the gradients of gate (0) and up (1), in the order in which they are made.
 
-    Gate and up are removed from ``saved``; sums, if needed, go to ``dbiases``.
+    Where one linear makes both, the forms of the gradient of both (0). Gate and up are removed from
+    ``saved``; sums, if needed, go to ``dbiases``.
     """
     gate, up = saved[2:]
     saved[2:] = None, None
     activation, formats, offs = plan.activation, plan.dh_formats, products.offs
+    if plan.up is None:
+        yield 0, _joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)
+        return
     made: list[Forms]
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision
         sources = gradients(dh, gate, up, activation)
@@ -305,6 +338,23 @@ def _gradients_of_h(
     del gate, up, dh
     for i in (1, 0):
         yield i, made.pop()
+
+
+def _joint_gradient(
+    products: Any,
+    plan: GatedPlan,
+    dh: Tensor,
+    gate_up: Tensor,
+    needs_dbias: bool,
+    dbiases: list[Tensor | None],
+) -> Forms:
+    """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
+    formats = plan.dh_formats
+    if not needs_dbias:
+        return joint_gated_backward(dh, gate_up, plan.activation, *formats, products.offs)
+    grad = torch.cat(gradients(dh, *_apart(gate_up, None), plan.activation), -1)
+    dbiases[0] = products.bias_gradient(grad, plan.gate)
+    return (None, None) if formats == (None, None) else products.forms(grad, *formats)
 
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway

@@ -27,7 +27,7 @@ class GatedPlan(NamedTuple):
     """How one gated MLP runs.
 
     Attributes:
-        gate, up, down: its linears.
+        gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
         activation: a name in ``ACTIVATIONS``.
         recompute: whether backward makes the columnwise form of h again.
         apart: whether h or a gradient is needed in high precision, so that the linears run one by
@@ -38,7 +38,7 @@ class GatedPlan(NamedTuple):
     """
 
     gate: AnyPlan
-    up: AnyPlan
+    up: AnyPlan | None
     down: AnyPlan
     activation: ActivationName
     recompute: bool
@@ -50,19 +50,21 @@ class GatedPlan(NamedTuple):
     @property
     def tracing(self) -> bool:
         """True while a compiler traces."""
-        return self.gate.tracing or self.up.tracing or self.down.tracing
+        return self.gate.tracing or self.down.tracing or (self.up is not None and self.up.tracing)
 
 
 def plan_gated(
     products: Products,
     x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor | None, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     activation: ActivationName,
     recompute: bool,
     recipe: Recipe | None,
 ) -> GatedPlan:
     """How a gated MLP of these operands runs; ``weights`` and ``biases``: of gate, up and down.
+
+    Without a weight of up, that of gate holds both, gate first.
 
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
@@ -73,30 +75,46 @@ def plan_gated(
     w_gate, w_up, w_down = weights
     _check_one_recipe(weights)
     gate = products.plan(x, w_gate, biases[0], recipe)
-    up = products.plan(x, w_up, biases[1], recipe)
-    of_gate, of_up = (w.shape[-2] for w in (w_gate, w_up))
-    if of_gate != of_up:
-        raise ValueError(f"gate has {of_gate} features and up {of_up}: expected the same number")
+    up = None if w_up is None else products.plan(x, w_up, biases[1], recipe)
+    features = _features_of_h(w_gate, w_up, biases[1])
     differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
     of_h = [t for t in differentiable if t is not None and t.requires_grad]
     needs_dh = torch.is_grad_enabled() and len(of_h) > 0
-    h = _like_h(x, gate, w_gate, of_h[0] if needs_dh else None)
+    h = _like_h(x, gate, features, of_h[0] if needs_dh else None)
     down = products.plan(h, w_down, biases[2], recipe)
-    needs_dw = gate.needs[1] or up.needs[1]
+    firsts = [gate] if up is None else [gate, up]
+    needs_dw = any(plan.needs[1] for plan in firsts)
     return GatedPlan(
         gate,
         up,
         down,
         activation,
         recompute,
-        apart=gate.saves_x or up.saves_x or down.saves_x,
+        apart=any(plan.saves_x for plan in (*firsts, down)),
         needs_dh=needs_dh,
-        x_columnwise=gate.x_columnwise or up.x_columnwise,
+        x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),
         dh_formats=(gate.format if gate.needs[0] else None, gate.format if needs_dw else None),
     )
 
 
-def _check_one_recipe(weights: tuple[Tensor, Tensor, Tensor]) -> None:
+def _features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None) -> int:
+    of_gate: int = w_gate.shape[-2]
+    if w_up is None:
+        if of_gate % 2:
+            raise ValueError(
+                f"w_gate has {of_gate} features and there is no w_up: expected an even number, "
+                f"those of gate and as many of up"
+            )
+        if bias_up is not None:
+            raise ValueError("bias_up without w_up: give bias_gate the biases of both, gate first")
+        return of_gate // 2
+    of_up = w_up.shape[-2]
+    if of_gate != of_up:
+        raise ValueError(f"gate has {of_gate} features and up {of_up}: expected the same number")
+    return of_gate
+
+
+def _check_one_recipe(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
     recipes = [w.recipe for w in weights if isinstance(w, FP8_TYPES)]
     for name in ("scale", "wgrad_input"):
         chosen = list(dict.fromkeys(getattr(recipe, name) for recipe in recipes))
@@ -107,7 +125,7 @@ def _check_one_recipe(weights: tuple[Tensor, Tensor, Tensor]) -> None:
             )
 
 
-def _like_h(x: Tensor, gate: AnyPlan, w: Tensor, leaf: Tensor | None) -> Tensor:
+def _like_h(x: Tensor, gate: AnyPlan, features: int, leaf: Tensor | None) -> Tensor:
     """One element in the shape of h, for the plan of down, which looks at no value.
 
     ``leaf``: a tensor that needs a gradient of h, if there is one.
@@ -115,5 +133,5 @@ def _like_h(x: Tensor, gate: AnyPlan, w: Tensor, leaf: Tensor | None) -> Tensor:
     one: Any = torch.empty((1,), dtype=gate.out_dtype, device=x.device)
     if leaf is not None and is_dynamo_compiling():  # torch 2.11's follows no requires_grad_()
         one = one + leaf.sum().to(one.dtype)
-    h: Tensor = one.expand((*x.shape[:-1], w.shape[-2]))
+    h: Tensor = one.expand((*x.shape[:-1], features))
     return h if is_dynamo_compiling() else h.requires_grad_(leaf is not None)

@@ -36,7 +36,7 @@ _SAME_VALUES = ("ToCopyBackward0", "_ToTorchTensorBackward")
 def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> tuple[Tensor | None, bool]:
     """The buffer that this backward adds to, and whether the weight's gradient is needed.
 
-    ``place``: of the weight among the arguments of the forward.
+    ``place``: of the weight among the tensors that the forward was given.
 
     ``needs_input_grad`` says which gradients could be needed. Adding is a side effect: it must not
     happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.

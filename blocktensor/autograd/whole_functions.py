@@ -58,7 +58,7 @@ def announce_if_loaded() -> None:
 def gated_mlp(
     x: Tensor,
     w_gate: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     bias_gate: Tensor | None,
     bias_up: Tensor | None,
@@ -70,14 +70,15 @@ def gated_mlp(
     if _announced:
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         return _gated_mlp_whole(x, *weights, *biases, activation, recompute)
-    gate, up = F.linear(x, w_gate, bias_gate), F.linear(x, w_up, bias_up)
+    gate = F.linear(x, w_gate, bias_gate)
+    gate, up = gate.chunk(2, -1) if w_up is None else (gate, F.linear(x, w_up, bias_up))
     return F.linear(ACTIVATIONS[activation].value(gate) * up, w_down, bias_down)
 
 
 def gated_experts(
     x: Tensor,
     w_gate: Tensor,
-    w_up: Tensor,
+    w_up: Tensor | None,
     w_down: Tensor,
     offs: Tensor,
     activation: ActivationName,
@@ -88,7 +89,8 @@ def gated_experts(
         biases, recipe = (None, None, None), None
         weights = w_gate, w_up, w_down
         return _gated_mlp_whole(x, *weights, *biases, activation, recompute, recipe, offs)
-    gate, up = (torch._grouped_mm(x, w.transpose(1, 2), offs) for w in (w_gate, w_up))
+    made = [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in (w_gate, w_up) if w is not None]
+    gate, up = made if w_up is not None else made[0].chunk(2, -1)
     h = ACTIVATIONS[activation].value(gate) * up
     return torch._grouped_mm(h, w_down.transpose(1, 2), offs)
 

@@ -73,7 +73,11 @@ _COLUMNWISE = {
 }
 """Casts of activations and gradients: the place of the columnwise data in the result."""
 
-_PRODUCERS = {ours.gated: (4, 5), ours.gated_backward: (5, 6)}
+_PRODUCERS = {
+    ours.gated: (4, 5),
+    ours.gated_backward: (5, 6),
+    ours.joint_gated_backward: (4, 5),
+}
 """Ops that cast what they compute: the places of the names of formats, rowwise and columnwise."""
 
 _CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}

@@ -16,8 +16,7 @@ from . import fuse_experts, fuse_norms
 from .fuse_report import FusionEntry, FusionReport
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_parts
-from .fused_experts import FusedExperts
-from .fused_mlp import FusedMLP, GatedParts, act_of, run_parts, why_apart
+from .fused_mlp import FusedMLP, GatedParts, act_of, formula, run_parts, why_apart
 from .fused_norm import FusedNorm
 from .linears import fp8_part, is_linear, kind_of
 from .module_names import matching
@@ -26,8 +25,10 @@ _TRIPLES = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
     ("gate", "up", "down"),
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
 )
-"""Names of gate, up and down: transformers', Llama's and torchtitan's, the examples'."""
+"""Names of gate, up and down: transformers', Llama's and torchtitan's, the examples'; Phi's, whose
+gate and up are one."""
 
 
 class _Found(NamedTuple):
@@ -64,14 +65,15 @@ def fuse(
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
-    (torchtitan), ``gate``, ``up``, ``down``; experts by the names of three stacks ``[E, out, in]``
-    (torchtitan's ``w1_EFD``, ``w3_EFD``, ``w2_EDF``, or those of linears); norms by their names and
-    those of the linears that read them, such as ``input_layernorm`` and ``self_attn.q_proj``. Each
-    is verified on drawn weights, forward and backward, in training and evaluation mode, MLPs and
-    experts under autocast too: one that computes anything else is left alone, with the reason in
-    the report. So are MLPs with hooks, adapters (LoRA) or high precision in an inner linear, and
-    norms with such linears. A fused module that gets such things later, and a norm under autocast,
-    runs as it was written.
+    (torchtitan), ``gate``, ``up``, ``down``, or ``gate_up_proj`` (gate, then up), ``down_proj``
+    (Phi); experts by the names of stacks ``[E, out, in]`` (torchtitan's ``w1_EFD``, ``w3_EFD``,
+    ``w2_EDF``, those of linears, transformers' ``gate_up_proj`` and ``down_proj``); norms by their
+    names and those of the linears that read them, such as ``input_layernorm`` and
+    ``self_attn.q_proj``. Each is verified on drawn weights, forward and backward, in training and
+    evaluation mode, MLPs and experts under autocast too: one that computes anything else is left
+    alone, with the reason in the report. So are MLPs with hooks, adapters (LoRA) or high precision
+    in an inner linear, and norms with such linears. A fused module that gets such things later, and
+    a norm under autocast, runs as it was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before
@@ -82,13 +84,14 @@ def fuse(
         mlp: gated MLPs by other names: ``{pattern: (gate, up, down, activation)}`` with a
             shell-style pattern of module names, the names of the linears in it, and either the
             attribute that holds the activation, or "silu", "gelu", "gelu_tanh" or "relu2"; None
-            tries all of them.
+            tries all of them. A linear that makes gate, then up, is named twice.
         norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
             names, and the names of all linears that read the norm, relative to its parent. A
             norm that was found by its name is left out by ``unfuse(norm)``.
         experts: modules of experts by other names: ``{pattern: (gate, up, down, activation)}`` with
             the names of their stacks ``[E, out, in]`` and an activation, or None to try all. Their
-            forward takes rows ``[T, K]`` sorted by expert, and int32 sizes or ends of the groups.
+            forward takes rows ``[T, K]`` sorted by expert, and int32 sizes or ends of the groups;
+            or it is that of transformers' experts. A stack of gate, then up, is named twice.
         recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
             weight gradients read, in place of saving them.
 
@@ -111,9 +114,8 @@ def fuse(
     chosen: list[tuple[nn.Module, type[Fused], Any]] = []
     for found in mlps:
         parts, reason = _parts_of(found, recompute, drawn)
-        gate, up, down = found.linears
         act = parts.activation if parts is not None else found.activation or found.act or "?"
-        computes = f"{down}({act}({gate}(x)) * {up}(x))"
+        computes = formula(found.linears, act)
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
             chosen.append((found.module, FusedMLP, parts))
@@ -123,7 +125,7 @@ def fuse(
         computes = group.computes(None if by_expert is None else by_expert.activation)
         entries.append(FusionEntry(group.name, kind_of(group.module), computes, reason))
         if by_expert is not None:
-            chosen.append((group.module, FusedExperts, by_expert))
+            chosen.append((group.module, fuse_experts.kind_for(group.module), by_expert))
     for each in norms:
         cast_once = cast_by_mlps.issuperset(each.readers)
         normed, reason = fuse_norms.parts_of(each, drawn, recompute, cast_once)

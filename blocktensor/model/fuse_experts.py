@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.producers.ops import ActivationName
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
-from .fused_class import own_forward
-from .fused_experts import ExpertsParts, run_parts
-from .fused_mlp import act_of
+from .fused_class import Fused, own_forward
+from .fused_experts import ExpertsParts, FusedExperts, run_parts
+from .fused_mlp import act_of, formula
+from .fused_routed_experts import FusedRoutedExperts, routes_rows, why_other_routing
+from .fused_routed_experts import run_parts as run_routed
 from .linears import fp8_part, kind_of
 from .module_names import matching
 
@@ -21,8 +23,10 @@ _STACKS = (
     ("w1_EFD", "w3_EFD", "w2_EDF"),
     ("w1", "w3", "w2"),
     ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
 )
-"""Names of the stacks gate, up and down: torchtitan's, the examples', transformers'."""
+"""Names of the stacks gate, up and down: torchtitan's, the examples', those of linears;
+transformers', whose gate and up are one."""
 
 ExpertsNames = Mapping[str, tuple[str, str, str, str | None]]
 
@@ -31,7 +35,7 @@ class FoundExperts(NamedTuple):
     """A module that has the stacks of gated experts.
 
     Attributes:
-        stacks: names of its parameters gate, up and down.
+        stacks: names of its parameters gate, up and down; gate and up may be one.
         activation: what it is, if somebody said so.
     """
 
@@ -42,9 +46,7 @@ class FoundExperts(NamedTuple):
 
     def computes(self, activation: str | None) -> str:
         """What it is taken for, with this activation."""
-        gate, up, down = self.stacks
-        act = activation or self.activation or "?"
-        return f"{down}({act}({gate}(x)) * {up}(x)) by expert"
+        return f"{formula(self.stacks, activation or self.activation or '?')} by expert"
 
 
 def candidates(model: nn.Module, named: ExpertsNames) -> Iterator[FoundExperts]:
@@ -64,9 +66,6 @@ def candidates(model: nn.Module, named: ExpertsNames) -> Iterator[FoundExperts]:
             if all(_is_stack(module, x) for x in stacks):
                 yield FoundExperts(name, module, stacks)
                 break
-        else:
-            if _is_stack(module, "gate_up_proj") and _is_stack(module, "down_proj"):
-                yield FoundExperts(name, module, ("gate_up_proj", "gate_up_proj", "down_proj"))
 
 
 def _is_stack(module: nn.Module, name: str) -> bool:
@@ -108,11 +107,16 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
     if reason := _why_unlike(found):
         return None, reason
     module, first = found.module, ""
+    routed = routes_rows(module)
+    if routed and (other := why_other_routing(module)):
+        return None, other
     dtype = fp8_part(module._parameters[found.stacks[0]]).dtype
-    dtypes = dict.fromkeys((torch.bfloat16, dtype) if dtype == torch.float32 else (dtype,))
+    converts = dtype == torch.float32 and not routed  # its rows, and its stacks with them
+    dtypes = (torch.bfloat16, dtype) if converts else (dtype,)
     act = act_of(module)
     activations = (found.activation,) if found.activation else get_args(ActivationName)
-    for rows, ends, activation in itertools.product(dtypes, (False, True), activations):
+    given = (False,) if routed else (False, True)
+    for rows, ends, activation in itertools.product(dtypes, given, activations):
         parts = ExpertsParts(
             *found.stacks,
             activation,
@@ -123,11 +127,17 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
             ends,
             _takes_local_parts(module),
         )
-        why = why_different(_compared(module, parts, drawn), drawn)
+        compared = _compared_routed if routed else _compared
+        why = why_different(compared(module, parts, drawn), drawn)
         if why is None:
             return parts, ""
         first = first or why
     return None, first
+
+
+def kind_for(module: nn.Module) -> type[Fused]:
+    """How a module of experts runs when it is fused."""
+    return FusedRoutedExperts if routes_rows(module) else FusedExperts
 
 
 def _takes_local_parts(module: nn.Module) -> bool:
@@ -140,9 +150,6 @@ def _why_unlike(found: FoundExperts) -> str:
     module = found.module
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
-    gate, up, _ = found.stacks
-    if gate == up:
-        return f"gate and up are one stack, {gate}"
     recipes = []
     for name in found.stacks:
         held = fp8_part(module._parameters[name])
@@ -177,5 +184,39 @@ def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
         [(module, name, name) for name in parts.linears],
         lambda x: own_forward(module)(x, given["groups"]),
         lambda x: run_parts(module, parts, x, given["groups"]),
+        rows_for,
+    )
+
+
+def _compared_routed(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
+    """Experts that route rows, on two experts a token and none for one of the experts."""
+    routing: dict[str, Any] = {}
+
+    def rows_for(parameters: dict[str, Tensor]) -> Tensor:
+        stack = parameters[parts.gate]
+        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(parts.dtype)
+        tokens = torch.arange(len(x), device=x.device)
+        used = max(1, len(stack) - 1)
+        routing["index"] = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
+        routing["experts"] = len(stack)
+        return x
+
+    def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # so that their gradients show in x's
+        return x, routing["index"], weights.to(x.dtype)
+
+    def as_written(x: Tensor) -> Any:
+        experts = module.num_experts
+        module.num_experts = routing["experts"]  # of the drawn stacks
+        try:
+            return own_forward(module)(*routed(x))
+        finally:
+            module.num_experts = experts
+
+    return Compared(
+        module,
+        [(module, name, name) for name in parts.linears],
+        as_written,
+        lambda x: run_routed(module, parts, *routed(x)),
         rows_for,
     )

@@ -20,7 +20,7 @@ class ExpertsParts(GatedParts):
     """What a module of experts computes from rows sorted by expert, and their groups.
 
     Attributes:
-        gate, up, down: names of its stacks, ``[E, out, in]``.
+        gate, up, down: names of its stacks, ``[E, out, in]``; gate and up may be one.
         dtype: of the rows.
         ends: whether it is given the ends of groups, ``offs``, and not their sizes.
         to_local: whether it takes the local parts of stacks that are DTensors.
@@ -44,14 +44,20 @@ class FusedExperts(Fused):
 
 def run_parts(module: nn.Module, parts: ExpertsParts, x: Tensor, groups: Tensor) -> Tensor:
     """What ``module(x, groups)`` computes, as one function."""
-    gate, up, down = (_stack(module, parts, name) for name in parts.linears)
+    gate, *up, down = (stack_of(module, parts, name) for name in parts.linears)
     offs = groups if parts.ends else groups.cumsum(0, dtype=torch.int32)
     return functional.gated_experts(
-        x, gate, up, down, offs, activation=parts.activation, recompute=parts.recompute
+        x,
+        gate,
+        up[0] if up else None,
+        down,
+        offs,
+        activation=parts.activation,
+        recompute=parts.recompute,
     )
 
 
-def _stack(module: nn.Module, parts: ExpertsParts, name: str) -> Any:
+def stack_of(module: nn.Module, parts: ExpertsParts, name: str) -> Any:
     """One of its stacks, as the products of its own forward read it."""
     stack: Any = module._parameters.get(name)
     if parts.to_local and local_of(stack) is not None:
@@ -70,6 +76,11 @@ def why_apart(module: nn.Module, parts: ExpertsParts, x: Any, groups: Any) -> st
         return "its groups are no vector"
     if parts.ends and groups.dtype != torch.int32:
         return "the ends of its groups are not int32"
+    return why_other_stacks(module, parts)
+
+
+def why_other_stacks(module: nn.Module, parts: ExpertsParts) -> str | None:
+    """Why one function cannot serve the stacks and the activation as they are; None if it can."""
     for name in parts.linears:
         stack = module._parameters.get(name)
         local = local_of(stack) if parts.to_local else None

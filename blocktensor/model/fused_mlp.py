@@ -24,7 +24,7 @@ class GatedParts:
     """What a module computes: ``down(activation(gate(x)) * up(x))``.
 
     Attributes:
-        gate, up, down: names of its linears.
+        gate, up, down: names of its linears; gate and up may be one, which makes gate, then up.
         activation: of ``functional.gated_mlp``.
         act: name of the attribute that holds the activation; None where its code calls a function.
         act_value: what that attribute held.
@@ -40,9 +40,17 @@ class GatedParts:
     recompute: bool = False
 
     @property
-    def linears(self) -> tuple[str, str, str]:
-        """The names of its linears."""
-        return self.gate, self.up, self.down
+    def linears(self) -> tuple[str, ...]:
+        """The names of its linears, each once."""
+        return tuple(dict.fromkeys((self.gate, self.up, self.down)))
+
+
+def formula(names: tuple[str, str, str], activation: str) -> str:
+    """What a gated MLP with these names computes, for a report."""
+    gate, up, down = names
+    if gate == up:
+        return f"{down}({activation}(gate) * up), both of {gate}(x)"
+    return f"{down}({activation}({gate}(x)) * {up}(x))"
 
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -71,9 +79,12 @@ class FusedMLP(Fused):
 
 def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
     """What ``module(x)`` computes, as one function."""
-    gate, up, down = (module._modules[name] for name in parts.linears)
-    weights: list[Any] = [linear.weight for linear in (gate, up, down)]  # type: ignore[union-attr]
-    biases: list[Any] = [linear.bias for linear in (gate, up, down)]  # type: ignore[union-attr]
+    linears: list[Any] = [module._modules[name] for name in parts.linears]
+    weights: list[Any] = [linear.weight for linear in linears]
+    biases: list[Any] = [linear.bias for linear in linears]
+    if len(linears) == 2:
+        weights.insert(1, None)
+        biases.insert(1, None)
     return functional.gated_mlp(
         x, *weights, *biases, activation=parts.activation, recompute=parts.recompute
     )

@@ -118,8 +118,8 @@ def test_a_profile_is_summed_by_kind() -> None:
 
 def test_every_layer_and_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_models, "absent", dict)
-    assert experts.total() == 38
-    assert experts.total(**experts.QUICK) == 10
+    assert experts.total() == 42
+    assert experts.total(**experts.QUICK) == 12
     reason = {"transformers": "ModuleNotFoundError: none"}
     monkeypatch.setattr(hf_models, "absent", lambda: reason)
     assert experts.total() == 30

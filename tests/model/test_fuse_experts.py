@@ -15,7 +15,7 @@ from blocktensor import Recipe, convert, freeze, fuse
 from tests.support.fused_experts import EXPERTS, ROWS, Ends, Sizes, fused_in, groups_of, results
 from tests.support.gated import assert_bits
 from tests.support.models import complaint, plain
-from tests.support.moe_models import GroupedExperts, transformers_moe
+from tests.support.moe_models import GroupedExperts
 
 NAMES = {"*": ("w1", "w3", "w2")}
 
@@ -182,15 +182,29 @@ def test_large_experts_are_verified_with_fewer_features() -> None:
     assert model.seen == {(4, 656, 192)}
 
 
-def test_transformers_stacks() -> None:
-    pytest.importorskip("transformers")
-    model = transformers_moe("qwen3")
-    convert(model, auto_filter_small_kn=False)
-    found = [x for x in fuse(model).entries if "experts" in x.name]
-    assert {x.reason for x in found} == {"gate and up are one stack, gate_up_proj"}
-    assert_expected_inline(
-        found[0].computes, """down_proj(?(gate_up_proj(x)) * gate_up_proj(x)) by expert"""
+def test_stacks_of_gate_and_up() -> None:
+    """Of experts that are given rows and their groups."""
+
+    class Joint(Sizes):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.cat([plain(self.w1), plain(self.w3)], 1)
+            del self.w1, self.w3
+            self.gate_up = nn.Parameter(both)
+
+        def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+            offs = self.offs(groups)
+            both = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs)
+            h = self.hidden(*both.chunk(2, -1))
+            return torch._grouped_mm(h, self.w2.transpose(1, 2), offs)
+
+    model = converted(Joint(), names={"*": ("gate_up", "w2")})
+    twin = copy.deepcopy(model)
+    report = fuse(
+        nn.ModuleDict({"own": model}), experts={"own": ("gate_up", "gate_up", "w2", None)}
     )
+    assert report.fused[0].computes == "w2(silu(gate) * up), both of gate_up(x) by expert"
+    assert_bits(results(model), results(twin))
 
 
 def test_bad_input() -> None:

@@ -99,7 +99,7 @@ def _cast_tile(
     x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m, tile_m,
     tile_k, rows, words, rows_left, col_left, words_left, DTYPE: gl.constexpr,
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
-    GROUPS: gl.constexpr, PATCH_ROWS: gl.constexpr,
+    GROUPS: gl.constexpr, PATCH_ROWS: gl.constexpr, WIDTHS: gl.constexpr,
 ):  # fmt: skip
     # Casts words x[128, WORDS] in the layout of rows, and stores them; of words beyond the tensor,
     # which must be zeros, it stores none.
@@ -166,8 +166,9 @@ def _cast_tile(
         r = row_r.load(OF_ROWS)[:, None]
         e = row_e.load(OF_ROWS)[:, None]
         q = bytes_by_row(x, r, e, QUOTIENT, DTYPE)
-        target = row_ptr.to(gl.pointer_type(q.dtype)) + first_m * words + first_word
-        gl.store(target + (m * words + word), q, mask=inside)
+        row_ld = words * WIDTHS
+        target = row_ptr.to(gl.pointer_type(q.dtype)) + first_m * row_ld + first_word
+        gl.store(target + (m * row_ld + word), q, mask=inside)
 
     if SQUARE:  # after the rows, whose cast takes the registers
         if ROWWISE:
@@ -220,7 +221,7 @@ def cast_columnwise_kernel(
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
     PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
-    PARTS: gl.constexpr, PER_ROW: gl.constexpr,
+    PARTS: gl.constexpr, PER_ROW: gl.constexpr, WIDTHS: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
@@ -286,13 +287,13 @@ def cast_columnwise_kernel(
     _cast_tile(
         x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m,
         tile_m, tile_k, rows, words, rows_left, col_left, words_left, DTYPE, ROWWISE, SQUARE,
-        POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS,
+        POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS, WIDTHS,
     )  # fmt: skip
     if PARTS == 2:
         _cast_tile(
             second, row_ptr_1, row_scale_ptr_1, row_scale_ld, col_ptr_1, col_scale_ptr_1,
             col_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left, words_left,
-            DTYPE, ROWWISE, SQUARE, POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS,
+            DTYPE, ROWWISE, SQUARE, POWER_OF_TWO, METHOD, GROUPS, PATCH_ROWS, WIDTHS,
         )  # fmt: skip
 
 
@@ -351,8 +352,7 @@ def plan_columnwise(
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
-         x if offs is None else offs, x if index is None else index, groups, tokens,
-         num_blocks(m),
+         x if offs is None else offs, x if index is None else index, groups, tokens, num_blocks(m),
          *producer.arguments(x, (row_data, row_scale, *col[:2]), per_word * unit_k)),
         {
             "ROWWISE": row is not None,

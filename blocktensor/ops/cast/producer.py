@@ -34,6 +34,8 @@ class Producer:
             Gluon as 32-bit words.
         second: the forms of a second tile from the same tensors, part 1. In Gluon one program makes
             both; in Triton the next one does, and finds in cache what the first one read.
+        widths: distance of the rows of a rowwise form, in widths of x: 2 where the forms of both
+            parts are the halves of one.
     """
 
     compute: Any
@@ -41,6 +43,7 @@ class Producer:
     more: Sequence[Tensor] = ()
     second: Forms | None = None
     per_row: Tensor | None = None
+    widths: int = 1
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments."""
@@ -50,6 +53,7 @@ class Producer:
             "SOURCES": 1 + len(self.more),
             "PARTS": self.parts,
             "PER_ROW": self.per_row is not None,
+            "WIDTHS": self.widths,
         }
 
     @property

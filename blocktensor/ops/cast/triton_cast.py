@@ -48,7 +48,7 @@ def cast_1x128_kernel(
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
     GROUPS: tl.constexpr, INDEXED: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
-    SOURCES: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
+    SOURCES: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
@@ -120,7 +120,8 @@ def cast_1x128_kernel(
         pre, r, e = divisor(row_amax, scale, METHOD, POWER_OF_TWO)
         q = quotient(x, pre[:, None], r[:, None], e[:, None], METHOD, POWER_OF_TWO)
         q = q.to(tl.float8e4nv)
-        target = row_ptr + first_m * cols + first_k + (m[:, None] * cols + k[None, :])
+        row_ld = cols * WIDTHS
+        target = row_ptr + first_m * row_ld + first_k + (m[:, None] * row_ld + k[None, :])
         if EVEN:
             tl.store(target, q)
         else:
@@ -198,6 +199,7 @@ def plan_1x128(
     )
     blocks_k = num_blocks(k)
     square = col is not None and col.format.transposes
+    strides_of_more = [y.stride(0) for y in producer.more]
     return Launch(
         cast_1x128_kernel,
         ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k * producer.parts,),
@@ -213,7 +215,7 @@ def plan_1x128(
             "COLUMNWISE": col is not None,
             "SQUARE": square,
             "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
-            "WIDE": is_wide(*x.stride(), *(y.stride(0) for y in producer.more), m, k),
+            "WIDE": is_wide(*x.stride(), *strides_of_more, m, k * producer.widths),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),

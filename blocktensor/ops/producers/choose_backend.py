@@ -26,6 +26,7 @@ class ProducerKernels:
 
     gated: Callable[..., Forms]
     gated_backward: Callable[..., tuple[Forms, Forms]]
+    joint_gated_backward: Callable[..., Forms]
     normalized: Callable[..., Forms]
     launches: bool
 
@@ -43,7 +44,11 @@ def _load_reference() -> ProducerKernels:
     from . import norm_reference, reference
 
     return ProducerKernels(
-        reference.gated, reference.gated_backward, norm_reference.normalized, launches=False
+        reference.gated,
+        reference.gated_backward,
+        reference.joint_gated_backward,
+        norm_reference.normalized,
+        launches=False,
     )
 
 
@@ -53,6 +58,7 @@ def _load_kernels(in_words: bool) -> ProducerKernels:
     return ProducerKernels(
         functools.partial(kernels.gated, in_words),
         functools.partial(kernels.gated_backward, in_words),
+        functools.partial(kernels.joint_gated_backward, in_words),
         functools.partial(kernels.normalized, in_words),
         launches=True,
     )

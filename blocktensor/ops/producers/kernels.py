@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cast.producer import Forms, Producer
 from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat
-from .op_forms import empty_forms
+from .op_forms import empty_forms, halves
 from .triton_activation import tile_of_elements
 from .triton_norm import normalized_elements
 
@@ -26,6 +26,7 @@ def _launch(
     forms: Forms,
     second: Forms | None = None,
     per_row: Tensor | None = None,
+    widths: int = 1,
 ) -> None:
     """Cast what ``compute``, tiles of elements to tiles of elements, makes of the sources."""
     x, *more = sources
@@ -36,7 +37,7 @@ def _launch(
         from .gluon_norm import normalized_words
 
         of_words = tile_of_words if compute is tile_of_elements else normalized_words
-        producer = Producer(of_words, detail, more, second, per_row)
+        producer = Producer(of_words, detail, more, second, per_row, widths)
         plan_columnwise(x, row, col, offs, producer=producer)()
         return
     mixed = row is not None and col is not None and row.format is not col.format
@@ -45,9 +46,9 @@ def _launch(
         for part in range(2):
             chosen = None if second is None else _only(second, part)
             only = _only(forms, part)
-            _launch(in_words, compute, detail, sources, offs, only, chosen, per_row)
+            _launch(in_words, compute, detail, sources, offs, only, chosen, per_row, widths)
         return
-    producer = Producer(compute, detail, more, second, per_row)
+    producer = Producer(compute, detail, more, second, per_row, widths)
     plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
 
 
@@ -92,6 +93,23 @@ def gated_backward(
     detail = activation, "gated gradient"
     _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
     return of_gate, second or (None, None)
+
+
+def joint_gated_backward(
+    in_words: bool,
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    """See :func:`blocktensor.ops.producers.reference.joint_gated_backward`; for whole blocks."""
+    made = empty_forms(gate_up, offs, rowwise, columnwise)
+    gate, up = gate_up.chunk(2, -1)
+    detail = activation, "gated gradient"
+    _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, *halves(made), widths=2)
+    return made
 
 
 def normalized(

@@ -49,6 +49,22 @@ def forms_of(
     return row, None if columnwise is None else Quantized(made[-2], made[-1], columnwise)
 
 
+def halves(forms: Forms) -> tuple[Forms, Forms]:
+    """The forms of the first half of the columns of ``[T, 2I]``, and of the rest: views.
+
+    I must be a multiple of the length of a block.
+    """
+    row, col = forms
+    rows = (None, None) if row is None else _halves(row, 1)
+    columns = (None, None) if col is None else _halves(col, 0)
+    return (rows[0], columns[0]), (rows[1], columns[1])
+
+
+def _halves(x: Quantized, dim: int) -> tuple[Quantized, Quantized]:
+    (left, right), (of_left, of_right) = (part.chunk(2, dim) for part in x[:2])
+    return Quantized(left, of_left, x.format), Quantized(right, of_right, x.format)
+
+
 def empty_forms(
     x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import checks
 from ..cast.producer import Forms
-from ..formats import BlockFormat
+from ..formats import BLOCK, BlockFormat
 from ..runtime.specialize import Specialized, recorded
+from . import reference
 from .choose_backend import producer_kernels
 from .op_forms import check_formats, empty_forms, format_named, forms_of, name_of, tensors_of
 from .reference import ACTIVATIONS
@@ -87,6 +88,32 @@ def gated_backward(
     return _gated_backward(grad, gate, up, offs, activation, rowwise, columnwise, of_up)
 
 
+def joint_gated_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    activation: ActivationName,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+    offs: Tensor | None = None,
+) -> Forms:
+    """The forms of the gradient of gate and up that lie side by side, from one read of both.
+
+    Bytes are those of :func:`gated_backward`'s gradients, concatenated, then cast.
+
+    Args:
+        grad: ``[T, I]``, the gradient of ``h = activation(gate) * up``.
+        gate_up: ``[T, 2I]``: gate, then up.
+        activation, rowwise, columnwise, offs: as in :func:`gated`.
+
+    Returns:
+        The rowwise form, data ``[T, 2I]``, and the columnwise form, data ``[2I, T]``.
+
+    Raises:
+        TypeError, ValueError: as :func:`gated`; an odd number of columns.
+    """
+    return _joint_gated_backward(grad, gate_up, offs, activation, rowwise, columnwise)
+
+
 def _check(
     sources: dict[str, Tensor | None],
     offs: Tensor | None,
@@ -118,6 +145,24 @@ def _check(
     return tuple(given.values())
 
 
+def _check_joint(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> tuple[Tensor, ...]:
+    checks.rank(gate_up, (2,), "gate_up", "flatten tokens to [T, 2I]")
+    if gate_up.shape[1] % 2:
+        raise ValueError(
+            f"gate_up has {gate_up.shape[1]} columns: expected gate, then as many columns of up"
+        )
+    gate, up = gate_up.chunk(2, -1)
+    given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
+    return _check(given, offs, activation, rowwise, columnwise)
+
+
 def _decide_gated(
     gate: Tensor,
     up: Tensor | None,
@@ -145,6 +190,21 @@ def _decide_gated_backward(
     sources = _check(given, offs, activation, rowwise, columnwise)
     kernels = producer_kernels(sources, rowwise, columnwise)
     return recorded(kernels.gated_backward, kernels.launches)
+
+
+def _decide_joint_gated_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Callable[..., Forms]:
+    sources = _check_joint(grad, gate_up, offs, activation, rowwise, columnwise)
+    if grad.shape[1] % BLOCK:  # a block has columns of both
+        return reference.joint_gated_backward
+    kernels = producer_kernels(sources, rowwise, columnwise)
+    return recorded(kernels.joint_gated_backward, kernels.launches)
 
 
 def _dispatch_gated(
@@ -180,8 +240,23 @@ def _dispatch_gated_backward(
     return forms_of(made[:half], rowwise, columnwise), forms_of(made[half:], rowwise, columnwise)
 
 
+def _dispatch_joint_gated_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    _check_joint(grad, gate_up, offs, activation, rowwise, columnwise)
+    names = name_of(rowwise), name_of(columnwise)
+    made = _joint_gated_backward_op(grad, gate_up, offs, activation, *names)
+    return forms_of(made, rowwise, columnwise)
+
+
 _gated = Specialized(_decide_gated, _dispatch_gated)
 _gated_backward = Specialized(_decide_gated_backward, _dispatch_gated_backward)
+_joint_gated_backward = Specialized(_decide_joint_gated_backward, _dispatch_joint_gated_backward)
 
 
 @torch.library.custom_op("blocktensor::gated", mutates_args=())
@@ -213,6 +288,19 @@ def _gated_backward_op(
     return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats, of_up))
 
 
+@torch.library.custom_op("blocktensor::joint_gated_backward", mutates_args=())
+def _joint_gated_backward_op(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: str | None,
+    columnwise: str | None,
+) -> list[Tensor]:
+    formats = format_named(rowwise), format_named(columnwise)
+    return tensors_of(_joint_gated_backward.run(grad, gate_up, offs, activation, *formats))
+
+
 @_gated_op.register_fake
 def _(
     gate: Tensor,
@@ -241,3 +329,15 @@ def _(
         empty_forms(gate, offs, *formats) for _ in range(2 if up is not None and of_up else 1)
     ]
     return tensors_of(*of_each)
+
+
+@_joint_gated_backward_op.register_fake
+def _(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: str | None,
+    columnwise: str | None,
+) -> list[Tensor]:
+    return tensors_of(empty_forms(gate_up, offs, format_named(rowwise), format_named(columnwise)))

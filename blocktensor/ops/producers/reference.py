@@ -98,6 +98,20 @@ def gated_backward(
     return _forms(d_gate, offs, rowwise, columnwise), _forms(d_up, offs, rowwise, columnwise)
 
 
+def joint_gated_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    offs: Tensor | None,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    """The forms of the gradient of ``gate_up`` ``[T, 2I]``, gate beside up."""
+    gate, up = gate_up.chunk(2, -1)
+    both = torch.cat(gradients(grad, gate, up, activation), -1)
+    return _forms(both, offs, rowwise, columnwise)
+
+
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
     act = ACTIVATIONS[activation]

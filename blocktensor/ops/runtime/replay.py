@@ -193,10 +193,16 @@ def _player(
     body += [f"p_{name} = {value}" for name, value in pointers.items()]
 
     def address(tensor: Tensor) -> str:
-        found = [name for name, x in known.items() if x.data_ptr() == tensor.data_ptr()]
+        at = tensor.data_ptr()
+        found = [(name, x) for name, x in known.items() if x.data_ptr() == at]
+        if not found:  # a part of one of them
+            storage = tensor.untyped_storage().data_ptr()
+            parts = known.items()
+            found = [(n, x) for n, x in parts if x.untyped_storage().data_ptr() == storage]
         if len(found) != 1:
             raise _NotRepeatable
-        return f"p_{found[0]}"
+        ((name, x),) = found
+        return f"p_{name} + {at - x.data_ptr()}" if at != x.data_ptr() else f"p_{name}"
 
     for kernel in kernels:
         values = [repr(x) if x is None or type(x) is int else constant(x) for x in kernel.arguments]

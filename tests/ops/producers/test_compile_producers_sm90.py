@@ -77,6 +77,9 @@ def test_gated(
     assert (
         compile_all(launches, lambda: kernels.gated_backward(grad, gate, given, *rest)) == forward
     )
+    if name == "gluon" and shape[1] % 128 == 0:
+        gate_up = torch.empty((shape[0], 2 * shape[1]), dtype=dtype, device=META)
+        assert compile_all(launches, lambda: kernels.joint_gated_backward(grad, gate_up, *rest))
     if given is not None:
         of_gate = functools.partial(kernels.gated_backward, grad, gate, up, *rest, of_up=False)
         assert compile_all(launches, of_gate) == forward

@@ -206,6 +206,36 @@ def test_groups(name: str, activation: str) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_joint_gradients(name: str, activation: str) -> None:
+    """Those of gate and up, cast side by side; rows in groups too."""
+    rng = torch.Generator().manual_seed(0)
+    joint = kernels(name).joint_gated_backward
+    for rows, cols in ((0, 128), (1, 128), (127, 256), (300, 384), (129, 1152)):
+        for kind in KINDS:
+            grad, gate, up = (values(kind, rows, cols, BF16, rng).to(CUDA) for _ in range(3))
+            both = torch.cat([gate, up], 1)
+            sources = torch.cat(reference.gradients(grad, gate, up, activation), 1)
+            for formats in FORMATS:
+                if name == "gluon" and formats[1] is None:
+                    continue
+                got = joint(grad, both, None, activation, *formats)
+                assert_same_forms(got, by_casts(sources, formats))
+    for sizes in ((130, 0, 150, 1), (128, 256), (0, 0, 5)):
+        offs, blocks = ends(*sizes, device=CUDA), sum(-(-size // 128) for size in sizes)
+        for formats in FORMATS[:2]:
+            shape = sum(sizes) + 3, 384
+            grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
+            given = grad, torch.cat([gate, up], 1), offs, activation, *formats
+            (row, col), (want_row, want_col) = joint(*given), reference.joint_gated_backward(*given)
+            assert_same_forms([row], [want_row])
+            for x, y in zip(col[:2], want_col[:2], strict=True):
+                used = 128 * blocks if x is col.data else blocks
+                assert_same(x[:, :used].cpu(), y[:, :used].cpu())
+
+
+@on_a_gpu
 def test_ops_repeat_recorded_launches() -> None:
     rng = torch.Generator().manual_seed(0)
     formats = BLOCKS_1X128, BLOCKS_128X128
@@ -219,6 +249,14 @@ def test_ops_repeat_recorded_launches() -> None:
         want = reference.gated_backward(grad, gate, up, *rest)
         for ours, theirs in zip(got, want, strict=True):
             assert_same_forms(ours, theirs)
+    for _ in range(3):
+        both = values("normal", 256, 1024, BF16, rng).to(CUDA)
+        grad = values("normal", 256, 512, BF16, rng).to(CUDA)
+        got = ops.joint_gated_backward(grad, both, "silu", *formats)
+        assert_same_forms(got, reference.joint_gated_backward(grad, both, *rest))
+    found = ops._joint_gated_backward.find(grad, both, *rest)
+    assert getattr(found, "player", found) is not None
+    grad = values("normal", 256, 576, BF16, rng).to(CUDA)
     for decided in (ops._gated, ops._gated_backward):
         backward = decided is ops._gated_backward
         given = (grad, gate, up, *rest, True) if backward else (gate, up, *rest)

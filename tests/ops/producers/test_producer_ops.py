@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
+from blocktensor.ops.producers.op_forms import halves
 from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.groups import ends
 from tests.support.numeric import values
@@ -46,6 +47,8 @@ def test_opcheck(formats: tuple[BlockFormat | None, BlockFormat | None]) -> None
         torch.library.opcheck(OPS.gated.default, (gate, *args))
         for of_up in (True, False):
             torch.library.opcheck(OPS.gated_backward.default, (grad, gate, *args, of_up))
+        both = (torch.cat([gate, gate], 1), offs, "silu", *names)
+        torch.library.opcheck(OPS.joint_gated_backward.default, (grad, *both))
 
 
 def calls(grad: Tensor, gate: Tensor, up: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -96,6 +99,29 @@ def test_fakes_have_the_layouts_of_results() -> None:
             for mine, other in zip(ours, theirs, strict=True):
                 for x, y in zip(mine[:2], other[:2], strict=True):
                     assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@every_formats
+@pytest.mark.parametrize("cols", [1, 128, 256, 300])
+def test_a_joint_gradient_is_both_gradients_side_by_side(
+    cols: int, formats: tuple[BlockFormat | None, BlockFormat | None]
+) -> None:
+    grad, gate, up = three(cols=cols)
+    both = torch.cat([gate, up], 1)
+    for offs in (None, ends(100, 0, 30)):
+        rest = ("gelu", *formats, offs)
+        made = ops.joint_gated_backward(grad, both, *rest)
+        assert_same_forms(made, reference.joint_gated_backward(grad, both, offs, *rest[:3]))
+        with FakeTensorMode() as mode:
+            fakes = [None if x is None else mode.from_tensor(x) for x in (grad, both, offs)]
+            fake = ops.joint_gated_backward(*fakes[:2], *rest[:3], fakes[2])
+        for mine, other in zip(made, fake, strict=True):
+            for x, y in zip(mine[:2] if mine else (), other[:2] if other else (), strict=True):
+                assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        if cols % 128 == 0:
+            parts = ops.gated_backward(grad, gate, up, *rest)
+            for got, want in zip(halves(made), parts, strict=True):
+                assert_same_forms(got, want)
 
 
 def declines(name: str, *sources: Tensor) -> str | None:
@@ -170,3 +196,7 @@ TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32
         ):
             with pytest.raises(error, match=message):
                 ops.gated_backward(wrong, gate, up, *rest)
+        with pytest.raises(ValueError, match="gate_up has 299 columns: expected gate, then as"):
+            ops.joint_gated_backward(grad, gate[:, :299], *rest)
+        with pytest.raises(ValueError, match="grad has shape \\[130, 300\\] and gate \\[130, 150"):
+            ops.joint_gated_backward(grad, gate, *rest)

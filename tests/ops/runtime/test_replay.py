@@ -106,6 +106,25 @@ def test_several_launches_workspaces_and_views() -> None:
     assert (a.calls, len(a.kernel.direct)) == (1, 9)
 
 
+def test_parts_of_arguments_and_of_results_have_their_offsets() -> None:
+    def halves(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> Tensor:
+        left, right = x.chunk(2)
+        out = torch.empty_like(x)
+        launch(kernel, left, y, out[: len(y)], factor)
+        launch(kernel, right, y, out[len(y) :], factor + 1)
+        return out
+
+    a = op(halves)
+    for _ in range(4):
+        x, y = draw(8), draw(4)
+        assert torch.equal(a.call(x, y, 3), torch.cat([3 * x[:4] + y, 4 * x[4:] + y]))
+    assert (a.calls, len(a.kernel.direct)) == (1, 6)
+    both = draw(16)
+    for _ in range(2):  # a part of two arguments: which of them is not known
+        x, y = both[:8], both[8:12]
+        assert torch.equal(a.call(x, y, 3), torch.cat([3 * x[:4] + y, 4 * x[4:] + y]))
+
+
 def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def thrice(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
         first, second, third = torch.empty(8), torch.empty(2, 8), torch.empty(8)
