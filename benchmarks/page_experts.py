@@ -129,12 +129,24 @@ def experts_in_brief(content: Content, page: Path) -> list[str]:
         f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
         for r in select(rows, {"what": "layer"})
     )
-    fused = select(content["rows"], {"variant": "fp8, fused", "what": "layer"})
-    also = f"; with `fuse` {', '.join(times(r['speedup']) for r in fused)}" if fused else ""
-    models = [r for r in rows if r["what"] not in ("layer", "small layer")]
-    widest = max(models, key=lambda r: r["hidden"], default=None)
-    whole = "" if widest is None else f"; a Qwen3-MoE training step {times(widest['speedup'])}"
+    fused = select(content["rows"], {"variant": "fp8, fused"})
+    fused_layers = select(fused, {"what": "layer"})
+    also = (
+        f"; with `fuse` {', '.join(times(r['speedup']) for r in fused_layers)}"
+        if fused_layers
+        else ""
+    )
+    plain_step, fused_step = _widest_model(rows), _widest_model(fused)
+    whole = "" if plain_step is None else f"; a Qwen3-MoE step {plain_step}"
+    whole += "" if fused_step is None else f", fused {fused_step}"
     return [
         f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{also}{whole} "
         f"(`{content['environment']['command']}`)."
     ]
+
+
+def _widest_model(rows: Sequence[Row]) -> str | None:
+    """The speed-up of the training step of the model with the widest experts."""
+    models = [r for r in rows if r["what"] not in ("layer", "small layer")]
+    widest = max(models, key=lambda r: r["hidden"], default=None)
+    return None if widest is None else times(widest["speedup"])

@@ -218,8 +218,9 @@ def good_rows() -> dict[str, list[Row]]:
     whole: list[Row] = [
         *({"what": "layer", **shape._asdict(), **speeds} for shape in experts.LAYERS),
         *(
-            {"what": f"Qwen3-MoE, {shape.layers} layers", "dim": shape.hidden, **speeds}
+            {"what": f"Qwen3-MoE, {shape.layers} layers", "dim": shape.hidden, **speeds, **fused}
             for shape in qwen3.SHAPES
+            for fused in ({}, {"variant": "fp8, fused"})
         ),
     ]
     return {

@@ -170,22 +170,24 @@ def test_layers_and_models_of_experts(tmp_path: Path) -> None:
             **times,
             "speedup": 1.2,
         },
+        {"what": "Qwen3-MoE, 2 layers", **sizes, "variant": "fp8, fused", **times, "speedup": 1.3},
     ]
     results.write("experts", rows, tmp_path)
     lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     name = "8 experts of 7168 x 2048, 64 tokens"
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x | 0.70x |",
         f"| Qwen3-MoE, 2 layers: {name} | fp8, inputs shared | 2.0 | 1.20x | 80.0 | 0.80x | – |",
+        f"| Qwen3-MoE, 2 layers: {name} | fp8, fused | 2.0 | 1.30x | 80.0 | 0.80x | – |",
     ]
-    assert lines[4:] == [
+    assert lines[5:] == [
         *("|  |  | GEMMs | copies |", "|---|---|---|---|"),
         f"| {name} | fp8, inputs shared | 1500.0 | 2.0 |",
     ]
     _, brief, _ = README.render(tmp_path).split("\n\n")
     assert " ".join(brief.split()) == (
         "Experts with SwiGLU, forward + backward: 1.50x (8 of 7168 x 2048) bf16's speed; a "
-        "Qwen3-MoE training step 1.20x (`python -m benchmarks experts`)."
+        "Qwen3-MoE step 1.20x, fused 1.30x (`python -m benchmarks experts`)."
     )
 
 
