@@ -15,7 +15,15 @@ from .hf_models import absent, adamw, in_bf16, step
 from .memory import peak
 from .timing import Call, round_robin
 
-VARIANTS = ("bf16", "fp8", "fp8, fused", "fp8, fused, recompute", "fp8, fused, 128x128")
+VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, fused",
+    "fp8, fused, recompute",
+    "fp8, fused, head too",
+    "fp8, fused, 128x128",
+    "fp8, fused, 128x128, head too",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     model = in_bf16(transformers.LlamaForCausalLM, config, device)
     if name != "bf16":
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
-        bt.convert(model, recipe)
+        bt.convert(model, recipe, head="fp8" if "head" in name else None)
     if "fused" in name:
         bt.fuse(model, recompute="recompute" in name)
     return model
