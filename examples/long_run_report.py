@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ablation import Outcome, table
+from kernel_text import PACKAGE
 from plot import smooth
 
 Result = dict[str, Any]
@@ -132,7 +133,7 @@ def page(results: Sequence[Result], folder: Path) -> str:
         f"at most; {facts['heldout_files']} files are held",
         f"out. Every machine can rebuild it, with the sha256 `{facts['sha256']}`:",
         "",
-        "    apt-get download linux-source-6.1",
+        f"    curl -O {PACKAGE}",
         "    python examples/kernel_text.py linux-source-6.1_*_all.deb runs/kernel_text",
         "",
     ]
