@@ -31,7 +31,7 @@ from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast, saved_weight
-from .gated_plan import AnyPlan, GatedPlan, plan_gated
+from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
 from .linear import Gradients, read_weight, run_backward, split_saved, with_leading
 from .main_grad import where_to_add
@@ -65,6 +65,7 @@ def gated_mlp(
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         products = products_of(offs)
         if offs is not None and is_of_no_experts(x, w_gate, offs):
+            features_of_h(w_gate, w_up)
             return _one_by_one(products, x, weights, biases, activation, recipe)
         plan = plan_gated(products, x, weights, biases, activation, recompute, recipe)
         if plan.apart:
@@ -311,10 +312,12 @@ def _gradients_of_h(
     gate, up = saved[2:]
     saved[2:] = None, None
     activation, formats, offs = plan.activation, plan.dh_formats, products.offs
-    if plan.up is None:
-        yield 0, _joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)
-        return
     made: list[Forms]
+    if plan.up is None:
+        made = [_joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)]
+        del gate, dh
+        yield 0, made.pop()
+        return
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision
         sources = gradients(dh, gate, up, activation)
         for i, (of, grad) in enumerate(zip((plan.gate, plan.up), sources, strict=True)):

@@ -73,10 +73,10 @@ def plan_gated(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     w_gate, w_up, w_down = weights
-    _check_one_recipe(weights)
+    _check_weights(weights)
     gate = products.plan(x, w_gate, biases[0], recipe)
     up = None if w_up is None else products.plan(x, w_up, biases[1], recipe)
-    features = _features_of_h(w_gate, w_up, biases[1])
+    features = features_of_h(w_gate, w_up, biases[1])
     differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
     of_h = [t for t in differentiable if t is not None and t.requires_grad]
     needs_dh = torch.is_grad_enabled() and len(of_h) > 0
@@ -97,7 +97,12 @@ def plan_gated(
     )
 
 
-def _features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None) -> int:
+def features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None = None) -> int:
+    """How many features gate and up have, each.
+
+    Raises:
+        ValueError: they have not as many each; a bias of up where the weight of gate holds both.
+    """
     of_gate: int = w_gate.shape[-2]
     if w_up is None:
         if of_gate % 2:
@@ -114,7 +119,14 @@ def _features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None) 
     return of_gate
 
 
-def _check_one_recipe(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
+def _check_weights(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
+    w_gate, _, w_down = weights
+    for name, w in (("w_gate", w_gate), ("w_down", w_down)):
+        if not isinstance(w, Tensor):
+            raise TypeError(
+                f"{name} is a {type(w).__name__}: expected a tensor (w_up alone may be None, where "
+                f"w_gate holds gate and up)"
+            )
     recipes = [w.recipe for w in weights if isinstance(w, FP8_TYPES)]
     for name in ("scale", "wgrad_input"):
         chosen = list(dict.fromkeys(getattr(recipe, name) for recipe in recipes))

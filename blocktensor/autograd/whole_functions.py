@@ -28,6 +28,7 @@ from . import gated_activation as _gated_activation
 from . import gated_mlp as _gated_mlp
 from . import linear_cross_entropy as _linear_cross_entropy
 from . import rms_norm as _rms_norm
+from .gated_plan import features_of_h
 from .linear import linear
 from .linear_cross_entropy import CrossEntropy
 from .quantize import quantize
@@ -71,6 +72,7 @@ def gated_mlp(
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         return _gated_mlp_whole(x, *weights, *biases, activation, recompute)
     gate = F.linear(x, w_gate, bias_gate)
+    features_of_h(w_gate, w_up, bias_up)
     gate, up = gate.chunk(2, -1) if w_up is None else (gate, F.linear(x, w_up, bias_up))
     return F.linear(ACTIVATIONS[activation].value(gate) * up, w_down, bias_down)
 
@@ -89,6 +91,7 @@ def gated_experts(
         biases, recipe = (None, None, None), None
         weights = w_gate, w_up, w_down
         return _gated_mlp_whole(x, *weights, *biases, activation, recompute, recipe, offs)
+    features_of_h(w_gate, w_up)
     made = [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in (w_gate, w_up) if w is not None]
     gate, up = made if w_up is not None else made[0].chunk(2, -1)
     h = ACTIVATIONS[activation].value(gate) * up

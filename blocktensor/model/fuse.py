@@ -16,7 +16,7 @@ from . import fuse_experts, fuse_norms
 from .fuse_report import FusionEntry, FusionReport
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_parts
-from .fused_mlp import FusedMLP, GatedParts, act_of, formula, run_parts, why_apart
+from .fused_mlp import FusedMLP, GatedParts, act_of, check_names, formula, run_parts, why_apart
 from .fused_norm import FusedNorm
 from .linears import fp8_part, is_linear, kind_of
 from .module_names import matching
@@ -172,6 +172,7 @@ def _candidates(
             )
         matches = matching(model, pattern, "mlp", "*.mlp")
         gate, up, down, act = names
+        check_names((gate, up, down), f"mlp pattern {pattern!r}")
         for name in matches:
             module = modules[name]
             missing = [x for x in (gate, up, down) if x not in module._modules]

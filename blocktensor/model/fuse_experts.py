@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 from ..ops.producers.ops import ActivationName
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, own_forward
-from .fused_experts import ExpertsParts, FusedExperts, run_parts
-from .fused_mlp import act_of, formula
-from .fused_routed_experts import FusedRoutedExperts, routes_rows, why_other_routing
+from .fused_experts import Dtypes, ExpertsParts, FusedExperts, run_parts
+from .fused_mlp import act_of, check_names, formula
+from .fused_routed_experts import (
+    FusedRoutedExperts,
+    routes_rows,
+    why_other_autocast,
+    why_other_routing,
+)
 from .fused_routed_experts import run_parts as run_routed
 from .linears import fp8_part, kind_of
 from .module_names import matching
@@ -83,6 +89,7 @@ def _named_by_hand(model: nn.Module, named: ExpertsNames) -> dict[str, FoundExpe
                 f"('w1', 'w3', 'w2', 'silu')"
             )
         *stacks, activation = names
+        check_names((stacks[0], stacks[1], stacks[2]), f"experts pattern {pattern!r}")
         if activation is not None and activation not in get_args(ActivationName):
             raise ValueError(
                 f"experts pattern {pattern!r}: no activation is called {activation!r}: expected "
@@ -108,31 +115,38 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
         return None, reason
     module, first = found.module, ""
     routed = routes_rows(module)
-    if routed and (other := why_other_routing(module)):
+    if routed and (other := why_other_routing(module, found.stacks[0])):
         return None, other
-    dtype = fp8_part(module._parameters[found.stacks[0]]).dtype
-    converts = dtype == torch.float32 and not routed  # its rows, and its stacks with them
-    dtypes = (torch.bfloat16, dtype) if converts else (dtype,)
     act = act_of(module)
     activations = (found.activation,) if found.activation else get_args(ActivationName)
     given = (False,) if routed else (False, True)
-    for rows, ends, activation in itertools.product(dtypes, given, activations):
+    compared = _compared_routed if routed else _compared
+    for ends, activation in itertools.product(given, activations):
         parts = ExpertsParts(
             *found.stacks,
             activation,
             act,
             None if act is None else getattr(module, act),
             recompute,
-            rows,
-            ends,
-            _takes_local_parts(module),
+            ends=ends,
+            to_local=_takes_local_parts(module),
         )
-        compared = _compared_routed if routed else _compared
-        why = why_different(compared(module, parts, drawn), drawn)
-        if why is None:
-            return parts, ""
-        first = first or why
+        verified = []
+        for dtypes in _dtypes(fp8_part(module._parameters[found.stacks[0]]).dtype):
+            why = why_different(compared(module, parts, drawn, dtypes), drawn)
+            first = first or why or ""
+            if why is None:
+                verified.append(dtypes)
+        if verified:
+            return replace(parts, dtypes=tuple(verified)), ""
     return None, first
+
+
+def _dtypes(stacks: torch.dtype) -> list[Dtypes]:
+    """Of rows and of stacks, that a forward may have: all that a module converts, or FSDP2."""
+    if stacks != torch.float32:
+        return [(stacks, stacks)]
+    return [(torch.bfloat16, stacks), (stacks, stacks), (torch.bfloat16, torch.bfloat16)]
 
 
 def kind_for(module: nn.Module) -> type[Fused]:
@@ -166,13 +180,13 @@ def _why_unlike(found: FoundExperts) -> str:
     return f"has more than stacks and an activation: {', '.join(others)}" if others else ""
 
 
-def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
+def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn, dtypes: Dtypes) -> Compared:
     """The experts as written and fused, on rows of some experts, of none and of no group."""
     given: dict[str, Tensor] = {}
 
     def rows_for(parameters: dict[str, Tensor]) -> Tensor:
         stack = parameters[parts.gate]
-        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(parts.dtype)
+        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(dtypes[0])
         sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
         sizes[0] += len(x) // 2
         sizes[-1] += len(x) // 3
@@ -185,16 +199,19 @@ def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
         lambda x: own_forward(module)(x, given["groups"]),
         lambda x: run_parts(module, parts, x, given["groups"]),
         rows_for,
+        dtypes[1],
     )
 
 
-def _compared_routed(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Compared:
+def _compared_routed(
+    module: nn.Module, parts: ExpertsParts, drawn: Drawn, dtypes: Dtypes
+) -> Compared:
     """Experts that route rows, on two experts a token and none for one of the experts."""
     routing: dict[str, Any] = {}
 
     def rows_for(parameters: dict[str, Tensor]) -> Tensor:
         stack = parameters[parts.gate]
-        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(parts.dtype)
+        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(dtypes[0])
         tokens = torch.arange(len(x), device=x.device)
         used = max(1, len(stack) - 1)
         routing["index"] = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
@@ -213,10 +230,14 @@ def _compared_routed(module: nn.Module, parts: ExpertsParts, drawn: Drawn) -> Co
         finally:
             module.num_experts = experts
 
+    def fused(x: Tensor) -> Any:
+        return as_written(x) if why_other_autocast(x) else run_routed(module, parts, *routed(x))
+
     return Compared(
         module,
         [(module, name, name) for name in parts.linears],
         as_written,
-        lambda x: run_routed(module, parts, *routed(x)),
+        fused,
         rows_for,
+        dtypes[1],
     )

@@ -92,6 +92,7 @@ class Compared(NamedTuple):
         places: the parameters that both read: the module that holds one, its key there, its name.
         one, other: the functions.
         input_for: makes an input, for parameters by name.
+        dtype: of the parameters, where it is not their own.
     """
 
     module: nn.Module
@@ -99,6 +100,7 @@ class Compared(NamedTuple):
     one: Callable[[Tensor], Any]
     other: Callable[[Tensor], Any]
     input_for: Callable[[dict[str, Tensor]], Tensor]
+    dtype: torch.dtype | None = None
 
 
 def why_different(compared: Compared, drawn: Drawn) -> str | None:
@@ -112,7 +114,7 @@ def why_different(compared: Compared, drawn: Drawn) -> str | None:
 def _why_different(compared: Compared, drawn: Drawn, small: bool) -> str | None:
     """:func:`why_different` with small parameters, or with those of the module's sizes."""
     module = compared.module
-    with _stand_ins(compared.places, drawn, small) as parameters, kept_modes(module):
+    with _stand_ins(compared, drawn, small) as parameters, kept_modes(module):
         x = compared.input_for(parameters)
         with kept_random_numbers(x):
             for training, autocast in _WAYS:
@@ -185,17 +187,17 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _stand_ins(
-    places: Sequence[tuple[nn.Module, str, str]], drawn: Drawn, small: bool
-) -> Iterator[dict[str, Tensor]]:
-    """Drawn parameters in place of those in ``places``, by name, until the end."""
+def _stand_ins(compared: Compared, drawn: Drawn, small: bool) -> Iterator[dict[str, Tensor]]:
+    """Drawn parameters in place of those in ``compared.places``, by name, until the end."""
     replaced = []
     parameters: dict[str, Tensor] = {}
     try:
-        for holder, key, name in places:
+        for holder, key, name in compared.places:
             parameter: Any = holder._parameters[key]
             shape = _smaller(parameter.shape) if small else tuple(parameter.shape)
             values = drawn.of(name, shape, parameter)
+            if compared.dtype is not None:
+                values = values.to(compared.dtype)
             held = fp8_part(parameter)
             made = values if held is None else BlockwiseFP8Weight(values, held.recipe)
             replaced.append((holder._parameters, key, parameter))

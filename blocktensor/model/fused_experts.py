@@ -15,18 +15,22 @@ from .fused_class import Fused
 from .fused_mlp import GatedParts, why_other_activation
 
 
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of rows and of stacks."""
+
+
 @dataclass(frozen=True)
 class ExpertsParts(GatedParts):
     """What a module of experts computes from rows sorted by expert, and their groups.
 
     Attributes:
         gate, up, down: names of its stacks, ``[E, out, in]``; gate and up may be one.
-        dtype: of the rows.
+        dtypes: those with which this was verified.
         ends: whether it is given the ends of groups, ``offs``, and not their sizes.
         to_local: whether it takes the local parts of stacks that are DTensors.
     """
 
-    dtype: torch.dtype = torch.bfloat16
+    dtypes: tuple[Dtypes, ...] = ()
     ends: bool = False
     to_local: bool = False
 
@@ -44,25 +48,23 @@ class FusedExperts(Fused):
 
 def run_parts(module: nn.Module, parts: ExpertsParts, x: Tensor, groups: Tensor) -> Tensor:
     """What ``module(x, groups)`` computes, as one function."""
-    gate, *up, down = (stack_of(module, parts, name) for name in parts.linears)
+    stacks = [_stack_of(module, parts, name, x.dtype) for name in parts.linears]
     offs = groups if parts.ends else groups.cumsum(0, dtype=torch.int32)
     return functional.gated_experts(
         x,
-        gate,
-        up[0] if up else None,
-        down,
+        *parts.by_role(stacks),
         offs,
         activation=parts.activation,
         recompute=parts.recompute,
     )
 
 
-def stack_of(module: nn.Module, parts: ExpertsParts, name: str) -> Any:
-    """One of its stacks, as the products of its own forward read it."""
+def _stack_of(module: nn.Module, parts: ExpertsParts, name: str, dtype: torch.dtype) -> Any:
+    """One of its stacks, as the products of its own forward read it for rows of this dtype."""
     stack: Any = module._parameters.get(name)
     if parts.to_local and local_of(stack) is not None:
         stack = stack.to_local()
-    return stack if stack.dtype == parts.dtype else stack.to(parts.dtype)
+    return stack if stack.dtype == dtype else stack.to(dtype)
 
 
 def why_apart(module: nn.Module, parts: ExpertsParts, x: Any, groups: Any) -> str | None:
@@ -70,20 +72,25 @@ def why_apart(module: nn.Module, parts: ExpertsParts, x: Any, groups: Any) -> st
 
     Checked in every forward.
     """
-    if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype != parts.dtype:
-        return f"its rows are no matrix of {parts.dtype}"
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        return "its rows are no matrix"
     if not isinstance(groups, Tensor) or groups.ndim != 1:
         return "its groups are no vector"
     if parts.ends and groups.dtype != torch.int32:
         return "the ends of its groups are not int32"
-    return why_other_stacks(module, parts)
+    return why_other_stacks(module, parts, x.dtype)
 
 
-def why_other_stacks(module: nn.Module, parts: ExpertsParts) -> str | None:
-    """Why one function cannot serve the stacks and the activation as they are; None if it can."""
+def why_other_stacks(module: nn.Module, parts: ExpertsParts, rows: torch.dtype) -> str | None:
+    """Why one function cannot serve the stacks and the activation as they are; None if it can.
+
+    ``rows``: the dtype of the rows.
+    """
     for name in parts.linears:
-        stack = module._parameters.get(name)
+        stack: Any = module._parameters.get(name)
         local = local_of(stack) if parts.to_local else None
         if not isinstance(stack if local is None else local, FP8Base):
             return f"{name} is not in FP8"
+        if (rows, stack.dtype) not in parts.dtypes:
+            return f"its rows are {rows} and {name} is {stack.dtype}"
     return why_other_activation(module, parts)

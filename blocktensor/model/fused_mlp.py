@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class GatedParts:
         """The names of its linears, each once."""
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
+    def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Values for ``linears`` as those of gate, up and down; None for an up that gate makes."""
+        gate, *up, down = of_linears
+        return gate, up[0] if up else None, down
+
 
 def formula(names: tuple[str, str, str], activation: str) -> str:
     """What a gated MLP with these names computes, for a report."""
@@ -51,6 +57,16 @@ def formula(names: tuple[str, str, str], activation: str) -> str:
     if gate == up:
         return f"{down}({activation}(gate) * up), both of {gate}(x)"
     return f"{down}({activation}({gate}(x)) * {up}(x))"
+
+
+def check_names(names: tuple[str, str, str], pattern: str) -> None:
+    """Raise ValueError for names of which down is gate or up: they are those of no gated MLP."""
+    gate, up, down = names
+    if down in (gate, up):
+        raise ValueError(
+            f"{pattern}: down is {down!r}, as {'gate' if down == gate else 'up'} is: expected "
+            f"another; gate and up alone may be one"
+        )
 
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -80,11 +96,8 @@ class FusedMLP(Fused):
 def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
     """What ``module(x)`` computes, as one function."""
     linears: list[Any] = [module._modules[name] for name in parts.linears]
-    weights: list[Any] = [linear.weight for linear in linears]
-    biases: list[Any] = [linear.bias for linear in linears]
-    if len(linears) == 2:
-        weights.insert(1, None)
-        biases.insert(1, None)
+    weights = parts.by_role([linear.weight for linear in linears])
+    biases = parts.by_role([linear.bias for linear in linears])
     return functional.gated_mlp(
         x, *weights, *biases, activation=parts.activation, recompute=parts.recompute
     )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..autograd.check_operands import autocast_dtype
 from .fused_class import Fused
-from .fused_experts import ExpertsParts, stack_of, why_other_stacks
+from .fused_experts import ExpertsParts, why_other_stacks
 
 IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers whose order of sums this is, which is its default."""
@@ -21,13 +22,14 @@ def routes_rows(module: nn.Module) -> bool:
     ``@use_experts_implementation`` of transformers makes such modules.
     """
     attributes = vars(module)
-    return all(isinstance(attributes.get(flag), bool) for flag in ("has_gate", "is_transposed"))
+    flags = "has_gate", "has_bias", "is_transposed"
+    return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
 
 
-def why_other_routing(module: Any) -> str | None:
+def why_other_routing(module: Any, stack: str) -> str | None:
     """Why the forward of a module that routes rows is another one; None if it is not.
 
-    Checked in every forward: these attributes may change.
+    Checked in every forward: these attributes may change. ``stack``: the name of one of its stacks.
     """
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != IMPLEMENTATION:
@@ -38,7 +40,20 @@ def why_other_routing(module: Any) -> str | None:
         return "a norm follows each expert"
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
+    if getattr(module, "num_experts", None) != len(module._parameters[stack]):
+        return "its num_experts is not the length of its stacks"
     return None
+
+
+def why_other_autocast(x: Tensor) -> str | None:
+    """Why autocast would give the product of down other values of h; None if it would not.
+
+    The module's own forward converts h, of autocast's dtype, to that of the stacks and so of x.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is None or x.dtype in (dtype, torch.float32):
+        return None
+    return f"h is rounded to {x.dtype} under an autocast to {dtype}"
 
 
 class FusedRoutedExperts(Fused):
@@ -64,18 +79,15 @@ def run_parts(
         index: the experts of each token, ``[T, experts per token]``.
         weights: of their outputs, alike.
     """
-    stacks = [stack_of(module, parts, name) for name in parts.linears]
+    stacks: list[Any] = [module._parameters[name] for name in parts.linears]
     experts, chosen = stacks[0].shape[0], index.shape[-1]
     by_expert, order = torch.sort(index.reshape(-1))  # [T * chosen]
     # histc, as it needs no synchronisation; of integers on CUDA alone
     numbers = by_expert.int() if x.is_cuda else by_expert.float()
     sizes = torch.histc(numbers, bins=experts, min=0, max=experts - 1)
-    gate, *up, down = stacks
     y = functional.gated_experts(
         x[order // chosen],
-        gate,
-        up[0] if up else None,
-        down,
+        *parts.by_role(stacks),
         sizes.cumsum(0, dtype=torch.int32),
         activation=parts.activation,
         recompute=parts.recompute,
@@ -93,8 +105,12 @@ def why_apart(
 
     Checked in every forward.
     """
-    if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype != parts.dtype:
-        return f"its tokens are no matrix of {parts.dtype}"
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        return "its tokens are no matrix"
     if not all(isinstance(t, Tensor) and t.ndim == 2 for t in (index, weights)):
         return "experts and weights of tokens are no matrices"
-    return why_other_routing(module) or why_other_stacks(module, parts)
+    return (
+        why_other_routing(module, parts.gate)
+        or why_other_stacks(module, parts, x.dtype)
+        or why_other_autocast(x)
+    )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor.autograd import gated_products
 from tests.support.gated import EAGER, assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
@@ -187,6 +192,44 @@ def test_compiled_functions_give_the_same_bits() -> None:
     assert_bits(results(compiled, x, operands), wanted)
 
 
+def test_bad_input_in_the_first_call_of_a_process() -> None:
+    """Compiled before Dynamo was told of the functions that it takes whole."""
+    code = """
+import torch
+from blocktensor import BlockwiseFP8Weight, functional
+w, down = (BlockwiseFP8Weight(torch.randn(*shape)) for shape in ((400, 192), (136, 200)))
+run = torch.compile(
+    lambda x, b: functional.gated_mlp(x, w, None, down, bias_up=b), backend="aot_eager"
+)
+run(torch.randn(4, 192), torch.randn(200))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "bias_up without w_up: give bias_gate the biases of both" in done.stderr
+
+
+def alive(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """The shapes of the plain tensors that exist, of those asked for."""
+    held = (x for x in gc.get_objects() if type(x) is Tensor)
+    return sorted(tuple(x.shape) for x in held if x.dtype == dtype and tuple(x.shape) in shapes)
+
+
+def test_backward_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate, up and dh are gone when the products of both begin."""
+    rows, seen = 77, []
+    original = gated_products.DenseProducts.wgrad
+
+    def wgrad(self: Any, plan: Any, *args: Any) -> Any:
+        seen.append(alive([(rows, 2 * WHOLE), (rows, WHOLE)], torch.bfloat16))
+        return original(self, plan, *args)
+
+    monkeypatch.setattr(gated_products.DenseProducts, "wgrad", wgrad)
+    for recompute in (False, True):
+        operands = weights()
+        joint(inputs(rows), *operands, recompute=recompute).backward(randn(rows, N))
+    of_down, of_both = [(rows, WHOLE), (rows, 2 * WHOLE)], []
+    assert seen == [of_down, of_both] * 2
+
+
 def test_what_runs() -> None:
     operands, x = weights(), inputs(70)
     with Trace() as trace:
@@ -223,12 +266,21 @@ def test_bad_input() -> None:
                     inputs(3), w_gate_up, None, w_down, bias_up=randn(WHOLE)
                 ),
                 lambda: joint(inputs(3), w_gate_up, weights(RAGGED)[1]),
+                lambda: functional.gated_experts(
+                    inputs(3), randn(0, 255, K), None, randn(0, N, 128), ends()
+                ),
             )
-        ),
+        )
+        + "\n"
+        + complaint(TypeError, lambda: functional.gated_mlp(inputs(3), w_gate_up, None, None)),  # type: ignore[arg-type]
         """\
 w_gate has 255 features and there is no w_up: expected an even number, those of gate
 and as many of up
 bias_up without w_up: give bias_gate the biases of both, gate first
 cannot contract input [3, 256] with weight [136, 320]: K is 256 in one and 320 in
-the other""",
+the other
+w_gate has 255 features and there is no w_up: expected an even number, those of gate
+and as many of up
+w_down is a NoneType: expected a tensor (w_up alone may be None, where w_gate holds
+gate and up)""",
     )

@@ -183,6 +183,12 @@ called so: expected one of silu, gelu, gelu_tanh, relu2""",
 mlp={'*.mlp': ('gate_proj', 'up_proj', 'down_proj')}: expected (gate, up, down,
 activation), e.g. ('w1', 'w3', 'w2', 'silu')""",
     )
+    assert_expected_inline(
+        run("*.mlp", "gate_proj", "up_proj", "gate_proj", "silu"),
+        """\
+mlp pattern '*.mlp': down is 'gate_proj', as gate is: expected another; gate and up
+alone may be one""",
+    )
 
 
 def test_undone() -> None:

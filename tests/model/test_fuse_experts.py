@@ -214,6 +214,7 @@ def test_bad_input() -> None:
         {"experts": ("w1", "w3", "w2")},
         {"experts": ("w1", "w3", "w4", None)},
         {"experts": ("w1", "w3", "w2", "tanh")},
+        {"experts": ("w1", "w2", "w2", None)},
     ]
     messages = [complaint(ValueError, lambda e=e: fuse(model, experts=e)) for e in cases]
     assert_expected_inline(
@@ -229,7 +230,10 @@ experts pattern 'experts' names 'experts', a Sizes without a stack 'w4'; it has
 'w1', 'w3', 'w2'
 
 experts pattern 'experts': no activation is called 'tanh': expected one of silu,
-gelu, gelu_tanh, relu2, or None to try all""",
+gelu, gelu_tanh, relu2, or None to try all
+
+experts pattern 'experts': down is 'w2', as up is: expected another; gate and up
+alone may be one""",
     )
     assert fused_in(model) == []
     high = Recipe(wgrad_input="high_precision")

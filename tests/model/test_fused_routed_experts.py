@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor import Recipe, audit_step, convert, fuse, unfuse
 from blocktensor.model.fused_routed_experts import why_other_routing
 from tests.support.fused_experts import fused_in
-from tests.support.models import Trace
+from tests.support.models import Trace, randn
 from tests.support.moe_models import TOKENS, transformers_moe
+from tests.support.ranks import on_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -50,7 +52,7 @@ def assert_same_step(model: nn.Module, twin: nn.Module) -> None:
 def fused_calls(model: nn.Module) -> int:
     """How many MLPs and experts one forward computes as one function."""
     with Trace() as trace, torch.no_grad():
-        model(TOKENS)
+        model(TOKENS.to(model.device))
     return trace.count("blocktensor.gated ")
 
 
@@ -109,13 +111,13 @@ def test_what_changes_later() -> None:
         m.set_experts_implementation("batched_mm")
     experts = model.get_submodule(EXPERTS)
     assert_expected_inline(
-        str(why_other_routing(experts)),
+        str(why_other_routing(experts, "down_proj")),
         """its experts_implementation is 'batched_mm': expected 'grouped_mm'""",
     )
     for m in (model, twin):
         m.set_experts_implementation("grouped_mm")
         m.get_submodule(EXPERTS)._is_expert_parallel = True
-    assert why_other_routing(experts) == "its experts are spread over ranks"
+    assert why_other_routing(experts, "down_proj") == "its experts are spread over ranks"
     assert fused_calls(model) == 1
     assert_same_step(model, twin)
     experts._is_expert_parallel = False
@@ -128,6 +130,130 @@ def test_what_changes_later() -> None:
     assert torch.equal(experts(x[:0], index[:0], weights[:0]), wanted[:0])
     wanted = twin.get_submodule(EXPERTS)(x, index, weights.float())
     assert torch.equal(experts(x, index, weights.float()), wanted)
+
+
+ROUTING = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [1, 0]])
+
+
+def experts_step(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The output of one module of experts for tokens of this dtype, and all gradients."""
+    experts = model.get_submodule(EXPERTS)
+    experts.zero_grad()
+    x, weights = randn(5, 128, dtype=dtype, grad=True), randn(5, 2, seed=1, dtype=dtype).abs()
+    y = experts(x, ROUTING, weights)
+    y.backward(randn(*y.shape, seed=2, dtype=y.dtype))
+    grads = {name: p.grad for name, p in experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def assert_same_experts(model: nn.Module, twin: nn.Module, dtype: torch.dtype) -> None:
+    ours, theirs = experts_step(model, dtype), experts_step(twin, dtype)
+    for name, wanted in theirs.items():
+        got = ours[name]
+        assert wanted is not None and got is not None and got.dtype == wanted.dtype, name
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_autocast_to_another_dtype(dtype: torch.dtype) -> None:
+    """The module's own forward rounds h to the dtype of the stacks."""
+    model = transformers_moe("qwen3").to(dtype)
+    convert(model, auto_filter_small_kn=False)
+    twin = copy.deepcopy(model)
+    assert EXPERTS in [x.name for x in fuse(model).fused]
+    for autocast in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", autocast):
+            assert_same_experts(model, twin, dtype)
+    assert_same_experts(model, twin, dtype)
+
+
+def test_another_dtype_later() -> None:
+    """The module's own forward raises or converts; as one function, experts do neither."""
+    model, twin = both()
+    for m in (model, twin):
+        m.float()
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_same_experts(model, twin, dtype)
+    model, twin = both()
+    for m in (model, twin):
+        experts = m.get_submodule(EXPERTS)
+        experts.down_proj = nn.Parameter(experts.down_proj.detach().float())
+    assert_same_experts(model, twin, torch.bfloat16)
+
+
+def test_bf16_of_fp32_parameters() -> None:
+    """As FSDP2 gathers them by ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``."""
+    model = transformers_moe("qwen3")
+    convert(model, auto_filter_small_kn=False)
+    twin = copy.deepcopy(model)
+    fuse(model)
+    for m in (model, twin):
+        m.bfloat16()
+    assert fused_calls(model) == 2
+    assert_same_step(model, twin)
+
+
+@on_ranks(2)
+def test_fsdp2_of_fp32_parameters(world: int, device: str) -> None:
+    model = transformers_moe("qwen3").to(device)
+    convert(model, auto_filter_small_kn=False)
+    twin = copy.deepcopy(model)
+    fuse(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for m in (model, twin):
+        for layer in m.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(m, mp_policy=policy)
+    assert fused_calls(model) == 2
+    made = []
+    for m in (model, twin):
+        tokens = TOKENS.to(device)
+        loss = m(tokens, labels=tokens).loss
+        loss.backward()
+        made.append([loss.detach(), *(p.grad.to_local() for p in m.parameters())])
+    for ours, theirs in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_another_number_of_experts() -> None:
+    model, twin = both()
+    for m in (model, twin):
+        m.get_submodule(EXPERTS).num_experts = 2
+    for m in (model, twin):
+        with pytest.raises(ValueError, match="4 experts"):
+            experts_step(m, torch.bfloat16)
+    unfuse(model)
+    entry = next(x for x in fuse(model).left_alone if x.name == EXPERTS)
+    assert entry.reason == "its num_experts is not the length of its stacks"
+
+
+class Flagged(nn.Module):
+    """Rows sorted by expert, as ``tests.support``'s; two flags of transformers' classes."""
+
+    has_gate: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_gate, self.is_transposed = True, False
+        self.gate_up_proj = nn.Parameter(randn(4, 256, 128) / 12)
+        self.down_proj = nn.Parameter(randn(4, 128, 128) / 12)
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        offs = sizes.cumsum(0, dtype=torch.int32)
+        both = torch._grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs)
+        gate, up = both.chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs)
+
+
+def test_flags_of_another_class() -> None:
+    model = nn.Sequential(Flagged())
+    convert(model, experts={"0": ["gate_up_proj", "down_proj"]}, auto_filter_small_kn=False)
+    (entry,) = fuse(model).entries
+    assert entry.reason == ""
+    twin = copy.deepcopy(model)
+    unfuse(twin)
+    x, sizes = randn(30, 128), torch.tensor([10, 0, 13, 7])
+    assert torch.equal(model[0](x, sizes), twin[0](x, sizes))
 
 
 class Clamped(nn.Module):
