@@ -14,7 +14,6 @@ from ..tensor.base import FP8Base
 from .fused_class import Fused
 from .fused_mlp import GatedParts, why_other_activation
 
-
 Dtypes = tuple[torch.dtype, torch.dtype]
 """Of rows and of stacks."""
 
