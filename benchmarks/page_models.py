@@ -44,7 +44,9 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     said = [f"{eager} bf16 in eager mode, {compiled} compiled"]
     ways = {
         "with `fuse`": "fp8, fused",
-        'and `wgrad_input="128x128"`': "fp8, fused, wgrad_input=128x128",
+        "and `Recipe.fast()`, at a [cost in loss](docs/guides/recipes.md),": (
+            "fp8, fused, wgrad_input=128x128"
+        ),
     }
     for name, variant in ways.items():
         if found := by_variant.get(variant):

@@ -18,7 +18,8 @@ class Recipe:
 
     Args:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of
-            two (DeepSeek's UE8M0; scales then multiply exactly).
+            two (DeepSeek's UE8M0; scales then multiply exactly). A run of 320M parameters ended
+            1.2% above bf16's loss by it (docs/evidence.md).
         columnwise: whether a 128x128 tensor keeps its columnwise form, which a data gradient needs:
             ``"on_demand"`` transposes the bytes each time and releases them (1 byte a parameter),
             ``"keep"`` keeps them with the tensor (2 bytes). The bits are the same.
@@ -73,7 +74,11 @@ class Recipe:
 
     @classmethod
     def fast(cls) -> Recipe:
-        """The fastest choices: weight gradients run at the speed of the forward."""
+        """The fastest choices: weight gradients run at the speed of the forward.
+
+        Two runs of 320M parameters ended 1.1% above bf16's loss, where the default ended at it
+        (docs/evidence.md).
+        """
         return cls(wgrad_input="128x128")
 
     @classmethod
