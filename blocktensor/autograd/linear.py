@@ -174,6 +174,9 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
             w_row, ctx.cast = w.rowwise_for_backward()
         else:
             w_row = w.rowwise(before_backward=needs_dw)
+        if needs_dx and plan.tracing and w.recipe.cache_weight == "step":
+            ctx.names = saved_weight.ROWWISE  # held until backward, which casts nothing then
+            return w_row, w_row[:2]
         return w_row, (w,)
     if isinstance(w, BlockwiseFP8Tensor):
         # Dynamo may take a method of a tensor for an op, which returns tensors alone

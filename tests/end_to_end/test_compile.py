@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +64,7 @@ def assert_as_eager(f: F, *modules: nn.Module, backend: str = "aot_eager", **x: 
         Recipe(),
         Recipe(scale="power_of_two"),
         Recipe(columnwise="keep"),
+        Recipe(cache_weight="step"),
         Recipe(wgrad_input="128x128"),
         Recipe(scale="power_of_two", wgrad_input="128x128"),
         Recipe(wgrad_input="high_precision"),
@@ -136,8 +139,9 @@ def test_matmul() -> None:
     assert_as_eager(lambda x: x @ module.weight.t(), module)
 
 
-def test_checkpointing() -> None:
-    model = mlp()
+@pytest.mark.parametrize("policy", ["backward", "step"])
+def test_checkpointing(policy: Any) -> None:
+    model = mlp(Recipe(cache_weight=policy))
     assert_as_eager(lambda x: checkpoint(model, x, use_reentrant=False), model)
 
 
@@ -169,6 +173,45 @@ def test_training_compiles_once_and_batch_sizes_once_more(wgrad_input: Any) -> N
         assert graphs() == (1 if number < 4 else 2 + (wgrad_input == "128x128" and number > 8))
     for a, b in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_one_cast_of_a_weight_serves_forward_and_backward_if_asked_for() -> None:
+    found = {}
+    for policy in ("backward", "step", False):
+        seen: list[list[str]] = []
+
+        def see(gm: torch.fx.GraphModule, _: object, to: Any = seen) -> Callable[..., object]:
+            to.append([str(node.target) for node in gm.graph.nodes])
+            return make_boxed_func(gm.forward)
+
+        model = mlp(Recipe(cache_weight=policy))  # type: ignore[arg-type]
+        backend = aot_autograd(
+            fw_compiler=see, bw_compiler=see, partition_fn=min_cut_rematerialization_partition
+        )
+        step(torch.compile(model, fullgraph=True, backend=backend), randn(12, K), model)
+        ops = ("quantize_rowwise", "dgrad_of_master", "dgrad_of_rowwise")
+        found[policy] = [
+            {op: n for op in ops if (n := names.count(f"blocktensor.{op}.default"))}
+            for names in seen
+        ]
+    again = [{"quantize_rowwise": 2}, {"dgrad_of_master": 2}]
+    once = [{"quantize_rowwise": 2}, {"dgrad_of_rowwise": 2}]
+    assert found == {"backward": again, "step": once, False: again}
+
+
+def test_a_cast_that_serves_backward_is_that_of_its_forward() -> None:
+    """Also if the weight is written to before backward, where eager mode raises."""
+    model = mlp(Recipe(cache_weight="step"))
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, y = (randn(12, K, grad=True) for _ in range(2))
+    made = compiled(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    made.sum().backward()
+    twin(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert not torch.equal(compiled(x), made)
 
 
 def test_what_is_compiled_sees_every_change_of_a_weight() -> None:
@@ -249,6 +292,7 @@ def test_an_fp8_inputs_gradient_has_the_dtype_that_it_was_cast_from(frozen: bool
     assert torch.equal(*gradients)
 
 
-def test_a_transposed_weight() -> None:
-    module = linear(K, 128)
+@pytest.mark.parametrize("policy", ["backward", "step"])
+def test_a_transposed_weight(policy: Any) -> None:
+    module = linear(K, 128, recipe=Recipe(cache_weight=policy))
     assert_as_eager(lambda x: x @ module.weight, module)
