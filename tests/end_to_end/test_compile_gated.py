@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import functional
+from blocktensor import Recipe, functional
 from blocktensor.autograd import whole_functions
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits, results, unfused, weights
@@ -43,6 +43,12 @@ def test_bits(kind: str, recompute: bool) -> None:
     for _ in range(2):
         assert_bits(results(run, randn(2, 70, 192, grad=True), operands), wanted)
     assert graphs() == 1
+
+
+def test_one_cast_for_forward_and_backward() -> None:
+    operands = weights(recipe=Recipe(cache_weight="step"))
+    wanted = results(unfused, randn(70, 192, grad=True), operands)
+    assert_bits(results(compiled(fused), randn(70, 192, grad=True), operands), wanted)
 
 
 def test_autocast() -> None:
