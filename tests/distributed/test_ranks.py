@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,31 @@ def test_a_rank_that_dies_names_the_calls_before() -> None:
             group.call(ranks._run_on_rank, _die_while_the_other_waits, 2)
     calls = f"{__name__}._make_groups\n{__name__}._die_while_the_other_waits"
     assert f"its calls, in order:\n{calls}\n" in f"{error.value}\n"
+
+
+def _corrupt(path: str, times: int) -> int:
+    """What a corrupted heap does to rank 1 in the first calls."""
+    made = Path(path, "calls")
+    calls = len(made.read_text()) if made.exists() else 0
+    dist.barrier()
+    if dist.get_rank() == 1:
+        made.write_text("x" * (calls + 1))
+        if calls < times:
+            os.write(2, b"free(): invalid pointer\n")
+            os.abort()
+    dist.barrier()
+    return calls
+
+
+def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
+    assert ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 1) == [1, 1]
+    assert "once more, since rank" in capsys.readouterr().err
+    (tmp_path / "calls").unlink()
+    with pytest.raises(ranks.HeapCorrupted, match=r"free\(\): invalid pointer"):
+        ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 2)
+    with pytest.raises(RuntimeError, match="exit code -6") as other:
+        ranks.call_on_ranks(2, "cpu", os.abort)
+    assert not isinstance(other.value, ranks.HeapCorrupted)
 
 
 def test_a_rank_that_does_not_start_says_why() -> None:
