@@ -74,7 +74,7 @@ def on_ranks(*worlds: int, gpus: Sequence[int] | None = None) -> Callable[[Test]
 
 
 def call_on_ranks(
-    world: int, device: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    world: int, device: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> list[Any]:
     """:meth:`_Group.call` of the shared group; on the CPU once more if a heap was corrupted.
 
