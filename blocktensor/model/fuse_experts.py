@@ -88,8 +88,9 @@ def _named_by_hand(model: nn.Module, named: ExpertsNames) -> dict[str, FoundExpe
                 f"experts={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
                 f"('w1', 'w3', 'w2', 'silu')"
             )
-        *stacks, activation = names
-        check_names((stacks[0], stacks[1], stacks[2]), f"experts pattern {pattern!r}")
+        gate, up, down, activation = names
+        stacks = gate, up, down
+        check_names(stacks, f"experts pattern {pattern!r}")
         if activation is not None and activation not in get_args(ActivationName):
             raise ValueError(
                 f"experts pattern {pattern!r}: no activation is called {activation!r}: expected "
@@ -104,8 +105,7 @@ def _named_by_hand(model: nn.Module, named: ExpertsNames) -> dict[str, FoundExpe
                     f"experts pattern {pattern!r} names {name!r}, a {kind_of(module)} without a "
                     f"stack {missing[0]!r}; it has {held}"
                 )
-            gate, up, down = stacks
-            found[name] = FoundExperts(name, module, (gate, up, down), activation)
+            found[name] = FoundExperts(name, module, stacks, activation)
     return found
 
 
@@ -121,6 +121,7 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
     activations = (found.activation,) if found.activation else get_args(ActivationName)
     given = (False,) if routed else (False, True)
     compared = _compared_routed if routed else _compared
+    pairs = _dtypes(fp8_part(module._parameters[found.stacks[0]]).dtype)
     for ends, activation in itertools.product(given, activations):
         parts = ExpertsParts(
             *found.stacks,
@@ -132,7 +133,7 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
             to_local=_takes_local_parts(module),
         )
         verified = []
-        for dtypes in _dtypes(fp8_part(module._parameters[found.stacks[0]]).dtype):
+        for dtypes in pairs:
             why = why_different(compared(module, parts, drawn, dtypes), drawn)
             first = first or why or ""
             if why is None:

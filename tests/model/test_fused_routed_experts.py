@@ -230,8 +230,6 @@ def test_another_number_of_experts() -> None:
 class Flagged(nn.Module):
     """Rows sorted by expert, as ``tests.support``'s; two flags of transformers' classes."""
 
-    has_gate: bool
-
     def __init__(self) -> None:
         super().__init__()
         self.has_gate, self.is_transposed = True, False

@@ -65,8 +65,8 @@ def on_ranks(*worlds: int, gpus: Sequence[int] | None = None) -> Callable[[Test]
         @pytest.mark.parametrize(("world", "device"), cases)
         @functools.wraps(function)
         def test(world: int, device: str, **others: Any) -> None:
-            call = functools.partial(call_on_ranks, world, device)
-            call(_run_test, test, world=world, device=device, **others)
+            others |= {"world": world, "device": device}
+            call_on_ranks(world, device, _run_test, test, **others)
 
         return test
 
