@@ -25,6 +25,7 @@ VARIANTS = (
     "fp8, wgrad_input=128x128",
     "fp8, wgrad_input=high_precision",
     "fp8, fused",
+    "fp8, fused, cache_weight=step",
     "fp8, fused, wgrad_input=128x128",
 )
 
@@ -35,8 +36,9 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     if name == "bf16":
         return made
     chosen: tuple[bt.recipe.WgradInput, ...] = "128x128", "high_precision"
+    policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
     recipe = bt.Recipe(
-        cache_weight=False if "cache_weight=False" in name else "backward",
+        cache_weight=next((x for x in policies if f"cache_weight={x}" in name), "backward"),
         wgrad_input=next((x for x in chosen if x in name), "1x128"),
     )
     bt.convert(made, recipe)

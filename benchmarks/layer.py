@@ -86,14 +86,14 @@ def limits(shape: Shape, tokens: int, fp8: bool) -> dict[str, float]:
     """The least microseconds of forward and backward: GEMMs, causal attention, casts.
 
     Casts: each input and output gradient of a linear read in bf16 and written twice, each weight
-    read, written and transposed.
+    read and written twice.
     """
     kv = shape.kv_heads * shape.head_dim
     d, h = shape.dim, shape.hidden
     linears = ((d, d), (kv, d), (kv, d), (d, d), (h, d), (h, d), (d, h))  # N, K
     flops = sum(6 * tokens * n * k for n, k in linears)
     attention = 3.5 * 2 * tokens * tokens * d  # the forward's two products, backward's five, halved
-    cast = sum(4 * tokens * (n + k) + 5 * n * k for n, k in linears)
+    cast = sum(4 * tokens * (n + k) + 4 * n * k for n, k in linears)
     return {
         "gemms": flops / (FP8_FLOPS if fp8 else BF16_FLOPS) * 1e6,
         "attention": attention / BF16_FLOPS * 1e6,

@@ -21,8 +21,9 @@ class Recipe:
             two (DeepSeek's UE8M0; scales then multiply exactly). A run of 320M parameters ended
             1.2% above bf16's loss by it (docs/evidence.md).
         columnwise: whether a 128x128 tensor keeps its columnwise form, which a data gradient needs:
-            ``"on_demand"`` transposes the bytes each time and releases them (1 byte a parameter),
-            ``"keep"`` keeps them with the tensor (2 bytes). The bits are the same.
+            ``"on_demand"`` holds one form (1 byte a parameter), and transposes the bytes where the
+            other is read; the graph of a forward holds the form that its data gradient reads.
+            ``"keep"`` keeps both (2 bytes). The bits are the same.
         cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
             weight as it is then, but for ``"step"``.
 

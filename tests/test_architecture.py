@@ -41,6 +41,7 @@ RANKS = (
     "blocktensor.recipe",
     "blocktensor.ops.producers",
     "blocktensor.ops.norm",
+    "blocktensor.ops.cross_entropy",
     "blocktensor.ops.grouped_gemm",
     "blocktensor.ops.gemm",
     "blocktensor.ops.gemm.hopper",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise, transpose
+from ..ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.runtime.specialize import must_dispatch, recorded
@@ -108,9 +108,9 @@ def _dgrad_and_wgrad(
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """``dx = grad w`` and ``dw = gradᵀ x``; of columnwise x and rowwise w."""
+    """``dx = grad w`` and ``dw = gradᵀ x``; of columnwise forms."""
     g_row, g_col = quantize_both(grad, format)
-    dx = gemm(g_row, transpose(w), None, x_dtype)
+    dx = gemm(g_row, w, None, x_dtype)
     return dx, gemm(g_col, x, None, w_dtype)
 
 
@@ -172,11 +172,12 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
             check_main_grad(plan.tracing)
         if needs_dx and not plan.tracing:
             w_row, ctx.cast = w.rowwise_for_backward()
+        elif needs_dx and w.recipe.cache_weight == "step":
+            w_row, w_col = w.both_forms()
+            ctx.names = saved_weight.COLUMNWISE  # held until backward, which casts nothing then
+            return w_row, w_col[:2]
         else:
             w_row = w.rowwise(before_backward=needs_dw)
-        if needs_dx and plan.tracing and w.recipe.cache_weight == "step":
-            ctx.names = saved_weight.ROWWISE  # held until backward, which casts nothing then
-            return w_row, w_row[:2]
         return w_row, (w,)
     if isinstance(w, BlockwiseFP8Tensor):
         # Dynamo may take a method of a tensor for an op, which returns tensors alone
@@ -303,11 +304,9 @@ def _recorded_gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """Both gradients by one recorded sequence of launches; None where single ops must run."""
     plan: LinearPlan = ctx.plan
-    w = None if must_dispatch(grad) else saved_weight.rowwise_alone(weight, ctx.cast)
-    if w is None:
+    if must_dispatch(grad) or not isinstance(weight[0], BlockwiseFP8Weight):
         return None
-    saved_weight.release(ctx.cast)
-    ctx.cache.after_backward()
+    w = saved_weight.read_in_backward(ctx, weight, True)
     is_matrix = grad.ndim == 2
     grad = grad if is_matrix else grad.reshape(-1, grad.shape[-1])
     run = plan.record_backward(_dgrad_and_wgrad, grad, x)

@@ -31,6 +31,9 @@ Names = tuple[str, ...]
 ROWWISE: Names = ("rowwise_data", "rowwise_scale")
 """Names of the cast of a plain weight."""
 
+COLUMNWISE: Names = ("columnwise_data", "columnwise_scale")
+"""Names of what dgrad reads of a cast, where a compiled forward has made it."""
+
 
 def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], Names]:
     """The inner tensors of a frozen weight, and their names."""
@@ -79,8 +82,8 @@ def gathered_cast(generation: Generation) -> GatheredCast:
 def read_in_backward(ctx: Any, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
     """The columnwise form of a saved weight, if dgrad needs it and is not one op of a compiler.
 
-    ``ctx`` has what the forward read of the weight. The rowwise form is freed, before products
-    allocate their outputs.
+    ``ctx`` has what the forward read of the weight. The graph holds no form of it any more: the
+    caller alone holds the result, and frees it after dgrad.
 
     Raises:
         RuntimeError: as :func:`columnwise`.
@@ -119,21 +122,6 @@ def columnwise(
         return saved[0].columnwise()
     # saved-tensor hooks that offload return a plain weight
     return _operand(saved, names, format).need_columnwise()
-
-
-def rowwise_alone(
-    saved: Sequence[Tensor], cast: ForwardCast | GatheredCast | None
-) -> Quantized | None:
-    """The rowwise form of a saved trainable weight that neither has nor keeps a columnwise one.
-
-    Raises:
-        RuntimeError: as :func:`columnwise`.
-    """
-    w = saved[0]
-    if not isinstance(w, BlockwiseFP8Weight) or w.transposed or w.recipe.columnwise == "keep":
-        return None
-    operand = w.cache.get_in_backward(w, cast if isinstance(cast, ForwardCast) else None)
-    return operand.rowwise if operand.columnwise is None else None
 
 
 def release(cast: ForwardCast | GatheredCast | None) -> None:

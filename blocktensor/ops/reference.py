@@ -104,6 +104,12 @@ def transpose(x: Quantized) -> Quantized:
     return _filled(flipped.shape, x.format, flipped, x.scale.transpose(-1, -2))
 
 
+def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    """The rowwise cast of ``x[..., N, K]`` in square blocks, and its transpose."""
+    rowwise = quantize_rowwise(x, format)
+    return rowwise, transpose(rowwise)
+
+
 def _filled(shape: torch.Size, format: BlockFormat, data: Tensor, scale: Tensor) -> Quantized:
     made = empty_quantized(shape, format, data.device)
     made.data.copy_(data)

@@ -149,6 +149,8 @@ class MasterBase(FP8Base):
     """Base class of tensors that wrap a high-precision master, on which most ops act."""
 
     master: Tensor
+    transposed: bool = False
+    """Whether the tensor shows the transpose of its master."""
 
     def _address(self, caller: FrameType) -> int:
         return self.master.data_ptr()

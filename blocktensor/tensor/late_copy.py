@@ -138,6 +138,10 @@ class LateCopy(FP8Cache):
         """As of the weight."""
         return self._read().get(user, before_backward)
 
+    def cast_both(self) -> Operand:
+        """As of the weight."""
+        return self._read().cast_both()
+
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
         """As of the weight."""
         return self._read().get_for_backward(user)

@@ -187,6 +187,12 @@ class BlockwiseFP8Weight(MasterBase):
         assert form is not None  # it is cast so
         return form, cast
 
+    def both_forms(self) -> tuple[Quantized, Quantized]:
+        """The rowwise and the columnwise FP8 form of the weight as it is now, cast together."""
+        operand = self.cache.cast_both()
+        operand = operand.transposed() if self.transposed else operand
+        return operand.need_rowwise(), operand.need_columnwise()
+
     def columnwise(self, cast: ForwardCast | None = None) -> Quantized:
         """The columnwise FP8 form of the weight as it is now, or of its forward's cast.
 

@@ -7,13 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_rowwise, transpose
+from ..ops.cast.ops import (
+    quantize_rowwise,
+    quantize_transpose,
+    quantize_with_transpose,
+    transpose,
+)
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .base import MasterBase
 from .operand import Operand
 from .step_reuse import StepReuse
+
+ONE_READ_BYTES = 64 << 20
+"""Most bytes of a form that a forward casts with its transpose: both are there during fprop. The
+forms of larger weights are made one by one, the second in backward, so that the peak of a single
+layer does not grow."""
 
 
 class WaitingForm:
@@ -143,18 +153,32 @@ class FP8Cache:
             reuse.keep(held)
         return held
 
+    def cast_both(self) -> Operand:
+        """Both FP8 forms of the master as it is now, from one read; neither is held.
+
+        Of a part of a whole, whose ranks cast it together, the columnwise form may be absent.
+        """
+        return self._cast(columnwise=True)
+
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
-        """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds."""
-        version, waiting = self.version(), None
-        if self.recipe.cache_weight == "backward":
-            waiting = None if self._waiting is None else self._waiting()
-            if waiting is None:
-                waiting = WaitingForm()
-                self._waiting = weakref.ref(waiting)
+        """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds.
+
+        The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``) or the form of a
+        whole step is kept; the graph holds the one that dgrad reads.
+        """
+        version, policy = self.version(), self.recipe.cache_weight
+        if policy != "backward":
+            return self.get(user, before_backward=True), ForwardCast(self, version, None)
+        waiting = None if self._waiting is None else self._waiting()
+        if waiting is None:
+            waiting = WaitingForm()
+            self._waiting = weakref.ref(waiting)
         cast = ForwardCast(self, version, waiting)
-        operand = self.get(user, before_backward=True)
-        if waiting is not None:
-            waiting.operand = operand
+        operand = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
+        waiting.operand = operand
+        if self.recipe.columnwise != "keep" and operand.columnwise is not None:
+            row, col = operand
+            waiting.operand = Operand(row, None) if user.transposed else Operand(None, col)
         return operand, cast
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
@@ -179,7 +203,11 @@ class FP8Cache:
                 f"changes, or forward again after"
             )
         waiting = cast.waiting and cast.waiting.operand
-        return waiting or self.get(user)
+        if waiting:
+            return waiting
+        if self._reuse is None:
+            return self._cast(rowwise=user.transposed, columnwise=not user.transposed)
+        return self.get(user)
 
     def columnwise(self, operand: Operand, cast: ForwardCast | None = None) -> Quantized:
         """The columnwise form of a cast, kept with the rowwise one if the recipe says so."""
@@ -226,6 +254,10 @@ class FP8Cache:
         """The count of writes to the master; inference tensors have none."""
         return 0 if self.counted.is_inference() else self.counted._version
 
-    def _cast(self) -> Operand:
+    def _cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
         self.casts += 1
-        return Operand(quantize_rowwise(self.master, self.format), None)
+        if not columnwise:
+            return Operand(quantize_rowwise(self.master, self.format), None)
+        if not rowwise:
+            return Operand(None, quantize_transpose(self.master, self.format))
+        return Operand(*quantize_with_transpose(self.master, self.format))

@@ -193,6 +193,20 @@ def test_what_is_saved_and_cast(recompute: bool) -> None:
     assert trace.count("gated ") == (2 if recompute else 0)
 
 
+@pytest.mark.parametrize("least", [2 * 270 * HIDDEN, 2 * 270 * HIDDEN + 1])
+def test_large_gradients_are_made_one_after_the_other(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, offs = rows("ragged")
+    y = functional.gated_experts(x, *stacks(len(offs)), offs)
+    monkeypatch.setattr(early_cast, "EARLY_BYTES", least)
+    with Trace() as trace:
+        y.backward(randn(*y.shape))
+    large = least == 2 * 270 * HIDDEN
+    assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == large
+    assert trace.ops.count("blocktensor.gated_backward silu 1x128 1x128") == 1
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool) -> None:
     x, offs = rows("ragged")

@@ -214,15 +214,12 @@ def test_what_runs() -> None:
         "\n".join(ours),
         """\
 blocktensor.quantize_both 1x128
-blocktensor.quantize_rowwise 128x128
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.gated silu 1x128 1x128
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
-blocktensor.gated_backward silu 1x128 1x128
-blocktensor.transpose 128x128
-blocktensor.transpose 128x128""",
+blocktensor.gated_backward silu 1x128 1x128""",
     )
 
 
@@ -248,16 +245,13 @@ def test_recompute_makes_one_gradient_after_the_other() -> None:
         "\n".join(op for op in trace.ops if "blocktensor" in op),
         """\
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gated silu 1x128
 blocktensor.gemm 1x128 1x128
 blocktensor.gated_backward silu 1x128 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128
 blocktensor.gated silu 1x128 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128""",
     )

@@ -238,17 +238,15 @@ def test_what_runs() -> None:
         "\n".join(op for op in trace.ops if "blocktensor" in op),
         """\
 blocktensor.quantize_both 1x128
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gated silu 1x128 1x128
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128
 blocktensor.joint_gated_backward silu 1x128 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128""",
     )

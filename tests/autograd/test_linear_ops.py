@@ -26,7 +26,7 @@ def test_trace_of_a_forward_and_a_backward() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.quantize_both 1x128
 blocktensor.gemm 1x128 128x128""",
     )
@@ -34,7 +34,6 @@ blocktensor.gemm 1x128 128x128""",
         traced(lambda: y[0].backward(grad)),
         """\
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128""",
     )
@@ -46,7 +45,7 @@ def test_trace_with_bias_and_batch() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.quantize_both 1x128
 blocktensor.gemm 1x128 128x128""",
     )
@@ -56,7 +55,6 @@ blocktensor.gemm 1x128 128x128""",
 aten.sum.dim_IntList
 aten._to_copy
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 1x128""",
     )
@@ -103,11 +101,14 @@ def test_backward_runs_only_what_is_asked_for(
 ) -> None:
     module = linear(256, 384, bias=True)
     module.weight.requires_grad_(w_grad)
-    y = module(randn(5, 384, grad=x_grad))
+    with Trace() as trace:
+        y = module(randn(5, 384, grad=x_grad))
+    of_weight = "quantize_with_transpose" if x_grad else "quantize_rowwise"
+    assert trace.count("128x128") == 2  # the cast of the weight and the product
+    assert trace.ops.count(f"blocktensor.{of_weight} 128x128") == 1
     inputs = [p for p in module.parameters() if p.requires_grad]
     with Trace() as trace:
         torch.autograd.grad(y, inputs, randn(5, 256, seed=3), create_graph=create_graph)
     assert trace.count("blocktensor.quantize") == trace.count(cast) == (gemms > 0)
     assert trace.count("blocktensor.gemm") == trace.count("mm") == gemms
-    transposes = trace.count("blocktensor.transpose")
-    assert transposes == trace.count("blocktensor.transpose 128x128") == x_grad
+    assert trace.count("transpose") == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor.autograd.linear import _dgrad_and_wgrad, _fprop
-from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
+from blocktensor.ops.cast.ops import quantize_both, quantize_with_transpose
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.replay import Replay
@@ -93,13 +93,13 @@ def test_forward_and_backward_are_their_ops(
 ) -> None:
     """On a GPU recorded at the first call where that can be; on a CPU called every time."""
     x, grad = randn(M, K, device=device), randn(M, N, seed=1, device=device)
-    w = quantize_rowwise(randn(N, K, seed=2, device=device), BLOCKS_128X128)
+    w, w_col = quantize_with_transpose(randn(N, K, seed=2, device=device), BLOCKS_128X128)
     b = randn(N, seed=3, device=device) if bias else None
     x_row, x_col = quantize_both(x, BLOCKS_1X128, columnwise)
     g_row, g_col = quantize_both(grad, BLOCKS_1X128)
     wanted = (
         gemm(x_row, w, b, torch.bfloat16),
-        gemm(g_row, transpose(w), None, torch.bfloat16),
+        gemm(g_row, w_col, None, torch.bfloat16),
         gemm(g_col, x_col, None, torch.float32),
     )
     forward: Any = recorded(_fprop, records)
@@ -113,6 +113,6 @@ def test_forward_and_backward_are_their_ops(
         assert saved.format is columnwise
         assert_same_bytes(saved.data, x_col.data)
         assert_same_bytes(saved.scale, x_col.scale)
-        grads = backward(grad, saved, w, BLOCKS_1X128, torch.bfloat16, torch.float32)
+        grads = backward(grad, saved, w_col, BLOCKS_1X128, torch.bfloat16, torch.float32)
         assert torch.equal(grads[0], wanted[1])
         assert torch.equal(grads[1], wanted[2])

@@ -66,7 +66,9 @@ def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
 
 def makes_form(layer: Layer) -> str:
     """The op that makes the columnwise form alone."""
-    return "quantize_columnwise" if layer.kind == "torch" else f"normalized {layer.kind} 1x128"
+    return (
+        "quantize_columnwise 1x128" if layer.kind == "torch" else f"normalized {layer.kind} 1x128"
+    )
 
 
 @pytest.mark.parametrize("rows", [(2, 70), (0,), (1,), (127,), (129,), (300,)])

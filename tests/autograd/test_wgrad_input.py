@@ -153,7 +153,7 @@ def test_trace_of_128x128() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.quantize_both 1x128 128x128
 blocktensor.gemm 1x128 128x128""",
     )
@@ -161,7 +161,6 @@ blocktensor.gemm 1x128 128x128""",
         traced(lambda: y[0].backward(grad)),
         """\
 blocktensor.quantize_both 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 blocktensor.gemm 1x128 128x128""",
     )
@@ -173,7 +172,7 @@ def test_trace_of_high_precision() -> None:
     assert_expected_inline(
         traced(lambda: y.append(module(x))),
         """\
-blocktensor.quantize_rowwise 128x128
+blocktensor.quantize_with_transpose 128x128
 blocktensor.quantize_rowwise 1x128
 blocktensor.gemm 1x128 128x128""",
     )
@@ -181,7 +180,6 @@ blocktensor.gemm 1x128 128x128""",
         traced(lambda: y[0].backward(grad)),
         """\
 blocktensor.quantize_rowwise 1x128
-blocktensor.transpose 128x128
 blocktensor.gemm 1x128 128x128
 aten.mm""",
     )

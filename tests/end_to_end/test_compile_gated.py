@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, functional
+from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from blocktensor.autograd import whole_functions
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits, results, unfused, weights
+from tests.support.groups import ends
 from tests.support.models import plain, randn
 
 # Dynamo itself instantiates the Functions that it traces.
@@ -75,8 +76,8 @@ def test_activation_checkpointing() -> None:
     assert_bits(results(compiled(run), x, operands), results(unfused, x, operands))
 
 
-def test_registered_ops_run() -> None:
-    operands = weights()
+def ops_that_run(run: Callable[..., Tensor], operands: Sequence[Tensor]) -> list[str]:
+    """The targets of the graphs of a forward and of its backward."""
     seen: list[str] = []
 
     def see(gm: torch.fx.GraphModule, example: object) -> Callable[..., object]:
@@ -84,13 +85,29 @@ def test_registered_ops_run() -> None:
         return make_boxed_func(gm.forward)
 
     backend = aot_autograd(fw_compiler=see, bw_compiler=see)
-    run = torch.compile(fused, fullgraph=True, backend=backend)
-    results(run, randn(9, 192, grad=True), operands)
+    run = torch.compile(run, fullgraph=True, backend=backend)
+    results(run, randn(9, 192, grad=True), [*operands])
+    return seen
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_registered_ops_run(recompute: bool) -> None:
+    seen = ops_that_run(functools.partial(fused, recompute=recompute), weights())
     made = [name for name in seen if name.startswith("blocktensor.") and "gemm" not in name]
-    assert made.count("blocktensor.gated.default") == 2  # the gradient of up is one, too
+    # with recompute, h is made again and the gradient of up is a gated product, too
+    assert made.count("blocktensor.gated.default") == (3 if recompute else 1)
     assert made.count("blocktensor.gated_backward.default") == 1
     assert made.count("blocktensor.quantize_both.default") == 2
     assert not any("silu" in name for name in seen)
+
+
+def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:
+    stacks = [BlockwiseFP8Weight(torch.stack([plain(w)] * 2)).requires_grad_() for w in weights()]
+    run = functools.partial(functional.gated_experts, offs=ends(4, 5))
+    seen = ops_that_run(run, stacks)
+    assert seen.count("blocktensor.gated.default") == 2  # the gradient of up is one, too
+    assert seen.count("blocktensor.gated_backward.default") == 1
+    assert seen.count("blocktensor.quantize_grouped.default") == 2
 
 
 def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

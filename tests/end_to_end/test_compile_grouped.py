@@ -172,10 +172,10 @@ def test_autocast() -> None:
 def test_compiled_graphs_save_no_form_of_the_weight() -> None:
     """Its dgrad is one op with the cast: nothing the size of the weight waits for backward.
 
-    Unless one cast is to serve both.
+    Unless one cast is to serve both: then the form that dgrad reads does.
     """
     of_x = (K, 128 * ((160 + 127 * E) // 128))
-    for recipe, of_weight in ((Recipe(), []), (Recipe(cache_weight="step"), [(E, N, K)])):
+    for recipe, of_weight in ((Recipe(), []), (Recipe(cache_weight="step"), [(E, K, N)])):
         w = stack(recipe=recipe)
         saved: list[Tensor] = []
         compiled = torch.compile(

@@ -64,7 +64,7 @@ def test_a_trainable_weight_holds_fp8_from_forward_to_backward(dtype: torch.dtyp
     for _ in range(3):
         loss = module(randn(5, K, dtype=dtype, grad=True)).sum()
         report = memory_report(module)
-        assert report.trainable == at_rest + Held(data=N * K, scales=SCALES)
+        assert report.trainable == at_rest + Held(columnwise=N * K + SCALES)  # which dgrad reads
         assert report.trainable.fp8 == module.weight.cache.nbytes()
         assert report.fp8_bytes_per_parameter == (N * K + SCALES) / (N * K)
         loss.backward()
@@ -188,11 +188,11 @@ def test_the_text() -> None:
         """\
 kind           elements  not FP8    FP8 data  scales  columnwise  gradients  held       each
 -------------  --------  ---------  --------  ------  ----------  ---------  ---------  ------
-trainable FP8  24,576    96.0 KiB   24.0 KiB  16 B    -           -          120.0 KiB  5.0007
+trainable FP8  24,576    96.0 KiB   -         -       24.0 KiB    -          120.0 KiB  5.0007
 frozen FP8     24,576    -          24.0 KiB  16 B    -           -          24.0 KiB   1.0007
 plain          7,040     27.5 KiB   -         -       -           -          27.5 KiB   4.0000
 buffers        6         48 B       -         -       -           -          48 B       8.0000
-total          56,198    123.5 KiB  48.0 KiB  32 B    -           -          171.6 KiB  3.1264""",
+total          56,198    123.5 KiB  24.0 KiB  16 B    24.0 KiB    -          171.6 KiB  3.1264""",
     )
     assert_expected_inline(
         str(memory_report(model)),

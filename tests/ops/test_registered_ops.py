@@ -53,6 +53,8 @@ def cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
         "quantize_columnwise in squares": (x, BLOCKS_128X128),
         "quantize_both": (x, BLOCKS_1X128),
         "quantize_both in two formats": (x, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
+        "quantize_with_transpose": (x, BLOCKS_128X128_POW2),
+        "quantize_with_transpose of a stack": (stack, BLOCKS_128X128),
         "transpose": (square,),
         "dequantize": (row, torch.float16),
         "dequantize of a stack": (square, torch.float32),

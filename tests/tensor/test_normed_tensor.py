@@ -113,7 +113,7 @@ def test_fp8_weights_get_its_casts_and_gradients_are_summed_as_without_it(norm: 
     wanted = [want, *torch.autograd.grad(want, (x, weight, w), grad)]
     with Trace() as trace:
         got = read(norm.made(x, weight))
-    assert trace.count("blocktensor.quantize_rowwise 128x128") == 2  # of the weight, twice
+    assert trace.count("blocktensor.quantize_with_transpose 128x128") == 2  # of the weight, twice
     assert trace.count("blocktensor.quantize_") == 2 + (norm.kind == "torch")
     for a, b in zip([got, *torch.autograd.grad(got, (x, weight, w), grad)], wanted, strict=True):
         assert torch.equal(a, b)

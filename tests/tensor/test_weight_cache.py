@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, functional
-from tests.support.models import complaint, linear, plain, randn
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_128X128
+from blocktensor.tensor import weight_cache
+from tests.support.models import Trace, assert_same_bytes, complaint, linear, plain, randn
 
 N, K = 128, 192
 X = randn(5, K, dtype=torch.float32)
@@ -38,6 +41,80 @@ def test_forwards_that_wait_share_one_form_until_the_last_backward() -> None:
         assert cache.nbytes() == FP8_BYTES
         y.sum().backward()
     assert (cache.casts, cache.nbytes()) == (3, 0)
+
+
+@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_graph_holds_the_form_that_its_dgrad_reads(is_transposed: bool, columnwise: Any) -> None:
+    """Of a weight's transpose, dgrad reads the rowwise form."""
+    weight = linear(N, K, recipe=Recipe(columnwise=columnwise)).weight
+    leaf = randn(5, N if is_transposed else K, grad=True)
+    with Trace() as trace:
+        y = nn.functional.linear(leaf, weight.t() if is_transposed else weight)
+    assert trace.count("quantize_with_transpose") == 1
+    held = weight.cache.held()
+    wanted = reference.quantize_with_transpose(plain(weight), BLOCKS_128X128)
+    for form, want in zip(held, wanted, strict=True):
+        if form is not None:
+            assert_same_bytes(form.data, want.data)
+    assert [form is None for form in held] == (
+        [False, False] if columnwise == "keep" else [not is_transposed, is_transposed]
+    )
+    with Trace() as trace:
+        y.sum().backward()
+    assert trace.count("transpose") == 0
+
+
+@pytest.mark.parametrize("most", [N * K - 1, N * K])
+def test_forms_of_large_weights_are_made_one_by_one(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a layer does not hold both during its forward."""
+    monkeypatch.setattr(weight_cache, "ONE_READ_BYTES", most)
+    module, leaf = linear(N, K), randn(5, K, grad=True)
+    with Trace() as trace:
+        y = module(leaf)
+    held, both = module.weight.cache.held(), most == N * K
+    assert [form is None for form in held] == [both, not both]
+    assert trace.count("quantize_with_transpose") == both
+    with Trace() as trace:
+        y.sum().backward()
+    assert trace.count("blocktensor.transpose") == (not both)
+    assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (1, 0)
+
+
+def test_graphs_of_a_weight_and_of_its_transpose_share_the_form_of_the_latest() -> None:
+    weight, x, z = linear(N, K).weight, randn(5, K, grad=True), randn(7, N, seed=1, grad=True)
+    wanted = [
+        *torch.autograd.grad(nn.functional.linear(x, weight).sum(), x),
+        *torch.autograd.grad(nn.functional.linear(z, weight.t()).sum(), z),
+    ]
+    for first in (0, 1):
+        runs = [
+            lambda: nn.functional.linear(x, weight),
+            lambda: nn.functional.linear(z, weight.t()),
+        ]
+        outputs = {i: runs[i]() for i in (first, 1 - first)}
+        for i in (0, 1):
+            (got,) = torch.autograd.grad(outputs[i].sum(), (x, z)[i])
+            assert torch.equal(got, wanted[i])
+        assert weight.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize(("n", "ops"), [
+    (128, ["quantize_columnwise 128x128"]),
+    (130, ["quantize_rowwise 128x128", "transpose 128x128"]),
+])  # fmt: skip
+def test_backward_casts_the_form_that_it_reads(n: int, ops: list[str]) -> None:
+    module = linear(n, K, recipe=Recipe(cache_weight=False))
+    y = module(randn(5, K, grad=True)).sum()
+    assert module.weight.cache.nbytes() == 0
+    with Trace() as trace:
+        y.backward()
+    assert [op for op in trace.ops if "128x128" in op and "gemm" not in op] == [
+        f"blocktensor.{op}" for op in ops
+    ]
+    assert module.weight.cache.casts == 2
 
 
 def test_a_graph_that_is_dropped_frees_the_form() -> None:

@@ -24,12 +24,14 @@ class CastKernels:
     """The functions of a backend, each with the signature of its namesake in ``reference.py``.
 
     Attributes:
+        quantize_with_transpose: for rows in whole vectors; None if the backend takes two passes.
         launches: True if they only allocate and launch kernels, so that calls can be recorded.
     """
 
     quantize_rowwise: Callable[..., Quantized]
     quantize_columnwise: Callable[..., Quantized]
     quantize_both: Callable[..., tuple[Quantized, Quantized]]
+    quantize_with_transpose: Callable[..., tuple[Quantized, Quantized]] | None
     transpose: Callable[..., Quantized]
     dequantize: Callable[..., Tensor]
     quantize_grouped: Callable[..., tuple[Quantized, Quantized]]
@@ -57,6 +59,7 @@ def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: boo
         casts.quantize_rowwise,
         casts.quantize_columnwise,
         casts.quantize_both,
+        None,
         transposes.transpose,
         transposes.dequantize,
         groups.quantize_grouped,
@@ -70,7 +73,8 @@ def _kernels(casts: Any, transposes: Any, groups: Any, parts: Any, launches: boo
 def _load_reference() -> CastKernels:
     from .. import reference
 
-    return _kernels(reference, reference, reference, reference, launches=False)
+    kernels = _kernels(reference, reference, reference, reference, launches=False)
+    return replace(kernels, quantize_with_transpose=reference.quantize_with_transpose)
 
 
 def _load_triton() -> CastKernels:
@@ -80,7 +84,7 @@ def _load_triton() -> CastKernels:
 
 
 def _load_gluon() -> CastKernels:
-    from . import gluon_128x128, gluon_columnwise, gluon_transpose
+    from . import gluon_128x128, gluon_columnwise, gluon_transpose, gluon_with_transpose
 
     # Rowwise casts in 1x128 blocks, dequantize and casts of parts gain nothing in Gluon.
     return replace(
@@ -88,6 +92,7 @@ def _load_gluon() -> CastKernels:
         quantize_rowwise=gluon_128x128.quantize_rowwise,
         quantize_columnwise=gluon_columnwise.quantize_columnwise,
         quantize_both=gluon_columnwise.quantize_both,
+        quantize_with_transpose=gluon_with_transpose.quantize_with_transpose,
         quantize_grouped=gluon_columnwise.quantize_grouped,
         quantize_grouped_columnwise=gluon_columnwise.quantize_grouped_columnwise,
         transpose=gluon_transpose.transpose,

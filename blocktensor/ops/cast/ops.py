@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
 from ..runtime.specialize import Specialized, recorded
-from ..scale_layouts import columnwise_width, empty_columnwise, empty_quantized
+from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
 
 Pair = tuple[Tensor, Tensor]
@@ -102,6 +102,15 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     return _transpose(_rowwise(x, format))
 
 
+def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    """The cast of ``x[..., N, K]`` and its transpose, from one read where it can.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
+    """
+    return _with_transpose(x, format)
+
+
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """``data * scale`` in ``dtype``; see :func:`blocktensor.ops.reference.dequantize`."""
     return _dequantize(x, dtype)
@@ -120,6 +129,11 @@ def _check_both(x: Tensor, format: BlockFormat, columnwise_format: BlockFormat) 
         )
     checks.castable(x, format)
     _check_columnwise(x, columnwise_format)
+
+
+def _check_with_transpose(x: Tensor, format: BlockFormat) -> None:
+    _check_square(format)
+    checks.castable(x, format)
 
 
 def _check_square(format: BlockFormat) -> None:
@@ -145,6 +159,22 @@ def _decide_both(
     _check_both(x, format, columnwise_format)
     kernels = cast_kernels(x, format, columnwise_format)
     return recorded(kernels.quantize_both, kernels.launches)
+
+
+def _decide_with_transpose(
+    x: Tensor, format: BlockFormat
+) -> Callable[..., tuple[Quantized, Quantized]]:
+    _check_with_transpose(x, format)
+    kernels = cast_kernels(x, format)
+    one_pass = kernels.quantize_with_transpose
+    if one_pass is not None and x.shape[-2] % VECTOR_BYTES == 0:
+        return recorded(one_pass, kernels.launches)
+    return _in_two_passes
+
+
+def _in_two_passes(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    rowwise = _rowwise(x, format)
+    return rowwise, _transpose(rowwise)
 
 
 def _decide_transpose(x: Quantized) -> Callable[..., Quantized]:
@@ -178,6 +208,12 @@ def _dispatch_both(
     return Quantized(row, row_scale, format), Quantized(col, col_scale, columnwise_format)
 
 
+def _dispatch_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    _check_with_transpose(x, format)
+    row, row_scale, col, col_scale = _with_transpose_op(x, format.name)
+    return Quantized(row, row_scale, format), Quantized(col, col_scale, format)
+
+
 def _dispatch_transpose(x: Quantized) -> Quantized:
     _check_square(x.format)
     data, scale = _transpose_op(x.data, x.scale, x.format.name)
@@ -191,6 +227,7 @@ def _dispatch_dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 _rowwise = Specialized(_decide_rowwise, _dispatch_rowwise)
 _columnwise = Specialized(_decide_columnwise, _dispatch_columnwise)
 _both = Specialized(_decide_both, _dispatch_both)
+_with_transpose = Specialized(_decide_with_transpose, _dispatch_with_transpose)
 _transpose = Specialized(_decide_transpose, _dispatch_transpose)
 _dequantize = Specialized(_decide_dequantize, _dispatch_dequantize)
 
@@ -227,6 +264,12 @@ def _both_op(x: Tensor, format: str, columnwise_format: str | None = None) -> Fo
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
+@torch.library.custom_op("blocktensor::quantize_with_transpose", mutates_args=())
+def _with_transpose_op(x: Tensor, format: str) -> Four:
+    rowwise, columnwise = _with_transpose.run(x, named(format))
+    return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
+
+
 @torch.library.custom_op("blocktensor::transpose", mutates_args=())
 def _transpose_op(data: Tensor, scale: Tensor, format: str) -> Pair:
     data, scale, _ = _transpose.run(Quantized(data, scale, named(format)))
@@ -253,6 +296,12 @@ def _(x: Tensor, format: str) -> Pair:
 def _(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
     data, scale, _ = empty_columnwise(x, named(columnwise_format or format))
     return *_empty(x.shape, format, x.device), data, scale
+
+
+@_with_transpose_op.register_fake
+def _(x: Tensor, format: str) -> Four:
+    *lead, n, k = x.shape
+    return *_empty(x.shape, format, x.device), *_empty((*lead, k, n), format, x.device)
 
 
 @_transpose_op.register_fake

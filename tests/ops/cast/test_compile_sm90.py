@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2, Quantized
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.casts import BOTH, GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, FORMATS
@@ -112,6 +112,17 @@ def test_square_casts_of_stacks(
     for backend in (TRITON, GLUON):
         assert compile_launches(partial(SQUARE, backend, x, False)) == 1
     assert compile_launches(lambda: SQUARE(TRITON, x.mT, True)) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(14336, 4096), (160, 10), (3, 272, 576)], ids=str)
+def test_casts_with_transposes(
+    dtype: torch.dtype, shape: tuple[int, ...], compile_launches: Compile
+) -> None:
+    one_pass = GLUON.quantize_with_transpose
+    assert one_pass is not None
+    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
+        assert compile_launches(partial(one_pass, like(shape, dtype), format)) == 1
 
 
 GLUON_SHAPES = [(4096, 7168), (300, 576), (304, 130), (300, 130)]

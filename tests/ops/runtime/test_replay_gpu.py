@@ -40,7 +40,7 @@ def draw(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.bfloa
 
 
 def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
-    """The results of five launches."""
+    """The results of six launches."""
     square = module.quantize_rowwise(x, BLOCKS_128X128)
     return [
         module.quantize_rowwise(x, BLOCKS_1X128),
@@ -48,6 +48,7 @@ def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
         *module.quantize_both(x, BLOCKS_1X128),
         square,
         module.transpose(square),
+        *module.quantize_with_transpose(x, BLOCKS_128X128),
     ]
 
 
@@ -67,8 +68,8 @@ def assert_all_same(actual: list[Quantized], expected: list[Quantized]) -> None:
 
 
 def forget_casts() -> None:
-    for table in (cast_ops._rowwise, cast_ops._columnwise, cast_ops._both, cast_ops._transpose):
-        table.forget()
+    for name in ("rowwise", "columnwise", "both", "transpose", "with_transpose"):
+        getattr(cast_ops, f"_{name}").forget()
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_replays_equal_the_reference(plays: list[int]) -> None:
             for dtype in (torch.bfloat16, torch.float32):
                 x = draw(shape, seed, dtype)
                 assert_all_same(casts(x), wanted(x))
-    assert plays[0] >= 2 * len(SHAPES) * 5
+    assert plays[0] >= 2 * len(SHAPES) * 6
 
 
 def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
@@ -99,7 +100,7 @@ def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
     for turn in range(200):
         i = turn * 7 % len(inputs)
         assert_all_same(casts(inputs[i]), expected[i])
-    assert plays[0] >= 5 * 190
+    assert plays[0] >= 6 * 190
 
 
 def test_streams(plays: list[int]) -> None:
@@ -118,7 +119,7 @@ def test_streams(plays: list[int]) -> None:
     torch.cuda.synchronize()
     for results in late:
         assert_all_same(results, expected)
-    assert plays[0] >= 15
+    assert plays[0] >= 18
 
 
 def test_threads(plays: list[int]) -> None:
@@ -142,7 +143,7 @@ def test_threads(plays: list[int]) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
-    assert plays[0] >= 4 * 30 * 5
+    assert plays[0] >= 4 * 30 * 6
 
 
 def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
@@ -153,7 +154,7 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = casts(x)
-    assert plays[0] >= 5
+    assert plays[0] >= 6
     for seed in (1, 2):
         x.copy_(draw((256, 512), seed))
         graph.replay()
@@ -168,7 +169,7 @@ def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
         assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
         assert_all_same(results, wanted(x))
         assert torch.cuda.current_device() == 0
-    assert plays[0] >= 3 * 5
+    assert plays[0] >= 3 * 6
 
 
 def test_deterministic_mode_fills_what_a_replay_leaves(plays: list[int]) -> None:
@@ -208,10 +209,10 @@ def test_hooks_see_every_launch() -> None:
         results = casts(x)
     finally:
         enter.remove(hook)
-    assert len(seen) == 5
+    assert len(seen) == 6
     assert_all_same(results, wanted(x))
     casts(x)
-    assert len(seen) == 5
+    assert len(seen) == 6
 
 
 def test_an_unknown_triton_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
