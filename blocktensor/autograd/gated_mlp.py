@@ -327,7 +327,7 @@ def _gradients_of_h(
         if formats != (None, None):
             made = [products.forms(grad, *formats) for grad in sources]
         del sources, grad
-    elif plan.recompute or plan.tracing or gate.nbytes >= early_cast.EARLY_BYTES:
+    elif plan.recompute or _is_large(plan, gate, offs):
         # less memory at once, for another read of dh and gate
         made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up
@@ -341,6 +341,12 @@ def _gradients_of_h(
     del gate, up, dh
     for i in (1, 0):
         yield i, made.pop()
+
+
+def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
+    # A compiler cannot compare sizes. Of rows in groups, no kernel makes both gradients in much
+    # less time than one after the other; of others, one does.
+    return offs is not None if plan.tracing else gate.nbytes >= early_cast.EARLY_BYTES
 
 
 def _joint_gradient(

@@ -32,13 +32,16 @@ def _launch(
     x, *more = sources
     row, col = forms
     if in_words and col is not None:  # rowwise forms gain nothing from words
-        from ..cast.gluon_columnwise import plan_columnwise  # Triton may have no Gluon
+        from ..cast import gluon_ahead, gluon_columnwise  # Triton may have no Gluon
         from .gluon_activation import tile_of_words
         from .gluon_norm import normalized_words
 
         of_words = tile_of_words if compute is tile_of_elements else normalized_words
         producer = Producer(of_words, detail, more, second, per_row, widths)
-        plan_columnwise(x, row, col, offs, producer=producer)()
+        if row is not None and gluon_ahead.takes(x, col, producer, offs):
+            gluon_ahead.plan_ahead(x, row, col, producer)()
+        else:
+            gluon_columnwise.plan_columnwise(x, row, col, offs, producer=producer)()
         return
     mixed = row is not None and col is not None and row.format is not col.format
     if mixed and any(map(is_awkward, sources)):

@@ -13,6 +13,8 @@ from tests.support.numeric import DTYPES
 
 pytest.importorskip("triton")
 
+from blocktensor.ops.cast.gluon_ahead import cast_ahead_kernel
+from blocktensor.ops.formats import BLOCKS_1X128_POW2, BLOCKS_128X128_POW2
 from blocktensor.ops.runtime.launch import Launch
 from tests.support import producer_launches
 from tests.support.producer_launches import (
@@ -83,6 +85,48 @@ def test_gated(
     if given is not None:
         of_gate = functools.partial(kernels.gated_backward, grad, gate, up, *rest, of_up=False)
         assert compile_all(launches, of_gate) == forward
+
+
+def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
+    launches: list[Launch],
+) -> None:
+    """Those of gate and up together, in both forms, of bf16 in rows of whole vectors."""
+
+    def copies_ahead(
+        shape: tuple[int, int] = (300, 576),
+        dtype: torch.dtype = BF16,
+        formats: Formats = BOTH,
+        offs: Tensor | None = None,
+        of_up: bool = True,
+    ) -> bool:
+        launches.clear()
+        sources = sources_of(shape, dtype)
+        backward = kernels_for("gluon", sources, formats).gated_backward
+        backward(*sources, offs, "silu", *formats, of_up=of_up)
+        (made,) = launches
+        return made.kernel is cast_ahead_kernel
+
+    assert copies_ahead()
+    assert copies_ahead(formats=MIXED)
+    assert copies_ahead(formats=POW2)
+    assert not copies_ahead(formats=(BLOCKS_1X128_POW2, BLOCKS_128X128_POW2))
+    assert not copies_ahead((300, 580))
+    assert not copies_ahead((0, 576))
+    assert not copies_ahead(dtype=FP16)
+    assert not copies_ahead(formats=COLUMNWISE)
+    assert not copies_ahead(offs=torch.empty(8, dtype=torch.int32, device=META))
+    assert not copies_ahead(of_up=False)
+
+
+@pytest.mark.parametrize("formats", [BOTH, MIXED], ids=["both", "mixed"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gradients_of_gelus_that_copy_tiles_ahead(
+    activation: str, formats: Formats, launches: list[Launch]
+) -> None:
+    sources = sources_of((300, 576), BF16)
+    backward = kernels_for("gluon", sources, formats).gated_backward
+    assert compile_all(launches, lambda: backward(*sources, None, activation, *formats)) == 1
+    assert launches[0].kernel is cast_ahead_kernel
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])

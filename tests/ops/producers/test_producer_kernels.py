@@ -236,6 +236,28 @@ def test_joint_gradients(name: str, activation: str) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("shape", [(2304, 2176), (2300, 2056), (4095, 1160)], ids=str)
+def test_programs_of_several_tiles(shape: tuple[int, int]) -> None:
+    """More tiles than programs: each program copies its next tile in while it casts one."""
+    rng = torch.Generator().manual_seed(0)
+    backend = kernels("gluon")
+    for formats in (f for f in FORMATS if None not in f):
+        grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
+        check(backend, "silu", (grad, gate, up), True, formats)
+        rest = (None, "silu", *formats)
+        first = backend.gated_backward(grad, gate, up, *rest)
+        for _ in range(20):
+            for again, before in zip(
+                backend.gated_backward(grad, gate, up, *rest), first, strict=True
+            ):
+                assert_same_forms(again, before)
+        if shape[1] % 128 == 0:
+            sources = torch.cat(reference.gradients(grad, gate, up, "silu"), 1)
+            got = backend.joint_gated_backward(grad, torch.cat([gate, up], 1), *rest)
+            assert_same_forms(got, by_casts(sources, formats))
+
+
+@on_a_gpu
 def test_ops_repeat_recorded_launches() -> None:
     rng = torch.Generator().manual_seed(0)
     formats = BLOCKS_1X128, BLOCKS_128X128

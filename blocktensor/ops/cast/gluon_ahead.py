@@ -1,0 +1,157 @@
+"""Casts of what is computed from several tensors, by programs that copy the next tile in meanwhile.
+
+The kernel of ``gluon_columnwise.py`` waits for the memory, then computes. That suits casts of few
+instructions. SwiGLU's gradients take 60 an element, and its programs left the memory idle a third
+of the time. Here a program casts one tile after another; their sources come through shared memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..devices import sms
+from ..formats import BLOCK, Quantized, num_blocks
+from ..runtime.launch import Launch
+from ..scale_layouts import VECTOR_BYTES
+from .gluon_tile import cast_tile
+from .gluon_words import patch_layouts
+from .numerics import method_for
+from .producer import Producer
+
+_WORDS = 64  # of a row of a tile: two elements each
+_PROGRAMS = 2  # of an SM, with 96 KiB of sources and half of the registers each
+_PATCH_ROWS = 8
+_OPTIONS = {"num_warps": 8, "maxnreg": 128}
+
+
+@gluon.jit
+def _copy_in(tile, tiles, blocks_k, maps, buffers, arrived, WORDS: gl.constexpr):
+    # Begins to copy a tile of every source; of words beyond it, zeros.
+    exists = tile < tiles
+    row = tile // blocks_k * 128
+    word = tile % blocks_k * WORDS
+    mbarrier.expect(arrived, 3 * 128 * WORDS * 4, pred=exists)
+    for i in gl.static_range(3):
+        tma.async_copy_global_to_shared(maps[i], [row, word], arrived, buffers[i], pred=exists)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "cols", "row_scale_ld", "col_scale_ld", "blocks_k", "tiles", "tokens",
+    ]
+)  # fmt: skip
+def cast_ahead_kernel(
+    x_map, y_map, z_map, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, row_ptr_1, row_scale_ptr_1,
+    col_ptr_1, col_scale_ptr_1, rows, cols, row_scale_ld, col_scale_ld, blocks_k, tiles, tokens,
+    DTYPE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, WORDS: gl.constexpr, PATCH_ROWS: gl.constexpr,
+    COMPUTE: gl.constexpr, DETAIL: gl.constexpr, WIDTHS: gl.constexpr,
+):  # fmt: skip
+    # As cast_columnwise_kernel with both forms of two parts, computed from three sources.
+    BY_ROW: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())[0]
+    rows = rows * UNIT_M
+    words = cols * UNIT_K
+    maps = (x_map, y_map, z_map)
+    x_s = gl.allocate_shared_memory(gl.int32, [128, WORDS], x_map.layout)
+    y_s = gl.allocate_shared_memory(gl.int32, [128, WORDS], x_map.layout)
+    z_s = gl.allocate_shared_memory(gl.int32, [128, WORDS], x_map.layout)
+    buffers = (x_s, y_s, z_s)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    phase = 0
+    _copy_in(gl.program_id(0), tiles, blocks_k, maps, buffers, arrived, WORDS)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        tile_m = tile // blocks_k
+        tile_k = tile % blocks_k
+        first_m = tile_m.to(gl.int64) * 128
+        rows_left = tokens - tile_m * 128
+        col_left = rows - tile_m * 128
+        words_left = words - tile_k * WORDS
+        mbarrier.wait(arrived, phase)
+        phase ^= 1
+        x = x_s.load(BY_ROW)
+        y = y_s.load(BY_ROW)
+        z = z_s.load(BY_ROW)
+        second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
+        x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
+        gl.thread_barrier()  # all threads have read the buffers
+        _copy_in(tile + gl.num_programs(0), tiles, blocks_k, maps, buffers, arrived, WORDS)
+        cast_tile(
+            x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m,
+            tile_m, tile_k, rows, words, rows_left, col_left, words_left, DTYPE, True, SQUARE,
+            POWER_OF_TWO, METHOD, 0, PATCH_ROWS, WIDTHS,
+        )  # fmt: skip
+        cast_tile(
+            second, row_ptr_1, row_scale_ptr_1, row_scale_ld, col_ptr_1, col_scale_ptr_1,
+            col_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left, words_left,
+            DTYPE, True, SQUARE, POWER_OF_TWO, METHOD, 0, PATCH_ROWS, WIDTHS,
+        )  # fmt: skip
+
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def takes(x: Tensor, col: Quantized, producer: Producer, offs: Tensor | None) -> bool:
+    """Whether the kernel casts what ``producer`` makes of ``x``: two parts of three tensors.
+
+    Casts to square blocks with power-of-two scales spill, and are faster tile by tile.
+    """
+    sources = (x, *producer.more)
+    return (
+        producer.second is not None
+        and len(sources) == 3
+        and offs is None
+        and x.numel() > 0
+        and not (col.format.transposes and col.format.power_of_two)
+        and x.dtype == torch.bfloat16
+        and all(
+            y.data_ptr() % VECTOR_BYTES == 0 and y.stride(0) % 8 == y.shape[1] % 8 == 0
+            for y in sources
+        )
+    )
+
+
+def _map(x: Tensor) -> TensorDescriptor:
+    words = x.view(torch.int32)
+    box = [BLOCK, _WORDS]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int32)
+    return TensorDescriptor(words, list(words.shape), [words.stride(0), 1], box, layout)
+
+
+def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) -> Launch:
+    """The launch that casts what ``producer`` makes of ``x[M, K]`` into ``row`` and ``col``, and of
+    a second part into ``producer.second``; see :func:`takes`.
+    """
+    k, m = col.data.shape
+    second_row, second_col = producer.second or (None, None)
+    assert second_row is not None
+    assert second_col is not None
+    square = col.format.transposes
+    blocks_k, unit = num_blocks(k), VECTOR_BYTES // x.element_size()
+    tiles = num_blocks(x.shape[0]) * blocks_k
+    return Launch(
+        cast_ahead_kernel,
+        (min(tiles, _PROGRAMS * sms(x.device)),),
+        (*map(_map, (x, *producer.more)), *row[:2], *col[:2], *second_row[:2], *second_col[:2],
+         m // VECTOR_BYTES, k // unit, row.scale.stride(1), col.scale.stride(0 if square else 1),
+         blocks_k, tiles, x.shape[0]),
+        {
+            "DTYPE": _DTYPES[x.dtype],
+            "SQUARE": square,
+            "POWER_OF_TWO": col.format.power_of_two,
+            "METHOD": method_for(x.dtype),
+            "UNIT_M": VECTOR_BYTES,
+            "UNIT_K": 4,
+            "WORDS": _WORDS,
+            "PATCH_ROWS": _PATCH_ROWS,
+            "COMPUTE": producer.compute,
+            "DETAIL": producer.detail,
+            "WIDTHS": producer.widths,
+        },
+        _OPTIONS,
+    )  # fmt: skip
