@@ -118,6 +118,24 @@ def hf_llama(content: Content, page: Path) -> list[str]:
     ]
 
 
+def head(content: Content, page: Path) -> list[str]:
+    """A head and its loss."""
+    rows = [
+        (f"{r['words']:,} x {r['dim']}", r["variant"], r["ms"], times(r["speedup"]),
+         f"{r['peak_mib'] / 1024:.2f}", times(r["peak_of_bf16"]))
+        for r in content["rows"]
+    ]  # fmt: skip
+    tokens = content["rows"][0]["tokens"]
+    return [
+        f"**A head and its loss**, {tokens} tokens, forward + backward, the weight cast every "
+        f"time; in chunks: `functional.linear_cross_entropy`; the peak without inputs and weights:",
+        "",
+        *table(("words x features", "", "ms", "over bf16", "peak, GiB", "over bf16"), rows),
+        "",
+        source(content),
+    ]
+
+
 def shards(content: Content, page: Path) -> list[str]:
     """Linears of one tensor parallel rank."""
     rows = [(r["model"], r["variant"], *_speeds(r)) for r in content["rows"]]

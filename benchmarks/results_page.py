@@ -255,6 +255,7 @@ RESULTS = Page(
         "microbatches": _microbatches,
         "memory": _memory,
         "hf_llama": page_models.hf_llama,
+        "head": page_models.head,
         "experts": page_experts.experts,
         "grouped": page_experts.grouped,
         "fsdp2": _fsdp2,

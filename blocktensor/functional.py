@@ -233,7 +233,7 @@ def linear_cross_entropy(
 
     Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
     bias are computed in the forward; backward scales them by the gradient of the loss, which may
-    round them once more unless it is 1. The gradient of w is summed over the chunks in an fp32
+    round them once more unless it is 1. The gradient of w is summed over several chunks in an fp32
     ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here; it has the
     logits of all tokens if it meets this function before any eager call.
 
@@ -248,8 +248,9 @@ def linear_cross_entropy(
         bias: ``[N]`` or None.
         weight, reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions
             "mean" and "sum".
-        chunk_size: tokens of a chunk, a multiple of 128; by default as many as have 2**27 logits,
-            about 1.9 GB of temporary memory.
+        chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
+            temporary memory: on a GPU 4 bytes a logit, elsewhere, with ``weight`` or with
+            ``label_smoothing`` 14.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
 
     Returns:

@@ -4,6 +4,7 @@ The gradients are computed in the forward, chunk by chunk, beside the loss: back
 them. The logits of a chunk are rounded to the dtype of the linear, as a head rounds them, and then
 taken in fp32. Chunks are whole blocks of tokens, so that every cast, and with it the loss of a
 token and the gradient of x, has the bits of ``F.cross_entropy(linear(x, w).float(), target)``.
+On a GPU a kernel writes the gradient of logits over them, equal up to the order of fp32 sums.
 Weight gradients are summed in fp32 and rounded once.
 """
 
@@ -12,11 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
 from ..ops.cast.ops import quantize_forms
+from ..ops.cross_entropy import ops, reference
+from ..ops.cross_entropy.choose_backend import CrossEntropyProblem, cross_entropy_kernels
 from ..ops.formats import BLOCK, Quantized, ceil_div
 from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
@@ -28,8 +30,8 @@ from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 from .saved_weight import operand_of_weight
 
-LOGITS = 2**27
-"""Most logits of a chunk of the default size; a chunk takes about 14 bytes for each."""
+CHUNK_BYTES = 2**32
+"""Most bytes of temporary memory for the logits of a chunk of the default size."""
 
 
 class CrossEntropy(NamedTuple):
@@ -49,17 +51,23 @@ class CrossEntropy(NamedTuple):
             return valid.sum()
         return torch.where(valid, self.weight[target.where(valid, 0)], 0).sum()
 
+    def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
+        """:meth:`of`, whose gradient is written over the logits."""
+        return ops.loss_and_gradient_(logits, target, total, *self._options())
+
     def of(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """The loss of a chunk, as a part of that of all tokens."""
-        loss = F.cross_entropy(
-            logits.float(),
-            target,
-            self.weight,
-            reduction="sum",
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-        )
-        return loss if total is None else loss / total
+        return reference.loss(logits, target, total, *self._options())
+
+    def bytes_each(self, like: Tensor) -> int:
+        """Of temporary memory for a logit of the dtype and on the device of ``like``."""
+        _, weight, label_smoothing = self._options()
+        is_plain = weight is None and label_smoothing == 0
+        problem = CrossEntropyProblem(like.new_empty((1, 1)), is_plain)
+        return cross_entropy_kernels(problem).bytes_each
+
+    def _options(self) -> tuple[int, Tensor | None, float]:
+        return self.ignore_index, self.weight, float(self.label_smoothing)
 
 
 def linear_cross_entropy(
@@ -84,10 +92,15 @@ def linear_cross_entropy(
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         needs_dbias = bias is not None and torch.is_grad_enabled() and bias.requires_grad
-        rows = chunk or max(BLOCK, LOGITS // max(1, w.shape[0]) // BLOCK * BLOCK)
+        rows = chunk or _tokens_of_a_chunk(x, w, loss)
         flat = x.reshape(-1, x.shape[-1]), w, bias, target.reshape(-1)
         made: Tensor = _LinearCrossEntropy.apply(*flat, plan, needs_dbias, loss, rows)
         return made
+
+
+def _tokens_of_a_chunk(x: Tensor, w: Tensor, loss: CrossEntropy) -> int:
+    most = CHUNK_BYTES // max(1, w.shape[0] * loss.bytes_each(x))
+    return max(BLOCK, most // BLOCK * BLOCK)
 
 
 def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int | None) -> None:
@@ -134,14 +147,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.plan, ctx.cache = plan, w.cache if isinstance(w, BlockwiseFP8Weight) else None
         if ctx.cache is not None and ctx.cache.main_grad is not None and needs_dw:
             check_main_grad(plan.tracing)
-        operand = operand_of_weight(w, plan.weight_format)
-        w_row = operand.need_rowwise()
-        w_col = operand.need_columnwise() if needs_dx else None
+        w_row, w_col = _forms_of_weight(w, plan, needs_dx)
         total, made = loss.total(target), _zeros((), x)
         if not len(x) and total is not None:
             made = made / total
+        # the gradient of a single chunk is rounded once, by its product
+        keeps_fp32 = ctx.cache is not None and ctx.cache.main_grad is not None
+        sum_dtype = plan.w_dtype if len(x) <= rows and not keeps_fp32 else torch.float32
         dx = torch.empty_like(x) if needs_dx else None
-        dw = _zeros(w.shape, x) if needs_dw else None
+        dw = None
         dbias = _zeros(w.shape[:1], x) if needs_dbias else None
         for i in range(ceil_div(len(x), rows)):
             part = slice(i * rows, (i + 1) * rows)
@@ -152,18 +166,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not is_trained:
                 made += loss.of(logits, target[part], total)
                 continue
-            of_chunk, grad = _loss_and_gradient(loss, logits, target[part], total)
-            made += of_chunk
+            made += loss.loss_and_gradient_(logits, target[part].contiguous(), total)
+            grad: Tensor | None = logits
+            del logits
+            assert grad is not None
             g_row, g_col = quantize_forms(grad, *plan.grad_formats)
             if dbias is not None:
                 dbias += grad.sum(0, dtype=torch.float32)
+            if not plan.saves_x:
+                grad = None  # its forms are enough
             if dx is not None:
                 assert g_row is not None
                 assert w_col is not None
                 dx[part] = gemm(g_row, w_col, None, plan.x_dtype)
-            if dw is not None:
-                _add_wgrad(dw, grad, tokens, g_col, x_col)
-        if dw is not None and (ctx.cache is None or ctx.cache.main_grad is None):
+            del g_row
+            if needs_dw:
+                dw = _sum_wgrad(dw, grad, tokens, g_col, x_col, sum_dtype)
+        if needs_dw and dw is None:  # of no tokens
+            dw = _zeros(w.shape, x)
+        if dw is not None and not keeps_fp32:
             dw = dw.to(plan.w_dtype)
         ctx.save_for_backward(dx, dw, None if dbias is None else dbias.to(plan.bias_dtype))
         return made
@@ -187,24 +208,28 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
-def _loss_and_gradient(
-    loss: CrossEntropy, logits: Tensor, target: Tensor, total: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, and its gradient in the dtype of the logits."""
-    leaf = logits.detach().requires_grad_()
-    # hooks that offload what a forward saves would move the logits of every chunk
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.enable_grad(), keep:
-        made = loss.of(leaf, target, total)
-        (grad,) = torch.autograd.grad(made, leaf)
-    return made.detach(), grad
+def _forms_of_weight(w: Tensor, plan: LinearPlan, both: bool) -> tuple[Quantized, Quantized | None]:
+    """The rowwise form of the weight, and the columnwise one if it is needed."""
+    if both and isinstance(w, BlockwiseFP8Weight) and w.recipe.cache_weight != "step":
+        return w.both_forms()
+    operand = operand_of_weight(w, plan.weight_format)
+    return operand.need_rowwise(), operand.need_columnwise() if both else None
 
 
-def _add_wgrad(
-    dw: Tensor, grad: Tensor, x: Tensor, g_col: Quantized | None, x_col: Quantized | None
-) -> None:
+def _sum_wgrad(
+    dw: Tensor | None,
+    grad: Tensor | None,
+    x: Tensor,
+    g_col: Quantized | None,
+    x_col: Quantized | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``dw`` of the chunks before, if any, and of this one: in fp32, or in ``dtype`` if first."""
     if x_col is None:  # Recipe(wgrad_input="high_precision")
-        dw += wgrad(grad, x, torch.float32)
-        return
+        assert grad is not None
+        made = wgrad(grad, x, dtype)
+        return made if dw is None else dw.add_(made)
     assert g_col is not None
-    gemm_add_(dw, g_col, x_col)
+    if dw is None:
+        return gemm(g_col, x_col, None, dtype)
+    return gemm_add_(dw, g_col, x_col)

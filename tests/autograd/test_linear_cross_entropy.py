@@ -67,8 +67,11 @@ def test_bits_of_the_whole(
         assert loss.dtype == FP32
         made = run(loss, *leaves)
         torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0)
-        assert torch.equal(made[1], want[1])
-        assert relative_error(made[2], want[2]) <= (2e-3 if dtype == BF16 else 1e-5)
+        if device.type == "cpu":
+            assert torch.equal(made[1], want[1])
+            assert relative_error(made[2], want[2]) <= (2e-3 if dtype == BF16 else 1e-5)
+        else:  # the last bit of a logit's gradient may change its e4m3 number
+            assert all(relative_error(made[i], want[i]) <= 2e-3 for i in (1, 2))
         for got, expected in zip(made[3:], want[3:], strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6)
 
@@ -118,11 +121,12 @@ def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module_under_test, "gemm", seen)
     head, x = linear(V, K), randn(T, K, grad=True)
     chunked(x, head.weight, classes(T), chunk_size=128)
-    assert sizes == [(128, V), (128, K), (128, V), (128, K), (44, V), (44, K)]
+    first = [(128, V), (128, K), (V, K)]  # to whose weight gradient others are added
+    assert sizes == [*first, (128, V), (128, K), (44, V), (44, K)]
     sizes.clear()
-    monkeypatch.setattr(module_under_test, "LOGITS", 3 * 128 * V - 1)
+    monkeypatch.setattr(module_under_test, "CHUNK_BYTES", 14 * 3 * 128 * V - 1)
     chunked(x, head.weight, classes(T))
-    assert sizes[::2] == [(256, V), (44, V)]
+    assert [size for size in sizes if size[0] < V and size[1] == V] == [(256, V), (44, V)]
 
 
 def test_the_loss_may_be_scaled_and_kept() -> None:

@@ -17,6 +17,7 @@ from benchmarks import (
     experts,
     gemm,
     grouped,
+    head,
     hf_llama,
     memory,
     producers,
@@ -185,6 +186,11 @@ def good_rows() -> dict[str, list[Row]]:
     llamas: list[Row] = [
         {"variant": name, **modes, "eager_peak_of_bf16": 0.5} for name in hf_llama.VARIANTS
     ]
+    heads: list[Row] = [
+        {"variant": name, "dim": dim, "words": words, "speedup": 1.6, "peak_of_bf16": 0.4}
+        for dim, words in head.SHAPES
+        for name in head.variants()
+    ]
     cuts: list[Row] = [
         {"model": model, "variant": name, **modes}
         for model in shards.MODELS
@@ -234,6 +240,7 @@ def good_rows() -> dict[str, list[Row]]:
         "block": blocks,
         "memory": memories,
         "hf_llama": llamas,
+        "head": heads,
         "shards": cuts,
         "tensor_parallel": [{"variant": "fp8", "speed_of_bf16": 1.4}],
         "fsdp2": sharded,

@@ -88,7 +88,9 @@ def test_a_row_says_what_bounds_the_layer() -> None:
         ("void at::native::vectorized_elementwise_kernel<4, at::native::silu>", "elementwise"),
         ("void at::native::reduce_kernel<512, 1, at::native::sum_kernel>", "elementwise"),
         ("cast_columnwise_kernel", "activation_casts"),
+        ("cast_ahead_kernel", "activation_casts"),
         ("cast_128x128_kernel", "weight_casts"),
+        ("cast_with_transpose_kernel", "weight_casts"),
         ("transpose_128x128_kernel", "weight_transposes"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
     ],
@@ -103,7 +105,8 @@ def test_every_kernel_of_the_package_has_a_kind() -> None:
     kernels = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE)) - {"raw_kernel"}
     norms = {"norm_squares_kernel", "norm_terms_kernel", "norm_input_kernel"}
     other = {k for k in kernels if profiled.kind_of(k) == profiled.OTHER}
-    assert other == {"dequantize_kernel", *norms}
+    losses = {"cross_entropy_kernel", "sum_losses_kernel"}
+    assert other == {"dequantize_kernel", *norms, *losses}
     assert all(layer.part_of(k) == "norms" for k in norms)
     assert len(kernels) >= 10
 

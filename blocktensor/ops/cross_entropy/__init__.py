@@ -1,0 +1,1 @@
+"""Internal: the loss of logits, with its gradient in their place."""

@@ -1,0 +1,183 @@
+"""The loss of logits, and its gradient in their place: torch's, up to the order of fp32 sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktensor.ops.cross_entropy import ops, reference
+from blocktensor.ops.cross_entropy.choose_backend import (
+    CROSS_ENTROPY_BACKENDS,
+    CrossEntropyProblem,
+    cross_entropy_kernels,
+)
+from blocktensor.ops.registry import first_choice
+from tests.support.models import randn
+from tests.support.numeric import DTYPES, relative_error, to_device
+
+SHAPES = [
+    (1, 1),
+    (1, 2),
+    (3, 127),
+    (5, 128),
+    (7, 129),
+    (130, 1000),
+    (9, 8192),
+    (4, 8193),
+    (3, 20000),
+]
+PLAIN = (None, 0.0)
+ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+def classes(rows: int, n: int, ignored: int = -100) -> Tensor:
+    made = torch.randint(0, n, (rows,), generator=torch.Generator().manual_seed(1))
+    made[1::7] = ignored
+    return made
+
+
+def by_torch(logits: Tensor, target: Tensor, total: Tensor | None, **options: Any) -> list[Tensor]:
+    """The loss and its gradient, in float64 from the logits as they are."""
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(leaf, target, reduction="sum", **options)
+    loss = loss if total is None else loss / total
+    loss.backward()
+    assert leaf.grad is not None
+    return [loss.detach(), leaf.grad]
+
+
+def check(logits: Tensor, target: Tensor, total: Tensor | None, ignored: int = -100) -> None:
+    want = by_torch(logits, target, total, ignore_index=ignored)
+    given = logits.clone()
+    loss = ops.loss_and_gradient_(given, target, total, ignored, *PLAIN)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    torch.testing.assert_close(loss.double(), want[0], rtol=2e-6, atol=1e-6)
+    largest = float(want[1].abs().max())
+    tolerance = ULP[logits.dtype] * largest + 2**-25
+    assert float((given.double() - want[1]).abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_and_gradient(
+    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    logits = to_device(4 * randn(*shape, dtype=dtype), device)
+    target = classes(*shape).to(device)
+    for total in (None, (target != -100).sum(), torch.tensor(3.5, device=device)):
+        check(logits, target, total)
+    check(logits, classes(*shape, ignored=0).to(device), None, ignored=0)
+
+
+def test_large_and_infinite_logits(device: torch.device) -> None:
+    logits = 1e4 * randn(6, 300, dtype=torch.bfloat16)
+    logits[1] = -1e4
+    logits[2, ::2] = -math.inf
+    logits[3, 7] = 3e38
+    target = torch.tensor([5, 0, 3, 7, 299, 1])
+    check(to_device(logits, device), target.to(device), None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_logits_reach_the_loss_and_their_row_alone(bad: float, device: torch.device) -> None:
+    logits = to_device(randn(3, 200, dtype=torch.bfloat16), device)
+    logits[1, 13] = bad
+    target = torch.tensor([5, 0, 3], device=device)
+    loss = ops.loss_and_gradient_(logits, target, None, -100, *PLAIN)
+    assert loss.isnan()
+    assert logits[1].isnan().any()
+    assert logits[[0, 2]].isfinite().all()
+
+
+def test_a_row_is_ignored_whatever_is_in_it(device: torch.device) -> None:
+    logits = to_device(randn(3, 9000, dtype=torch.bfloat16), device)
+    target = torch.tensor([5, -100, 3], device=device)
+    loss = ops.loss_and_gradient_(logits.clone(), target, None, -100, *PLAIN)
+    logits[1] = 3.0
+    again = ops.loss_and_gradient_(logits, target, None, -100, *PLAIN)
+    assert torch.equal(loss, again)
+    assert (logits[1] == 0).all()
+
+
+def test_all_rows_ignored(device: torch.device) -> None:
+    logits, target = to_device(randn(3, 200), device), torch.full((3,), -100, device=device)
+    total = (target != -100).sum()
+    assert ops.loss_and_gradient_(logits.clone(), target, total, -100, *PLAIN).isnan()  # 0 / 0
+    assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN) == 0
+    assert (logits == 0).all()
+
+
+@pytest.mark.gpu
+def test_a_class_that_does_not_exist_is_nan() -> None:
+    for wrong in (200, -1, 2**40):
+        logits = randn(3, 200, device="cuda")
+        target = torch.tensor([5, wrong, 3], device="cuda")
+        assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN).isnan()
+        assert logits[1].isnan().all()
+        assert logits[[0, 2]].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_deterministic_and_recorded() -> None:
+    logits, target = randn(700, 5000, device="cuda"), classes(700, 5000).cuda()
+    first = logits.clone()
+    loss = ops.loss_and_gradient_(first, target, None, -100, *PLAIN)
+    for _ in range(5):
+        given = logits.clone()
+        assert torch.equal(ops.loss_and_gradient_(given, target, None, -100, *PLAIN), loss)
+        assert torch.equal(given, first)
+    found = ops._loss_and_gradient_.find(given, target, None, -100, *PLAIN)
+    assert getattr(found, "player", found) is not None
+    rows = torch.empty(700, 5008, dtype=torch.bfloat16, device="cuda").fill_(7)
+    rows[:, :5000] = logits
+    apart = ops.loss_and_gradient_(rows[:, :5000], target, None, -100, *PLAIN)
+    torch.testing.assert_close(apart, loss, rtol=1e-6, atol=0)
+    assert relative_error(rows[:, :5000], first) <= 1e-3
+    assert (rows[:, 5000:] == 7).all()
+
+
+def test_options_are_torchs(device: torch.device) -> None:
+    logits = to_device(randn(40, 300, dtype=torch.float32), device)
+    target = classes(40, 300).to(device)
+    weight = torch.rand(300, generator=torch.Generator().manual_seed(2)).to(device)
+    for of_class, smoothing in ((weight, 0.0), (None, 0.2), (weight, 0.1)):
+        want = by_torch(
+            logits,
+            target,
+            None,
+            weight=None if of_class is None else of_class.double(),
+            label_smoothing=smoothing,
+        )
+        given = logits.clone()
+        loss = ops.loss_and_gradient_(given, target, None, -100, of_class, smoothing)
+        torch.testing.assert_close(loss.double(), want[0], rtol=1e-5, atol=0)
+        assert relative_error(given, want[1].float()) <= 1e-5
+
+
+def test_no_rows(device: torch.device) -> None:
+    logits = torch.empty((0, 9), device=device)
+    target = torch.empty((0,), dtype=torch.int64, device=device)
+    assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN) == 0
+    total = (target != -100).sum()
+    assert ops.loss_and_gradient_(logits, target, total, -100, *PLAIN).isnan()
+
+
+def test_which_backend() -> None:
+    triton, last = CROSS_ENTROPY_BACKENDS
+    assert (triton.name, last.name) == ("triton", "reference")
+    logits = torch.empty(3, 4)
+    assert triton.declines(CrossEntropyProblem(logits, True)) is None
+    for problem in (
+        CrossEntropyProblem(logits, False),
+        CrossEntropyProblem(torch.empty(4, 3).t(), True),
+    ):
+        assert triton.declines(problem) is not None
+        assert first_choice(CROSS_ENTROPY_BACKENDS, problem, logits.device).name == "reference"
+    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, True))
+    assert kernels.loss_and_gradient_ is reference.loss_and_gradient_
