@@ -182,6 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del g_row
             if needs_dw:
                 dw = _sum_wgrad(dw, grad, tokens, g_col, x_col, sum_dtype)
+            del grad, g_col, x_row, x_col  # or the next chunk would be made beside them
         if needs_dw and dw is None:  # of no tokens
             dw = _zeros(w.shape, x)
         if dw is not None and not keeps_fp32:

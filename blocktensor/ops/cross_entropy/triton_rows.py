@@ -32,6 +32,9 @@ def cross_entropy_kernel(
             zeros = tl.zeros((COLS,), logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + first + c, zeros, mask=first + c < cols)
         return
+    # before the reductions, whose barriers keep it ahead of the stores of other warps
+    exists = (target >= 0) & (target < cols)  # a class that does not has a loss of NaN
+    chosen = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
     largest = float("-inf")
     powers = 0.0  # the sum of exp(x - largest); NaN if there is a NaN or +inf
     for first in range(0, cols, COLS):
@@ -41,8 +44,6 @@ def cross_entropy_kernel(
         base = tl.where(larger == float("-inf"), 0.0, larger)
         powers = powers * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
         largest = larger
-    exists = (target >= 0) & (target < cols)  # a class that does not has a loss of NaN
-    chosen = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
     tl.store(losses_ptr + row, tl.log(powers) - (chosen - largest))
 
     scale = 1.0
