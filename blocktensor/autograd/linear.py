@@ -172,10 +172,14 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
             check_main_grad(plan.tracing)
         if needs_dx and not plan.tracing:
             w_row, ctx.cast = w.rowwise_for_backward()
-        elif needs_dx and w.recipe.cache_weight == "step":
-            w_row, w_col = w.both_forms()
-            ctx.names = saved_weight.COLUMNWISE  # held until backward, which casts nothing then
-            return w_row, w_col[:2]
+        elif needs_dx and w.recipe.cache_weight == "step":  # backward casts nothing then
+            if w.cache.reuses():  # in eager mode, of an x of another type
+                w_row = w.rowwise(before_backward=needs_dw)
+                ctx.names, saved_form = saved_weight.ROWWISE, w_row
+            else:
+                w_row, saved_form = w.both_forms()
+                ctx.names = saved_weight.COLUMNWISE
+            return w_row, saved_form[:2]
         else:
             w_row = w.rowwise(before_backward=needs_dw)
         return w_row, (w,)

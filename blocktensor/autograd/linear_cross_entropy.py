@@ -62,8 +62,7 @@ class CrossEntropy(NamedTuple):
     def bytes_each(self, like: Tensor) -> int:
         """Of temporary memory for a logit of the dtype and on the device of ``like``."""
         _, weight, label_smoothing = self._options()
-        is_plain = weight is None and label_smoothing == 0
-        problem = CrossEntropyProblem(like.new_empty((1, 1)), is_plain)
+        problem = CrossEntropyProblem(like.new_empty((1, 1)), weight, label_smoothing)
         return cross_entropy_kernels(problem).bytes_each
 
     def _options(self) -> tuple[int, Tensor | None, float]:
@@ -211,7 +210,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _forms_of_weight(w: Tensor, plan: LinearPlan, both: bool) -> tuple[Quantized, Quantized | None]:
     """The rowwise form of the weight, and the columnwise one if it is needed."""
-    if both and isinstance(w, BlockwiseFP8Weight) and w.recipe.cache_weight != "step":
+    if both and isinstance(w, BlockwiseFP8Weight) and not w.cache.reuses():
         return w.both_forms()
     operand = operand_of_weight(w, plan.weight_format)
     return operand.need_rowwise(), operand.need_columnwise() if both else None

@@ -138,6 +138,10 @@ class LateCopy(FP8Cache):
         """As of the weight."""
         return self._read().get(user, before_backward)
 
+    def reuses(self) -> bool:
+        """As of the weight."""
+        return self._read().reuses()
+
     def cast_both(self) -> Operand:
         """As of the weight."""
         return self._read().cast_both()

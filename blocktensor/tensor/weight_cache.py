@@ -143,15 +143,22 @@ class FP8Cache:
             user: the weight, or a view of it.
             before_backward: whether a forward asks that is recorded for a backward.
         """
-        reuse, master = self._reuse, self.master
-        # A fake tensor has no memory, and its cast belongs to the graph that is traced.
-        if reuse is None or master.is_inference() or type(master) not in PLAIN:
+        reuse = self._reuse
+        if reuse is None or not self.reuses():
             return self._cast()
-        held = reuse.find(user, master, before_backward)
+        held = reuse.find(user, self.master, before_backward)
         if held is None:
             held = self._cast()
             reuse.keep(held)
         return held
+
+    def reuses(self) -> bool:
+        """Whether casts are found again for the rest of a step.
+
+        A fake tensor has no memory, and its cast belongs to the graph that is traced.
+        """
+        master = self.master
+        return self._reuse is not None and not master.is_inference() and type(master) in PLAIN
 
     def cast_both(self) -> Operand:
         """Both FP8 forms of the master as it is now, from one read; neither is held.

@@ -187,6 +187,29 @@ def test_a_compiled_linear_is_not_reused_by_eager_ones() -> None:
             module.weight.mul_(1.5)
 
 
+def test_inputs_of_another_type_find_the_cast() -> None:
+    """Their linears run as those that are traced."""
+
+    class Tagged(torch.Tensor):
+        pass
+
+    module = linear(N, K, dtype=torch.float32, recipe=STEP)
+    for version in range(1, 3):
+        for _ in range(2):
+            y = module(X.as_subclass(Tagged).detach().requires_grad_())
+            y.sum().backward()
+        assert module.weight.cache.casts == 1 + version  # the first version expects one backward
+        assert module.weight.cache._reuse._pending == 0
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+    before = module.weight.cache.casts
+    losses = [module(X.as_subclass(Tagged).detach().requires_grad_()).sum() for _ in range(3)]
+    assert module.weight.cache.casts == before + 1
+    for loss in losses:
+        loss.backward()
+    assert module.weight.cache.casts == before + 1
+
+
 def test_invalidate_ends_it_too() -> None:
     module = linear(N, K, dtype=torch.float32, recipe=STEP)
     before = module(X)

@@ -14,6 +14,27 @@ from .gluon_words import bytes_by_row, fp32_bits, larger_half, largest, magnitud
 from .numerics import divisor, method_for, scale_from_bits
 
 
+@gluon.jit
+def amax_and_scale(w, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """Of the words of one block."""
+    WORDS: gl.constexpr = 128 // per_word(DTYPE)
+    amax = largest(magnitudes(w, DTYPE).reshape([128 * WORDS]), 0, DTYPE)
+    amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
+    return amax, scale_from_bits(amax, METHOD, POWER_OF_TWO)
+
+
+@gluon.jit
+def divided(
+    w, amax, scale, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr
+):  # fmt: skip
+    """The words of one block, r and e as ``bytes_by_row`` takes them."""
+    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
+    if DTYPE != gl.float16 and not POWER_OF_TWO:
+        if pre > 1.0:
+            w = times(w, (pre, pre), DTYPE)
+    return w, r, e
+
+
 @gluon.jit(
     do_not_specialize=[
         "rows", "cols", "stride_e", "stride_n", "blocks_n", "blocks_k", "scale_ld",
@@ -45,14 +66,9 @@ def cast_128x128_kernel(
     source += first_n * stride + first_word
     w = gl.load(source + (n * stride + word), mask=inside, other=0)
 
-    amax = largest(magnitudes(w, DTYPE).reshape([128 * WORDS]), 0, DTYPE)
-    amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
-    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+    amax, scale = amax_and_scale(w, DTYPE, METHOD, POWER_OF_TWO)
     gl.store(scale_ptr + (matrix * blocks_n + block_n) * scale_ld + block_k, scale)
-    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-    if DTYPE != gl.float16 and not POWER_OF_TWO:
-        if pre > 1.0:
-            w = times(w, (pre, pre), DTYPE)
+    w, r, e = divided(w, amax, scale, DTYPE, METHOD, POWER_OF_TWO)
     QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
     q = bytes_by_row(w, r, e, QUOTIENT, DTYPE)
     target = data_ptr.to(gl.pointer_type(q.dtype)) + (matrix * rows + first_n) * words + first_word

@@ -93,9 +93,6 @@ def cast_ahead_kernel(
         )  # fmt: skip
 
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
 def takes(x: Tensor, col: Quantized, producer: Producer, offs: Tensor | None) -> bool:
     """Whether the kernel casts what ``producer`` makes of ``x``: two parts of three tensors.
 
@@ -141,10 +138,10 @@ def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) ->
          m // VECTOR_BYTES, k // unit, row.scale.stride(1), col.scale.stride(0 if square else 1),
          blocks_k, tiles, x.shape[0]),
         {
-            "DTYPE": _DTYPES[x.dtype],
+            "DTYPE": gl.bfloat16,
             "SQUARE": square,
             "POWER_OF_TWO": col.format.power_of_two,
-            "METHOD": method_for(x.dtype),
+            "METHOD": method_for(torch.bfloat16),
             "UNIT_M": VECTOR_BYTES,
             "UNIT_K": 4,
             "WORDS": _WORDS,

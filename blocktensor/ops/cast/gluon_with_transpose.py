@@ -9,18 +9,9 @@ from triton.experimental.gluon import language as gl
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import VECTOR_BYTES, empty_quantized
-from .gluon_words import (
-    bytes_by_column,
-    bytes_by_row,
-    fp32_bits,
-    larger_half,
-    largest,
-    magnitudes,
-    patch_layouts,
-    per_word,
-    times,
-)
-from .numerics import divisor, method_for, scale_from_bits
+from .gluon_128x128 import amax_and_scale, divided
+from .gluon_words import bytes_by_column, bytes_by_row, patch_layouts, per_word
+from .numerics import method_for
 
 _PATCH_ROWS = 16
 
@@ -63,15 +54,10 @@ def cast_with_transpose_kernel(
     source += first_n * stride + first_word
     w = gl.load(source + (n * stride + word), mask=inside, other=0)
 
-    amax = largest(magnitudes(w, DTYPE).reshape([128 * WORDS]), 0, DTYPE)
-    amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
-    scale = scale_from_bits(amax, METHOD, POWER_OF_TWO)
+    amax, scale = amax_and_scale(w, DTYPE, METHOD, POWER_OF_TWO)
     gl.store(row_scale_ptr + (matrix * blocks_n + block_n) * row_scale_ld + block_k, scale)
     gl.store(col_scale_ptr + (matrix * blocks_k + block_k) * col_scale_ld + block_n, scale)
-    pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
-    if DTYPE != gl.float16 and not POWER_OF_TWO:
-        if pre > 1.0:
-            w = times(w, (pre, pre), DTYPE)
+    w, r, e = divided(w, amax, scale, DTYPE, METHOD, POWER_OF_TWO)
     QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
     q = bytes_by_row(w, r, e, QUOTIENT, DTYPE)
     target = row_ptr.to(gl.pointer_type(q.dtype)) + (matrix * rows + first_n) * words + first_word

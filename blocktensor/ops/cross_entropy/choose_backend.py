@@ -15,10 +15,11 @@ from ..registry import Backend, first_choice
 
 @dataclass(frozen=True)
 class CrossEntropyProblem:
-    """The logits, or a tensor like them, and whether classes count alike, and targets alone."""
+    """The logits, or a tensor like them, and what ``F.cross_entropy`` is told beside them."""
 
     logits: Tensor
-    is_plain: bool
+    weight: Tensor | None
+    label_smoothing: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _load_triton() -> CrossEntropyKernels:
 
 
 def _triton_declines(problem: CrossEntropyProblem) -> str | None:
-    if not problem.is_plain:
+    if problem.weight is not None or problem.label_smoothing != 0:
         return "has no weights of classes and no label smoothing"
     if problem.logits.stride(-1) != 1 and problem.logits.shape[-1] > 1:
         return "reads rows of unit stride"

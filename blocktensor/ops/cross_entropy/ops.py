@@ -45,9 +45,9 @@ def loss_and_gradient_(
 
 
 def _decide(
-    logits: Tensor, target: Tensor, total: Any, ignore_index: int, weight: Any, smoothing: float
+    logits: Tensor, target: Any, total: Any, ignore_index: int, weight: Any, smoothing: float
 ) -> Callable[..., Tensor]:
-    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, weight is None and smoothing == 0))
+    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, weight, smoothing))
     return recorded(kernels.loss_and_gradient_, kernels.launches)
 
 

@@ -172,12 +172,13 @@ def test_which_backend() -> None:
     triton, last = CROSS_ENTROPY_BACKENDS
     assert (triton.name, last.name) == ("triton", "reference")
     logits = torch.empty(3, 4)
-    assert triton.declines(CrossEntropyProblem(logits, True)) is None
+    assert triton.declines(CrossEntropyProblem(logits, *PLAIN)) is None
     for problem in (
-        CrossEntropyProblem(logits, False),
-        CrossEntropyProblem(torch.empty(4, 3).t(), True),
+        CrossEntropyProblem(logits, torch.ones(4), 0.0),
+        CrossEntropyProblem(logits, None, 0.1),
+        CrossEntropyProblem(torch.empty(4, 3).t(), *PLAIN),
     ):
         assert triton.declines(problem) is not None
         assert first_choice(CROSS_ENTROPY_BACKENDS, problem, logits.device).name == "reference"
-    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, True))
+    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, *PLAIN))
     assert kernels.loss_and_gradient_ is reference.loss_and_gradient_
