@@ -249,8 +249,8 @@ def linear_cross_entropy(
         weight, reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions
             "mean" and "sum".
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
-            temporary memory: on a GPU 4 bytes a logit, elsewhere, with ``weight`` or with
-            ``label_smoothing`` 14.
+            temporary memory: a logit itself and 2 bytes on a GPU, 12 elsewhere, with ``weight`` or
+            with ``label_smoothing``.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
 
     Returns:

@@ -63,7 +63,7 @@ class CrossEntropy(NamedTuple):
         """Of temporary memory for a logit of the dtype and on the device of ``like``."""
         _, weight, label_smoothing = self._options()
         problem = CrossEntropyProblem(like.new_empty((1, 1)), weight, label_smoothing)
-        return cross_entropy_kernels(problem).bytes_each
+        return like.element_size() + cross_entropy_kernels(problem).more_bytes
 
     def _options(self) -> tuple[int, Tensor | None, float]:
         return self.ignore_index, self.weight, float(self.label_smoothing)
@@ -122,6 +122,11 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
         )
     if chunk is not None and (type(chunk) is not int or chunk < 1 or chunk % BLOCK):
         raise ValueError(f"chunk_size={chunk!r}: expected a positive multiple of {BLOCK} tokens")
+    if type(loss.label_smoothing) not in (int, float) or not 0 <= loss.label_smoothing <= 1:
+        raise ValueError(
+            f"label_smoothing={loss.label_smoothing!r}: expected a number from 0 to 1, the share "
+            f"of the target that all classes are given"
+        )
     if loss.weight is not None and loss.weight.shape != w.shape[:1]:
         raise ValueError(
             f"the weight of classes has shape {list(loss.weight.shape)}: expected {[w.shape[0]]}"

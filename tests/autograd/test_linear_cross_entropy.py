@@ -127,6 +127,14 @@ def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module_under_test, "CHUNK_BYTES", 14 * 3 * 128 * V - 1)
     chunked(x, head.weight, classes(T))
     assert [size for size in sizes if size[0] < V and size[1] == V] == [(256, V), (44, V)]
+    sizes.clear()
+    wide = linear(V, K, dtype=torch.float32)  # 16 bytes a logit, of which two chunks are too many
+    chunked(x.detach().float().requires_grad_(), wide.weight, classes(T))
+    assert sizes[0] == (256, V)
+    monkeypatch.setattr(module_under_test, "CHUNK_BYTES", 16 * 2 * 128 * V - 1)
+    sizes.clear()
+    chunked(x.detach().float().requires_grad_(), wide.weight, classes(T))
+    assert sizes[0] == (128, V)
 
 
 def test_the_loss_may_be_scaled_and_kept() -> None:
@@ -276,6 +284,8 @@ def test_bad_input() -> None:
         (TypeError, lambda: chunked(functional.quantize(x), w, target)),
         (ValueError, lambda: chunked(x, w, target, reduction="none")),
         (ValueError, lambda: chunked(x, w, target, chunk_size=100)),
+        (ValueError, lambda: chunked(x, w, target, label_smoothing=1.5)),
+        (ValueError, lambda: chunked(x, w, target, label_smoothing=None)),  # type: ignore[arg-type]
         (ValueError, lambda: chunked(x, w, target, weight=torch.ones(3))),
         (TypeError, lambda: chunked(x.float(), w, target)),
         (ValueError, lambda: chunked(x[:, 1:], w, target)),
@@ -296,6 +306,12 @@ reduction='none': expected 'mean' or 'sum'; the losses of single tokens need
 F.cross_entropy(linear(x, w), target, reduction='none')
 
 chunk_size=100: expected a positive multiple of 128 tokens
+
+label_smoothing=1.5: expected a number from 0 to 1, the share of the target that all
+classes are given
+
+label_smoothing=None: expected a number from 0 to 1, the share of the target that
+all classes are given
 
 the weight of classes has shape [3]: expected [520]
 

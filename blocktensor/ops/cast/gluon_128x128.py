@@ -6,10 +6,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats import BlockFormat, Quantized, num_blocks
+from ..formats import BlockFormat, Quantized
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 from . import triton_cast
+from .gluon_stack import block_of_program, stack_of
 from .gluon_words import bytes_by_row, fp32_bits, larger_half, largest, magnitudes, per_word, times
 from .numerics import divisor, method_for, scale_from_bits
 
@@ -53,10 +54,7 @@ def cast_128x128_kernel(
     )
     words = cols * UNIT
     stride = stride_n * UNIT
-    block = gl.program_id(0)
-    block_k = block % blocks_k
-    block_n = block // blocks_k % blocks_n
-    matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
+    matrix, block_n, block_k = block_of_program(blocks_n, blocks_k)
     first_n = block_n.to(gl.int64) * 128
     first_word = block_k.to(gl.int64) * WORDS
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -77,23 +75,18 @@ def cast_128x128_kernel(
 
 def plan_128x128(w: Tensor, out: Quantized) -> Launch:
     """The launch that casts ``w[..., N, K]`` into ``out``."""
-    n, k = w.shape[-2:]
-    experts, stride_e = (w.shape[0], w.stride(0)) if w.ndim == 3 else (1, 0)
-    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
-    per_word = 4 // w.element_size()
-    unit = 4 if (k | w.stride(-2) | stride_e) % (4 * per_word) == 0 else 1
-    step = per_word * unit
+    stack = stack_of(w)
     return Launch(
         cast_128x128_kernel,
-        (experts * blocks_n * blocks_k,),
-        (w, out.data, out.scale, n, k // step, stride_e // step, w.stride(-2) // step, blocks_n,
-         blocks_k, out.scale.stride(-2)),
+        (stack.programs,),
+        (w, out.data, out.scale, w.shape[-2], stack.cols, stack.stride_e, stack.stride_n,
+         stack.blocks_n, stack.blocks_k, out.scale.stride(-2)),
         {
             "POWER_OF_TWO": out.format.power_of_two,
             "METHOD": method_for(w.dtype),
-            "UNIT": unit,
+            "UNIT": stack.unit,
         },
-        {"num_warps": 8 // per_word},
+        {"num_warps": 2 * w.element_size()},
     )  # fmt: skip
 
 

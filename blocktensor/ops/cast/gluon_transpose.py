@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats import Quantized, num_blocks
+from ..formats import Quantized
 from ..runtime.launch import Launch
+from .gluon_stack import block_of_program, stack_of
 from .gluon_words import patch_layouts
 from .triton_transpose import transpose_by
 
@@ -47,10 +48,7 @@ def transpose_128x128_kernel(
     rows = rows * UNIT_N
     words = cols * UNIT_K
     stride = stride_n * UNIT_K
-    block = gl.program_id(0)
-    block_k = block % blocks_k
-    block_n = block // blocks_k % blocks_n
-    matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
+    matrix, block_n, block_k = block_of_program(blocks_n, blocks_k)
     first_n = block_n.to(gl.int64) * 128
     first_k = block_k.to(gl.int64) * 128
     rows_left = rows - block_n * 128
@@ -80,20 +78,16 @@ def transpose_128x128_kernel(
 def plan_transpose(x: Quantized, out: Quantized) -> Launch:
     """The launch that transposes ``x`` ``[..., N, K]`` and its scales into ``out``."""
     data, scale, _ = x
-    n, k = data.shape[-2:]
-    experts, stride_e, scale_stride_e = 1, 0, 0
-    if data.ndim == 3:
-        experts, stride_e, scale_stride_e = data.shape[0], data.stride(0), scale.stride(0)
-    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
+    n = data.shape[-2]
+    stack = stack_of(data)
+    scale_stride_e = scale.stride(0) if data.ndim == 3 else 0
     unit_n = 16 if n % 16 == 0 else 4
-    unit_k = 4 if (k | data.stride(-2) | stride_e) % 16 == 0 else 1
     return Launch(
         transpose_128x128_kernel,
-        (experts * blocks_n * blocks_k,),
-        (data, scale, out.data, out.scale, n // unit_n, k // (4 * unit_k),
-         stride_e // (4 * unit_k), data.stride(-2) // (4 * unit_k), scale_stride_e, blocks_n,
-         blocks_k, scale.stride(-2), out.scale.stride(-2)),
-        {"UNIT_N": unit_n, "UNIT_K": unit_k},
+        (stack.programs,),
+        (data, scale, out.data, out.scale, n // unit_n, stack.cols, stack.stride_e, stack.stride_n,
+         scale_stride_e, stack.blocks_n, stack.blocks_k, scale.stride(-2), out.scale.stride(-2)),
+        {"UNIT_N": unit_n, "UNIT_K": stack.unit},
         {"num_warps": _WARPS},
     )  # fmt: skip
 

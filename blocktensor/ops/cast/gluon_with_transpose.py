@@ -6,10 +6,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats import BlockFormat, Quantized, num_blocks
+from ..formats import BlockFormat, Quantized
 from ..runtime.launch import Launch
 from ..scale_layouts import VECTOR_BYTES, empty_quantized
 from .gluon_128x128 import amax_and_scale, divided
+from .gluon_stack import block_of_program, stack_of
 from .gluon_words import bytes_by_column, bytes_by_row, patch_layouts, per_word
 from .numerics import method_for
 
@@ -38,10 +39,7 @@ def cast_with_transpose_kernel(
     rows = rows * UNIT_N
     words = cols * UNIT_K
     stride = stride_n * UNIT_K
-    block = gl.program_id(0)
-    block_k = block % blocks_k
-    block_n = block // blocks_k % blocks_n
-    matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
+    matrix, block_n, block_k = block_of_program(blocks_n, blocks_k)
     first_n = block_n.to(gl.int64) * 128
     first_k = block_k.to(gl.int64) * 128
     first_word = block_k.to(gl.int64) * WORDS
@@ -77,27 +75,23 @@ def cast_with_transpose_kernel(
 
 def plan_with_transpose(w: Tensor, row: Quantized, col: Quantized) -> Launch:
     """The launch that casts ``w[..., N, K]`` into ``row``, and its transpose into ``col``."""
-    n, k = w.shape[-2:]
+    n = w.shape[-2]
     assert n % VECTOR_BYTES == 0
-    experts, stride_e = (w.shape[0], w.stride(0)) if w.ndim == 3 else (1, 0)
-    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
-    per_word = 4 // w.element_size()
-    unit = 4 if (k | w.stride(-2) | stride_e) % (4 * per_word) == 0 else 1
-    step = per_word * unit
+    stack = stack_of(w)
     return Launch(
         cast_with_transpose_kernel,
-        (experts * blocks_n * blocks_k,),
-        (w, row.data, row.scale, col.data, col.scale, n // VECTOR_BYTES, k // step,
-         stride_e // step, w.stride(-2) // step, blocks_n, blocks_k, row.scale.stride(-2),
+        (stack.programs,),
+        (w, row.data, row.scale, col.data, col.scale, n // VECTOR_BYTES, stack.cols, stack.stride_e,
+         stack.stride_n, stack.blocks_n, stack.blocks_k, row.scale.stride(-2),
          col.scale.stride(-2)),
         {
             "POWER_OF_TWO": row.format.power_of_two,
             "METHOD": method_for(w.dtype),
             "UNIT_N": VECTOR_BYTES,
-            "UNIT_K": unit,
+            "UNIT_K": stack.unit,
             "PATCH_ROWS": _PATCH_ROWS,
         },
-        {"num_warps": 128 // _PATCH_ROWS // per_word},
+        {"num_warps": 2 * w.element_size()},
     )  # fmt: skip
 
 

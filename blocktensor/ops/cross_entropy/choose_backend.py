@@ -28,24 +28,25 @@ class CrossEntropyKernels:
 
     Attributes:
         launches: True if it only allocates and launches kernels, so that calls can be recorded.
-        bytes_each: that a bf16 logit takes for a while, with the FP8 forms of its gradient.
+        more_bytes: that a logit takes for a while beside itself, with the FP8 forms of its
+            gradient.
     """
 
     loss_and_gradient_: Callable[..., Tensor]
     launches: bool
-    bytes_each: int
+    more_bytes: int
 
 
 def _load_reference() -> CrossEntropyKernels:
     from . import reference
 
-    return CrossEntropyKernels(reference.loss_and_gradient_, launches=False, bytes_each=14)
+    return CrossEntropyKernels(reference.loss_and_gradient_, launches=False, more_bytes=12)
 
 
 def _load_triton() -> CrossEntropyKernels:
     from . import triton_rows
 
-    return CrossEntropyKernels(triton_rows.loss_and_gradient_, launches=True, bytes_each=4)
+    return CrossEntropyKernels(triton_rows.loss_and_gradient_, launches=True, more_bytes=2)
 
 
 def _triton_declines(problem: CrossEntropyProblem) -> str | None:

@@ -19,7 +19,7 @@ def loss_and_gradient_(
 
     Args:
         logits: ``[T, V]`` bf16, fp16 or fp32, taken in fp32. The gradient of the result, rounded to
-            their dtype, is written over them.
+            their dtype, is written over them: zeros in an ignored row, whatever was in it.
         target: int64 ``[T]``, the indices of classes.
         total: a scalar; None for 1.
         ignore_index, weight, label_smoothing: as in ``F.cross_entropy``.
@@ -33,7 +33,7 @@ def loss_and_gradient_(
     with torch.enable_grad(), keep:
         made = loss(leaf, target, total, ignore_index, weight, label_smoothing)
         (gradient,) = torch.autograd.grad(made, leaf)
-    logits.copy_(gradient)
+    logits.copy_(gradient.masked_fill_((target == ignore_index)[:, None], 0))
     return made.detach()
 
 

@@ -16,7 +16,7 @@ _COLS = 8192
 _ROWS = 1024
 
 
-@triton.jit(do_not_specialize=["cols", "ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, target_ptr, total_ptr, losses_ptr, cols, stride, ignore_index, COLS: tl.constexpr,
     TOTAL: tl.constexpr,

@@ -99,10 +99,12 @@ def test_a_row_is_ignored_whatever_is_in_it(device: torch.device) -> None:
     logits = to_device(randn(3, 9000, dtype=torch.bfloat16), device)
     target = torch.tensor([5, -100, 3], device=device)
     loss = ops.loss_and_gradient_(logits.clone(), target, None, -100, *PLAIN)
-    logits[1] = 3.0
-    again = ops.loss_and_gradient_(logits, target, None, -100, *PLAIN)
-    assert torch.equal(loss, again)
-    assert (logits[1] == 0).all()
+    for filled in (3.0, math.nan, math.inf, -math.inf):
+        given = logits.clone()
+        given[1] = filled
+        assert torch.equal(ops.loss_and_gradient_(given, target, None, -100, *PLAIN), loss)
+        assert (given[1] == 0).all()
+        assert given[[0, 2]].isfinite().all()
 
 
 def test_all_rows_ignored(device: torch.device) -> None:
