@@ -26,6 +26,8 @@ VARIANTS = (
     "fp8, wgrad_input=high_precision",
     "fp8, fused",
     "fp8, fused, cache_weight=step",
+    "fp8, fused, recompute",
+    "fp8, fused, store_fp8",
     "fp8, fused, wgrad_input=128x128",
 )
 
@@ -45,7 +47,7 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     if "shared" in name:
         bt.share_inputs(made)
     if "fused" in name:
-        bt.fuse(made)
+        bt.fuse(made, recompute="recompute" in name, store_fp8="store_fp8" in name)
     return made
 
 

@@ -69,6 +69,7 @@ def gated_mlp(
     *,
     activation: ActivationName = "silu",
     recompute: bool = False,
+    store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` in blockwise FP8, without passes for casts.
@@ -92,6 +93,10 @@ def gated_mlp(
         activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
         recompute: backward makes the columnwise form of h again, which takes another read of gate
             and up, in place of saving it: a byte for each of its elements.
+        store_fp8: gate and up are saved for backward as rowwise FP8, a byte for each element in
+            place of two. The output keeps its bits. Gradients do not: those of gate and up, and h
+            where it is made again, are computed from the dequantized values. No effect where
+            weight gradients read high precision.
         recipe: numeric choices; default ``Recipe()``, or that of the weights.
 
     Returns:
@@ -103,10 +108,10 @@ def gated_mlp(
     """
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
     if any(map(_stays_whole, weights)):
-        return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute)
+        return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute, store_fp8)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
-    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe)
+    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, store_fp8, recipe)
 
 
 def gated_experts(
@@ -118,6 +123,7 @@ def gated_experts(
     *,
     activation: ActivationName = "silu",
     recompute: bool = False,
+    store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
     """:func:`gated_mlp` of a mixture of experts: rows of group e by the MLP of expert e.
@@ -132,7 +138,7 @@ def gated_experts(
             one stack ``[E, 2I, K]`` of both, gate first, and None.
         w_down: ``[E, N, I]``, alike.
         offs: int32 ``[E]``, the row after the last of each group.
-        activation, recompute, recipe: as in :func:`gated_mlp`.
+        activation, recompute, store_fp8, recipe: as in :func:`gated_mlp`.
 
     Returns:
         ``[T, N]`` in x's dtype, or autocast's.
@@ -143,11 +149,12 @@ def gated_experts(
     """
     x, weights = readable(x), (w_gate, w_up, w_down)
     if any(map(_stays_whole, weights)):
-        return _whole_functions.gated_experts(x, *weights, offs, activation, recompute)
+        return _whole_functions.gated_experts(x, *weights, offs, activation, recompute, store_fp8)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     biases = None, None, None
-    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, recipe, offs)
+    saving = recompute, store_fp8
+    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, *saving, recipe, offs)
 
 
 def gated_activation(

@@ -47,10 +47,11 @@ RECIPES = {
     "scale=power_of_two": blocktensor.Recipe(scale="power_of_two"),
 }
 FP8_HEAD = "Recipe(), and in the head"
+STORED = "Recipe(), gate and up stored in FP8"
 MOVED = "none, weights moved by 1e-6"
 """bf16 from other initial weights: how far two runs come apart by rounding alone."""
 
-VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD)
+VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD, STORED)
 
 
 class _Linear(torch.autograd.Function):
@@ -95,6 +96,9 @@ def prepare(model: GPT, variant: str) -> None:
     """Let the linears of the blocks compute as ``variant`` says."""
     if variant == FP8_HEAD:
         blocktensor.convert(model, head="fp8", auto_filter_small_kn=False)
+    elif variant == STORED:
+        blocktensor.convert(model, auto_filter_small_kn=False)
+        blocktensor.fuse(model, store_fp8=True)
     elif variant in RECIPES:
         blocktensor.convert(model, RECIPES[variant], auto_filter_small_kn=False)
     elif variant == MOVED:

@@ -11,7 +11,8 @@
     wgrad   dwd, dwg, dwu                  of the columnwise forms made on the way
 
 The bits are those of three linears with eager ops between them. Saved for backward: the columnwise
-forms of x and of h (the latter may be made again), gate and up, the weights as in ``linear.py``.
+forms of x and of h (the latter may be made again), gate and up (as they are or in FP8), the weights
+as in ``linear.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
-from . import early_cast, saved_weight
+from . import early_cast, saved_weight, stored_gate
 from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
 from .linear import Gradients, read_weight, run_backward, split_saved, with_leading
@@ -52,6 +53,7 @@ def gated_mlp(
     bias_down: Tensor | None = None,
     activation: ActivationName = "silu",
     recompute: bool = False,
+    store_fp8: bool = False,
     recipe: Recipe | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
@@ -67,7 +69,7 @@ def gated_mlp(
         if offs is not None and is_of_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
             return _one_by_one(products, x, weights, biases, activation, recipe)
-        plan = plan_gated(products, x, weights, biases, activation, recompute, recipe)
+        plan = plan_gated(products, x, weights, biases, activation, recompute, store_fp8, recipe)
         if plan.apart:
             return _one_by_one(products, x, weights, biases, activation, recipe)
         early = None
@@ -167,13 +169,15 @@ class _GatedMLP(torch.autograd.Function):
             *_apart(gate, up), plan.activation, plan.down.format, h_columnwise, offs
         )
         assert h_row is not None
+        gate_and_up = stored_gate.save(plan, gate, up)
+        del gate, up
         y, down_saved = _fprop(products, of_down, h_row, w_down, bias_down)
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
             offs,
             *x_saved,
             *(h_col[:2] if h_col is not None else (None, None)),
-            *((gate, up) if plan.needs_dh else (None, None)),
+            *gate_and_up,
             *gate_saved,
             *up_saved,
             *down_saved,
@@ -192,8 +196,8 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     of_down = ctx.reads[2]
     products: Any = products_of(saved.pop(0))
     x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
-    of_h: list[Any] = [*rest[:4]]
-    weights = rest[4:]
+    of_h: list[Any] = [*rest[:6]]
+    weights = rest[6:]
     saved.clear()
     del rest
     w_gate, w_up, w_down = _split(weights, ctx.counts)
@@ -221,6 +225,7 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         assert g_row is not None
         dh = products.dgrad(of_down, g_row, w_down, w_col)
         del w_col, g_row
+    of_h[2:] = stored_gate.read(plan, of_h[2:])
     if needs_dw[2]:
         assert g_col is not None
         h_col = _columnwise_of_h(plan, of_h, products.offs)

@@ -30,6 +30,7 @@ class GatedPlan(NamedTuple):
         gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
         activation: a name in ``ACTIVATIONS``.
         recompute: whether backward makes the columnwise form of h again.
+        store_fp8: whether gate and up are saved in FP8.
         apart: whether h or a gradient is needed in high precision, so that the linears run one by
             one.
         needs_dh: whether the gradient of h will be asked for.
@@ -42,6 +43,7 @@ class GatedPlan(NamedTuple):
     down: AnyPlan
     activation: ActivationName
     recompute: bool
+    store_fp8: bool
     apart: bool
     needs_dh: bool
     x_columnwise: BlockFormat | None
@@ -60,6 +62,7 @@ def plan_gated(
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     activation: ActivationName,
     recompute: bool,
+    store_fp8: bool,
     recipe: Recipe | None,
 ) -> GatedPlan:
     """How a gated MLP of these operands runs; ``weights`` and ``biases``: of gate, up and down.
@@ -90,6 +93,7 @@ def plan_gated(
         down,
         activation,
         recompute,
+        store_fp8,
         apart=any(plan.saves_x for plan in (*firsts, down)),
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),

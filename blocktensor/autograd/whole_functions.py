@@ -66,11 +66,12 @@ def gated_mlp(
     bias_down: Tensor | None,
     activation: ActivationName,
     recompute: bool,
+    store_fp8: bool,
 ) -> Tensor:
     """``gated_mlp.gated_mlp`` while Dynamo traces; linear by linear before it was announced."""
     if _announced:
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-        return _gated_mlp_whole(x, *weights, *biases, activation, recompute)
+        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, store_fp8)
     gate = F.linear(x, w_gate, bias_gate)
     features_of_h(w_gate, w_up, bias_up)
     gate, up = gate.chunk(2, -1) if w_up is None else (gate, F.linear(x, w_up, bias_up))
@@ -85,12 +86,13 @@ def gated_experts(
     offs: Tensor,
     activation: ActivationName,
     recompute: bool,
+    store_fp8: bool,
 ) -> Tensor:
     """:func:`gated_mlp` of experts; product by product before it was announced."""
     if _announced:
         biases, recipe = (None, None, None), None
-        weights = w_gate, w_up, w_down
-        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, recipe, offs)
+        weights, saving = (w_gate, w_up, w_down), (recompute, store_fp8)
+        return _gated_mlp_whole(x, *weights, *biases, activation, *saving, recipe, offs)
     features_of_h(w_gate, w_up)
     made = [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in (w_gate, w_up) if w is not None]
     gate, up = made if w_up is not None else made[0].chunk(2, -1)

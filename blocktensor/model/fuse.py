@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -53,6 +54,7 @@ def fuse(
     norm: fuse_norms.NormNames | None = None,
     experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     recompute: bool = False,
+    store_fp8: bool = False,
 ) -> FusionReport:
     """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
 
@@ -94,6 +96,8 @@ def fuse(
             or it is that of transformers' experts. A stack of gate, then up, is named twice.
         recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
             weight gradients read, in place of saving them.
+        store_fp8: MLPs and experts save gate and up for backward in FP8: their gradients are then
+            computed from rounded values, and keep no bits (``functional.gated_mlp``).
 
     Returns:
         The report; ``print`` it.
@@ -109,23 +113,24 @@ def fuse(
         )
     mlps = list(_candidates(model, mlp or {}))
     norms = list(fuse_norms.candidates(model, norm or {}))
-    drawn = Drawn()
+    drawn, stored = Drawn(), ", gate and up stored in FP8" if store_fp8 else ""
     entries: list[FusionEntry] = []
     chosen: list[tuple[nn.Module, type[Fused], Any]] = []
     for found in mlps:
         parts, reason = _parts_of(found, recompute, drawn)
         act = parts.activation if parts is not None else found.activation or found.act or "?"
-        computes = formula(found.linears, act)
+        computes = formula(found.linears, act) + stored
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
-            chosen.append((found.module, FusedMLP, parts))
+            chosen.append((found.module, FusedMLP, replace(parts, store_fp8=store_fp8)))
     cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
     for group in fuse_experts.candidates(model, experts or {}):
         by_expert, reason = fuse_experts.parts_of(group, recompute, drawn)
-        computes = group.computes(None if by_expert is None else by_expert.activation)
+        computes = group.computes(None if by_expert is None else by_expert.activation) + stored
         entries.append(FusionEntry(group.name, kind_of(group.module), computes, reason))
         if by_expert is not None:
-            chosen.append((group.module, fuse_experts.kind_for(group.module), by_expert))
+            kept = replace(by_expert, store_fp8=store_fp8)
+            chosen.append((group.module, fuse_experts.kind_for(group.module), kept))
     for each in norms:
         cast_once = cast_by_mlps.issuperset(each.readers)
         normed, reason = fuse_norms.parts_of(each, drawn, recompute, cast_once)

@@ -55,6 +55,7 @@ def run_parts(module: nn.Module, parts: ExpertsParts, x: Tensor, groups: Tensor)
         offs,
         activation=parts.activation,
         recompute=parts.recompute,
+        store_fp8=parts.store_fp8,
     )
 
 

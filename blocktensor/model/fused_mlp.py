@@ -29,7 +29,7 @@ class GatedParts:
         activation: of ``functional.gated_mlp``.
         act: name of the attribute that holds the activation; None where its code calls a function.
         act_value: what that attribute held.
-        recompute: of ``functional.gated_mlp``.
+        recompute, store_fp8: of ``functional.gated_mlp``.
     """
 
     gate: str
@@ -39,6 +39,7 @@ class GatedParts:
     act: str | None = None
     act_value: Any = None
     recompute: bool = False
+    store_fp8: bool = False
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -99,7 +100,12 @@ def run_parts(module: nn.Module, parts: GatedParts, x: Tensor) -> Tensor:
     weights = parts.by_role([linear.weight for linear in linears])
     biases = parts.by_role([linear.bias for linear in linears])
     return functional.gated_mlp(
-        x, *weights, *biases, activation=parts.activation, recompute=parts.recompute
+        x,
+        *weights,
+        *biases,
+        activation=parts.activation,
+        recompute=parts.recompute,
+        store_fp8=parts.store_fp8,
     )
 
 

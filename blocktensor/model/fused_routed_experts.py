@@ -91,6 +91,7 @@ def run_parts(
         sizes.cumsum(0, dtype=torch.int32),
         activation=parts.activation,
         recompute=parts.recompute,
+        store_fp8=parts.store_fp8,
     )
     y = y * weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)

@@ -282,7 +282,7 @@ def test_backward_frees_what_it_has_read(
 ) -> None:
     y = fused(inputs(256), *weights(), recompute=recompute)
     assert y.grad_fn is not None
-    _, _, _, h, _, gate, up, *_ = y.grad_fn.saved_tensors
+    _, _, _, h, _, gate, _, up, *_ = y.grad_fn.saved_tensors
     named = {"h": h, "gate": gate, "up": up}
     refs = {name: weakref.ref(t) for name, t in named.items() if t is not None}
     del h, gate, up, named

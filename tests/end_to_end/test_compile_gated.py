@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
@@ -99,6 +100,29 @@ def test_registered_ops_run(recompute: bool) -> None:
     assert made.count("blocktensor.gated_backward.default") == 1
     assert made.count("blocktensor.quantize_both.default") == 2
     assert not any("silu" in name for name in seen)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_stored_in_fp8(recompute: bool) -> None:
+    """Compiled graphs save the bytes of gate and up, and no high precision beside them."""
+    saved: list[Tensor] = []
+
+    def see_forward(graph: torch.fx.GraphModule, example: object) -> Callable[..., object]:
+        made = [x.meta["val"] for x in graph.graph.output_node().args[0][1:] if x is not None]
+        saved.extend(x for x in made if isinstance(x, Tensor))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=see_forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    operands, x = weights(), randn(80, 192, grad=True)
+    run = functools.partial(functional.gated_mlp, store_fp8=True, recompute=recompute)
+    made = results(torch.compile(run, fullgraph=True, backend=backend), x, operands)
+    assert_bits(made, results(run, x, operands))
+    rows = [t.dtype for t in saved if 320 in t.shape and 80 in t.shape]
+    assert rows == [torch.float8_e4m3fn] * (2 if recompute else 3)  # gate, up and h
 
 
 def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:

@@ -65,6 +65,25 @@ def test_the_head_alone_differs(load: Load) -> None:
     assert type(model.lm_head.weight) is not type(model.embedding.weight)
 
 
+def test_stored_in_fp8(load: Load) -> None:
+    """Every MLP is fused; the forward keeps its bits, and gradients do not."""
+    ablation = load("ablation")
+    config, x = ablation.parse_options(TINY).model, torch.randn(128, 128)
+    made = []
+    for variant in ("Recipe()", ablation.STORED):
+        torch.manual_seed(0)
+        model = ablation.GPT(config)
+        ablation.prepare(model, variant)
+        mlp = model.blocks[0].mlp
+        with torch.autocast("cpu", torch.bfloat16):
+            y = mlp(x)
+        made.append((y, *torch.autograd.grad(y.sum(), [mlp.gate.weight, mlp.down.weight])))
+    (y, gate, down), (other_y, other_gate, other_down) = made
+    assert torch.equal(y, other_y)
+    assert torch.equal(down, other_down)
+    assert not torch.equal(gate, other_gate)
+
+
 def test_a_table_of_some_runs(load: Load) -> None:
     ablation = load("ablation")
     runs = [("bf16", 0, 2.0), ("bf16", 1, 4.0), ("Recipe()", 0, 2.02), ("Recipe()", 1, 4.0)]

@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import Tensor, nn
 
 from blocktensor import Recipe, audit, convert, fuse, share_inputs, unfuse
 from blocktensor.autograd import whole_functions
 from tests.support.gated import assert_bits
-from tests.support.mlps import MLP, K, Model, Torchtitan, X, converted, fused_in, planted, results
+from tests.support.mlps import (
+    HIDDEN,
+    MLP,
+    K,
+    Model,
+    Torchtitan,
+    X,
+    converted,
+    fused_in,
+    planted,
+    results,
+)
 from tests.support.models import Trace, complaint, randn
+from tests.support.numeric import relative_error
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,6 +102,28 @@ def test_audit_shows_the_same_products(recompute: bool, wgrad_input: Any) -> Non
     assert products() == wanted
     report = audit(model, input_ids=TOKENS, labels=TOKENS)
     assert sum(entry.module == "model.layers.0.mlp" for entry in report.entries) == 9
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gate_and_up_stored_in_fp8(recompute: bool) -> None:
+    model = converted(Model())
+    wanted = results(model)
+    formula = "down_proj(silu(gate_proj(x)) * up_proj(x)), gate and up stored in FP8"
+    report = fuse(model, store_fp8=True, recompute=recompute)
+    assert [entry.computes for entry in report.fused] == [formula] * 2
+    made = results(model)
+    assert_bits(made[:1], wanted[:1])
+    for i, (got, exact) in enumerate(zip(made, wanted, strict=True)):
+        assert got is not None
+        assert exact is not None
+        assert relative_error(got, exact) <= (0.1 if i else 0)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results(model)
+    of_h = [t.dtype for t in saved if type(t) is Tensor and t.itemsize < 4 and HIDDEN in t.shape]
+    assert of_h == [torch.float8_e4m3fn] * (4 if recompute else 6)
+    fuse(model)
+    assert_bits(results(model), wanted)
 
 
 @pytest.mark.parametrize("make", [MLP, Torchtitan, lambda: renamed("gate", "up", "down")])
@@ -214,7 +248,8 @@ def test_once_more() -> None:
     report = fuse(model, recompute=True)
     assert len(report.fused) == 2
     assert kinds == [type(each) for each in model.modules()]
-    assert all(m._fused_parts.recompute for m in model.modules() if hasattr(m, "_gated_parts"))
+    parts = [m._fused_parts for m in model.modules() if hasattr(m, "_fused_parts")]
+    assert [each.recompute for each in parts] == [True, True]
     assert_bits(results(model), wanted)
     assert unfuse(model) == ("layers.0.mlp", "layers.1.mlp")
 

@@ -100,15 +100,17 @@ def test_undone_and_copied() -> None:
     assert type(model) is Sizes and not runs_fused(model)
 
 
+@pytest.mark.parametrize("store_fp8", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_saved(recompute: bool) -> None:
-    model, _ = fused(recompute=recompute)
+def test_what_is_saved(recompute: bool, store_fp8: bool) -> None:
+    model, _ = fused(recompute=recompute, store_fp8=store_fp8)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(randn(ROWS, K, grad=True), groups_of())
     rows = [t.dtype for t in saved if t.ndim == 2 and HIDDEN in t.shape]
-    assert rows.count(torch.bfloat16) == 2  # gate and up
-    assert rows.count(torch.float8_e4m3fn) == (0 if recompute else 1)
+    of_gate_and_up = 2 if store_fp8 else 0
+    assert rows.count(torch.bfloat16) == 2 - of_gate_and_up
+    assert rows.count(torch.float8_e4m3fn) == of_gate_and_up + (0 if recompute else 1)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
