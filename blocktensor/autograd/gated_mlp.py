@@ -17,21 +17,21 @@ as in ``linear.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
-from ..ops.producers.ops import ActivationName, gated, gated_backward, joint_gated_backward
-from ..ops.producers.reference import ACTIVATIONS, gradients
+from ..ops.producers.ops import ActivationName, gated
+from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import early_cast, saved_weight, stored_gate
+from .gated_forms import H, Sources, forms_in_backward, halves
 from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
 from .linear import Gradients, read_weight, run_backward, split_saved, with_leading
@@ -163,10 +163,10 @@ class _GatedMLP(torch.autograd.Function):
             assert w_up is not None
             up, up_saved = _fprop(products, of_up, x_row, w_up, bias_up)
         del x_row
-        makes_again = plan.recompute and plan.needs_dh
+        makes_again = plan.h_beside or (plan.recompute and plan.needs_dh)
         h_columnwise = None if makes_again else plan.down.x_columnwise
         h_row, h_col = gated(
-            *_apart(gate, up), plan.activation, plan.down.format, h_columnwise, offs
+            *halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs
         )
         assert h_row is not None
         gate_and_up = stored_gate.save(plan, gate, up)
@@ -220,27 +220,25 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
 
     g_row, g_col = g
     del g
-    dh = None
+    dh: Tensor | None = None
     if has_dh:
         assert g_row is not None
         dh = products.dgrad(of_down, g_row, w_down, w_col)
         del w_col, g_row
-    of_h[2:] = stored_gate.read(plan, of_h[2:])
-    if needs_dw[2]:
-        assert g_col is not None
-        h_col = _columnwise_of_h(plan, of_h, products.offs)
-        dws[2] = products.wgrad(plan.down, g_col, h_col, buffers[2])
-        del h_col
-    of_h[:2] = None, None  # h: memory is scarcest while gradients of gate and up are computed
-    del g_col
-    if dh is None:
+    else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-        return None, None, *dws, *dbiases, None, None, None
-
+    gate, up = stored_gate.read(plan, of_h[2:])
+    sources = Sources(of_h[0], of_h[1], gate, up, dh)
+    del of_h, gate, up, dh
     dxs: list[Tensor | None] = [None, None]
-    both = _gradients_of_h(products, plan, dh, of_h, needs_dbias, dbiases)
-    del dh
-    for i, (d_row, d_col) in both:
+    made = forms_in_backward(products, plan, sources, needs_dw[2], needs_dbias, dbiases)
+    for i, (d_row, d_col) in made:
+        if i == H:
+            assert g_col is not None
+            assert d_col is not None
+            dws[2] = products.wgrad(plan.down, g_col, d_col, buffers[2])
+            del d_row, d_col, g_col
+            continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
         w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
         if read.plan.needs[0]:
@@ -280,95 +278,6 @@ def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
             places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
             buffers[i], needed[i] = where_to_add(ctx, main_grad, places[i])
     return buffers, needed
-
-
-def _apart(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up; without ``up``, the halves of ``gate``."""
-    if up is None:
-        gate, up = gate.chunk(2, -1)
-    return gate, up
-
-
-def _columnwise_of_h(plan: GatedPlan, saved: Sequence[Any], offs: Tensor | None) -> Quantized:
-    """Of what was saved of h: its form or None twice, gate and up."""
-    format = plan.down.x_columnwise
-    assert format is not None
-    data, scale, gate, up = saved
-    if data is not None:
-        return Quantized(data, scale, format)
-    _, made = gated(*_apart(gate, up), plan.activation, None, format, offs)
-    assert made is not None
-    return made
-
-
-def _gradients_of_h(
-    products: Any,
-    plan: GatedPlan,
-    dh: Tensor,
-    saved: list[Any],
-    needs_dbias: Sequence[bool],
-    dbiases: list[Tensor | None],
-) -> Iterator[tuple[int, Forms]]:
-    """The forms of the gradients of gate (0) and up (1), in the order in which they are made.
-
-    Where one linear makes both, the forms of the gradient of both (0). Gate and up are removed from
-    ``saved``; sums, if needed, go to ``dbiases``.
-    """
-    gate, up = saved[2:]
-    saved[2:] = None, None
-    activation, formats, offs = plan.activation, plan.dh_formats, products.offs
-    made: list[Forms]
-    if plan.up is None:
-        made = [_joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)]
-        del gate, dh
-        yield 0, made.pop()
-        return
-    if any(needs_dbias[:2]):  # the sums read the gradients in high precision
-        sources = gradients(dh, gate, up, activation)
-        for i, (of, grad) in enumerate(zip((plan.gate, plan.up), sources, strict=True)):
-            if needs_dbias[i]:
-                dbiases[i] = products.bias_gradient(grad, of)
-        made = [(None, None), (None, None)]
-        if formats != (None, None):
-            made = [products.forms(grad, *formats) for grad in sources]
-        del sources, grad
-    elif plan.recompute or _is_large(plan, gate, offs):
-        # less memory at once, for another read of dh and gate
-        made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
-        del up
-        yield 0, made.pop()
-        made = [gated(gate, dh, activation, *formats, offs)]
-        del gate, dh
-        yield 1, made.pop()
-        return
-    else:
-        made = [*gated_backward(dh, gate, up, activation, *formats, offs)]
-    del gate, up, dh
-    for i in (1, 0):
-        yield i, made.pop()
-
-
-def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
-    # A compiler cannot compare sizes. Of rows in groups, no kernel makes both gradients in much
-    # less time than one after the other; of others, one does.
-    return offs is not None if plan.tracing else gate.nbytes >= early_cast.EARLY_BYTES
-
-
-def _joint_gradient(
-    products: Any,
-    plan: GatedPlan,
-    dh: Tensor,
-    gate_up: Tensor,
-    needs_dbias: bool,
-    dbiases: list[Tensor | None],
-) -> Forms:
-    """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
-    formats = plan.dh_formats
-    if not needs_dbias:
-        return joint_gated_backward(dh, gate_up, plan.activation, *formats, products.offs)
-    grad = torch.cat(gradients(dh, *_apart(gate_up, None), plan.activation), -1)
-    dbiases[0] = products.bias_gradient(grad, plan.gate)
-    return (None, None) if formats == (None, None) else products.forms(grad, *formats)
 
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from ..ops.formats import BlockFormat
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
+from ..ops.producers.with_h_ops import is_from_one_read
 from ..recipe import Recipe
 from .gated_products import Products
 from .grouped_plan import GroupedPlan
@@ -31,6 +32,8 @@ class GatedPlan(NamedTuple):
         activation: a name in ``ACTIVATIONS``.
         recompute: whether backward makes the columnwise form of h again.
         store_fp8: whether gate and up are saved in FP8.
+        h_beside: whether backward makes the columnwise form of h beside the gradients of gate and
+            up, at no read of its own.
         apart: whether h or a gradient is needed in high precision, so that the linears run one by
             one.
         needs_dh: whether the gradient of h will be asked for.
@@ -44,6 +47,7 @@ class GatedPlan(NamedTuple):
     activation: ActivationName
     recompute: bool
     store_fp8: bool
+    h_beside: bool
     apart: bool
     needs_dh: bool
     x_columnwise: BlockFormat | None
@@ -87,6 +91,16 @@ def plan_gated(
     down = products.plan(h, w_down, biases[2], recipe)
     firsts = [gate] if up is None else [gate, up]
     needs_dw = any(plan.needs[1] for plan in firsts)
+    dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
+    h_beside = (
+        not (recompute or store_fp8)
+        and products.offs is None
+        and up is not None
+        and None not in dh_formats
+        and down.x_columnwise is not None
+        and not any(bias is not None and bias.requires_grad for bias in biases[:2])
+        and is_from_one_read(activation, gate.out_dtype, features)
+    )
     return GatedPlan(
         gate,
         up,
@@ -94,10 +108,11 @@ def plan_gated(
         activation,
         recompute,
         store_fp8,
+        h_beside,
         apart=any(plan.saves_x for plan in (*firsts, down)),
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),
-        dh_formats=(gate.format if gate.needs[0] else None, gate.format if needs_dw else None),
+        dh_formats=dh_formats,
     )
 
 

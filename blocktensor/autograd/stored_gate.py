@@ -25,9 +25,9 @@ def save(plan: GatedPlan, gate: Tensor, up: Tensor | None) -> Saved:
     return of_gate.data, of_gate.scale, of_up[0], of_up[1]
 
 
-def read(plan: GatedPlan, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+def read(plan: GatedPlan, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
     """Gate and up of what :func:`save` returned, in high precision."""
-    return [_read(plan, *saved[:2]), _read(plan, *saved[2:])]
+    return _read(plan, *saved[:2]), _read(plan, *saved[2:])
 
 
 def _read(plan: GatedPlan, data: Tensor | None, scale: Tensor | None) -> Tensor | None:

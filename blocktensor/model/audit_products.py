@@ -66,12 +66,13 @@ _LEFT_OPERAND = {
 _WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_)
 
 _COLUMNWISE = {
-    ours.quantize_both: 2,
-    ours.quantize_columnwise: 0,
-    ours.quantize_grouped: 2,
-    ours.quantize_grouped_columnwise: 0,
+    ours.quantize_both: (2,),
+    ours.quantize_columnwise: (0,),
+    ours.quantize_grouped: (2,),
+    ours.quantize_grouped_columnwise: (0,),
+    ours.gated_backward_with_h: (2, 6, 8),
 }
-"""Casts of activations and gradients: the place of the columnwise data in the result."""
+"""Casts of activations and gradients: the places of columnwise data in the result."""
 
 _PRODUCERS = {
     ours.gated: (4, 5),
@@ -146,7 +147,7 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     """The data of the columnwise forms that ``func`` made."""
     packet = packet_of(func)
     if packet in _COLUMNWISE:
-        return [out[_COLUMNWISE[packet]]]
+        return [out[place] for place in _COLUMNWISE[packet]]
     if packet in _PRODUCERS:
         row, col = (args[place] is not None for place in _PRODUCERS[packet])
         step = 2 * (row + col)  # data and scale of each form; the columnwise one is the last

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import early_cast, gated_mlp, gated_products, linear
+from blocktensor.autograd import early_cast, gated_forms, gated_mlp, gated_products, linear
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from tests.support.gated import EAGER, HIDDEN, K, N, assert_bits, biases, results, weights
 from tests.support.groups import GROUPS, ends
@@ -221,8 +221,8 @@ def test_high_precision_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("gated", "gated_backward"):
-        monkeypatch.setattr(gated_mlp, name, remembering(getattr(gated_mlp, name)))
+    for owner, name in ((gated_mlp, "gated"), (gated_forms, "gated_backward")):
+        monkeypatch.setattr(owner, name, remembering(getattr(owner, name)))
     monkeypatch.setattr(gated_products, "gemm", counting(gated_products.gemm))
     monkeypatch.setattr(linear, "dgrad", counting(linear.dgrad))
     y = functional.gated_mlp(inputs(256), *weights(), store_fp8=True)

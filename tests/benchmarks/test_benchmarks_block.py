@@ -42,8 +42,10 @@ def test_all_variants_compute_alike_and_cast_once_a_step() -> None:
     for name, found in results.items():
         assert len(found) == len(fp8)
         for a, b in zip(found, fp8, strict=True):
-            if name == "bf16" or ("wgrad_input" in name and a.ndim == 2):
-                assert 0 < (a - b).norm() < 0.1 * a.norm()
+            rounds = name == "bf16" or "store_fp8" in name
+            if rounds or ("wgrad_input" in name and a.ndim == 2):
+                assert (a - b).norm() < 0.1 * a.norm()
+                assert not torch.equal(a, b) or "store_fp8" in name  # the last down's gradient
             else:
                 assert torch.equal(a, b)
 

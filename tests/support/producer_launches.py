@@ -48,6 +48,8 @@ def allowed_spills(launch: Launch) -> int:
     if not triton.__version__.startswith("3.6."):
         return 256
     if launch.kernel is cast_ahead_kernel:
+        if launch.constants["THIRD"]:
+            return 120 if launch.constants["POWER_OF_TWO"] else 88
         if launch.constants["POWER_OF_TWO"]:
             return 88
         return 72 if launch.constants["DETAIL"][0] in ("gelu", "gelu_tanh") else 32

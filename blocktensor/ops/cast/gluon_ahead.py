@@ -42,15 +42,18 @@ def _copy_in(tile, tiles, blocks_k, maps, buffers, arrived, WORDS: gl.constexpr)
 
 @gluon.jit(
     do_not_specialize=[
-        "rows", "cols", "row_scale_ld", "col_scale_ld", "blocks_k", "tiles", "tokens",
+        "rows", "cols", "row_scale_ld", "col_scale_ld", "third_scale_ld", "blocks_k", "tiles",
+        "tokens",
     ]
 )  # fmt: skip
 def cast_ahead_kernel(
     x_map, y_map, z_map, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, row_ptr_1, row_scale_ptr_1,
-    col_ptr_1, col_scale_ptr_1, rows, cols, row_scale_ld, col_scale_ld, blocks_k, tiles, tokens,
+    col_ptr_1, col_scale_ptr_1, col_ptr_2, col_scale_ptr_2, rows, cols, row_scale_ld, col_scale_ld,
+    third_scale_ld, blocks_k, tiles, tokens,
     DTYPE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, WORDS: gl.constexpr, PATCH_ROWS: gl.constexpr,
-    COMPUTE: gl.constexpr, DETAIL: gl.constexpr, WIDTHS: gl.constexpr,
+    COMPUTE: gl.constexpr, DETAIL: gl.constexpr, WIDTHS: gl.constexpr, THIRD: gl.constexpr,
+    THIRD_SQUARE: gl.constexpr,
 ):  # fmt: skip
     # As cast_columnwise_kernel with both forms of two parts, computed from three sources.
     BY_ROW: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())[0]
@@ -74,6 +77,13 @@ def cast_ahead_kernel(
         words_left = words - tile_k * WORDS
         mbarrier.wait(arrived, phase)
         phase ^= 1
+        if THIRD:  # before the others, since there are registers for two; it needs no y
+            third = COMPUTE(x_s.load(BY_ROW), None, z_s.load(BY_ROW), 2, DETAIL, DTYPE)
+            cast_tile(
+                third, col_ptr_2, col_scale_ptr_2, third_scale_ld, col_ptr_2, col_scale_ptr_2,
+                third_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left,
+                words_left, DTYPE, False, THIRD_SQUARE, POWER_OF_TWO, METHOD, 0, PATCH_ROWS, 1,
+            )  # fmt: skip
         x = x_s.load(BY_ROW)
         y = y_s.load(BY_ROW)
         z = z_s.load(BY_ROW)
@@ -121,25 +131,25 @@ def _map(x: Tensor) -> TensorDescriptor:
 
 
 def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) -> Launch:
-    """The launch that casts what ``producer`` makes of ``x[M, K]`` into ``row`` and ``col``, and of
-    a second part into ``producer.second``; see :func:`takes`.
+    """The launch that casts what ``producer`` makes of ``x[M, K]`` into ``row`` and ``col``, a
+    second part into ``producer.second``, and any third into ``producer.third``; see :func:`takes`.
     """
     k, m = col.data.shape
     second_row, second_col = producer.second or (None, None)
     assert second_row is not None
     assert second_col is not None
-    square = col.format.transposes
+    third = producer.third
     blocks_k, unit = num_blocks(k), VECTOR_BYTES // x.element_size()
     tiles = num_blocks(x.shape[0]) * blocks_k
     return Launch(
         cast_ahead_kernel,
         (min(tiles, _PROGRAMS * sms(x.device)),),
         (*map(_map, (x, *producer.more)), *row[:2], *col[:2], *second_row[:2], *second_col[:2],
-         m // VECTOR_BYTES, k // unit, row.scale.stride(1), col.scale.stride(0 if square else 1),
-         blocks_k, tiles, x.shape[0]),
+         *(third or col)[:2], m // VECTOR_BYTES, k // unit, row.scale.stride(1), _scale_ld(col),
+         _scale_ld(third or col), blocks_k, tiles, x.shape[0]),
         {
             "DTYPE": gl.bfloat16,
-            "SQUARE": square,
+            "SQUARE": col.format.transposes,
             "POWER_OF_TWO": col.format.power_of_two,
             "METHOD": method_for(torch.bfloat16),
             "UNIT_M": VECTOR_BYTES,
@@ -149,6 +159,12 @@ def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) ->
             "COMPUTE": producer.compute,
             "DETAIL": producer.detail,
             "WIDTHS": producer.widths,
+            "THIRD": third is not None,
+            "THIRD_SQUARE": third is not None and third.format.transposes,
         },
         _OPTIONS,
     )  # fmt: skip
+
+
+def _scale_ld(col: Quantized) -> int:
+    return col.scale.stride(0 if col.format.transposes else 1)

@@ -36,6 +36,7 @@ class Producer:
             both; in Triton the next one does, and finds in cache what the first one read.
         widths: distance of the rows of a rowwise form, in widths of x: 2 where the forms of both
             parts are the halves of one.
+        third: the columnwise form of a third tile, part 2, for programs that copy tiles ahead.
     """
 
     compute: Any
@@ -44,6 +45,7 @@ class Producer:
     second: Forms | None = None
     per_row: Tensor | None = None
     widths: int = 1
+    third: Quantized | None = None
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments."""

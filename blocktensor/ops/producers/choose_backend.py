@@ -27,6 +27,7 @@ class ProducerKernels:
     gated: Callable[..., Forms]
     gated_backward: Callable[..., tuple[Forms, Forms]]
     joint_gated_backward: Callable[..., Forms]
+    gated_backward_with_h: Callable[..., Any]
     normalized: Callable[..., Forms]
     launches: bool
 
@@ -47,6 +48,7 @@ def _load_reference() -> ProducerKernels:
         reference.gated,
         reference.gated_backward,
         reference.joint_gated_backward,
+        reference.gated_backward_with_h,
         norm_reference.normalized,
         launches=False,
     )
@@ -59,6 +61,7 @@ def _load_kernels(in_words: bool) -> ProducerKernels:
         functools.partial(kernels.gated, in_words),
         functools.partial(kernels.gated_backward, in_words),
         functools.partial(kernels.joint_gated_backward, in_words),
+        functools.partial(kernels.gated_backward_with_h, in_words),
         functools.partial(kernels.normalized, in_words),
         launches=True,
     )

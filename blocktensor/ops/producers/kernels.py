@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..cast.producer import Forms, Producer
 from ..cast.triton_cast import is_awkward, plan_1x128
-from ..formats import BlockFormat
+from ..formats import BlockFormat, Quantized
 from .op_forms import empty_forms, halves
+from .reference import ACTIVATIONS
 from .triton_activation import tile_of_elements
 from .triton_norm import normalized_elements
 
@@ -96,6 +97,39 @@ def gated_backward(
     detail = activation, "gated gradient"
     _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
     return of_gate, second or (None, None)
+
+
+def gated_backward_with_h(
+    in_words: bool,
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    rowwise: BlockFormat,
+    columnwise: BlockFormat,
+    h_columnwise: BlockFormat,
+) -> tuple[Forms, Forms, Quantized]:
+    """See :func:`blocktensor.ops.producers.reference.gated_backward_with_h`."""
+    rounds_alike = h_columnwise.power_of_two == columnwise.power_of_two
+    if in_words and rounds_alike and ACTIVATIONS[activation].is_light:
+        from ..cast import gluon_ahead
+        from .gluon_activation import tile_of_words
+
+        of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
+        _, h = empty_forms(gate, None, None, h_columnwise)
+        row, col = of_gate
+        assert row is not None
+        assert col is not None
+        assert h is not None
+        detail = activation, "gated gradient"
+        producer = Producer(tile_of_words, detail, (grad, up), of_up, third=h)
+        if gluon_ahead.takes(gate, col, producer, None):
+            gluon_ahead.plan_ahead(gate, row, col, producer)()
+            return of_gate, of_up, h
+    both = gated_backward(in_words, grad, gate, up, None, activation, rowwise, columnwise)
+    _, h = gated(in_words, gate, up, None, activation, None, h_columnwise)
+    assert h is not None
+    return *both, h
 
 
 def joint_gated_backward(

@@ -114,14 +114,18 @@ def joint_gated_backward(
     return _joint_gated_backward(grad, gate_up, offs, activation, rowwise, columnwise)
 
 
-def _check(
+def check_sources(
     sources: dict[str, Tensor | None],
     offs: Tensor | None,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> tuple[Tensor, ...]:
-    # The sources that are there, of which `gate` is one
+    """The sources that are there, of which ``gate`` is one.
+
+    Raises:
+        TypeError, ValueError: as :func:`gated`.
+    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     check_formats(rowwise, columnwise)
@@ -160,7 +164,7 @@ def _check_joint(
         )
     gate, up = gate_up.chunk(2, -1)
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    return _check(given, offs, activation, rowwise, columnwise)
+    return check_sources(given, offs, activation, rowwise, columnwise)
 
 
 def _decide_gated(
@@ -171,7 +175,7 @@ def _decide_gated(
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> Callable[..., Forms]:
-    sources = _check({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
+    sources = check_sources({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
     kernels = producer_kernels(sources, rowwise, columnwise)
     return recorded(kernels.gated, kernels.launches)
 
@@ -187,7 +191,7 @@ def _decide_gated_backward(
     of_up: bool,
 ) -> Callable[..., tuple[Forms, Forms]]:
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    sources = _check(given, offs, activation, rowwise, columnwise)
+    sources = check_sources(given, offs, activation, rowwise, columnwise)
     kernels = producer_kernels(sources, rowwise, columnwise)
     return recorded(kernels.gated_backward, kernels.launches)
 
@@ -215,7 +219,7 @@ def _dispatch_gated(
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> Forms:
-    _check({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
+    check_sources({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
     made = _gated_op(gate, up, offs, activation, name_of(rowwise), name_of(columnwise))
     return forms_of(made, rowwise, columnwise)
 
@@ -231,7 +235,7 @@ def _dispatch_gated_backward(
     of_up: bool,
 ) -> tuple[Forms, Forms]:
     given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    _check(given, offs, activation, rowwise, columnwise)
+    check_sources(given, offs, activation, rowwise, columnwise)
     names = name_of(rowwise), name_of(columnwise)
     made = _gated_backward_op(grad, gate, up, offs, activation, *names, of_up)
     if up is None or not of_up:

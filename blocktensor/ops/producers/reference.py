@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cast import grouped_ops, ops
 from ..cast.producer import Forms
-from ..formats import BlockFormat
+from ..formats import BlockFormat, Quantized
 
 aten = torch.ops.aten
 
@@ -27,10 +27,12 @@ class Activation:
     Attributes:
         value: of the input.
         gradient: of the input, from (that of the value, the input), as autograd computes it.
+        is_light: whether a kernel of both gradients has registers left for h.
     """
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
+    is_light: bool = False
 
 
 def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "silu": Activation(aten.silu, aten.silu_backward),
+    "silu": Activation(aten.silu, aten.silu_backward, is_light=True),
     "gelu": Activation(aten.gelu, aten.gelu_backward),
     "gelu_tanh": Activation(
         lambda x: aten.gelu(x, approximate="tanh"),
@@ -110,6 +112,22 @@ def joint_gated_backward(
     gate, up = gate_up.chunk(2, -1)
     both = torch.cat(gradients(grad, gate, up, activation), -1)
     return _forms(both, offs, rowwise, columnwise)
+
+
+def gated_backward_with_h(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    rowwise: BlockFormat,
+    columnwise: BlockFormat,
+    h_columnwise: BlockFormat,
+) -> tuple[Forms, Forms, Quantized]:
+    """The results of :func:`gated_backward`, and the columnwise form of :func:`gated`."""
+    both = gated_backward(grad, gate, up, None, activation, rowwise, columnwise)
+    _, h = gated(gate, up, None, activation, None, h_columnwise)
+    assert h is not None
+    return *both, h
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,13 @@ from tests.support.numeric import DTYPES
 pytest.importorskip("triton")
 
 from blocktensor.ops.cast.gluon_ahead import cast_ahead_kernel
-from blocktensor.ops.formats import BLOCKS_1X128_POW2, BLOCKS_128X128_POW2
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+)
 from blocktensor.ops.runtime.launch import Launch
 from tests.support import producer_launches
 from tests.support.producer_launches import (
@@ -116,6 +122,31 @@ def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
     assert not copies_ahead(formats=COLUMNWISE)
     assert not copies_ahead(offs=torch.empty(8, dtype=torch.int32, device=META))
     assert not copies_ahead(of_up=False)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        (*BOTH, BLOCKS_1X128),
+        (*BOTH, BLOCKS_128X128),
+        (*POW2, BLOCKS_1X128_POW2),
+        (*POW2, BLOCKS_128X128_POW2),
+    ],
+    ids=range(4),
+)
+def test_gradients_with_h(formats: tuple[BlockFormat, ...], launches: list[Launch]) -> None:
+    """One launch, unless the computation takes all registers or the scales are rounded apart."""
+    sources = sources_of((300, 576), BF16)
+    with_h = kernels_for("gluon", sources, formats[:2]).gated_backward_with_h
+    assert compile_all(launches, lambda: with_h(*sources, "silu", *formats)) == 1
+    assert launches[0].kernel is cast_ahead_kernel
+    assert launches[0].constants["THIRD"]
+    other = BLOCKS_1X128 if formats[2].power_of_two else BLOCKS_1X128_POW2
+    launches.clear()
+    with_h(*sources, "silu", *formats[:2], other)
+    with_h(*sources, "gelu", *formats)
+    assert len(launches) == 4
+    assert not any(launch.constants.get("THIRD") for launch in launches)
 
 
 @pytest.mark.parametrize("formats", [BOTH, MIXED], ids=["both", "mixed"])

@@ -1,0 +1,175 @@
+"""What the backward of a gated MLP casts: h, and the gradients of gate and up.
+
+The orders are those in which memory is freed soonest. A tensor leaves :class:`Sources` as it is
+read for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.producer import Forms
+from ..ops.formats import Quantized
+from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
+from ..ops.producers.reference import gradients
+from ..ops.producers.with_h_ops import gated_backward_with_h
+from . import early_cast
+from .gated_plan import GatedPlan
+
+GATE, UP, H = range(3)
+"""Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
+
+
+class Sources:
+    """What backward has of h: its saved columnwise form, or None twice; gate, up; its gradient."""
+
+    def __init__(
+        self,
+        data: Tensor | None,
+        scale: Tensor | None,
+        gate: Tensor | None,
+        up: Tensor | None,
+        dh: Tensor | None,
+    ) -> None:
+        self._held: list[Any] = [data, scale, gate, up, dh]
+
+    def take_form(self) -> tuple[Tensor | None, Tensor | None]:
+        """Data and scale of the saved form."""
+        made = self._held[0], self._held[1]
+        self._held[:2] = None, None
+        return made
+
+    def gate_and_up(self) -> tuple[Any, Any]:
+        """Gate and up, which stay."""
+        return self._held[2], self._held[3]
+
+    def take_rest(self) -> tuple[Any, Any, Any]:
+        """Gate, up and the gradient of h."""
+        made = self._held[2], self._held[3], self._held[4]
+        self._held[2:] = None, None, None
+        return made
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients of gate and up can be computed."""
+        return self._held[4] is not None
+
+
+def forms_in_backward(
+    products: Any,
+    plan: GatedPlan,
+    sources: Sources,
+    needs_h: bool,
+    needs_dbias: Sequence[bool],
+    dbiases: list[Tensor | None],
+) -> Iterator[tuple[int, Forms]]:
+    """The numbers and forms of what weight and input gradients read, in the order they are made.
+
+    H, if needed, is the first. Sums of the gradients of gate and up, if needed, go to ``dbiases``.
+    """
+    if plan.h_beside and needs_h:
+        yield from _all_at_once(plan, sources)
+        return
+    data, scale = sources.take_form()
+    if needs_h:
+        format = plan.down.x_columnwise
+        assert format is not None
+        made: list[Forms] = []
+        if data is not None:
+            assert scale is not None
+            made.append((None, Quantized(data, scale, format)))
+        else:
+            both = halves(*sources.gate_and_up())
+            made.append(gated(*both, plan.activation, None, format, products.offs))
+            del both
+        del data, scale
+        yield H, made.pop()
+    if sources.has_gradient:
+        yield from _gradients_of_h(products, plan, sources, needs_dbias, dbiases)
+
+
+def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms]]:
+    gate, up, dh = sources.take_rest()
+    format, h_format = plan.gate.format, plan.down.x_columnwise
+    assert h_format is not None
+    of_gate, of_up, h = gated_backward_with_h(
+        dh, gate, up, plan.activation, format, format, h_format
+    )
+    made: list[Forms] = [of_gate, of_up, (None, h)]
+    del gate, up, dh, of_gate, of_up, h
+    for i in (H, UP, GATE):
+        yield i, made.pop()
+
+
+def _gradients_of_h(
+    products: Any,
+    plan: GatedPlan,
+    sources: Sources,
+    needs_dbias: Sequence[bool],
+    dbiases: list[Tensor | None],
+) -> Iterator[tuple[int, Forms]]:
+    gate, up, dh = sources.take_rest()
+    activation, formats, offs = plan.activation, plan.dh_formats, products.offs
+    made: list[Forms]
+    if plan.up is None:
+        made = [_joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)]
+        del gate, dh
+        yield GATE, made.pop()
+        return
+    if any(needs_dbias[:2]):  # the sums read the gradients in high precision
+        both = gradients(dh, gate, up, activation)
+        for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
+            if needs_dbias[i]:
+                dbiases[i] = products.bias_gradient(grad, of)
+        made = [(None, None), (None, None)]
+        if formats != (None, None):
+            made = [products.forms(grad, *formats) for grad in both]
+        del both, grad
+    elif plan.recompute or _is_large(plan, gate, offs):
+        # less memory at once, for another read of dh and gate
+        made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
+        del up
+        yield GATE, made.pop()
+        made = [gated(gate, dh, activation, *formats, offs)]
+        del gate, dh
+        yield UP, made.pop()
+        return
+    else:
+        made = [*gated_backward(dh, gate, up, activation, *formats, offs)]
+    del gate, up, dh
+    for i in (UP, GATE):
+        yield i, made.pop()
+
+
+def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
+    # A compiler cannot compare sizes. Of rows in groups, no kernel makes both gradients in much
+    # less time than one after the other; of others, one does.
+    return offs is not None if plan.tracing else gate.nbytes >= early_cast.EARLY_BYTES
+
+
+def _joint_gradient(
+    products: Any,
+    plan: GatedPlan,
+    dh: Tensor,
+    gate_up: Tensor,
+    needs_dbias: bool,
+    dbiases: list[Tensor | None],
+) -> Forms:
+    """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
+    formats = plan.dh_formats
+    if not needs_dbias:
+        return joint_gated_backward(dh, gate_up, plan.activation, *formats, products.offs)
+    grad = torch.cat(gradients(dh, *halves(gate_up, None), plan.activation), -1)
+    dbiases[0] = products.bias_gradient(grad, plan.gate)
+    return (None, None) if formats == (None, None) else products.forms(grad, *formats)
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up; without ``up``, the halves of ``gate``."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return gate, up
