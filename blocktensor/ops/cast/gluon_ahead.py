@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..devices import sms
@@ -30,13 +30,16 @@ _OPTIONS = {"num_warps": 8, "maxnreg": 128}
 
 
 @gluon.jit
-def _copy_in(tile, tiles, blocks_k, maps, buffers, arrived, WORDS: gl.constexpr):
-    # Begins to copy a tile of every source; of words beyond it, zeros.
+def _copy_in(
+    tile, tiles, blocks_k, maps, buffers, arrived, FIRST: gl.constexpr, END: gl.constexpr
+):  # fmt: skip
+    # Begins to copy a tile of sources FIRST to END; of words beyond it, zeros.
     exists = tile < tiles
     row = tile // blocks_k * 128
-    word = tile % blocks_k * WORDS
-    mbarrier.expect(arrived, 3 * 128 * WORDS * 4, pred=exists)
-    for i in gl.static_range(3):
+    word = tile % blocks_k * buffers[0].shape[1]
+    if FIRST == 0:
+        mbarrier.expect(arrived, 3 * 128 * buffers[0].shape[1] * 4, pred=exists)
+    for i in gl.static_range(FIRST, END):
         tma.async_copy_global_to_shared(maps[i], [row, word], arrived, buffers[i], pred=exists)
 
 
@@ -67,7 +70,8 @@ def cast_ahead_kernel(
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
     phase = 0
-    _copy_in(gl.program_id(0), tiles, blocks_k, maps, buffers, arrived, WORDS)
+    AT_ONCE: gl.constexpr = 2 if THIRD else 3
+    _copy_in(gl.program_id(0), tiles, blocks_k, maps, buffers, arrived, 0, 3)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_m = tile // blocks_k
         tile_k = tile % blocks_k
@@ -77,20 +81,16 @@ def cast_ahead_kernel(
         words_left = words - tile_k * WORDS
         mbarrier.wait(arrived, phase)
         phase ^= 1
-        if THIRD:  # before the others, since there are registers for two; it needs no y
-            third = COMPUTE(x_s.load(BY_ROW), None, z_s.load(BY_ROW), 2, DETAIL, DTYPE)
-            cast_tile(
-                third, col_ptr_2, col_scale_ptr_2, third_scale_ld, col_ptr_2, col_scale_ptr_2,
-                third_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left,
-                words_left, DTYPE, False, THIRD_SQUARE, POWER_OF_TWO, METHOD, 0, PATCH_ROWS, 1,
-            )  # fmt: skip
         x = x_s.load(BY_ROW)
         y = y_s.load(BY_ROW)
         z = z_s.load(BY_ROW)
+        if THIRD:  # there are no registers for three: it waits in the place of z
+            z_s.store(COMPUTE(x, y, z, 2, DETAIL, DTYPE))
         second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
         x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
         gl.thread_barrier()  # all threads have read the buffers
-        _copy_in(tile + gl.num_programs(0), tiles, blocks_k, maps, buffers, arrived, WORDS)
+        next_tile = tile + gl.num_programs(0)
+        _copy_in(next_tile, tiles, blocks_k, maps, buffers, arrived, 0, AT_ONCE)
         cast_tile(
             x, row_ptr, row_scale_ptr, row_scale_ld, col_ptr, col_scale_ptr, col_scale_ld, first_m,
             tile_m, tile_k, rows, words, rows_left, col_left, words_left, DTYPE, True, SQUARE,
@@ -101,6 +101,16 @@ def cast_ahead_kernel(
             col_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left, words_left,
             DTYPE, True, SQUARE, POWER_OF_TWO, METHOD, 0, PATCH_ROWS, WIDTHS,
         )  # fmt: skip
+        if THIRD:
+            third = z_s.load(BY_ROW)
+            fence_async_shared()  # what threads have written comes before the next copy
+            gl.thread_barrier()
+            _copy_in(next_tile, tiles, blocks_k, maps, buffers, arrived, 2, 3)
+            cast_tile(
+                third, col_ptr_2, col_scale_ptr_2, third_scale_ld, col_ptr_2, col_scale_ptr_2,
+                third_scale_ld, first_m, tile_m, tile_k, rows, words, rows_left, col_left,
+                words_left, DTYPE, False, THIRD_SQUARE, POWER_OF_TWO, METHOD, 0, PATCH_ROWS, 1,
+            )  # fmt: skip
 
 
 def takes(x: Tensor, col: Quantized, producer: Producer, offs: Tensor | None) -> bool:

@@ -145,7 +145,7 @@ def test_fuzzed_bytes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))
 def test_programs_of_several_tiles(formats: Three) -> None:
-    """The sources of a tile are read twice before the next one is copied in."""
+    """Whose third result waits where the next tile will be copied to."""
     backend = gluon()
     for shape in ((2304, 2176), (2300, 2056), (4095, 1160), (8192, 4096)):
         given = [x.to(CUDA) for x in three(*shape)]
