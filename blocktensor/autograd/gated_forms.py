@@ -1,7 +1,6 @@
 """What the backward of a gated MLP casts: h, and the gradients of gate and up.
 
-The orders are those in which memory is freed soonest. A tensor leaves :class:`Sources` as it is
-read for the last time.
+A tensor leaves :class:`Sources` as it is read for the last time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..ops.formats import Quantized
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..ops.producers.with_h_ops import gated_backward_with_h
-from . import early_cast
+from . import early_cast, stored_gate
 from .gated_plan import GatedPlan
 
 GATE, UP, H = range(3)
@@ -25,38 +24,39 @@ GATE, UP, H = range(3)
 
 
 class Sources:
-    """What backward has of h: its saved columnwise form, or None twice; gate, up; its gradient."""
+    """What backward has of h: its form, if forward saved it, gate and up, and its gradient.
 
-    def __init__(
-        self,
-        data: Tensor | None,
-        scale: Tensor | None,
-        gate: Tensor | None,
-        up: Tensor | None,
-        dh: Tensor | None,
-    ) -> None:
-        self._held: list[Any] = [data, scale, gate, up, dh]
+    Attributes:
+        has_gradient: whether gradients of gate and up can be computed.
+    """
+
+    def __init__(self, plan: GatedPlan, saved: list[Any], dh: Tensor | None) -> None:
+        """``saved``: data and scales of h, gate and up (``stored_gate.save``); it is emptied."""
+        self.has_gradient = dh is not None
+        self._plan, self._dh = plan, dh
+        self._form, self._stored = tuple(saved[:2]), saved[2:]
+        self._read: list[Any] = []
+        saved.clear()
 
     def take_form(self) -> tuple[Tensor | None, Tensor | None]:
         """Data and scale of the saved form."""
-        made = self._held[0], self._held[1]
-        self._held[:2] = None, None
-        return made
+        data, scale = self._form
+        self._form = None, None
+        return data, scale
 
-    def gate_and_up(self) -> tuple[Any, Any]:
-        """Gate and up, which stay."""
-        return self._held[2], self._held[3]
+    def gate_and_up(self) -> list[Any]:
+        """Gate and up in high precision."""
+        while self._stored:
+            self._read.append(stored_gate.read(self._plan, *self._stored[:2]))
+            del self._stored[:2]
+        return self._read
 
-    def take_rest(self) -> tuple[Any, Any, Any]:
+    def take_all(self) -> tuple[Any, Any, Any]:
         """Gate, up and the gradient of h."""
-        made = self._held[2], self._held[3], self._held[4]
-        self._held[2:] = None, None, None
-        return made
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether gradients of gate and up can be computed."""
-        return self._held[4] is not None
+        gate, up = self.gate_and_up()
+        dh, self._dh = self._dh, None
+        self._read = []
+        return gate, up, dh
 
 
 def forms_in_backward(
@@ -93,7 +93,9 @@ def forms_in_backward(
 
 
 def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms]]:
-    gate, up, dh = sources.take_rest()
+    # One read for what forward would have to save h for: less memory where several layers wait for
+    # their backwards, more in one layer alone (``recompute=True`` takes the least there).
+    gate, up, dh = sources.take_all()
     format, h_format = plan.gate.format, plan.down.x_columnwise
     assert h_format is not None
     of_gate, of_up, h = gated_backward_with_h(
@@ -112,7 +114,7 @@ def _gradients_of_h(
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
-    gate, up, dh = sources.take_rest()
+    gate, up, dh = sources.take_all()
     activation, formats, offs = plan.activation, plan.dh_formats, products.offs
     made: list[Forms]
     if plan.up is None:
@@ -146,8 +148,8 @@ def _gradients_of_h(
 
 
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
-    # A compiler cannot compare sizes. Of rows in groups, no kernel makes both gradients in much
-    # less time than one after the other; of others, one does.
+    # A compiler cannot compare sizes; of rows in groups, no kernel makes both gradients in much
+    # less time than one after the other.
     return offs is not None if plan.tracing else gate.nbytes >= early_cast.EARLY_BYTES
 
 

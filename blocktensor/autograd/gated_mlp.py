@@ -169,8 +169,9 @@ class _GatedMLP(torch.autograd.Function):
             *halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs
         )
         assert h_row is not None
-        gate_and_up = stored_gate.save(plan, gate, up)
+        sources = [gate, up]
         del gate, up
+        gate_and_up = [*stored_gate.save(plan, sources)]
         y, down_saved = _fprop(products, of_down, h_row, w_down, bias_down)
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
@@ -227,9 +228,8 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-    gate, up = stored_gate.read(plan, of_h[2:])
-    sources = Sources(of_h[0], of_h[1], gate, up, dh)
-    del of_h, gate, up, dh
+    sources = Sources(plan, of_h, dh)
+    del dh
     dxs: list[Tensor | None] = [None, None]
     made = forms_in_backward(products, plan, sources, needs_dw[2], needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
@@ -244,13 +244,13 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         if read.plan.needs[0]:
             assert d_row is not None
             dxs[i] = products.dgrad(read, d_row, w, w_col).view(read.plan.x_shape)
-        del w_col
+        del w_col, d_row
         if needs_dw[i]:
             assert d_col is not None
             if x_col is None:
                 x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
             dws[i] = products.wgrad(read.plan, d_col, x_col, buffers[i])
-        del d_row, d_col
+        del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
     return dxs[1], dxs[0], *dws, *dbiases, None, None, None

@@ -10,6 +10,7 @@ Weight gradients are summed in fp32 and rounded once.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -122,10 +123,15 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
         )
     if chunk is not None and (type(chunk) is not int or chunk < 1 or chunk % BLOCK):
         raise ValueError(f"chunk_size={chunk!r}: expected a positive multiple of {BLOCK} tokens")
-    if type(loss.label_smoothing) not in (int, float) or not 0 <= loss.label_smoothing <= 1:
+    smoothing: Any = loss.label_smoothing
+    if not isinstance(smoothing, Real):
+        raise TypeError(
+            f"label_smoothing is a {type(smoothing).__name__}: expected a number; pass a float"
+        )
+    if not 0 <= float(smoothing) <= 1:
         raise ValueError(
-            f"label_smoothing={loss.label_smoothing!r}: expected a number from 0 to 1, the share "
-            f"of the target that all classes are given"
+            f"label_smoothing={smoothing!r}: expected a number from 0 to 1, the share of the "
+            f"target that all classes are given"
         )
     if loss.weight is not None and loss.weight.shape != w.shape[:1]:
         raise ValueError(

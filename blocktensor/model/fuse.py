@@ -97,7 +97,8 @@ def fuse(
         recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
             weight gradients read, in place of saving them.
         store_fp8: MLPs and experts save gate and up for backward in FP8: their gradients are then
-            computed from rounded values, and keep no bits (``functional.gated_mlp``).
+            computed from rounded values, and keep no bits (``functional.gated_mlp``). A module that
+            runs as it was written, for hooks or adapters, saves them in high precision.
 
     Returns:
         The report; ``print`` it.
@@ -119,14 +120,15 @@ def fuse(
     for found in mlps:
         parts, reason = _parts_of(found, recompute, drawn)
         act = parts.activation if parts is not None else found.activation or found.act or "?"
-        computes = formula(found.linears, act) + stored
+        computes = formula(found.linears, act) + ("" if reason else stored)
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
             chosen.append((found.module, FusedMLP, replace(parts, store_fp8=store_fp8)))
     cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
     for group in fuse_experts.candidates(model, experts or {}):
         by_expert, reason = fuse_experts.parts_of(group, recompute, drawn)
-        computes = group.computes(None if by_expert is None else by_expert.activation) + stored
+        computes = group.computes(None if by_expert is None else by_expert.activation)
+        computes += "" if reason else stored
         entries.append(FusionEntry(group.name, kind_of(group.module), computes, reason))
         if by_expert is not None:
             kept = replace(by_expert, store_fp8=store_fp8)

@@ -285,7 +285,8 @@ def test_bad_input() -> None:
         (ValueError, lambda: chunked(x, w, target, reduction="none")),
         (ValueError, lambda: chunked(x, w, target, chunk_size=100)),
         (ValueError, lambda: chunked(x, w, target, label_smoothing=1.5)),
-        (ValueError, lambda: chunked(x, w, target, label_smoothing=None)),  # type: ignore[arg-type]
+        (ValueError, lambda: chunked(x, w, target, label_smoothing=float("nan"))),
+        (TypeError, lambda: chunked(x, w, target, label_smoothing="0.1")),  # type: ignore[arg-type]
         (ValueError, lambda: chunked(x, w, target, weight=torch.ones(3))),
         (TypeError, lambda: chunked(x.float(), w, target)),
         (ValueError, lambda: chunked(x[:, 1:], w, target)),
@@ -310,8 +311,10 @@ chunk_size=100: expected a positive multiple of 128 tokens
 label_smoothing=1.5: expected a number from 0 to 1, the share of the target that all
 classes are given
 
-label_smoothing=None: expected a number from 0 to 1, the share of the target that
-all classes are given
+label_smoothing=nan: expected a number from 0 to 1, the share of the target that all
+classes are given
+
+label_smoothing is a str: expected a number; pass a float
 
 the weight of classes has shape [3]: expected [520]
 

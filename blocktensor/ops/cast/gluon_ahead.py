@@ -58,7 +58,8 @@ def cast_ahead_kernel(
     COMPUTE: gl.constexpr, DETAIL: gl.constexpr, WIDTHS: gl.constexpr, THIRD: gl.constexpr,
     THIRD_SQUARE: gl.constexpr,
 ):  # fmt: skip
-    # As cast_columnwise_kernel with both forms of two parts, computed from three sources.
+    # As cast_columnwise_kernel with both forms of two parts, computed from three sources; with
+    # THIRD, the columnwise form of a third part too.
     BY_ROW: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())[0]
     rows = rows * UNIT_M
     words = cols * UNIT_K
@@ -85,6 +86,7 @@ def cast_ahead_kernel(
         y = y_s.load(BY_ROW)
         z = z_s.load(BY_ROW)
         if THIRD:  # there are no registers for three: it waits in the place of z
+            # (no barrier: a thread writes over what it has read itself)
             z_s.store(COMPUTE(x, y, z, 2, DETAIL, DTYPE))
         second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
         x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
@@ -114,9 +116,9 @@ def cast_ahead_kernel(
 
 
 def takes(x: Tensor, col: Quantized, producer: Producer, offs: Tensor | None) -> bool:
-    """Whether the kernel casts what ``producer`` makes of ``x``: two parts of three tensors.
+    """Whether the kernel casts what ``producer`` makes of ``x``: parts of three tensors.
 
-    Casts to square blocks with power-of-two scales spill, and are faster tile by tile.
+    Two parts in square blocks with power-of-two scales spill, and are faster tile by tile.
     """
     sources = (x, *producer.more)
     return (

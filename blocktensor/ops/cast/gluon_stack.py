@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..formats import num_blocks
 
-WORD_BYTES = 4
+_WORD_BYTES = 4
 _WORDS_OF_VECTOR = 4
 
 
@@ -45,7 +45,7 @@ def stack_of(x: Tensor) -> Stack:
     n, k = x.shape[-2:]
     matrices, stride_e = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
     blocks_n, blocks_k = num_blocks(n), num_blocks(k)
-    of_word = WORD_BYTES // x.element_size()
+    of_word = _WORD_BYTES // x.element_size()
     is_even = (k | x.stride(-2) | stride_e) % (_WORDS_OF_VECTOR * of_word) == 0
     unit = _WORDS_OF_VECTOR if is_even else 1
     sizes = (size // (of_word * unit) for size in (k, stride_e, x.stride(-2)))

@@ -26,7 +26,10 @@ class Results(NamedTuple):
 
 
 def is_from_one_read(activation: ActivationName, dtype: torch.dtype, columns: int) -> bool:
-    """Whether a kernel makes all three from one read: of whole vectors of bf16."""
+    """Whether the Gluon kernel makes all three from one read: of whole vectors of bf16.
+
+    Where there is no such kernel, h takes a read of gate and up.
+    """
     return ACTIVATIONS[activation].is_light and dtype == torch.bfloat16 and columns % 8 == 0
 
 
@@ -46,8 +49,8 @@ def gated_backward_with_h(
     Args:
         grad, gate, up: ``[T, I]`` bf16, fp16 or fp32, alike; ``grad`` is that of h.
         activation: as in :func:`~.ops.gated`.
-        rowwise, columnwise: formats of both gradients, in blocks of one row.
-        h_columnwise: format of h.
+        rowwise, columnwise: formats of both gradients, the rowwise one in blocks of one row.
+        h_columnwise: format of h; with scales rounded as theirs, or it takes a read of its own.
 
     Raises:
         TypeError, ValueError: as :func:`~.ops.gated`.

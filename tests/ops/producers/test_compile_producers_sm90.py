@@ -1,4 +1,4 @@
-"""Every variant of a producer compiles for sm_90, here and without a GPU, and spills nothing."""
+"""Every variant of a producer compiles for sm_90, here and without a GPU, and spills little."""
 
 from __future__ import annotations
 
