@@ -19,6 +19,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.norm import ops as norm
 from blocktensor.ops.producers import norm_ops, ops
 from blocktensor.ops.producers.norm_reference import rms_norm
+from blocktensor.ops.producers.with_h_ops import gated_backward_with_h
 
 from .timing import Call, copy_bandwidth, flushed_device
 
@@ -53,6 +54,10 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
         cast(torch.ops.aten.silu_backward(grad * up, gate))
         cast(grad * h)
 
+    def swiglu_backward_and_h_apart() -> None:
+        swiglu_backward_apart()
+        casts.quantize_columnwise(F.silu(gate) * up, columnwise)
+
     return [
         Op(
             "SwiGLU",
@@ -65,6 +70,14 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
             lambda: ops.gated_backward(grad, gate, up, "silu", *formats),
             swiglu_backward_apart,
             10,
+        ),
+        Op(
+            "SwiGLU backward, h too",
+            lambda: gated_backward_with_h(
+                grad, gate, up, "silu", formats[0], formats[0], columnwise
+            ),
+            swiglu_backward_and_h_apart,
+            11,
         ),
         Op(
             "RMS norm",
@@ -89,7 +102,7 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
 
 def total(shapes: tuple[tuple[int, int], ...] = SHAPES) -> int:
     """How many rows ``measure`` will yield."""
-    return len(shapes) * 10
+    return len(shapes) * 12
 
 
 def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,7 @@ def test_the_bars_shapes_are_measured() -> None:
     assert gemm.total() == 65
     assert linear.total() == len(shapes.LINEAR) == 8
     assert cast.total() == 75
-    assert producers.total() == 40
+    assert producers.total() == 48
     assert gemm.total(**gemm.QUICK) == 5
     assert cast.total(**cast.QUICK) == 15
 
