@@ -20,6 +20,7 @@ from . import (
     block,
     cast,
     check,
+    expert_parallel,
     experts,
     fsdp2,
     gemm,
@@ -64,6 +65,7 @@ BENCHMARKS: dict[str, Any] = {
     "shards": shards,
     "fsdp2": fsdp2,
     "tensor_parallel": tensor_parallel,
+    "expert_parallel": expert_parallel,
     "tiles": tiles,
 }
 

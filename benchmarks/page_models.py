@@ -8,19 +8,20 @@ from typing import Any
 from .page_parts import Content, source, table, times
 from .results import Row
 
-_MODES = ("eager", "compiled")
+MODES = ("eager", "compiled")
 _PARTS = ("gemms", "attention", "casts", "norms", "swiglu", "rest", "idle")
 
 
-def _speeds(row: Row) -> list[Any]:
+def speeds(row: Row) -> list[Any]:
+    """Cells below :data:`SPEEDS`."""
     cells: list[Any] = []
-    for mode in _MODES:
+    for mode in MODES:
         cells += [row[f"{mode}_ms"] or "–", times(row[f"{mode}_speedup"])]
     return cells
 
 
 _WITHOUT_FORMS = ("1 / rms", "RMS norm backward")
-_SPEEDS = ("eager, ms", "over bf16", "torch.compile, ms", "over bf16")
+SPEEDS = ("eager, ms", "over bf16", "torch.compile, ms", "over bf16")
 
 
 def block(content: Content, page: Path) -> list[str]:
@@ -30,7 +31,7 @@ def block(content: Content, page: Path) -> list[str]:
         f"**{layers} Llama-8B-shaped blocks, {tokens} tokens**, forward + backward with attention "
         f"and norms, every weight cast as after an optimizer step:",
         "",
-        *table(("", *_SPEEDS), [(r["variant"], *_speeds(r)) for r in content["rows"]]),
+        *table(("", *SPEEDS), [(r["variant"], *speeds(r)) for r in content["rows"]]),
         "",
         source(content, "; torch.compile merges equal casts, so inputs are not shared there"),
     ]
@@ -40,7 +41,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     """The stack's speed-ups in a sentence."""
     by_variant = {row["variant"]: row for row in content["rows"]}
     row = by_variant["fp8"]
-    eager, compiled = (times(row[f"{mode}_speedup"]) for mode in _MODES)
+    eager, compiled = (times(row[f"{mode}_speedup"]) for mode in MODES)
     said = [f"{eager} bf16 in eager mode, {compiled} compiled"]
     ways = {
         "with `fuse`": "fp8, fused",
@@ -50,7 +51,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     }
     for name, variant in ways.items():
         if found := by_variant.get(variant):
-            speeds = (times(found[f"{mode}_speedup"]) for mode in _MODES)
+            speeds = (times(found[f"{mode}_speedup"]) for mode in MODES)
             said.append(f"{name} {' and '.join(speeds)}")
     return [
         f"{row['layers']} Llama-8B-shaped blocks, forward + backward: {'; '.join(said)} "
@@ -100,7 +101,7 @@ def producers(content: Content, page: Path) -> list[str]:
 def hf_llama(content: Content, page: Path) -> list[str]:
     """Training steps of transformers' Llama."""
     rows = [
-        (r["variant"], *(cell for mode in _MODES for cell in (
+        (r["variant"], *(cell for mode in MODES for cell in (
             r[f"{mode}_ms"], times(r[f"{mode}_speedup"]),
             f"{r[f'{mode}_peak_mib'] / 1024:.1f}", times(r[f"{mode}_peak_of_bf16"]))))
         for r in content["rows"]
@@ -133,40 +134,4 @@ def head(content: Content, page: Path) -> list[str]:
         *table(("words x features", "", "ms", "over bf16", "peak, GiB", "over bf16"), rows),
         "",
         source(content),
-    ]
-
-
-def shards(content: Content, page: Path) -> list[str]:
-    """Linears of one tensor parallel rank."""
-    rows = [(r["model"], r["variant"], *_speeds(r)) for r in content["rows"]]
-    return [
-        f"**Linears of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} tokens, "
-        f"forward + backward without collectives:",
-        "",
-        *table(("", "", *_SPEEDS), rows),
-        "",
-        source(content, "; the small linears of 8B are limited by host time"),
-    ]
-
-
-def tensor_parallel(content: Content, page: Path) -> list[str]:
-    """A block over several GPUs."""
-    parts = ("gathers_us", "gathers_beside_us", "scatters_us", "scatters_beside_us")
-    rows = [
-        (
-            r["variant"],
-            r["ms"],
-            times(r["speed_of_bf16"]),
-            *(f"{r[part]:.0f}" for part in parts),
-        )
-        for r in content["rows"]
-    ]
-    header = ("", "ms", "over bf16", "gathers, us", "beside", "reduce-scatters, us", "beside")
-    return [
-        f"**A Llama-70B block over {content['rows'][0]['ranks']} GPUs**, tensor and sequence "
-        f"parallel, forward + backward; beside: while another kernel ran:",
-        "",
-        *table(header, rows),
-        "",
-        source(content, "; bf16: torch's parallel styles"),
     ]

@@ -63,7 +63,7 @@ def busy(call: Call, repeats: int = 5, warm_s: float = 0.5) -> Busy:
     while time.perf_counter() < end:  # clocks fall under load
         call()
         torch.cuda.synchronize()
-    profile = _profile(call, repeats)
+    profile = profile_of(call, repeats)
     spent: dict[str, float] = defaultdict(float)
     spans = []
     for event in profile.events():
@@ -93,7 +93,7 @@ def overlap(call: Call, words: str, repeats: int = 3) -> tuple[float, float]:
     time that one waits for another rank counts.
     """
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in _profile(call, repeats).events():
+    for event in profile_of(call, repeats).events():
         if event.device_type == DeviceType.CUDA:
             span = event.time_range
             if words in event.name:
@@ -102,11 +102,11 @@ def overlap(call: Call, words: str, repeats: int = 3) -> tuple[float, float]:
                 spans[False].append((span.start, span.end))
     whole = sum(end - start for start, end in spans[True])
     others = sorted(spans[False])
-    beside = sum(_covered(span, others) for span in spans[True])
+    beside = sum(covered(span, others) for span in spans[True])
     return whole / repeats, beside / repeats
 
 
-def _covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
     """How much of ``span`` lies in at least one of ``others``, which are sorted by their start."""
     last, end = span
     found = 0.0
@@ -120,11 +120,12 @@ def _covered(span: tuple[float, float], others: list[tuple[float, float]]) -> fl
 
 def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     """Microseconds of device time of one call, by kind of kernel; kinds without any are 0."""
-    spent = by_kind(_profile(call, repeats).key_averages())
+    spent = by_kind(profile_of(call, repeats).key_averages())
     return {kind: spent.get(kind, 0.0) / repeats for kind in (*KINDS, OTHER)}
 
 
-def _profile(call: Call, repeats: int) -> Any:
+def profile_of(call: Call, repeats: int) -> Any:
+    """A profile of the device's work in so many calls, after one that is not in it."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import page_experts, page_models, results
+from . import page_experts, page_models, page_ranks, results
 from .page_parts import Content, image, shape_of, source, table, times, wrapped
 from .results import Row
 from .summary import columns, geometric_mean, ratios, select
@@ -170,41 +170,6 @@ def _training(demo: Content, page: Path) -> list[str]:
     ]
 
 
-def _fsdp2(content: Content, page: Path) -> list[str]:
-    rows = content["rows"]
-    body = []
-    for row in rows:
-        is_run = row["mode"] == "run"
-        speed = (
-            f"{row['tokens_per_second_per_gpu']:,.0f}",
-            times(row["speed_of_bf16"]),
-            f"{row['mfu']:.1%}",
-        )
-        peak = f"{row['peak_mib'] / 1024:.1f}", times(row["peak_of_bf16"])
-        ranks = f"{row['ranks']}" if is_run else f"{row['ranks']}, dry run"
-        body.append((row["variant"], ranks, *(speed if is_run else ("–",) * len(speed)), *peak))
-    header = ("", "GPUs", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)")
-    remark = (
-        "; a dry run is rank 0 of a fake process group: nothing is sent, memory is a real rank's"
-    )
-    return [
-        f"**Llama-shaped training under FSDP2, {rows[0]['parameters'] / 1e9:.1f}B parameters**:",
-        "",
-        *table((*header, "peak, GiB", "over bf16"), body),
-        "",
-        source(content, remark),
-    ]
-
-
-def _fsdp2_in_brief(content: Content, page: Path) -> list[str]:
-    row = select(content["rows"], {"variant": "fp8", "mode": "run"})[0]
-    return [
-        f"Llama-shaped, {row['parameters'] / 1e9:.1f}B parameters, FSDP2 on {row['ranks']} GPUs: "
-        f"{times(row['speed_of_bf16'])} bf16's speed, {times(row['peak_of_bf16'])} its memory "
-        f"(`{content['environment']['command']}`)."
-    ]
-
-
 Section = Callable[[Content, Path], list[str]]
 """Lines about one result, for the page at a path."""
 
@@ -258,9 +223,10 @@ RESULTS = Page(
         "head": page_models.head,
         "experts": page_experts.experts,
         "grouped": page_experts.grouped,
-        "fsdp2": _fsdp2,
-        "shards": page_models.shards,
-        "tensor_parallel": page_models.tensor_parallel,
+        "fsdp2": page_ranks.fsdp2,
+        "shards": page_ranks.shards,
+        "tensor_parallel": page_ranks.tensor_parallel,
+        "expert_parallel": page_ranks.expert_parallel,
         "gemm": _gemm,
         "cast": _cast,
         "producers": page_models.producers,
@@ -275,7 +241,7 @@ README = Page(
         "linear": _linear,
         "block": page_models.block_in_brief,
         "experts": page_experts.experts_in_brief,
-        "fsdp2": _fsdp2_in_brief,
+        "fsdp2": page_ranks.fsdp2_in_brief,
     },
 )
 PAGES = (README, RESULTS)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -25,6 +20,7 @@ from tp_llama import Block
 
 from .llama import step
 from .profiled import overlap
+from .ranks import in_turn, parser, run_worker
 from .results import Row
 from .timing import Call
 
@@ -86,27 +82,8 @@ def calls(shape: Shape, tokens: int, mesh: DeviceMesh) -> dict[str, Call]:
     return found
 
 
-def in_turn(found: dict[str, Call], rounds: int, repeats: int = 4) -> dict[str, float]:
-    """Milliseconds a call; every rank makes the same calls in the same order."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(rounds):
-        for name, call in found.items():
-            call()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) / repeats)
-    return {name: median(values) for name, values in times.items()}
-
-
 def rows_of(found: dict[str, Call], rounds: int, ranks: int) -> list[Row]:
     """Times, and how much of the collectives runs beside other kernels."""
-    for call in found.values():
-        for _ in range(3):
-            call()
     ms = in_turn(found, rounds)
     rows: list[Row] = []
     for name, call in found.items():
@@ -122,22 +99,13 @@ def rows_of(found: dict[str, Call], rounds: int, ranks: int) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and write down."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=tuple(SHAPES), default="70b")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(argv)
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    found = calls(SHAPES[options.model], options.tokens, mesh)
-    rows = rows_of(found, options.rounds, dist.get_world_size())
-    if rank == 0:
-        options.out.write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    options = parser(__doc__, tuple(SHAPES)).parse_args(argv)
+
+    def rows(mesh: DeviceMesh) -> list[Row]:
+        found = calls(SHAPES[options.model], options.tokens, mesh)
+        return rows_of(found, options.rounds, mesh.size())
+
+    run_worker(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ try:
 
     import blocktensor
     import fsdp2_checkpoint as checkpoints
+    from clock import Clock, traced
     from fsdp2_options import parse
     from llama import Llama, Shape, initialise, seed_of
     from text import load_corpus, random_batches
@@ -171,34 +171,6 @@ class Data:
         return inputs.contiguous(), targets.contiguous()
 
 
-class Clock:
-    """How long steps took, by events where the device has them: nothing waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.spans: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.spans.append((start, self._now()))
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> list[float]:
-        """Of every step; waits for the device."""
-        if not self.cuda:
-            return [end - start for start, end in self.spans]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in self.spans]
-
-
 @dataclass
 class Result:
     """What is written down."""
@@ -264,7 +236,8 @@ def train(
     for step in range(begin, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / options.ramp_steps)
-        with clock.step():
+        traces = options.trace if step + 1 == options.steps else None
+        with traced(traces, device), clock.step():
             loss = gradients(model, data, options, step)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -282,7 +255,7 @@ def train(
         if saves:
             record = {"setting": belongs, "losses": result.losses}
             checkpoints.save(options.checkpoint, done, model, optimizer, record)
-    timed = clock.seconds()[options.warmup_steps :]
+    timed = clock.seconds()[options.warmup_steps : -1 if options.trace else None]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     # nothing timed: a run resumed near its end
     mine = [median(timed) if timed else float("nan"), float(memory)]

@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="one process as rank 0 of N, nothing sent: memory as on N, time without communication",
     )
+    add("--trace", type=Path, metavar="FILE", help="of the last step, which is then not timed")
     add("--peak-tflops", type=float, default=989.0, help="MFU's 100%% (default: bf16 of an H100)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--out", type=Path, default=Path("runs/fsdp2_llama"), help="folder of result.json, PNG")
@@ -143,10 +144,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         value = getattr(options, flag)
         if not 0 < value < float("inf"):  # nan fails too
             parser.error(f"--{flag.replace('_', '-')} must be a positive number, got {value}")
-    if options.warmup_steps >= options.steps:
+    timed = options.steps - bool(options.trace)
+    if options.warmup_steps >= timed:
+        beside = f"--steps {options.steps}" + (", less the one of --trace" if options.trace else "")
         parser.error(
             f"--warmup-steps {options.warmup_steps} leaves no step to time: it must be less than "
-            f"--steps {options.steps}"
+            f"{beside}"
         )
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
@@ -166,6 +169,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--fake-ranks is for one process: start it with python, not torchrun")
     if options.checkpoint_every and not options.checkpoint:
         parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
+    if options.trace and options.trace.is_dir():
+        parser.error(f"--trace {options.trace} is a folder: give the name of a file")
     for flag in ("out", "checkpoint"):
         path = getattr(options, flag)
         if path is not None and path.exists() and not path.is_dir():

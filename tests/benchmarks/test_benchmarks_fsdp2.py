@@ -11,21 +11,26 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as cli
-from benchmarks import fsdp2, results
+from benchmarks import fsdp2, results, traced
 from benchmarks.results_page import RESULTS
 from tests.support.scripts import examples
 
 
 def test_commands() -> None:
-    found = fsdp2.commands(8, fsdp2.FLAGS, (14, 4), (4, 64))
-    runs = [words for _, is_dry, words in found if not is_dry]
-    assert [name for name, is_dry, _ in found if not is_dry] == [*fsdp2.VARIANTS]
-    assert runs[2][:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
-    assert runs[2][-4:] == ["--precision", "fp8", "--gather", "bf16"]
-    assert [name for name, is_dry, _ in found if is_dry] == ["bf16", "fp8"] * 2
-    assert " ".join(found[-1][2]) == (
+    found = fsdp2.runs(8, fsdp2.FLAGS, {1: (14, 4), 16: (5, 2)}, (4, 64))
+    real = [run for run in found if not run.is_dry]
+    assert [run.variant for run in real] == [*fsdp2.VARIANTS, *fsdp2.ACCUMULATED]
+    assert real[2].words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
+    assert real[2].words[-4:] == ["--precision", "fp8", "--gather", "bf16"]
+    dry = [run for run in found if run.is_dry]
+    assert [run.variant for run in dry] == ["bf16", "fp8"] * 2
+    assert " ".join(dry[-1].words) == (
         "python examples/fsdp2_llama.py --model 8b --seq 8192 --batch 1 --compile --steps 14 "
         "--warmup-steps 4 --fake-ranks 64 --precision fp8"
+    )
+    assert " ".join(found[-1].words).endswith(
+        "--steps 5 --warmup-steps 2 --accumulate 16 --precision fp8 --wgrad-input 128x128 --fuse "
+        "--head fp8 --no-reshard-after-forward"
     )
     assert len(found) == fsdp2.total(gpus=8, dry=(4, 64))
 
@@ -41,15 +46,24 @@ def test_one_gpu_is_too_few(
 
 
 def test_rows_are_compared_on_as_many_ranks() -> None:
-    def row(variant: str, ranks: int, speed: float, peak: int | None, dry: bool = False) -> Any:
+    def row(
+        variant: str,
+        ranks: int,
+        speed: float,
+        peak: int | None,
+        dry: bool = False,
+        microbatches: int = 1,
+    ) -> Any:
         result = {
             "world_size": ranks,
             "model": {"parameters": 8_000_000_000},
             "tokens_per_second_per_gpu": speed,
             "mfu": 0.56789,
             "max_memory_allocated": peak,
+            "step_seconds": 0.5,
         }
-        return fsdp2.row_of(variant, dry, ["python", "x.py"], result)
+        run = fsdp2.Run(variant, microbatches, dry, ["python", "x.py"])
+        return fsdp2.row_of(run, result, {} if dry else {"gemms": 1.26})
 
     rows: list[Any] = []
     for made in (
@@ -60,45 +74,68 @@ def test_rows_are_compared_on_as_many_ranks() -> None:
         row("fp8", 2, 6000, 2**20, dry=True),
         row("bf16", 4, 900, None),
         row("fp8", 4, 1080, None),
+        row("bf16", 2, 1100, 2**30, microbatches=16),
+        row("fp8, fused, head in fp8", 2, 1430, 2**30, microbatches=16),
     ):
         rows.append(fsdp2.compared(made, rows))
-    assert [r["speed_of_bf16"] for r in rows] == [1, 1.25, 1.2, 1, 1.2, 1, 1.2]
-    assert [r.get("speed_of_fp8") for r in rows] == [None, None, 0.96, None, None, None, None]
-    assert [r.get("peak_of_bf16") for r in rows] == [1, 0.5, 1, 1, 1, None, None]
+    assert [r["speed_of_bf16"] for r in rows] == [1, 1.25, 1.2, 1, 1.2, 1, 1.2, 1, 1.3]
+    assert [r.get("speed_of_fp8") for r in rows] == [None, None, 0.96, *[None] * 6]
+    assert [r.get("peak_of_bf16") for r in rows] == [1, 0.5, 1, 1, 1, None, None, 1, 1]
     assert rows[1]["mode"] == "run" and rows[3]["mode"] == "dry run"
+    assert rows[1]["gemms_ms"] == 1.3 and "gemms_ms" not in rows[3]
     assert rows[1]["peak_mib"] == 512.0 and rows[1]["mfu"] == 0.5679
 
 
 def test_the_page_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
     numbers = {"parameters": 8e9, "tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048}
-    row = {"variant": "fp8", "ranks": 2, "speed_of_bf16": 1.2, "peak_of_bf16": 0.9, **numbers}
+    row = {"variant": "fp8", "ranks": 2, "microbatches": 1, "speed_of_bf16": 1.2, **numbers}
+    row["peak_of_bf16"] = 0.9
     results.write("fsdp2", [{**row, "mode": "run"}, {**row, "mode": "dry run"}], tmp_path)
     lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
     assert lines[2:] == [
-        "| fp8 | 2 | 1,234 | 1.20x | 50.0% | 2.0 | 0.90x |",
-        "| fp8 | 2, dry run | – | – | – | 2.0 | 0.90x |",
+        "| fp8 | 2 | 1 | 1,234 | 1.20x | 50.0% | 2.0 | 0.90x |",
+        "| fp8 | 2, dry run | 1 | – | – | – | 2.0 | 0.90x |",
     ]
+
+
+def test_the_page_says_where_a_step_goes(tmp_path: Path) -> None:
+    row = {
+        **{"variant": "fp8", "mode": "run", "ranks": 2, "microbatches": 1, "parameters": 8e9},
+        **{"tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048, "step_ms": 612.3},
+        **{"speed_of_bf16": 1.2, "peak_of_bf16": 0.9},
+        **{f"{part}_ms": float(i) for i, part in enumerate(traced.SHOWN)},
+    }
+    results.write("fsdp2", [row, {**row, "variant": "bf16"}], tmp_path)
+    lines = RESULTS.render(tmp_path).splitlines()
+    assert lines.count("|  | " + " | ".join([*traced.SHOWN, "step"]) + " |") == 1
+    numbers = [f"{float(i)}" for i in range(len(traced.SHOWN))]
+    assert "| fp8 | " + " | ".join([*numbers, "612.3"]) + " |" in lines
 
 
 def test_variants_are_options_of_the_example() -> None:
     with examples() as load:
         example = load("fsdp2_llama")
-        for flags in fsdp2.VARIANTS.values():
+        for flags in (*fsdp2.VARIANTS.values(), *fsdp2.ACCUMULATED.values()):
             example.parse([*fsdp2.FLAGS, *flags])
 
 
 def test_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     two = {name: fsdp2.VARIANTS[name] for name in ("bf16", "fp8")}
     monkeypatch.setattr(fsdp2, "VARIANTS", two)
+    last = {name: flags for name, flags in fsdp2.ACCUMULATED.items() if "once" in name}
+    monkeypatch.setattr(fsdp2, "ACCUMULATED", {"bf16": two["bf16"], **last})
     rows = list(fsdp2.measure(gpus=2, **{**fsdp2.QUICK, "dry": (3,)}))
-    assert [(r["variant"], r["mode"], r["ranks"]) for r in rows] == [
-        ("bf16", "run", 2), ("fp8", "run", 2), ("bf16", "dry run", 3), ("fp8", "dry run", 3),
+    assert [(r["variant"], r["mode"], r["ranks"], r["microbatches"]) for r in rows] == [
+        ("bf16", "run", 2, 1), ("fp8", "run", 2, 1), ("bf16", "dry run", 3, 1),
+        ("fp8", "dry run", 3, 1), ("bf16", "run", 2, 2), (*last, "run", 2, 2),
     ]  # fmt: skip
     assert all(r["tokens_per_second_per_gpu"] > 0 for r in rows)
+    traced_rows = [r for r in rows if "exposed_ms" in r]
+    assert traced_rows == rows[:2]
 
 
 def test_what_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["python", "examples/fsdp2_llama.py", "--model", "70b"]
-    monkeypatch.setattr(fsdp2, "commands", lambda *_: [("bf16", True, words)])
+    monkeypatch.setattr(fsdp2, "runs", lambda *_: [fsdp2.Run("bf16", 1, True, words)])
     with pytest.raises(RuntimeError, match="invalid choice: '70b'"):
         list(fsdp2.measure(gpus=2))

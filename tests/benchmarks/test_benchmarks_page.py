@@ -213,7 +213,13 @@ def test_the_readme_names_the_speed_of_whole_models(tmp_path: Path) -> None:
     fused = {"variant": "fp8, fused", "eager_speedup": 1.4, "compiled_speedup": 1.41}
     rows = [{"variant": "bf16"}, {"variant": "fp8", **blocks}, fused]
     results.write("block", rows, tmp_path)
-    run = {"parameters": 8e9, "ranks": 2, "speed_of_bf16": 1.23, "peak_of_bf16": 0.93}
+    run = {
+        "parameters": 8e9,
+        "ranks": 2,
+        "microbatches": 1,
+        "speed_of_bf16": 1.23,
+        "peak_of_bf16": 0.93,
+    }
     rows = [{"variant": "fp8", "mode": mode, **run} for mode in ("run", "dry run")]
     results.write("fsdp2", rows, tmp_path)
     _, stack, training, _ = README.render(tmp_path).split("\n\n")

@@ -58,6 +58,6 @@ def test_variants_compute_alike(world: int, device: str) -> None:
 
 def test_time_beside_other_kernels() -> None:
     others = [(0.0, 10.0), (5.0, 12.0), (20.0, 30.0)]
-    assert profiled._covered((8.0, 25.0), others) == 9.0
-    assert profiled._covered((12.0, 20.0), others) == 0.0
-    assert profiled._covered((-5.0, 40.0), others) == 22.0
+    assert profiled.covered((8.0, 25.0), others) == 9.0
+    assert profiled.covered((12.0, 20.0), others) == 0.0
+    assert profiled.covered((-5.0, 40.0), others) == 22.0

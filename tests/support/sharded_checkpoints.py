@@ -64,6 +64,7 @@ def trained(
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
     x = torch.randn(20, 192, generator=torch.Generator().manual_seed(step)).bfloat16()
+    x = x.to(next(model.parameters()).device)
     loss: Tensor = (model(x).float() - 1).square().mean()
     return loss
 

@@ -1,13 +1,17 @@
-"""Sharded training that is killed with kill -9 resumes bit for bit."""
+"""Sharded training that is killed with kill -9, whole or one rank of it, resumes bit for bit."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +34,32 @@ from tests.support.sharded_checkpoints import (
 
 STEPS = 50
 KILLS = 10
+TIMEOUT = timedelta(seconds=20)
+"""Of a collective in which a rank is missing."""
+
+LOST = {"cpu": "by peer|remote worker", "cuda": "Watchdog caught collective operation timeout"}
+"""What a rank says that waits for one that died."""
 
 
-def _train(rank: int, world: int, folder: str, store: str) -> None:
-    """Train from the last whole checkpoint on, saving every step."""
+def _train(rank: int, world: int, folder: str, store: str, device: str) -> None:
+    """Train from the last whole checkpoint on, saving every step; stderr goes to a file."""
+    with Path(f"{store}.{rank}.stderr").open("wb") as file:
+        os.dup2(file.fileno(), 2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    mesh = DeviceMesh("cpu", list(range(world)))
+    torch.use_deterministic_algorithms(True)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+    )
+    mesh = DeviceMesh(device, list(range(world)))
     where = Path(folder)
-    model, optimizer = sharded(converted(), mesh)
+    model, optimizer = sharded(converted().to(device), mesh)
     losses = torch.zeros(STEPS)
     done = max((int(path.suffix[1:]) for path in where.glob("step.*")), default=0)
     dist.barrier()
@@ -60,7 +80,8 @@ def _train(rank: int, world: int, folder: str, store: str) -> None:
         if rank == 0:
             unfinished.rename(where / f"step.{step + 1}")
             shutil.rmtree(where / f"step.{step - 1}", ignore_errors=True)
-    found = {**snapshot(model, optimizer), "losses": losses}
+    found = {name: t.cpu() for name, t in snapshot(model, optimizer).items()}
+    found["losses"] = losses
     dist.barrier()
     if rank == 0:
         torch.save(found, where / "end.unfinished")
@@ -69,27 +90,18 @@ def _train(rank: int, world: int, folder: str, store: str) -> None:
     dist.destroy_process_group()
 
 
-def _launch(folder: Path, attempt: int, kill_after: float | None) -> None:
-    """Two ranks; killed so long after the last of them began to train."""
+@contextmanager
+def _started(folder: Path, attempt: int, device: str = "cpu") -> Iterator[list[Any]]:
+    """Two ranks that train, killed in the end if they still do."""
     context = forking()
-    store = folder / f"store.{attempt}"
+    arguments = str(folder), str(folder / f"store.{attempt}"), device
     processes: list[Any] = [
-        context.Process(target=_train, args=(rank, 2, str(folder), str(store))) for rank in range(2)
+        context.Process(target=_train, args=(rank, 2, *arguments)) for rank in range(2)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60
     try:
-        if kill_after is None:
-            for process in processes:
-                process.join(deadline - time.monotonic())
-            assert [process.exitcode for process in processes] == [0, 0]
-        else:
-            while not all(Path(f"{store}.{rank}").exists() for rank in range(2)):
-                assert time.monotonic() < deadline
-                assert all(process.exitcode in (None, 0) for process in processes)
-                time.sleep(0.005)
-            time.sleep(kill_after)
+        yield processes
     finally:
         for process in processes[:: 1 if attempt % 2 else -1]:
             if process.is_alive():
@@ -98,18 +110,63 @@ def _launch(folder: Path, attempt: int, kill_after: float | None) -> None:
             process.join(10)
 
 
+def _wait(processes: list[Any], until: Callable[[], bool]) -> None:
+    """For something that processes do before they end, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline
+        assert all(process.exitcode in (None, 0) for process in processes)
+        time.sleep(0.005)
+
+
+def _finish(folder: Path, attempt: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Train to the end; what came of it."""
+    with _started(folder, attempt, device) as processes:
+        deadline = time.monotonic() + 60
+        for process in processes:
+            process.join(deadline - time.monotonic())
+        assert [process.exitcode for process in processes] == [0, 0]
+    found: dict[str, torch.Tensor] = torch.load(folder / "end", weights_only=True)
+    return found
+
+
+def _kill_after(seconds: float, folder: Path, attempt: int) -> None:
+    """Kill both ranks so long after the last of them began to train."""
+    began = [folder / f"store.{attempt}.{rank}" for rank in range(2)]
+    with _started(folder, attempt) as processes:
+        _wait(processes, lambda: all(path.exists() for path in began))
+        time.sleep(seconds)
+
+
 @pytest.mark.slow
 def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    _launch(whole, 0, kill_after=None)
+    wanted = _finish(whole, 0)
     moments = random.Random(0)
     kills = 0
-    while not (killed / "end").exists():
+    while kills < KILLS and not (killed / "end").exists():
         kills += 1
-        _launch(killed, kills, moments.uniform(0, 0.12) if kills <= KILLS else None)
+        _kill_after(moments.uniform(0, 0.12), killed, kills)
     assert kills > KILLS // 2, "killed too late to interrupt much"
-    wanted, found = (torch.load(folder / "end", weights_only=True) for folder in (whole, killed))
+    found = _finish(killed, kills + 1)
     assert wanted["losses"].isfinite().all() and wanted["losses"][-1] < wanted["losses"][0]
     assert_same_tensors(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def test_a_rank_that_dies_ends_the_other(device: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    wanted = _finish(whole, 0, device)
+    with _started(killed, 0, device) as processes:
+        _wait(processes, lambda: any(killed.glob("step.*")))
+        os.kill(processes[1].pid, signal.SIGKILL)
+        processes[0].join(TIMEOUT.total_seconds() + 40)  # NCCL's watchdog takes its time
+        assert processes[0].exitcode not in (None, 0)
+    assert re.search(LOST[device], (killed / "store.0.0.stderr").read_text(errors="replace"))
+    assert not (killed / "end").exists()
+    assert_same_tensors(_finish(killed, 1, device), wanted)

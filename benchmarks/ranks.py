@@ -1,0 +1,87 @@
+"""Benchmarks whose worker runs on several GPUs: started by torchrun, timed alike on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .results import Row
+from .timing import Call
+
+ROOT = Path(__file__).parent.parent
+_TIMEOUT = 300
+
+
+def launched(worker: str, gpus: int | None, flags: Sequence[str]) -> Iterator[Row]:
+    """The rows that ``benchmarks.<worker>`` writes, run on as many ranks; default: all GPUs."""
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["--nproc-per-node", str(gpus), "-m", f"benchmarks.{worker}", *flags]
+    paths = [str(ROOT), str(ROOT / "examples"), *sys.path]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        done = subprocess.run(
+            [*launcher, *words, "--out", str(out)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
+        yield from json.loads(out.read_text())
+
+
+def parser(
+    description: str | None, models: Sequence[str], tokens: int = 8192
+) -> argparse.ArgumentParser:
+    """The command line of a worker; the first of ``models`` is the default."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--model", choices=tuple(models), default=models[0])
+    made.add_argument("--tokens", type=int, default=tokens)
+    made.add_argument("--rounds", type=int, default=8)
+    made.add_argument("--out", type=Path, required=True)
+    return made
+
+
+def run_worker(out: Path, rows: Callable[[DeviceMesh], list[Row]]) -> None:
+    """A rank of torchrun's group: measure, and let rank 0 write the rows down."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    made = rows(init_device_mesh("cuda", (dist.get_world_size(),)))
+    if rank == 0:
+        out.write_text(json.dumps(made))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_turn(found: Mapping[str, Call], rounds: int, repeats: int = 4) -> dict[str, float]:
+    """Milliseconds a call, after three to warm up; ranks make the same calls in the same order."""
+    for call in found.values():
+        for _ in range(3):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(rounds):
+        for name, call in found.items():
+            call()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) / repeats)
+    return {name: median(values) for name, values in times.items()}
