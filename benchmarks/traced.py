@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ def parts_of_call(call: Call, repeats: int = 3) -> dict[str, float]:
     found = [Kernel(name, span.start, span.end) for name, span in spans]
     parts = parts_of(sorted(found, key=lambda kernel: kernel.start))
     return {part: ms / repeats for part, ms in parts.items()}
+
+
+def last_step(found: list[Kernel]) -> list[Kernel]:
+    """The kernels after AdamW's of the last step but one; all where AdamW ran once or never."""
+    updates = [kernel for kernel in found if "fusedadam" in kernel.name.lower()]
+    if len(updates) < 2:
+        return found
+    apart = [after.start - before.end for before, after in itertools.pairwise(updates)]
+    end = updates[apart.index(max(apart))].end
+    return [kernel for kernel in found if kernel.start >= end]
 
 
 def parts_of(found: list[Kernel]) -> dict[str, float]:

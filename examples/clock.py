@@ -1,4 +1,4 @@
-"""How long training steps take, and a trace of one of them."""
+"""How long training steps take, and a trace of the last of them."""
 
 from __future__ import annotations
 
@@ -40,24 +40,36 @@ class Clock:
         return [start.elapsed_time(end) / 1e3 for start, end in self.spans]
 
 
-@contextmanager
-def traced(path: Path | None, device: torch.device) -> Iterator[None]:
-    """Have rank 0 write a Chrome trace of what runs inside; without a path nothing is recorded.
+class Trace:
+    """A Chrome trace of the last two steps, which rank 0 writes; without a path, nothing.
 
-    Every rank records, so that all are slowed alike. On a GPU: kernels alone, and their launches.
+    Two, because the first begins with an idle device, and at another time on every rank. All ranks
+    record, so that all are slowed alike. On a GPU: kernels alone, and their launches.
     """
-    if path is None:
-        yield
-        return
-    kinds = torch.profiler.ProfilerActivity
-    cuda = device.type == "cuda"
-    # Without acc_events torch 2.11 warns of cycles that lose events, also where there is only one.
-    with torch.profiler.profile(
-        activities=[kinds.CUDA if cuda else kinds.CPU], acc_events=True
-    ) as profile:
-        yield
-        if cuda:
-            torch.cuda.synchronize(device)
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(path))
+
+    STEPS = 2
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self.path, self.device = path, device
+        self.profile: Any = None
+
+    def before(self, step: int, steps: int) -> None:
+        """Begin to record if the last two of so many ``steps`` are left."""
+        if self.path is None or step != steps - self.STEPS:
+            return
+        kinds = torch.profiler.ProfilerActivity
+        kind = kinds.CUDA if self.device.type == "cuda" else kinds.CPU
+        # Without acc_events torch 2.11 warns of cycles that lose events, also where there is one.
+        self.profile = torch.profiler.profile(activities=[kind], acc_events=True)
+        self.profile.start()
+
+    def write(self) -> None:
+        """End, and write the file."""
+        if self.profile is None or self.path is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.profile.stop()
+        if dist.get_rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.profile.export_chrome_trace(str(self.path))

@@ -30,7 +30,7 @@ try:
 
     import blocktensor
     import fsdp2_checkpoint as checkpoints
-    from clock import Clock, traced
+    from clock import Clock, Trace
     from fsdp2_options import parse
     from llama import Llama, Shape, initialise, seed_of
     from text import load_corpus, random_batches
@@ -221,6 +221,7 @@ def train(
     """All steps that are left."""
     optimizer = build_optimizer(model, options.lr)
     data, clock, result = Data(options, device), Clock(device), Result()
+    trace = Trace(options.trace, device)
     belongs = setting(options, shape)
     if options.checkpoint:
         record = checkpoints.resume(options.checkpoint, model, optimizer, belongs)
@@ -236,8 +237,8 @@ def train(
     for step in range(begin, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / options.ramp_steps)
-        traces = options.trace if step + 1 == options.steps else None
-        with traced(traces, device), clock.step():
+        trace.before(step, options.steps)
+        with clock.step():
             loss = gradients(model, data, options, step)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -255,7 +256,8 @@ def train(
         if saves:
             record = {"setting": belongs, "losses": result.losses}
             checkpoints.save(options.checkpoint, done, model, optimizer, record)
-    timed = clock.seconds()[options.warmup_steps : -1 if options.trace else None]
+    trace.write()
+    timed = clock.seconds()[options.warmup_steps : -Trace.STEPS if options.trace else None]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     # nothing timed: a run resumed near its end
     mine = [median(timed) if timed else float("nan"), float(memory)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from clock import Trace
 from llama import SHAPES, Shape
 
 DESCRIPTION = """\
@@ -106,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="one process as rank 0 of N, nothing sent: memory as on N, time without communication",
     )
-    add("--trace", type=Path, metavar="FILE", help="of the last step, which is then not timed")
+    add("--trace", type=Path, metavar="FILE", help="Chrome trace of the last two steps, not timed")
     add("--peak-tflops", type=float, default=989.0, help="MFU's 100%% (default: bf16 of an H100)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--out", type=Path, default=Path("runs/fsdp2_llama"), help="folder of result.json, PNG")
@@ -144,12 +145,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         value = getattr(options, flag)
         if not 0 < value < float("inf"):  # nan fails too
             parser.error(f"--{flag.replace('_', '-')} must be a positive number, got {value}")
-    timed = options.steps - bool(options.trace)
+    timed = options.steps - (Trace.STEPS if options.trace else 0)
     if options.warmup_steps >= timed:
-        beside = f"--steps {options.steps}" + (", less the one of --trace" if options.trace else "")
+        traced = f", less the {Trace.STEPS} of --trace" if options.trace else ""
         parser.error(
             f"--warmup-steps {options.warmup_steps} leaves no step to time: it must be less than "
-            f"{beside}"
+            f"--steps {options.steps}{traced}"
         )
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")

@@ -55,6 +55,19 @@ def test_a_trace_is_summed(tmp_path: Path) -> None:
     assert parts == {part: wanted.get(part, 0.0) for part in traced.SHOWN}
 
 
+def test_the_last_step_begins_after_an_update() -> None:
+    def adam(start: float) -> Kernel:
+        return Kernel("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", start, start + 1)
+
+    found = [
+        *(Kernel("gemm", 0.0, 5.0), adam(6.0), adam(7.5), Kernel("ncclAllGather", 8.0, 30.0)),
+        *(Kernel("gemm", 9.0, 40.0), adam(41.0), adam(43.0)),
+    ]
+    assert traced.last_step(found) == found[4:]
+    assert traced.last_step(found[:1]) == found[:1]
+    assert traced.last_step(found[:2]) == found[:2]
+
+
 def test_nothing_ran() -> None:
     assert traced.parts_of([]) == dict.fromkeys(traced.SHOWN, 0.0)
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..devices import sms
-from ..formats import BLOCK, Quantized, num_blocks
+from ..formats import BLOCK, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
@@ -24,7 +24,11 @@ from .numerics import method_for
 from .producer import Producer
 
 _WORDS = 64  # of a row of a tile: two elements each
-_PROGRAMS = 2  # of an SM, with 96 KiB of sources and half of the registers each
+_PROGRAMS = 2  # of an SM at a time, with 96 KiB of sources and half of the registers each
+_TILES = 8
+"""The most tiles of a program, about 100 us: later ones take turns, as those of long GEMMs do (see
+``PROGRAM_US`` in gemm/hopper/tiles.py). The programs of an SM that a collective holds would
+otherwise do all of their tiles after the others."""
 _PATCH_ROWS = 8
 _OPTIONS = {"num_warps": 8, "maxnreg": 128}
 
@@ -153,9 +157,10 @@ def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) ->
     third = producer.third
     blocks_k, unit = num_blocks(k), VECTOR_BYTES // x.element_size()
     tiles = num_blocks(x.shape[0]) * blocks_k
+    programs = max(min(tiles, _PROGRAMS * sms(x.device)), ceil_div(tiles, _TILES))
     return Launch(
         cast_ahead_kernel,
-        (min(tiles, _PROGRAMS * sms(x.device)),),
+        (programs,),
         (*map(_map, (x, *producer.more)), *row[:2], *col[:2], *second_row[:2], *second_col[:2],
          *(third or col)[:2], m // VECTOR_BYTES, k // unit, row.scale.stride(1), _scale_ld(col),
          _scale_ld(third or col), blocks_k, tiles, x.shape[0]),
