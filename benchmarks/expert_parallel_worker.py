@@ -170,7 +170,7 @@ def calls(shape: Shape, tokens: int, layers: int, mesh: DeviceMesh) -> dict[str,
 
 def rows_of(found: dict[str, Call], rounds: int, facts: Row) -> list[Row]:
     """Times, and where they go."""
-    ms = in_turn(found, rounds)
+    ms = in_turn(found, rounds, repeats=2)
     rows: list[Row] = []
     for name, call in found.items():
         dist.barrier()

@@ -164,7 +164,10 @@ class Data:
         if self.text is None:
             # small tokens are more frequent: there is something to learn
             random = torch.rand(o.batch, o.seq + 1, generator=torch.Generator().manual_seed(seed))
-            tokens = random.pow(3).mul(o.vocab).long().to(self.device)
+            tokens = random.pow(3).mul(o.vocab).long()
+            if self.device.type == "cuda":
+                # a plain copy would wait for all steps before, and the GPU then for the host
+                tokens = tokens.pin_memory().to(self.device, non_blocking=True)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
         else:
             inputs, targets = next(random_batches(self.text, batch=o.batch, seq=o.seq, seed=seed))

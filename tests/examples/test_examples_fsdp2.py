@@ -263,6 +263,11 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
         (["--checkpoint-every", "5"], "--checkpoint-every needs a folder: give --checkpoint DIR"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--steps", "5", "--warmup-steps", "5"], "--warmup-steps 5 leaves no step to time"),
+        (
+            ["--steps", "5", "--warmup-steps", "3", "--trace", "t.json"],
+            "leaves no step to time: it must be less than --steps 5, less the 2 of --trace",
+        ),
+        (["--trace", "."], "--trace . is a folder: give the name of a file"),
         (["--loss-chunk", "-1"], "--loss-chunk must be at least 0"),
         (["--lr", "nan"], "--lr must be a positive number, got nan"),
         (["--peak-tflops", "0"], "--peak-tflops must be a positive number"),

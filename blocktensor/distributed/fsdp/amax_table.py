@@ -117,22 +117,36 @@ class AmaxTable:
         sizes = [_slot_size(weight.slice) for weight in self.weights]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self._scales = torch.ones_like(self._flat)
-        self._starts = [0] * len(weights)
+        starts = [0] * len(weights)
         for before, after in itertools.pairwise(order):
-            self._starts[after] = self._starts[before] + sizes[before]
+            starts[after] = starts[before] + sizes[before]
         self._formats: dict[BlockFormat, slice] = {}
         for index in order:
-            format, stop = weights[index].slice.format, self._starts[index] + sizes[index]
-            first = self._formats.get(format, slice(self._starts[index], None)).start
+            format, stop = weights[index].slice.format, starts[index] + sizes[index]
+            first = self._formats.get(format, slice(starts[index], None)).start
             self._formats[format] = slice(first, stop)
+        # views are made once: every gather reads some, and a view takes as long as a launch
+        slices = [weight.slice for weight in self.weights]
+        self._amaxes = list(map(_slot, itertools.repeat(self._flat), slices, starts))
+        self._weight_scales = list(map(_slot, itertools.repeat(self._scales), slices, starts))
+        self._of_rows: dict[tuple[int, torch.Size], Tensor] = {}
 
     def amax(self, index: int) -> Tensor:
         """The amax of each block of a weight: ``[..., N/128, K/128]``."""
-        return self._slot(self._flat, index)
+        return self._amaxes[index]
+
+    def amax_of_rows(self, index: int, local: Tensor) -> Tensor:
+        """The part of :meth:`amax` for the blocks that ``local``, this rank's rows, lies in."""
+        key = index, local.shape
+        found = self._of_rows.get(key)
+        if found is None:
+            part = self.weights[index].slice
+            found = self._of_rows[key] = part.blocks(self._amaxes[index], local)
+        return found
 
     def scale(self, index: int) -> Tensor:
         """The scale of each block of a weight, laid out as by a cast."""
-        return self._slot(self._scales, index)
+        return self._weight_scales[index]
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
@@ -170,7 +184,7 @@ class AmaxTable:
         for index, weight in enumerate(self.weights):
             local = weight.local()
             if local is not None and local.numel():
-                target = weight.slice.blocks(self.amax(index), local)
+                target = self.amax_of_rows(index, local)
                 targets.append(target)
                 part = weight.slice
                 sources.append(shard_amax(local, part.format, *part.offsets).to(target.device))
@@ -188,12 +202,12 @@ class AmaxTable:
     def _version(self, index: int) -> object:
         return self.weights[index].version(), optimizer_steps() if self._reuses else None
 
-    def _slot(self, flat: Tensor, index: int) -> Tensor:
-        part = self.weights[index].slice
-        *rows, cols = part.format.scale_shape(part.shape)
-        start = self._starts[index]
-        padded = flat[start : start + _slot_size(part)].view((*rows, pad4(cols)))
-        return padded[..., :cols]
+
+def _slot(flat: Tensor, part: ShardSlice, start: int) -> Tensor:
+    """The entries of a weight in a flat table, without those that pad its rows."""
+    *rows, cols = part.format.scale_shape(part.shape)
+    padded = flat[start : start + _slot_size(part)].view((*rows, pad4(cols)))
+    return padded[..., :cols]
 
 
 def _slot_size(part: ShardSlice) -> int:

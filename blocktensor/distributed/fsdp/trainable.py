@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -115,13 +116,13 @@ class FP8Shard(GatheredInFP8, MasterBase):
             )
         table, index = place
         is_stale = table.prepare_gather(index)
-        weight = table.weights[index]
+        weight, rows = table.weights[index], self.master
         format = self.recipe.weight_format
-        if self.numel():
-            amax = weight.slice.blocks(table.amax(index), self.master)
-            data = quantize_shard(self.master, amax, format, *weight.slice.offsets)
+        if rows.numel():
+            amax = table.amax_of_rows(index, rows)
+            data = quantize_shard(rows, amax, format, *weight.slice.offsets)
         else:
-            data = torch.empty(self.shape, dtype=format.dtype, device=self.device)
+            data = torch.empty(rows.shape, dtype=format.dtype, device=rows.device)
         sent = padded(data, weight.slice.dim, outer_size, mesh)
         return (sent,), (outer_size, table.scale(index), self.recipe, weight.version(), is_stale)
 
@@ -152,6 +153,10 @@ class FP8Shard(GatheredInFP8, MasterBase):
         assert weight is not None and weight.generation is not None
         weight.generation.of, weight.generation.is_stale = version, is_stale
         return made
+
+
+# FSDP inspects the signature at every gather of every weight; this is found without work
+FP8Shard._cast_rows.__signature__ = inspect.signature(FP8Shard._cast_rows)  # type: ignore[attr-defined]
 
 
 def shard_of(x: Any) -> FP8Shard | None:
@@ -248,10 +253,12 @@ def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
         shard = shard_of(whole)
         if whole is None or shard is None:
             return None
+        master = shard.master
         # a view shares the version counter of its base: the parameter, its to_local(), or the
         # master that state_dict() returns
-        counters = tuple(tensor._version for tensor in (whole, shard, shard.master))
-        return counters, shard.master.data_ptr(), shard.device
+        with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
+            counters = whole._version, shard._version, master._version
+        return counters, master.data_ptr(), master.device
 
     return version
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, group_columns, named
+from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
 from .choose_backend import cast_kernels
@@ -141,7 +142,7 @@ _both = Specialized(_decide_both, _dispatch_both)
 _columnwise = Specialized(_decide_columnwise, _dispatch_columnwise)
 
 
-@torch.library.custom_op("blocktensor::quantize_grouped", mutates_args=())
+@functional_op("quantize_grouped")
 def _both_op(
     x: Tensor,
     offs: Tensor,
@@ -154,13 +155,13 @@ def _both_op(
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@torch.library.custom_op("blocktensor::quantize_grouped_columnwise", mutates_args=())
+@functional_op("quantize_grouped_columnwise")
 def _columnwise_op(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Pair:
     data, scale, _ = _columnwise.run(x, offs, index, named(format))
     return data, scale
 
 
-@_both_op.register_fake
+@fake_of(_both_op)
 def _(
     x: Tensor,
     offs: Tensor,
@@ -175,7 +176,7 @@ def _(
     return data, scale, columnwise.data, columnwise.scale
 
 
-@_columnwise_op.register_fake
+@fake_of(_columnwise_op)
 def _(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Pair:
     data, scale, _ = empty_quantized(columnwise_shape(x, offs, index), named(format), x.device)
     return data, scale

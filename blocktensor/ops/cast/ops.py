@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
+from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
@@ -246,70 +247,70 @@ def _empty(shape: Sequence[int], format: str, device: torch.device) -> Pair:
     return data, scale
 
 
-@torch.library.custom_op("blocktensor::quantize_rowwise", mutates_args=())
+@functional_op("quantize_rowwise")
 def _rowwise_op(x: Tensor, format: str) -> Pair:
     data, scale, _ = _rowwise.run(x, named(format))
     return data, scale
 
 
-@torch.library.custom_op("blocktensor::quantize_columnwise", mutates_args=())
+@functional_op("quantize_columnwise")
 def _columnwise_op(x: Tensor, format: str) -> Pair:
     data, scale, _ = _columnwise.run(x, named(format))
     return data, scale
 
 
-@torch.library.custom_op("blocktensor::quantize_both", mutates_args=())
+@functional_op("quantize_both")
 def _both_op(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
     rowwise, columnwise = _both.run(x, named(format), named(columnwise_format or format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@torch.library.custom_op("blocktensor::quantize_with_transpose", mutates_args=())
+@functional_op("quantize_with_transpose")
 def _with_transpose_op(x: Tensor, format: str) -> Four:
     rowwise, columnwise = _with_transpose.run(x, named(format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@torch.library.custom_op("blocktensor::transpose", mutates_args=())
+@functional_op("transpose")
 def _transpose_op(data: Tensor, scale: Tensor, format: str) -> Pair:
     data, scale, _ = _transpose.run(Quantized(data, scale, named(format)))
     return data, scale
 
 
-@torch.library.custom_op("blocktensor::dequantize", mutates_args=())
+@functional_op("dequantize")
 def _dequantize_op(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     return _dequantize.run(Quantized(data, scale, named(format)), dtype)
 
 
-@_rowwise_op.register_fake
+@fake_of(_rowwise_op)
 def _(x: Tensor, format: str) -> Pair:
     return _empty(x.shape, format, x.device)
 
 
-@_columnwise_op.register_fake
+@fake_of(_columnwise_op)
 def _(x: Tensor, format: str) -> Pair:
     data, scale, _ = empty_columnwise(x, named(format))
     return data, scale
 
 
-@_both_op.register_fake
+@fake_of(_both_op)
 def _(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
     data, scale, _ = empty_columnwise(x, named(columnwise_format or format))
     return *_empty(x.shape, format, x.device), data, scale
 
 
-@_with_transpose_op.register_fake
+@fake_of(_with_transpose_op)
 def _(x: Tensor, format: str) -> Four:
     *lead, n, k = x.shape
     return *_empty(x.shape, format, x.device), *_empty((*lead, k, n), format, x.device)
 
 
-@_transpose_op.register_fake
+@fake_of(_transpose_op)
 def _(data: Tensor, scale: Tensor, format: str) -> Pair:
     *lead, n, k = data.shape
     return _empty((*lead, k, n), format, data.device)
 
 
-@_dequantize_op.register_fake
+@fake_of(_dequantize_op)
 def _(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, ceil_div, named
+from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import cast_kernels
 
@@ -66,23 +67,23 @@ _amax = Specialized(_decide_amax, _dispatch_amax)
 _quantize = Specialized(_decide_quantize, _dispatch_quantize)
 
 
-@torch.library.custom_op("blocktensor::shard_amax", mutates_args=())
+@functional_op("shard_amax")
 def _amax_op(x: Tensor, format: str, row: int, col: int) -> Tensor:
     return _amax.run(x, named(format), row, col)
 
 
-@torch.library.custom_op("blocktensor::quantize_shard", mutates_args=())
+@functional_op("quantize_shard")
 def _quantize_op(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
     return _quantize.run(x, amax, named(format), row, col)
 
 
-@_amax_op.register_fake
+@fake_of(_amax_op)
 def _(x: Tensor, format: str, row: int, col: int) -> Tensor:
     rows, cols = named(format).block_shape
     blocks = ceil_div(row + x.shape[-2], rows), ceil_div(col + x.shape[-1], cols)
     return torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device)
 
 
-@_quantize_op.register_fake
+@fake_of(_quantize_op)
 def _(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
     return torch.empty(x.shape, dtype=named(format).dtype, device=x.device)

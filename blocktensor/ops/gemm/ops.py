@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
 from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, BlockFormat, Quantized, named
+from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import in_vectors
 from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
@@ -177,12 +178,10 @@ def _gemm_add_body(out: Tensor, *operands: Any) -> None:
     _gemm_add_.run(out, *operands_of(*operands))
 
 
-_gemm_op = torch.library.custom_op(
-    "blocktensor::gemm",
-    _gemm_body,
-    mutates_args=(),
+_gemm_op = functional_op(
+    "gemm",
     schema=f"({OPERANDS}, Tensor? bias, ScalarType out_dtype) -> Tensor",
-)
+)(_gemm_body)
 _gemm_add_op = torch.library.custom_op(
     "blocktensor::gemm_add_",
     _gemm_add_body,
@@ -191,7 +190,7 @@ _gemm_add_op = torch.library.custom_op(
 )
 
 
-@_gemm_op.register_fake
+@fake_of(_gemm_op)
 def _(*args: Any) -> Tensor:
     *operands, _, out_dtype = args
     a, b = operands_of(*operands)

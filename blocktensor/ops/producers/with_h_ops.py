@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cast.producer import Forms
 from ..formats import BlockFormat, Quantized, named
+from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import producer_kernels
 from .op_forms import empty_forms, forms_of, tensors_of
@@ -93,7 +94,7 @@ def _dispatch(
 _with_h = Specialized(_decide, _dispatch)
 
 
-@torch.library.custom_op("blocktensor::gated_backward_with_h", mutates_args=())
+@functional_op("gated_backward_with_h")
 def _with_h_op(
     grad: Tensor,
     gate: Tensor,
@@ -108,7 +109,7 @@ def _with_h_op(
     return tensors_of(of_gate, of_up, (None, h))
 
 
-@_with_h_op.register_fake
+@fake_of(_with_h_op)
 def _(
     grad: Tensor,
     gate: Tensor,
