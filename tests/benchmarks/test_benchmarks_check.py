@@ -198,10 +198,11 @@ def good_rows() -> dict[str, list[Row]]:
     ]
     numbers = {"speed_of_bf16": 1.5, "speed_of_fp8": 0.8, "peak_of_bf16": 0.5}
     sharded: list[Row] = [
-        {"variant": variant, "mode": mode, "ranks": ranks, **numbers}
+        {"variant": variant, "mode": mode, "ranks": ranks, "microbatches": 1, **numbers}
         for variant, mode, ranks in (
             ("fp8", "run", 2),
             ("fp8, gathered in bf16", "run", 2),
+            ("fp8, fused, head in fp8", "run", 2),
             ("fp8", "dry run", 4),
             ("fp8", "dry run", 8),
         )
@@ -243,6 +244,7 @@ def good_rows() -> dict[str, list[Row]]:
         "head": heads,
         "shards": cuts,
         "tensor_parallel": [{"variant": "fp8", "speed_of_bf16": 1.4}],
+        "expert_parallel": [{"variant": "fp8, fused", "speed_of_bf16": 1.3}],
         "fsdp2": sharded,
     }
 
