@@ -54,8 +54,8 @@ class Trace:
         self.profile: Any = None
 
     def before(self, step: int, steps: int) -> None:
-        """Begin to record if the last two of so many ``steps`` are left."""
-        if self.path is None or step != steps - self.STEPS:
+        """Begin to record if no more than the last two of so many ``steps`` are left."""
+        if self.path is None or self.profile is not None or step < steps - self.STEPS:
             return
         kinds = torch.profiler.ProfilerActivity
         kind = kinds.CUDA if self.device.type == "cuda" else kinds.CPU
