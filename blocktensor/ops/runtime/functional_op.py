@@ -9,13 +9,12 @@ differentiable: autograd Functions call them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
 
 _NAMESPACE = "blocktensor"
-_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 def functional_op(
@@ -30,10 +29,15 @@ def functional_op(
 
     def register(function: Callable[..., Any]) -> OpOverload:
         signature = schema or torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        op: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-        return op
+        ops = getattr(torch.ops, _NAMESPACE)
+        if hasattr(ops, name):  # its module is imported once more
+            getattr(ops, name).default.library._destroy()
+        library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        op: Any = getattr(ops, name).default
+        op.library = library  # whose end is that of its ops: it is kept as long as they are
+        return cast(OpOverload, op)
 
     return register
 
@@ -43,7 +47,7 @@ def fake_of(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., An
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            torch.library.register_fake(op, function, lib=_LIBRARY)
+            torch.library.register_fake(op, function, lib=cast(Any, op).library)
         return function
 
     return register

@@ -67,3 +67,21 @@ def test_no_gradient_is_lost_in_silence() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
         scaled(x, 2.0)[0].sum().backward()
+
+
+def test_a_second_definition_takes_the_place_of_the_first() -> None:
+    """As when a module is reloaded, or imported again after it left ``sys.modules``."""
+    x = torch.ones(3)
+    for by in (2.0, 3.0):
+
+        @functional_op("_test_twice")
+        def multiplied(x: Tensor, by: float = by) -> Tensor:
+            return x * by
+
+        @fake_of(multiplied)
+        def _(x: Tensor, by: float = 0.0) -> Tensor:
+            return torch.empty_like(x)
+
+        compiled = torch.compile(multiplied, fullgraph=True, backend="aot_eager")
+        for made in (multiplied(x), compiled(x), torch.ops.blocktensor._test_twice(x)):
+            assert_same(made, x * by)
