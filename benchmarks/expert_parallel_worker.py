@@ -187,8 +187,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser(__doc__, tuple(SHAPES), tokens=16384)
     commands.add_argument("--layers", type=int, default=LAYERS)
     options = commands.parse_args(argv)
+    if options.tokens < 1 or options.tokens % min(options.tokens, SEQUENCE):
+        commands.error(f"--tokens must be up to {SEQUENCE} or a multiple, got {options.tokens}")
 
     def rows(mesh: DeviceMesh) -> list[Row]:
+        if SHAPES[options.model].experts % mesh.size():
+            experts = SHAPES[options.model].experts
+            raise ValueError(f"{experts} experts on {mesh.size()} ranks: expected a divisor")
         facts = {"ranks": mesh.size(), "layers": options.layers, "tokens": options.tokens}
         found = calls(SHAPES[options.model], options.tokens, options.layers, mesh)
         return rows_of(found, options.rounds, facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -76,13 +75,14 @@ def parts_of_call(call: Call, repeats: int = 3) -> dict[str, float]:
 
 
 def last_step(found: list[Kernel]) -> list[Kernel]:
-    """The kernels after AdamW's of the last step but one; all where AdamW ran once or never."""
-    updates = [kernel for kernel in found if "fusedadam" in kernel.name.lower()]
-    if len(updates) < 2:
-        return found
-    apart = [after.start - before.end for before, after in itertools.pairwise(updates)]
-    end = updates[apart.index(max(apart))].end
-    return [kernel for kernel in found if kernel.start >= end]
+    """The kernels after AdamW's of the last step but one; all where AdamW ends one step only."""
+    end = update = None
+    for kernel in found:
+        if "fusedadam" in kernel.name.lower():
+            update = kernel.end
+        elif update is not None and part_in_step(kernel.name) == "gemms":
+            end = update  # of a step after which another one computes
+    return found if end is None else [kernel for kernel in found if kernel.start >= end]
 
 
 def parts_of(found: list[Kernel]) -> dict[str, float]:

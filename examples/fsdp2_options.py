@@ -172,10 +172,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
     if options.trace and options.trace.is_dir():
         parser.error(f"--trace {options.trace} is a folder: give the name of a file")
-    for flag in ("out", "checkpoint"):
+    for flag in ("out", "checkpoint", "trace"):
         path = getattr(options, flag)
-        if path is not None and path.exists() and not path.is_dir():
-            parser.error(f"--{flag} {path} is not a folder")
+        folder = path.parent if path is not None and flag == "trace" else path
+        if folder is not None and folder.exists() and not folder.is_dir():
+            parser.error(f"--{flag} {path}: {folder} is not a folder")
     if options.precision == "fp8":
         options.gather = options.gather or "fp8"
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -66,6 +66,10 @@ def test_the_last_step_begins_after_an_update() -> None:
     assert traced.last_step(found) == found[4:]
     assert traced.last_step(found[:1]) == found[:1]
     assert traced.last_step(found[:2]) == found[:2]
+    one = [Kernel("gemm", 0.0, 5.0), adam(6.0), adam(90.0), Kernel("fill", 95.0, 96.0)]
+    assert traced.last_step(one) == one
+    begun = [adam(-9.0), *found]  # the first of two steps began while another one ended
+    assert traced.last_step(begun) == found[4:]
 
 
 def test_nothing_ran() -> None:

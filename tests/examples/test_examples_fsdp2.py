@@ -267,6 +267,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
             ["--steps", "5", "--warmup-steps", "3", "--trace", "t.json"],
             "leaves no step to time: it must be less than --steps 5, less the 2 of --trace",
         ),
+        (["--trace", f"{__file__}/t.json"], f"{__file__} is not a folder"),
         (["--trace", "."], "--trace . is a folder: give the name of a file"),
         (["--loss-chunk", "-1"], "--loss-chunk must be at least 0"),
         (["--lr", "nan"], "--lr must be a positive number, got nan"),

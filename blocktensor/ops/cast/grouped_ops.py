@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, group_columns, named
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import empty_quantized
 from .choose_backend import cast_kernels
@@ -142,7 +141,7 @@ _both = Specialized(_decide_both, _dispatch_both)
 _columnwise = Specialized(_decide_columnwise, _dispatch_columnwise)
 
 
-@functional_op("quantize_grouped")
+@torch.library.custom_op("blocktensor::quantize_grouped", mutates_args=())
 def _both_op(
     x: Tensor,
     offs: Tensor,
@@ -155,13 +154,13 @@ def _both_op(
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@functional_op("quantize_grouped_columnwise")
+@torch.library.custom_op("blocktensor::quantize_grouped_columnwise", mutates_args=())
 def _columnwise_op(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Pair:
     data, scale, _ = _columnwise.run(x, offs, index, named(format))
     return data, scale
 
 
-@fake_of(_both_op)
+@_both_op.register_fake
 def _(
     x: Tensor,
     offs: Tensor,
@@ -176,7 +175,7 @@ def _(
     return data, scale, columnwise.data, columnwise.scale
 
 
-@fake_of(_columnwise_op)
+@_columnwise_op.register_fake
 def _(x: Tensor, offs: Tensor, index: Tensor | None, format: str) -> Pair:
     data, scale, _ = empty_quantized(columnwise_shape(x, offs, index), named(format), x.device)
     return data, scale

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
@@ -247,70 +246,70 @@ def _empty(shape: Sequence[int], format: str, device: torch.device) -> Pair:
     return data, scale
 
 
-@functional_op("quantize_rowwise")
+@torch.library.custom_op("blocktensor::quantize_rowwise", mutates_args=())
 def _rowwise_op(x: Tensor, format: str) -> Pair:
     data, scale, _ = _rowwise.run(x, named(format))
     return data, scale
 
 
-@functional_op("quantize_columnwise")
+@torch.library.custom_op("blocktensor::quantize_columnwise", mutates_args=())
 def _columnwise_op(x: Tensor, format: str) -> Pair:
     data, scale, _ = _columnwise.run(x, named(format))
     return data, scale
 
 
-@functional_op("quantize_both")
+@torch.library.custom_op("blocktensor::quantize_both", mutates_args=())
 def _both_op(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
     rowwise, columnwise = _both.run(x, named(format), named(columnwise_format or format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@functional_op("quantize_with_transpose")
+@torch.library.custom_op("blocktensor::quantize_with_transpose", mutates_args=())
 def _with_transpose_op(x: Tensor, format: str) -> Four:
     rowwise, columnwise = _with_transpose.run(x, named(format))
     return rowwise.data, rowwise.scale, columnwise.data, columnwise.scale
 
 
-@functional_op("transpose")
+@torch.library.custom_op("blocktensor::transpose", mutates_args=())
 def _transpose_op(data: Tensor, scale: Tensor, format: str) -> Pair:
     data, scale, _ = _transpose.run(Quantized(data, scale, named(format)))
     return data, scale
 
 
-@functional_op("dequantize")
+@torch.library.custom_op("blocktensor::dequantize", mutates_args=())
 def _dequantize_op(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     return _dequantize.run(Quantized(data, scale, named(format)), dtype)
 
 
-@fake_of(_rowwise_op)
+@_rowwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
     return _empty(x.shape, format, x.device)
 
 
-@fake_of(_columnwise_op)
+@_columnwise_op.register_fake
 def _(x: Tensor, format: str) -> Pair:
     data, scale, _ = empty_columnwise(x, named(format))
     return data, scale
 
 
-@fake_of(_both_op)
+@_both_op.register_fake
 def _(x: Tensor, format: str, columnwise_format: str | None = None) -> Four:
     data, scale, _ = empty_columnwise(x, named(columnwise_format or format))
     return *_empty(x.shape, format, x.device), data, scale
 
 
-@fake_of(_with_transpose_op)
+@_with_transpose_op.register_fake
 def _(x: Tensor, format: str) -> Four:
     *lead, n, k = x.shape
     return *_empty(x.shape, format, x.device), *_empty((*lead, k, n), format, x.device)
 
 
-@fake_of(_transpose_op)
+@_transpose_op.register_fake
 def _(data: Tensor, scale: Tensor, format: str) -> Pair:
     *lead, n, k = data.shape
     return _empty((*lead, k, n), format, data.device)
 
 
-@fake_of(_dequantize_op)
+@_dequantize_op.register_fake
 def _(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     return torch.empty(data.shape, dtype=dtype, device=data.device)

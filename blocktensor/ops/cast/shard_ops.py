@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, ceil_div, named
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import cast_kernels
 
@@ -67,23 +66,23 @@ _amax = Specialized(_decide_amax, _dispatch_amax)
 _quantize = Specialized(_decide_quantize, _dispatch_quantize)
 
 
-@functional_op("shard_amax")
+@torch.library.custom_op("blocktensor::shard_amax", mutates_args=())
 def _amax_op(x: Tensor, format: str, row: int, col: int) -> Tensor:
     return _amax.run(x, named(format), row, col)
 
 
-@functional_op("quantize_shard")
+@torch.library.custom_op("blocktensor::quantize_shard", mutates_args=())
 def _quantize_op(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
     return _quantize.run(x, amax, named(format), row, col)
 
 
-@fake_of(_amax_op)
+@_amax_op.register_fake
 def _(x: Tensor, format: str, row: int, col: int) -> Tensor:
     rows, cols = named(format).block_shape
     blocks = ceil_div(row + x.shape[-2], rows), ceil_div(col + x.shape[-1], cols)
     return torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device)
 
 
-@fake_of(_quantize_op)
+@_quantize_op.register_fake
 def _(x: Tensor, amax: Tensor, format: str, row: int, col: int) -> Tensor:
     return torch.empty(x.shape, dtype=named(format).dtype, device=x.device)

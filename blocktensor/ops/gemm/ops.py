@@ -11,7 +11,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
 from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, BlockFormat, Quantized, named
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import in_vectors
 from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
@@ -178,10 +177,12 @@ def _gemm_add_body(out: Tensor, *operands: Any) -> None:
     _gemm_add_.run(out, *operands_of(*operands))
 
 
-_gemm_op = functional_op(
-    "gemm",
+_gemm_op = torch.library.custom_op(
+    "blocktensor::gemm",
+    _gemm_body,
+    mutates_args=(),
     schema=f"({OPERANDS}, Tensor? bias, ScalarType out_dtype) -> Tensor",
-)(_gemm_body)
+)
 _gemm_add_op = torch.library.custom_op(
     "blocktensor::gemm_add_",
     _gemm_add_body,
@@ -190,7 +191,7 @@ _gemm_add_op = torch.library.custom_op(
 )
 
 
-@fake_of(_gemm_op)
+@_gemm_op.register_fake
 def _(*args: Any) -> Tensor:
     *operands, _, out_dtype = args
     a, b = operands_of(*operands)

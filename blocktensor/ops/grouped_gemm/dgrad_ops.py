@@ -11,7 +11,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ..cast.ops import quantize_rowwise, transpose
 from ..formats import BlockFormat, Quantized, named
 from ..gemm.ops import operands_of
-from ..runtime.functional_op import fake_of, functional_op
 from .ops import grouped_gemm
 
 
@@ -36,14 +35,16 @@ def _of_rowwise_body(*args: Any) -> Tensor:
     return grouped_gemm(g, transpose(w), offs, None, out_dtype)
 
 
-_of_rowwise_op = functional_op(
-    "grouped_dgrad_of_rowwise",
+_of_rowwise_op = torch.library.custom_op(
+    "blocktensor::grouped_dgrad_of_rowwise",
+    _of_rowwise_body,
+    mutates_args=(),
     schema="(Tensor g, Tensor g_scale, str g_format, Tensor w, Tensor w_scale, str w_format, "
     "Tensor offs, ScalarType out_dtype) -> Tensor",
-)(_of_rowwise_body)
+)
 
 
-@functional_op("grouped_dgrad_of_master")
+@torch.library.custom_op("blocktensor::grouped_dgrad_of_master", mutates_args=())
 def _of_master_op(
     g: Tensor,
     g_scale: Tensor,
@@ -60,7 +61,8 @@ def _of_master_op(
     return grouped_gemm(Quantized(g, g_scale, named(g_format)), columnwise, offs, None, out_dtype)
 
 
-@fake_of(_of_rowwise_op, _of_master_op)
+@_of_rowwise_op.register_fake
+@_of_master_op.register_fake
 def _(*args: Any) -> Tensor:
     g, _, _, w, *_, out_dtype = args
     return torch.empty((g.shape[0], w.shape[2]), dtype=out_dtype, device=g.device)

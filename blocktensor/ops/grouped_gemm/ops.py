@@ -16,7 +16,6 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import checks
 from ..formats import Quantized, group_columns
 from ..gemm.ops import OPERANDS, arguments_of, operands_of
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import GroupedKernels, GroupedProblem, choose_grouped, grouped_kernels
 
@@ -208,14 +207,18 @@ def _wgrad_add_body(out: Tensor, *args: Any) -> None:
     _wgrad_add_.run(out, *operands_of(*operands), offs, tokens)
 
 
-_gemm_op = functional_op(
-    "grouped_gemm",
+_gemm_op = torch.library.custom_op(
+    "blocktensor::grouped_gemm",
+    _gemm_body,
+    mutates_args=(),
     schema=f"({OPERANDS}, Tensor offs, Tensor? bias, ScalarType out_dtype) -> Tensor",
-)(_gemm_body)
-_wgrad_op = functional_op(
-    "grouped_gemm_wgrad",
+)
+_wgrad_op = torch.library.custom_op(
+    "blocktensor::grouped_gemm_wgrad",
+    _wgrad_body,
+    mutates_args=(),
     schema=f"({OPERANDS}, Tensor offs, SymInt tokens, ScalarType out_dtype) -> Tensor",
-)(_wgrad_body)
+)
 _wgrad_add_op = torch.library.custom_op(
     "blocktensor::grouped_gemm_wgrad_add_",
     _wgrad_add_body,
@@ -224,7 +227,7 @@ _wgrad_add_op = torch.library.custom_op(
 )
 
 
-@fake_of(_gemm_op)
+@_gemm_op.register_fake
 def _(*args: Any) -> Tensor:
     *operands, _, _, out_dtype = args
     a, b = operands_of(*operands)
@@ -232,7 +235,7 @@ def _(*args: Any) -> Tensor:
     return torch.empty(shape, dtype=out_dtype, device=a.data.device)
 
 
-@fake_of(_wgrad_op)
+@_wgrad_op.register_fake
 def _(*args: Any) -> Tensor:
     *operands, offs, _, out_dtype = args
     a, b = operands_of(*operands)

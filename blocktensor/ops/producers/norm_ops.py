@@ -12,7 +12,6 @@ from .. import checks
 from ..cast.producer import Forms
 from ..formats import BlockFormat
 from ..norm.reference import NormKind
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import producer_kernels
 from .op_forms import check_formats, empty_forms, format_named, forms_of, name_of, tensors_of
@@ -104,7 +103,7 @@ def _dispatch(
 _normalized = Specialized(_decide, _dispatch)
 
 
-@functional_op("normalized")
+@torch.library.custom_op("blocktensor::normalized", mutates_args=())
 def _normalized_op(
     x: Tensor, rstd: Tensor, weight: Tensor, kind: str, rowwise: str | None, columnwise: str | None
 ) -> list[Tensor]:
@@ -112,7 +111,7 @@ def _normalized_op(
     return tensors_of(_normalized.run(x, rstd, weight, kind, *formats))
 
 
-@fake_of(_normalized_op)
+@_normalized_op.register_fake
 def _(
     x: Tensor, rstd: Tensor, weight: Tensor, kind: str, rowwise: str | None, columnwise: str | None
 ) -> list[Tensor]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from .. import checks
 from ..cast.producer import Forms
 from ..formats import BLOCK, BlockFormat
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from . import reference
 from .choose_backend import producer_kernels
@@ -263,7 +263,7 @@ _gated_backward = Specialized(_decide_gated_backward, _dispatch_gated_backward)
 _joint_gated_backward = Specialized(_decide_joint_gated_backward, _dispatch_joint_gated_backward)
 
 
-@functional_op("gated")
+@torch.library.custom_op("blocktensor::gated", mutates_args=())
 def _gated_op(
     gate: Tensor,
     up: Tensor | None,
@@ -277,7 +277,7 @@ def _gated_op(
     )
 
 
-@functional_op("gated_backward")
+@torch.library.custom_op("blocktensor::gated_backward", mutates_args=())
 def _gated_backward_op(
     grad: Tensor,
     gate: Tensor,
@@ -292,7 +292,7 @@ def _gated_backward_op(
     return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats, of_up))
 
 
-@functional_op("joint_gated_backward")
+@torch.library.custom_op("blocktensor::joint_gated_backward", mutates_args=())
 def _joint_gated_backward_op(
     grad: Tensor,
     gate_up: Tensor,
@@ -305,7 +305,7 @@ def _joint_gated_backward_op(
     return tensors_of(_joint_gated_backward.run(grad, gate_up, offs, activation, *formats))
 
 
-@fake_of(_gated_op)
+@_gated_op.register_fake
 def _(
     gate: Tensor,
     up: Tensor | None,
@@ -317,7 +317,7 @@ def _(
     return tensors_of(empty_forms(gate, offs, format_named(rowwise), format_named(columnwise)))
 
 
-@fake_of(_gated_backward_op)
+@_gated_backward_op.register_fake
 def _(
     grad: Tensor,
     gate: Tensor,
@@ -335,7 +335,7 @@ def _(
     return tensors_of(*of_each)
 
 
-@fake_of(_joint_gated_backward_op)
+@_joint_gated_backward_op.register_fake
 def _(
     grad: Tensor,
     gate_up: Tensor,

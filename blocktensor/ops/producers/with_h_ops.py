@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..cast.producer import Forms
 from ..formats import BlockFormat, Quantized, named
-from ..runtime.functional_op import fake_of, functional_op
 from ..runtime.specialize import Specialized, recorded
 from .choose_backend import producer_kernels
 from .op_forms import empty_forms, forms_of, tensors_of
@@ -94,7 +93,7 @@ def _dispatch(
 _with_h = Specialized(_decide, _dispatch)
 
 
-@functional_op("gated_backward_with_h")
+@torch.library.custom_op("blocktensor::gated_backward_with_h", mutates_args=())
 def _with_h_op(
     grad: Tensor,
     gate: Tensor,
@@ -109,7 +108,7 @@ def _with_h_op(
     return tensors_of(of_gate, of_up, (None, h))
 
 
-@fake_of(_with_h_op)
+@_with_h_op.register_fake
 def _(
     grad: Tensor,
     gate: Tensor,
