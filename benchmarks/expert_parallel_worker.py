@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blocktensor as bt
 from blocktensor.distributed import all_to_all_fp8
+from blocktensor.distributed.expert_parallel.all_to_all import Gradient
 
 from . import llama
 from .experts import GroupedExperts
@@ -38,8 +38,6 @@ LAYERS = 4
 SEQUENCE = 4096
 SENT_RECIPE = bt.Recipe(scale="power_of_two")
 """Of tokens that are sent in FP8: their second rounding changes next to nothing."""
-
-Gradient = Literal["high_precision", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ class Routed(nn.Module):
         """To the ranks of the experts and back; the host reads the counts, as torchtitan's does."""
         sizes = ends.diff(prepend=ends.new_zeros(1))
         arriving = all_to_all_single(sizes, None, None, group).view(self.ranks, -1)
-        splits = torch.stack([sizes.view(self.ranks, -1).sum(1), arriving.sum(1)]).tolist()
-        given, taken = splits
+        both = sizes.view(self.ranks, -1).sum(1), arriving.sum(1)
+        given, taken = torch.stack(both).tolist()  # one copy to the host
         expert = torch.arange(arriving.shape[1], device=rows.device).repeat(self.ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken))
         order = expert.argsort(stable=True)
@@ -190,12 +188,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.tokens < 1 or options.tokens % min(options.tokens, SEQUENCE):
         commands.error(f"--tokens must be up to {SEQUENCE} or a multiple, got {options.tokens}")
 
+    shape = SHAPES[options.model]
+
     def rows(mesh: DeviceMesh) -> list[Row]:
-        if SHAPES[options.model].experts % mesh.size():
-            experts = SHAPES[options.model].experts
-            raise ValueError(f"{experts} experts on {mesh.size()} ranks: expected a divisor")
+        if shape.experts % mesh.size():
+            raise ValueError(f"{shape.experts} experts on {mesh.size()} ranks: expected a divisor")
         facts = {"ranks": mesh.size(), "layers": options.layers, "tokens": options.tokens}
-        found = calls(SHAPES[options.model], options.tokens, options.layers, mesh)
+        found = calls(shape, options.tokens, options.layers, mesh)
         return rows_of(found, options.rounds, facts)
 
     run_worker(options.out, rows)

@@ -8,9 +8,6 @@ microbatch a step, the last step is traced: where its time goes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import traced
+from .ranks import run_to_end
 from .results import Row
 
 GPUS = 2
@@ -31,7 +29,6 @@ QUICK: dict[str, Any] = {
 }
 """The arguments of a smoke run."""
 
-ROOT = Path(__file__).parent.parent
 FLAGS = ("--model", "8b", "--seq", "8192", "--batch", "1", "--compile")
 STEPS = {1: (15, 4), 16: (5, 2)}
 """By microbatches a step: steps, and how many of them warm up."""
@@ -106,22 +103,11 @@ def measure(
 
 def _written(run: Run) -> tuple[dict[str, Any], dict[str, float]]:
     """What the example writes down, and milliseconds of its traced step by part."""
-    launchers = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
-    words = run.words
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         is_traced = run.microbatches == 1 and not run.is_dry
         files = ["--out", folder, *(["--trace", str(trace)] if is_traced else [])]
-        done = subprocess.run(
-            [sys.executable, *launchers[words[0]], *words[1:], *files],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
+        run_to_end([*run.words, *files], _TIMEOUT)
         found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
         if not is_traced:
             return found, {}

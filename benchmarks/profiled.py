@@ -63,14 +63,11 @@ def busy(call: Call, repeats: int = 5, warm_s: float = 0.5) -> Busy:
     while time.perf_counter() < end:  # clocks fall under load
         call()
         torch.cuda.synchronize()
-    profile = profile_of(call, repeats)
     spent: dict[str, float] = defaultdict(float)
     spans = []
-    for event in profile.events():
-        if event.device_type == DeviceType.CUDA:
-            span = event.time_range
-            spans.append((span.start, span.end))
-            spent[event.name] += span.elapsed_us() / repeats
+    for name, start, stop in device_spans(call, repeats):
+        spans.append((start, stop))
+        spent[name] += (stop - start) / repeats
     return Busy(dict(spent), *_wall_and_idle(sorted(spans), repeats))
 
 
@@ -93,13 +90,11 @@ def overlap(call: Call, words: str, repeats: int = 3) -> tuple[float, float]:
     time that one waits for another rank counts.
     """
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in profile_of(call, repeats).events():
-        if event.device_type == DeviceType.CUDA:
-            span = event.time_range
-            if words in event.name:
-                spans[True].append((span.start, span.end))
-            elif "nccl" not in event.name:
-                spans[False].append((span.start, span.end))
+    for name, start, end in device_spans(call, repeats):
+        if words in name:
+            spans[True].append((start, end))
+        elif "nccl" not in name:
+            spans[False].append((start, end))
     whole = sum(end - start for start, end in spans[True])
     others = sorted(spans[False])
     beside = sum(covered(span, others) for span in spans[True])
@@ -120,12 +115,20 @@ def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> flo
 
 def parts(call: Call, repeats: int = 3) -> dict[str, float]:
     """Microseconds of device time of one call, by kind of kernel; kinds without any are 0."""
-    spent = by_kind(profile_of(call, repeats).key_averages())
+    spent = by_kind(_profile(call, repeats).key_averages())
     return {kind: spent.get(kind, 0.0) / repeats for kind in (*KINDS, OTHER)}
 
 
-def profile_of(call: Call, repeats: int) -> Any:
-    """A profile of the device's work in so many calls, after one that is not in it."""
+def device_spans(call: Call, repeats: int) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of all that the device runs in so many calls."""
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in _profile(call, repeats).events()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def _profile(call: Call, repeats: int) -> Any:
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -26,22 +26,32 @@ _TIMEOUT = 300
 def launched(worker: str, gpus: int | None, flags: Sequence[str]) -> Iterator[Row]:
     """The rows that ``benchmarks.<worker>`` writes, run on as many ranks; default: all GPUs."""
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = ["--nproc-per-node", str(gpus), "-m", f"benchmarks.{worker}", *flags]
-    paths = [str(ROOT), str(ROOT / "examples"), *sys.path]
+    count = ["--standalone", "--nproc-per-node", str(gpus)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        done = subprocess.run(
-            [*launcher, *words, "--out", str(out)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
+        words = ["torchrun", *count, "-m", f"benchmarks.{worker}", *flags, "--out", str(out)]
+        run_to_end(words, _TIMEOUT)
         yield from json.loads(out.read_text())
+
+
+def run_to_end(words: Sequence[str], timeout: float) -> None:
+    """Run a command that begins with ``torchrun`` or ``python``, in the project's folder.
+
+    Raises:
+        RuntimeError: it fails; with what it printed.
+    """
+    launchers = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
+    paths = [str(ROOT), str(ROOT / "examples"), *sys.path]
+    done = subprocess.run(
+        [sys.executable, *launchers[words[0]], *words[1:]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
 
 
 def parser(

@@ -7,10 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-
-from .layer import part_of
-from .profiled import covered, profile_of
+from .layer import CASTS, part_of
+from .profiled import covered, device_spans
 from .timing import Call
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -31,7 +29,6 @@ SHOWN = (
 )
 """The parts of a step, in the order of tables."""
 
-_CASTS = ("activation_casts", "weight_casts", "weight_transposes")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -51,7 +48,7 @@ def part_in_step(kernel: str) -> str:
         if any(word in name for word in words):
             return part
     part = part_of(kernel)
-    return "casts" if part in _CASTS else part
+    return "casts" if part in CASTS else part
 
 
 def kernels(path: Path) -> list[Kernel]:
@@ -67,9 +64,7 @@ def kernels(path: Path) -> list[Kernel]:
 
 def parts_of_call(call: Call, repeats: int = 3) -> dict[str, float]:
     """:func:`parts_of` one of several calls in a row."""
-    events = profile_of(call, repeats).events()
-    spans = [(e.name, e.time_range) for e in events if e.device_type == DeviceType.CUDA]
-    found = [Kernel(name, span.start, span.end) for name, span in spans]
+    found = [Kernel(*span) for span in device_spans(call, repeats)]
     parts = parts_of(sorted(found, key=lambda kernel: kernel.start))
     return {part: ms / repeats for part, ms in parts.items()}
 

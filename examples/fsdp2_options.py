@@ -172,11 +172,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
     if options.trace and options.trace.is_dir():
         parser.error(f"--trace {options.trace} is a folder: give the name of a file")
-    for flag in ("out", "checkpoint", "trace"):
-        path = getattr(options, flag)
-        folder = path.parent if path is not None and flag == "trace" else path
+    parent = options.trace and options.trace.parent
+    folders = {"out": options.out, "checkpoint": options.checkpoint, "trace": parent}
+    for flag, folder in folders.items():
         if folder is not None and folder.exists() and not folder.is_dir():
-            parser.error(f"--{flag} {path}: {folder} is not a folder")
+            parser.error(f"--{flag} {folder} is not a folder")
     if options.precision == "fp8":
         options.gather = options.gather or "fp8"
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

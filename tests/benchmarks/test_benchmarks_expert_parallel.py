@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("rich")
 
 from benchmarks import expert_parallel
+from tests.support.benchmark_workers import calls_of
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.scripts import examples
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
@@ -28,18 +27,8 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 @on_ranks(2, gpus=())
 def test_variants_compute_alike(world: int, device: str) -> None:
-    with examples():
-        worker = importlib.import_module("benchmarks.expert_parallel_worker")
-        mesh = shared_mesh(device, world, names=("experts",))
-        models: list[nn.Module] = []
-        made = worker.variant
-
-        def variant(*args: Any) -> nn.Module:
-            models.append(made(*args))
-            return models[-1]
-
-        worker.variant = variant
-        found = worker.calls(worker.SHAPES["tiny"], 256, 1, mesh)
+    mesh = shared_mesh(device, world, names=("experts",))
+    worker, models, found = calls_of("expert_parallel_worker", 256, 1, mesh)
     assert tuple(found) == worker.VARIANTS
     assert len(found) == expert_parallel.total()
     computed = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ pytest.importorskip("rich")
 
 from benchmarks import profiled, tensor_parallel
 from blocktensor import BlockwiseFP8Weight
+from tests.support.benchmark_workers import calls_of
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.scripts import examples
 
 
 def local(tensor: Any) -> Any:
@@ -29,18 +28,8 @@ def casts_of(block: nn.Module) -> list[int]:
 
 @on_ranks(2, gpus=())
 def test_variants_compute_alike(world: int, device: str) -> None:
-    with examples():
-        worker = importlib.import_module("benchmarks.tensor_parallel_worker")
-        mesh = shared_mesh(device, world, names=("tensor",))
-        blocks: list[nn.Module] = []
-        made = worker.variant
-
-        def variant(*args: Any) -> nn.Module:
-            blocks.append(made(*args))
-            return blocks[-1]
-
-        worker.variant = variant
-        found = worker.calls(worker.SHAPES["tiny"], 256, mesh)
+    mesh = shared_mesh(device, world, names=("tensor",))
+    worker, blocks, found = calls_of("tensor_parallel_worker", 256, mesh)
     assert tuple(found) == worker.VARIANTS
     assert len(found) == tensor_parallel.total()
     gradients = []

@@ -131,12 +131,8 @@ class AmaxTable:
         self._weight_scales = list(map(_slot, itertools.repeat(self._scales), slices, starts))
         self._of_rows: dict[tuple[int, torch.Size], Tensor] = {}
 
-    def amax(self, index: int) -> Tensor:
-        """The amax of each block of a weight: ``[..., N/128, K/128]``."""
-        return self._amaxes[index]
-
     def amax_of_rows(self, index: int, local: Tensor) -> Tensor:
-        """The part of :meth:`amax` for the blocks that ``local``, this rank's rows, lies in."""
+        """The amaxes of the blocks of a weight that ``local``, this rank's rows, lies in."""
         key = index, local.shape
         found = self._of_rows.get(key)
         if found is None:
