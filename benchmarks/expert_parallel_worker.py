@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from .experts import Shape as Experts
 from .llama import MLP, Block, step
 from .ranks import in_turn, parser, run_worker
 from .results import Row
+from .routing import inverse, on_host, permuted, rows_of_tokens
 from .timing import Call
 from .traced import parts_of_call
 
@@ -57,6 +59,20 @@ SHAPES = {
 }
 
 
+class Route(NamedTuple):
+    """Where tokens go: ``order`` sorts the rows of all tokens by expert, which end at ``ends``.
+
+    Where experts lie on several ranks, ``arriving[ranks, experts of this rank]`` counts the rows to
+    come, and ``counts()`` are those that go to each rank and come from it.
+    """
+
+    weights: Tensor
+    order: Tensor
+    ends: Tensor
+    arriving: Tensor | None
+    counts: Callable[[], list[list[int]]]
+
+
 class Routed(nn.Module):
     """Routed experts, of which each rank holds a part, or all where there is no group."""
 
@@ -70,41 +86,53 @@ class Routed(nn.Module):
         count = shape.experts // self.ranks
         self.experts = GroupedExperts(Experts(count, 0, shape.dense.dim, shape.hidden))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x[tokens, dim]``."""
+    def route(self, x: Tensor) -> Route:
+        """Where the tokens ``x[tokens, dim]`` go."""
         scores = self.router(x).float().sigmoid()
         weights, chosen = scores.topk(self.shape.top_k, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).type_as(x)
         by_expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(self.shape.experts, device=x.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-        rows = x.index_select(0, order // self.shape.top_k)
-        y = self._computed(rows, ends) if self.group is None else self._sent(rows, ends, self.group)
-        y = y.index_select(0, order.argsort()).unflatten(0, (-1, self.shape.top_k))
-        return (y * weights.unsqueeze(-1)).sum(1)
+        if self.group is None:
+            return Route(weights, order, ends, None, list)
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        arriving = all_to_all_single(sizes, None, None, self.group).view(self.ranks, -1)
+        both = sizes.view(self.ranks, -1).sum(1), arriving.sum(1)
+        return Route(weights, order, ends, arriving, on_host(torch.stack(both)))
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        """``x[tokens, dim]``."""
+        top_k = self.shape.top_k
+        rows = rows_of_tokens(x, route.order, top_k, SENT_RECIPE if self.sent else None)
+        if self.group is None:
+            y = self._computed(rows, route.ends)
+        else:
+            y = self._sent(rows, route, self.group)
+        y = permuted(y, inverse(route.order), route.order).unflatten(0, (-1, top_k))
+        return (y * route.weights.unsqueeze(-1)).sum(1)
 
     def _computed(self, rows: Tensor, ends: Tensor) -> Tensor:
         made: Tensor = self.experts(rows, ends)
         return made
 
-    def _sent(self, rows: Tensor, ends: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _sent(self, rows: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
         """To the ranks of the experts and back; the host reads the counts, as torchtitan's does."""
-        sizes = ends.diff(prepend=ends.new_zeros(1))
-        arriving = all_to_all_single(sizes, None, None, group).view(self.ranks, -1)
-        both = sizes.view(self.ranks, -1).sum(1), arriving.sum(1)
-        given, taken = torch.stack(both).tolist()  # one copy to the host
-        expert = torch.arange(arriving.shape[1], device=rows.device).repeat(self.ranks)
-        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken))
+        given, taken = route.counts()
+        assert route.arriving is not None
+        expert = torch.arange(route.arriving.shape[1], device=rows.device).repeat(self.ranks)
+        expert = expert.repeat_interleave(route.arriving.flatten(), output_size=sum(taken))
         order = expert.argsort(stable=True)
+        back = inverse(order)
         if self.sent is None:
             arrived = all_to_all_single_autograd(rows, taken, given, group)
         else:
             recipe, gradient = SENT_RECIPE, self.sent
             arrived = all_to_all_fp8(rows, taken, given, group, recipe=recipe, gradient=gradient)
-        y = self._computed(arrived[order], arriving.sum(0).cumsum(0, dtype=torch.int32))
-        y = y.index_select(0, order.argsort())
-        back: Tensor = all_to_all_single_autograd(y, given, taken, group)
-        return back
+        ends = route.arriving.sum(0).cumsum(0, dtype=torch.int32)
+        y = permuted(self._computed(permuted(arrived, order, back), ends), back, order)
+        sent_back: Tensor = all_to_all_single_autograd(y, given, taken, group)
+        return sent_back
 
 
 class Mixed(nn.Module):
@@ -119,7 +147,10 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x[batch, time, dim]``."""
-        mixed: Tensor = self.shared(x) + self.routed(x.flatten(0, 1)).view_as(x)
+        tokens = x.flatten(0, 1)
+        route = self.routed.route(tokens)
+        shared = self.shared(x)  # the GPU computes it while the host waits for the counts
+        mixed: Tensor = shared + self.routed(tokens, route).view_as(x)
         return mixed
 
 

@@ -30,23 +30,32 @@ QUICK: dict[str, Any] = {
 """The arguments of a smoke run."""
 
 FLAGS = ("--model", "8b", "--seq", "8192", "--batch", "1", "--compile")
-STEPS = {1: (15, 4), 16: (5, 2)}
+STEPS = {1: (15, 4), 16: (4, 2)}
 """By microbatches a step: steps, and how many of them warm up."""
 
 DRY = (4, 8)
 _FUSED = ("--fuse", "--head", "fp8")
-_SQUARE = "fp8, wgrad_input=128x128, fused, head in fp8"
+_ONE_CAST = ("--cache-weight", "step")
+_SQUARE = ("--precision", "fp8", "--wgrad-input", "128x128")
 VARIANTS: dict[str, Sequence[str]] = {
     "bf16": ("--precision", "bf16"),
     "fp8": ("--precision", "fp8"),
     "fp8, gathered in bf16": ("--precision", "fp8", "--gather", "bf16"),
     "fp8, fused, head in fp8": ("--precision", "fp8", *_FUSED),
-    _SQUARE: ("--precision", "fp8", "--wgrad-input", "128x128", *_FUSED),
+    "fp8, wgrad_input=128x128, cache_weight=step, fused, head in fp8": (
+        *_SQUARE,
+        *_ONE_CAST,
+        *_FUSED,
+    ),
 }
 ACCUMULATED: dict[str, Sequence[str]] = {
     "bf16": VARIANTS["bf16"],
-    "fp8, fused, head in fp8": VARIANTS["fp8, fused, head in fp8"],
-    f"{_SQUARE}, gathered once": (*VARIANTS[_SQUARE], "--no-reshard-after-forward"),
+    "fp8, cache_weight=step, fused, head in fp8": (*VARIANTS["fp8"], *_ONE_CAST, *_FUSED),
+    "fp8, wgrad_input=128x128, fused, head in fp8, gathered once": (
+        *_SQUARE,
+        *_FUSED,
+        "--no-reshard-after-forward",
+    ),
 }
 """With several microbatches a step. bf16 weights gathered once do not fit beside fp32 gradients."""
 

@@ -31,7 +31,7 @@ try:
     import blocktensor
     import fsdp2_checkpoint as checkpoints
     from clock import Clock, Trace
-    from fsdp2_options import parse
+    from fsdp2_options import CACHE_WEIGHT, parse
     from llama import Llama, Shape, initialise, seed_of
     from text import load_corpus, random_batches
     from writing import replacing, versions, without_nan
@@ -89,7 +89,9 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
         model.head.fused_loss = partial(  # type: ignore[union-attr]
             blocktensor.functional.linear_cross_entropy, chunk_size=options.loss_chunk or None
         )
-    recipe = blocktensor.Recipe(wgrad_input=options.wgrad_input)
+    recipe = blocktensor.Recipe(
+        wgrad_input=options.wgrad_input, cache_weight=CACHE_WEIGHT[options.cache_weight]
+    )
     # tiny's are all too small for FP8 to pay, and are here to be tried
     report = blocktensor.convert(
         converted,

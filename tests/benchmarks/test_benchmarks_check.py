@@ -203,6 +203,7 @@ def good_rows() -> dict[str, list[Row]]:
             ("fp8", "run", 2),
             ("fp8, gathered in bf16", "run", 2),
             ("fp8, fused, head in fp8", "run", 2),
+            ("fp8, wgrad_input=128x128, cache_weight=step, fused, head in fp8", "run", 2),
             ("fp8", "dry run", 4),
             ("fp8", "dry run", 8),
         )

@@ -67,6 +67,7 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
     more = [*fp8, "--accumulate", "3", "--wgrad-input", "128x128"]
     found["accumulated"] = run(example, where / "accumulated", *more)
     found["kept"] = run(example, where / "kept", *more, "--no-reshard-after-forward")
+    found["cast once"] = run(example, where / "cast_once", *more, "--cache-weight", "step")
     found["head"] = run(example, where / "head", *fp8, "--head", "fp8")
     saving = [*fp8, "--checkpoint", str(where / "saved"), "--checkpoint-every", "4"]
     found["stopped"] = run(example, where / "stopped", *saving, steps=6)
@@ -117,9 +118,9 @@ def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
 
 
 def test_microbatches(runs: dict[str, Any]) -> None:
-    """Weights that stay gathered between them change no bit."""
+    """Weights that stay gathered between them, or whose cast does, change no bit."""
     record = runs["accumulated"]
-    assert record["losses"] == runs["kept"]["losses"]
+    assert record["losses"] == runs["kept"]["losses"] == runs["cast once"]["losses"]
     assert record["losses"] != runs["fp8"]["losses"]
     assert record["losses"][0] == pytest.approx(runs["fp8"]["losses"][0], rel=0.05)
     assert record["tokens_per_second_per_gpu"] == pytest.approx(3 * 64 / record["step_seconds"])

@@ -144,6 +144,10 @@ class AmaxTable:
         """The scale of each block of a weight, laid out as by a cast."""
         return self._weight_scales[index]
 
+    def reused(self, index: int) -> object:
+        """What a cast was made of that serves until this value changes; None without ``reuses``."""
+        return (self.reductions, *self._version(index)) if self._reuses else None
+
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
 
@@ -195,7 +199,7 @@ class AmaxTable:
     def _versions(self) -> list[object]:
         return [self._version(index) for index in range(len(self.weights))]
 
-    def _version(self, index: int) -> object:
+    def _version(self, index: int) -> tuple[object, int | None]:
         return self.weights[index].version(), optimizer_steps() if self._reuses else None
 
 

@@ -22,6 +22,7 @@ from ..dtensor import local_of
 from .amax_table import AmaxTable, ShardedWeight, ShardSlice
 from .fsdp_internals import Sharded, sharded_with
 from .gathered import GatheredInFP8, gathered_of, padded
+from .kept_cast import KeptCast
 
 aten = torch.ops.aten
 
@@ -29,10 +30,11 @@ aten = torch.ops.aten
 class Identity:
     """Identity of one sharded weight, common to all tensor objects that are its local part."""
 
-    __slots__ = ("__weakref__", "place")
+    __slots__ = ("__weakref__", "kept", "place")
 
     def __init__(self) -> None:
         self.place: tuple[AmaxTable, int] | None = None
+        self.kept = KeptCast()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Identity, ()  # a copy is another weight
@@ -116,15 +118,21 @@ class FP8Shard(GatheredInFP8, MasterBase):
             )
         table, index = place
         is_stale = table.prepare_gather(index)
-        weight, rows = table.weights[index], self.master
-        format = self.recipe.weight_format
-        if rows.numel():
-            amax = table.amax_of_rows(index, rows)
-            data = quantize_shard(rows, amax, format, *weight.slice.offsets)
-        else:
-            data = torch.empty(rows.shape, dtype=format.dtype, device=rows.device)
-        sent = padded(data, weight.slice.dim, outer_size, mesh)
+        weight, kept = table.weights[index], self.identity.kept
+        made_of = table.reused(index)
+        sent = kept.find(made_of, self.master.device)
+        if sent is None:
+            sent = padded(self._cast(table, index), weight.slice.dim, outer_size, mesh)
+            if made_of is not None:
+                kept.keep(sent, made_of)
         return (sent,), (outer_size, table.scale(index), self.recipe, weight.version(), is_stale)
+
+    def _cast(self, table: AmaxTable, index: int) -> Tensor:
+        rows, format = self.master, self.recipe.weight_format
+        if not rows.numel():
+            return torch.empty(rows.shape, dtype=format.dtype, device=rows.device)
+        offsets = table.weights[index].slice.offsets
+        return quantize_shard(rows, table.amax_of_rows(index, rows), format, *offsets)
 
     def fsdp_post_all_gather(
         self,
@@ -313,7 +321,7 @@ _VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int
 
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _ALIAS:
+    if func in _ALIAS or _is_view_of_all(func, args):
         # the same master: an alias made below autograd would have a version counter of its own
         return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
     out = on_master(func, args, kwargs)
@@ -325,6 +333,11 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(first, FP8Shard) and func in _VIEWS:
         return torch.utils._pytree.tree_map(lambda view: _part(view, first.recipe), out)
     return out
+
+
+def _is_view_of_all(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is the view that ``to_local()`` of a DTensor takes."""
+    return func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)
 
 
 def _part(view: Tensor, recipe: Recipe) -> Tensor:

@@ -50,7 +50,8 @@ def _train(rank: int, world: int, folder: str, store: str, device: str) -> None:
     torch.use_deterministic_algorithms(True)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # for a minute, before the process ends
+        # torch waits four times as long between the error and the end of the process
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",

@@ -80,6 +80,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda p: p.data.mul_(8),
     "detach": lambda p: p.detach().mul_(8),
     "to_local": lambda p: p.to_local().mul_(8),
+    "to_local.master": lambda p: p.to_local().master.mul_(8),
     "data.to_local": lambda p: p.data.to_local().mul_(8),
     "detach.to_local": lambda p: p.detach().to_local().mul_(8),
     "new memory": lambda p: setattr(shard_of(p).master, "data", shard_of(p).master * 8),
@@ -197,14 +198,17 @@ def test_a_write_on_one_rank_alone_is_noticed(world: int, device: str) -> None:
 CHANGED = r"FP8 weight that FSDP2 gathers was changed on this rank between a forward"
 
 
+@pytest.mark.parametrize("write", ["parameter", "to_local.master"])
 @pytest.mark.parametrize("forwards", [1, 2])
 @on_ranks(2, gpus=())
-def test_a_change_between_forward_and_backward(world: int, device: str, forwards: int) -> None:
+def test_a_change_between_forward_and_backward(
+    world: int, device: str, forwards: int, write: str
+) -> None:
     """Raises, alike on all ranks, also if a second forward has seen the change."""
     model, optimizer = trained(mesh_of(world, device))
     losses = [loss_of(model, 0)]
     with torch.no_grad():
-        model[2].weight.mul_(2)
+        WRITES[write](model[2].weight)
     if forwards == 2:
         losses.append(loss_of(model, 1))
     with pytest.raises(RuntimeError, match=CHANGED):
