@@ -16,7 +16,7 @@ QUICK: dict[str, Any] = {
 }
 """The arguments of a smoke run."""
 
-VARIANTS = 7
+VARIANTS = 8
 
 
 def total(**_: Any) -> int:

@@ -23,7 +23,7 @@ from .experts import Shape as Experts
 from .llama import MLP, Block, step
 from .ranks import in_turn, parser, run_worker
 from .results import Row
-from .routing import inverse, on_host, permuted, rows_of_tokens
+from .routing import combined, inverse, on_host, permuted, rows_of_tokens
 from .timing import Call
 from .traced import parts_of_call
 
@@ -31,6 +31,7 @@ VARIANTS = (
     "bf16",
     "fp8",
     "fp8, fused",
+    "fp8, wgrad_input=128x128, fused",
     "fp8, fused, tokens sent in fp8",
     "fp8, fused, tokens and gradients sent in fp8",
     "bf16, gathered",
@@ -109,8 +110,7 @@ class Routed(nn.Module):
             y = self._computed(rows, route.ends)
         else:
             y = self._sent(rows, route, self.group)
-        y = permuted(y, inverse(route.order), route.order).unflatten(0, (-1, top_k))
-        return (y * route.weights.unsqueeze(-1)).sum(1)
+        return combined(y, route.weights, route.order, inverse(route.order))
 
     def _computed(self, rows: Tensor, ends: Tensor) -> Tensor:
         made: Tensor = self.experts(rows, ends)
@@ -173,6 +173,8 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
         model.bfloat16()
     if name.startswith("fp8"):
         recipe = SENT_RECIPE if sent else bt.Recipe()
+        if "128x128" in name:
+            recipe = bt.Recipe.fast()
         bt.convert(model, recipe, skip=["*.router"], auto_filter_small_kn=False)
     if "fused" in name:
         bt.fuse(model)

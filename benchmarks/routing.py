@@ -1,4 +1,7 @@
-"""Tokens brought to the order of their experts and back, without atomic adds in the backward."""
+"""Tokens brought to the order of their experts and back, without atomic adds in the backward.
+
+On a GPU compiled kernels pick rows as they read them. Both precisions run the same ones.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,15 @@ def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     return rows
 
 
+def combined(y: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """The weighted sum of each token's rows; ``y`` is in ``order``, whose inverse is ``back``.
+
+    ``weights[tokens, top_k]``; returns ``[tokens, dim]``.
+    """
+    mixed: Tensor = _Combined.apply(y, weights, order, back)
+    return mixed
+
+
 def on_host(numbers: Tensor) -> Callable[[], list[Any]]:
     """Begin to copy them; what is returned waits for the copy alone, and not for work after it."""
     if numbers.device.type == "cpu":
@@ -47,6 +59,37 @@ def on_host(numbers: Tensor) -> Callable[[], list[Any]]:
     return read
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for tensors on a GPU."""
+    fused = torch.compile(function)
+
+    def call(x: Tensor, *others: Any) -> Any:
+        return (fused if x.is_cuda else function)(x, *others)
+
+    return call
+
+
+@_compiled
+def _sum_of_rows(rows: Tensor, back: Tensor, top_k: int) -> Tensor:
+    return rows[back].unflatten(0, (-1, top_k)).float().sum(1).to(rows.dtype)
+
+
+@_compiled
+def _combine(y: Tensor, weights: Tensor, back: Tensor) -> Tensor:
+    rows = y[back].unflatten(0, weights.shape).float()
+    return (rows * weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+@_compiled
+def _combine_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, order: Tensor, back: Tensor
+) -> tuple[Tensor, Tensor]:
+    token, weight = order // weights.shape[1], weights.flatten()[order].float()
+    dy = (grad[token].float() * weight.unsqueeze(-1)).to(y.dtype)
+    rows = y[back].unflatten(0, weights.shape).float()
+    return dy, (rows * grad.float().unsqueeze(1)).sum(-1).to(weights.dtype)
+
+
 class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int, recipe: bt.Recipe | None) -> Tensor:
@@ -59,8 +102,7 @@ class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (order,) = ctx.saved_tensors
-        rows = grads[0].index_select(0, inverse(order))
-        return rows.unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+        return _sum_of_rows(grads[0], inverse(order), ctx.top_k), None, None, None
 
 
 class _Permuted(torch.autograd.Function):
@@ -73,3 +115,15 @@ class _Permuted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (back,) = ctx.saved_tensors
         return grads[0].index_select(0, back), None, None
+
+
+class _Combined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, order, back)
+        mixed: Tensor = _combine(y, weights, back)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *_combine_backward(grads[0].contiguous(), *ctx.saved_tensors), None, None

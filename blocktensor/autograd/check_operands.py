@@ -36,6 +36,21 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
         )
 
 
+def _refuse_export(w: Tensor) -> None:
+    """Raise for a weight of an exported program, which would have no gradient of it.
+
+    Raises:
+        NotImplementedError: it wants a gradient, and gradients are recorded.
+    """
+    # the flag: torch 2.11 takes is_exporting() for True in whatever it compiles
+    if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and w.requires_grad:
+        raise NotImplementedError(
+            f"torch.export of an FP8 linear whose weight {list(w.shape)} is trained: the program "
+            f"would have no gradient of it. Call blocktensor.freeze(model) before, or export under "
+            f"torch.no_grad() a program that casts the weights of every call and is not trained"
+        )
+
+
 def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> torch.dtype:
     """The output dtype of ``linear(x, w, bias, recipe=recipe)``.
 
@@ -47,6 +62,7 @@ def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> t
     checks.rank(w, (2,), "the weight of an FP8 linear", "stacks of experts need grouped_mm")
     if x.ndim == 0:
         raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
+    _refuse_export(w)
     _check_blocks(x, w, recipe)
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
         _check_wgrad_input(x, recipe)
@@ -69,6 +85,7 @@ def check_grouped(
         w, (3,), "the weight of a grouped FP8 linear", "stacks of experts are [E, N, K]; a matrix "
         "needs functional.linear",
     )  # fmt: skip
+    _refuse_export(w)
     _check_blocks(x, w, recipe)
     if isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(

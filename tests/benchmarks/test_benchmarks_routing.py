@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.routing import inverse, on_host, permuted, rows_of_tokens
+from benchmarks.routing import combined, inverse, on_host, permuted, rows_of_tokens
 from blocktensor import BlockwiseFP8Tensor, Recipe
 from tests.support.numeric import assert_same
 
@@ -15,10 +15,10 @@ def test_rows_and_their_way_back() -> None:
     order = torch.randperm(TOKENS * TOP_K)
     back = inverse(order)
     assert torch.equal(back[order], torch.arange(TOKENS * TOP_K))
-    found, wanted = (torch.randn(TOKENS, DIM, dtype=torch.float64).requires_grad_() for _ in "ab")
+    found, wanted = (torch.randn(TOKENS, DIM).requires_grad_() for _ in "ab")
     with torch.no_grad():
         found.copy_(wanted)
-    grad = torch.randn(TOKENS * TOP_K, DIM, dtype=torch.float64)
+    grad = torch.randn(TOKENS * TOP_K, DIM)
 
     rows = rows_of_tokens(found, order, TOP_K, None)
     assert torch.equal(rows, wanted[order // TOP_K])
@@ -38,6 +38,23 @@ def test_rows_that_are_cast_before_they_are_picked() -> None:
     picked = permuted(rows, inverse(order), order)
     picked.backward(torch.ones(TOKENS * TOP_K, DIM, dtype=torch.bfloat16))
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, TOP_K))
+
+
+def test_the_weighted_sum_of_a_tokens_rows() -> None:
+    order = torch.randperm(TOKENS * TOP_K)
+    operands = torch.randn(TOKENS * TOP_K, DIM), torch.rand(TOKENS, TOP_K)
+    found = [x.clone().requires_grad_() for x in operands]
+    wanted = [x.double().requires_grad_() for x in operands]
+    grad = torch.randn(TOKENS, DIM)
+    got = combined(*found, order, inverse(order))
+    y, weights = wanted
+    reference = (y[inverse(order)].view(TOKENS, TOP_K, DIM) * weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(got, reference.float())
+    got.backward(grad)
+    reference.backward(grad.double())
+    for a, b in zip(found, wanted, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad.float())
 
 
 def test_numbers_on_the_host() -> None:

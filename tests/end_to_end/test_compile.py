@@ -236,6 +236,21 @@ def test_export_of_a_frozen_model() -> None:
     assert not any("dequantize" in target for target in targets)
 
 
+def test_export_of_a_trained_model() -> None:
+    """A program that loses gradients is not made; without gradients it follows the weights."""
+    model, x = mlp(), randn(6, K)
+    with pytest.raises(NotImplementedError, match=r"is trained: .* Call blocktensor\.freeze"):
+        torch.export.export(model, (x,))
+    # strict: dynamo's own error, around the same words
+    with pytest.raises(Exception, match=r"is trained: .* Call blocktensor\.freeze"):
+        torch.export.export(model, (x,), strict=True)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,)).module()
+        assert torch.equal(program(x), model(x))
+        program.get_parameter("0.weight").mul_(-2)
+        assert torch.equal(program(x), model(x))
+
+
 def test_what_the_compile_cache_is_told() -> None:
     a, b = linear(128, K), linear(128, K)
     frozen = copy.deepcopy(a)
