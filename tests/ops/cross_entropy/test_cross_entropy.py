@@ -60,6 +60,10 @@ def check(logits: Tensor, target: Tensor, total: Tensor | None, ignored: int = -
     torch.testing.assert_close(loss.double(), want[0], rtol=2e-6, atol=1e-6)
     largest = float(want[1].abs().max())
     tolerance = ULP[logits.dtype] * largest + 2**-25
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # torch adds a row's exponentials one after the other in each lane of a vector register,
+        # whose width depends on the machine: an error that grows like a random walk
+        tolerance += math.sqrt(logits.shape[1]) * 2**-25 * largest
     assert float((given.double() - want[1]).abs().max()) <= tolerance
 
 
