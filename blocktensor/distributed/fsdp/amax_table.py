@@ -146,7 +146,7 @@ class AmaxTable:
 
     def reused(self, index: int) -> object:
         """What a cast was made of that serves until this value changes; None without ``reuses``."""
-        return (self.reductions, *self._version(index)) if self._reuses else None
+        return (self, self.reductions, *self._version(index)) if self._reuses else None
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.

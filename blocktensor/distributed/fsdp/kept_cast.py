@@ -23,6 +23,10 @@ class KeptCast:
         """Hold ``cast`` in place of an earlier one."""
         self._bytes, self._made_of, self._stream = cast, made_of, _stream_of(cast)
 
+    def release(self) -> None:
+        """Hold nothing."""
+        self._bytes = self._made_of = self._stream = None
+
     def find(self, made_of: object, device: torch.device) -> Tensor | None:
         """The bytes on ``device`` that were made of this, if this stream may read them."""
         cast = self._bytes

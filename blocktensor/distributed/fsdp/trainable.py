@@ -321,23 +321,20 @@ _VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int
 
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _ALIAS or _is_view_of_all(func, args):
+    if func in _ALIAS:
         # the same master: an alias made below autograd would have a version counter of its own
         return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
     out = on_master(func, args, kwargs)
     first = args[0] if args else None
     if isinstance(first, FP8Shard) and func in _SAME | _NEW:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
+        if fits and func in _SAME:
+            first.identity.kept.release()  # memory of the old address may be given out again
         if fits and out.dtype in checks.HIGH_PRECISION:
             return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
     if isinstance(first, FP8Shard) and func in _VIEWS:
         return torch.utils._pytree.tree_map(lambda view: _part(view, first.recipe), out)
     return out
-
-
-def _is_view_of_all(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is the view that ``to_local()`` of a DTensor takes."""
-    return func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)
 
 
 def _part(view: Tensor, recipe: Recipe) -> Tensor:

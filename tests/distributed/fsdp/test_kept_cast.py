@@ -130,6 +130,14 @@ def test_scales_of_a_later_forward_are_not_used_with_bytes_of_an_earlier_one(
         loss.backward()
 
 
+@on_ranks(2)
+def test_a_model_that_moves_keeps_no_bytes(world: int, device: str) -> None:
+    model = sharded(world, device, "step")
+    assert held(model) == LAYERS
+    model.float()
+    assert held(model) == 0
+
+
 def test_bytes_of_other_values_or_on_another_device_are_not_found() -> None:
     kept, cast = KeptCast(), torch.zeros(3)
     device = torch.device("cpu")
@@ -138,6 +146,8 @@ def test_bytes_of_other_values_or_on_another_device_are_not_found() -> None:
     assert kept.find((1, "a"), device) is cast
     assert kept.find((2, "a"), device) is None
     assert kept.find((1, "a"), torch.device("meta")) is None
+    kept.release()
+    assert kept.find((1, "a"), device) is None
 
 
 @pytest.mark.gpu
