@@ -104,13 +104,13 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
         """``x[tokens, dim]``."""
-        top_k = self.shape.top_k
-        rows = rows_of_tokens(x, route.order, top_k, SENT_RECIPE if self.sent else None)
+        recipe, back = SENT_RECIPE if self.sent else None, inverse(route.order)
+        rows = rows_of_tokens(x, route.order, back, self.shape.top_k, recipe)
         if self.group is None:
             y = self._computed(rows, route.ends)
         else:
             y = self._sent(rows, route, self.group)
-        return combined(y, route.weights, route.order, inverse(route.order))
+        return combined(y, route.weights, route.order, back)
 
     def _computed(self, rows: Tensor, ends: Tensor) -> Tensor:
         made: Tensor = self.experts(rows, ends)

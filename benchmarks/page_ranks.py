@@ -63,9 +63,9 @@ def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
         fastest = max(select(runs, {"microbatches": count}), key=lambda run: run["speed_of_bf16"])
         if fastest is row or fastest["variant"] == "bf16":
             continue
-        with_many = f" in {count} microbatches" if count > 1 else ""
+        microbatches = f" in {count} microbatches" if count > 1 else ""
         parts.append(
-            f"{fastest['variant'].removeprefix('fp8, ')}{with_many}: "
+            f"{fastest['variant'].removeprefix('fp8, ')}{microbatches}: "
             f"{times(fastest['speed_of_bf16'])}, {fastest['tokens_per_second_per_gpu']:,.0f} "
             f"tokens/s a GPU"
         )

@@ -19,12 +19,15 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def rows_of_tokens(x: Tensor, order: Tensor, top_k: int, recipe: bt.Recipe | None) -> Tensor:
+def rows_of_tokens(
+    x: Tensor, order: Tensor, back: Tensor, top_k: int, recipe: bt.Recipe | None
+) -> Tensor:
     """``top_k`` rows of each token of ``x[tokens, dim]`` in this order; cast before, by a recipe.
 
-    ``order[tokens * top_k]`` is a permutation of the rows that follow each other for each token.
+    ``order[tokens * top_k]`` is a permutation of the rows that follow each other for each token,
+    and ``back`` its inverse.
     """
-    rows: Tensor = _RowsOfTokens.apply(x, order, top_k, recipe)
+    rows: Tensor = _RowsOfTokens.apply(x, order, back, top_k, recipe)
     return rows
 
 
@@ -92,8 +95,10 @@ def _combine_backward(
 
 class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int, recipe: bt.Recipe | None) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, back: Tensor, top_k: int, recipe: bt.Recipe | None
+    ) -> Tensor:
+        ctx.save_for_backward(back)
         ctx.top_k = top_k
         if recipe is not None:
             x = bt.BlockwiseFP8Tensor.quantize(x, recipe=recipe, columnwise=False)
@@ -101,8 +106,8 @@ class _RowsOfTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        return _sum_of_rows(grads[0], inverse(order), ctx.top_k), None, None, None
+        (back,) = ctx.saved_tensors
+        return _sum_of_rows(grads[0], back, ctx.top_k), None, None, None, None
 
 
 class _Permuted(torch.autograd.Function):

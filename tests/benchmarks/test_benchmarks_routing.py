@@ -20,7 +20,7 @@ def test_rows_and_their_way_back() -> None:
         found.copy_(wanted)
     grad = torch.randn(TOKENS * TOP_K, DIM)
 
-    rows = rows_of_tokens(found, order, TOP_K, None)
+    rows = rows_of_tokens(found, order, back, TOP_K, None)
     assert torch.equal(rows, wanted[order // TOP_K])
     permuted(rows, back, order).backward(grad)
     wanted[order // TOP_K][back].backward(grad)
@@ -31,7 +31,7 @@ def test_rows_and_their_way_back() -> None:
 def test_rows_that_are_cast_before_they_are_picked() -> None:
     recipe, order = Recipe(scale="power_of_two"), torch.randperm(TOKENS * TOP_K)
     x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16).requires_grad_()
-    rows = rows_of_tokens(x, order, TOP_K, recipe)
+    rows = rows_of_tokens(x, order, inverse(order), TOP_K, recipe)
     assert isinstance(rows, BlockwiseFP8Tensor)
     wanted = BlockwiseFP8Tensor.quantize(x[order // TOP_K].detach(), recipe=recipe)
     assert_same(rows.dequantize(), wanted.dequantize())

@@ -144,9 +144,14 @@ class AmaxTable:
         """The scale of each block of a weight, laid out as by a cast."""
         return self._weight_scales[index]
 
-    def reused(self, index: int) -> object:
-        """What a cast was made of that serves until this value changes; None without ``reuses``."""
-        return (self, self.reductions, *self._version(index)) if self._reuses else None
+    def reused(self, index: int) -> tuple[Tensor, object] | None:
+        """The rows of a weight, and a value that changes when a cast of them may not be reused.
+
+        The rows are those of the parameter: FSDP may gather a copy of it on another device.
+        Without ``reuses`` None.
+        """
+        rows = self.weights[index].local() if self._reuses else None
+        return None if rows is None else (rows, (self, self.reductions, *self._version(index)))
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.

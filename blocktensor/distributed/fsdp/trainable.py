@@ -119,12 +119,12 @@ class FP8Shard(GatheredInFP8, MasterBase):
         table, index = place
         is_stale = table.prepare_gather(index)
         weight, kept = table.weights[index], self.identity.kept
-        made_of = table.reused(index)
-        sent = kept.find(made_of, self.master.device)
+        reused = table.reused(index)
+        sent = None if reused is None else kept.find(*reused)
         if sent is None:
             sent = padded(self._cast(table, index), weight.slice.dim, outer_size, mesh)
-            if made_of is not None:
-                kept.keep(sent, made_of)
+            if reused is not None:
+                kept.keep(sent, *reused)
         return (sent,), (outer_size, table.scale(index), self.recipe, weight.version(), is_stale)
 
     def _cast(self, table: AmaxTable, index: int) -> Tensor:
@@ -328,8 +328,6 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if isinstance(first, FP8Shard) and func in _SAME | _NEW:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
-        if fits and func in _SAME:
-            first.identity.kept.release()  # memory of the old address may be given out again
         if fits and out.dtype in checks.HIGH_PRECISION:
             return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
     if isinstance(first, FP8Shard) and func in _VIEWS:

@@ -138,22 +138,26 @@ def test_a_model_that_moves_keeps_no_bytes(world: int, device: str) -> None:
     assert held(model) == 0
 
 
-def test_bytes_of_other_values_or_on_another_device_are_not_found() -> None:
-    kept, cast = KeptCast(), torch.zeros(3)
-    device = torch.device("cpu")
-    assert kept.find(None, device) is None
-    kept.keep(cast, (1, "a"))
-    assert kept.find((1, "a"), device) is cast
-    assert kept.find((2, "a"), device) is None
-    assert kept.find((1, "a"), torch.device("meta")) is None
-    kept.release()
-    assert kept.find((1, "a"), device) is None
+def test_bytes_of_other_values_or_rows_are_not_found() -> None:
+    kept, cast, rows = KeptCast(), torch.zeros(3), torch.ones(3)
+    assert kept.find(rows, None) is None
+    kept.keep(cast, rows, (1, "a"))
+    assert kept.find(rows, (1, "a")) is cast
+    assert kept.find(rows, (2, "a")) is None
+    assert kept.find(rows.clone(), (1, "a")) is None
+    others = torch.ones(3)
+    kept.keep(cast, others, (1, "a"))
+    del rows  # of an earlier cast
+    assert kept.find(others, (1, "a")) is cast
+    del others
+    assert kept._bytes is None
+    assert kept.find(torch.ones(3), (1, "a")) is None
 
 
 @pytest.mark.gpu
 def test_another_stream_finds_nothing() -> None:
-    kept, cast = KeptCast(), torch.zeros(3, device="cuda")
-    kept.keep(cast, 1)
+    kept, cast, rows = KeptCast(), torch.zeros(3, device="cuda"), torch.ones(3)
+    kept.keep(cast, rows, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert kept.find(1, cast.device) is None
-    assert kept.find(1, cast.device) is cast
+        assert kept.find(rows, 1) is None
+    assert kept.find(rows, 1) is cast
