@@ -32,7 +32,8 @@ class Recipe:
               counts, or the next step of any ``torch.optim.Optimizer``. Writes that it does not
               count (through ``.data`` of a view of the weight, by a collective on a view, a raw
               pointer, or a replayed CUDA graph) are missed until then, or until
-              ``weight.invalidate()``.
+              ``weight.invalidate()`` (of a weight that FSDP2 shards, until all ranks call
+              ``torch.autograd.graph.increment_version(weight)``).
             - ``False``: not at all; backward casts again.
 
         wgrad_input: the form of the input that the weight gradient reads, and that is saved for it.

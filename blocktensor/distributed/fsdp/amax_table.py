@@ -111,7 +111,8 @@ class AmaxTable:
         self._forward = -1  # the forward of the last refresh
         self._fresh: set[int] = set()  # weights that were not gathered since
         self._is_precomputed = False  # for the next forward
-        self._seen: list[object] = [None] * len(weights)
+        self._seen: list[object] = [None] * len(weights)  # versions of the last refresh
+        self._seen_steps: int | None = None
         # weights of one format lie side by side, so that their scales are computed at once
         order = sorted(range(len(weights)), key=lambda i: weights[i].slice.format.name)
         sizes = [_slot_size(weight.slice) for weight in self.weights]
@@ -151,7 +152,9 @@ class AmaxTable:
         Without ``reuses`` None.
         """
         rows = self.weights[index].local() if self._reuses else None
-        return None if rows is None else (rows, (self, self.reductions, *self._version(index)))
+        if rows is None:
+            return None
+        return rows, (self, self.reductions, self.weights[index].version(), self._steps())
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
@@ -164,11 +167,11 @@ class AmaxTable:
         """
         weight = self.weights[index]
         if weight.in_backward():
-            return self._seen[index] != self._version(index)
+            return self._seen[index] != weight.version()
         forward = weight.forwards()
         is_new = forward != self._forward or index not in self._fresh
         can_reuse = self._reuses or self._is_precomputed
-        if is_new and not (can_reuse and self._seen == self._versions()):
+        if is_new and not (can_reuse and (self._seen, self._seen_steps) == self._now()):
             self.refresh()
         if is_new:
             self._forward, self._fresh = forward, set(range(len(self.weights)))
@@ -183,7 +186,7 @@ class AmaxTable:
 
     def refresh(self) -> None:
         """Recompute the table with one all-reduce of 4 bytes a block."""
-        self._seen = self._versions()
+        self._seen, self._seen_steps = self._now()
         self._flat.zero_()
         targets, sources = [], []
         for index, weight in enumerate(self.weights):
@@ -201,11 +204,11 @@ class AmaxTable:
         for format, where in self._formats.items():
             self._scales[where].copy_(scale_from_amax(self._flat[where], format))
 
-    def _versions(self) -> list[object]:
-        return [self._version(index) for index in range(len(self.weights))]
+    def _now(self) -> tuple[list[object], int | None]:
+        return [weight.version() for weight in self.weights], self._steps()
 
-    def _version(self, index: int) -> tuple[object, int | None]:
-        return self.weights[index].version(), optimizer_steps() if self._reuses else None
+    def _steps(self) -> int | None:
+        return optimizer_steps() if self._reuses else None
 
 
 def _slot(flat: Tensor, part: ShardSlice, start: int) -> Tensor:

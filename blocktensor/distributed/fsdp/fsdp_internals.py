@@ -24,6 +24,7 @@ class Sharded(NamedTuple):
         forwards: returns how many forwards FSDP has begun, of the root or of a part that was called
             by itself. It counts alike on all ranks.
         in_backward: returns True while FSDP gathers for a backward.
+        owner: FSDP's own object for the parameter, which outlives the tensors.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Sharded(NamedTuple):
     parameter: Callable[[], Tensor | None]
     forwards: Callable[[], int]
     in_backward: Callable[[], bool]
+    owner: Any
 
 
 def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
@@ -86,6 +88,7 @@ def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:
         _parameter_of(weakref.ref(param)),
         forwards,
         _is_in_backward(weakref.ref(group)),
+        param,
     )
 
 

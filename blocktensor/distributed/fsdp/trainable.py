@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from ...ops import checks
 from ...ops.cast.shard_ops import quantize_shard
@@ -173,20 +175,41 @@ def shard_of(x: Any) -> FP8Shard | None:
     return local if isinstance(local, FP8Shard) else None
 
 
+_PLACES: weakref.WeakKeyDictionary[Any, tuple[Recipe, tuple[AmaxTable, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The recipe and the place of the parameters that FSDP has, by its own objects for them."""
+
+
 def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
     """A shard's table and its index there; made now if FSDP knows the weights of one table."""
-    place = shard.identity.place
-    if place is None or place[0].alone:
-        together, are_all = sharded_with(lambda x: _identity(x) is shard.identity)
-        if together and (are_all or place is None):
+    identity = shard.identity
+    if identity.place is None or identity.place[0].alone:
+        together, are_all = sharded_with(lambda x: _identity(x) is identity)
+        if identity.place is None:
+            identity.place = _place_before(shard, together)
+        if together and (identity.place is None or (are_all and identity.place[0].alone)):
             groups: dict[str, list[Sharded]] = {}
             for sharded in together:
                 if shard_of(sharded.parameter()) is not None:
                     groups.setdefault(sharded.group.group_name, []).append(sharded)
             for weights in groups.values():
                 _build(weights, alone=not are_all)
-            place = shard.identity.place
-    return place
+    return identity.place
+
+
+def _place_before(shard: FP8Shard, together: Sequence[Sharded]) -> tuple[AmaxTable, int] | None:
+    """The place of the shard that FSDP had in this one's place, if it was cast alike.
+
+    After a model moves, FSDP pads the rows into a new shard, on those ranks alone that have fewer
+    rows than others: they must not compare their weights with ranks that keep their tables.
+    """
+    for sharded in together:
+        present = shard_of(sharded.parameter())
+        if present is not None and present.identity is shard.identity:
+            recipe, place = _PLACES.get(sharded.owner, (None, None))
+            return place if recipe == shard.recipe else None
+    return None
 
 
 def _identity(x: Any) -> Identity | None:
@@ -199,7 +222,7 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
     Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
     rank holds rows: the others would miss changes that other ranks count.
     """
-    by_reuse: dict[bool, list[tuple[ShardedWeight, Identity]]] = {}
+    by_reuse: dict[bool, list[tuple[ShardedWeight, FP8Shard, Any]]] = {}
     lines = []
     for sharded in together:
         shard = shard_of(sharded.parameter())
@@ -221,14 +244,15 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
         )
         reuses = shard.recipe.cache_weight == "step" and each * (world - 1) < size
         lines.append(f"{weight}, reuses={reuses}")
-        by_reuse.setdefault(reuses, []).append((weight, shard.identity))
+        by_reuse.setdefault(reuses, []).append((weight, shard, sharded.owner))
     group, device = together[0].group, together[0].device
     agree("sharded FP8 weights", lines, group)
     for reuses, entries in by_reuse.items():
-        weights = [weight for weight, _ in entries]
+        weights = [weight for weight, _, _ in entries]
         table = AmaxTable(weights, group, device, reuses=reuses, alone=alone)
-        for index, (_, identity) in enumerate(entries):
-            identity.place = table, index
+        for index, (_, shard, owner) in enumerate(entries):
+            shard.identity.place = table, index
+            _PLACES[owner] = shard.recipe, shard.identity.place
 
 
 def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
@@ -266,7 +290,8 @@ def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
         # master that state_dict() returns
         with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
             counters = whole._version, shard._version, master._version
-        return counters, master.data_ptr(), master.device
+        # an address may be given out again after a model has moved
+        return counters, WeakIdRef(master), master.data_ptr(), master.device
 
     return version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import FP8Shard, precompute_block_amax
+from blocktensor.distributed.fsdp import trainable
 from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
@@ -274,6 +276,74 @@ def test_an_optimizers_step_ends_the_reuse_whatever_it_writes_through(
         with torch.no_grad():
             write(model[0].weight)
         torch.optim.SGD([other], lr=0.1).step()
+        assert_forward_is_fresh(model)
+
+
+@on_ranks(2, gpus=())
+def test_a_model_that_moves_to_an_address_of_before(world: int, device: str) -> None:
+    """Memory that it gave up is given to it again, and counters begin at 0."""
+    data_ptr = Tensor.data_ptr
+
+    def address(x: Tensor) -> int:
+        of_version = sys._getframe(1).f_globals["__name__"] == trainable.__name__
+        return 0 if of_version else data_ptr(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "data_ptr", address)
+        model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+        for _ in range(2):
+            model.half().bfloat16()
+            before = table_of(model, 0).reductions
+            loss_of(model, 0)
+            assert table_of(model, 0).reductions == before + 1
+
+
+@pytest.mark.parametrize("policy", ["backward", "step"])
+@on_ranks(3, gpus=())
+def test_a_model_that_moves_keeps_its_table(world: int, device: str, policy: Any) -> None:
+    """FSDP pads again on some ranks, which must not wait for the others to compare weights."""
+    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
+    table = table_of(model, 2)
+    model.half().bfloat16()
+    assert_forward_is_fresh(model)
+    assert table_of(model, 2) is table
+    for step in (2, 3):
+        train(model, optimizer, step)
+        assert_forward_is_fresh(model)
+
+
+@on_ranks(2, gpus=())
+def test_another_models_optimizer_steps_between_forward_and_backward(
+    world: int, device: str
+) -> None:
+    """As in adversarial training: it is no change of these weights."""
+    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    optimizer.zero_grad()
+    single = converted()
+    single.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    model.set_reshard_after_backward(False)
+    other = nn.Parameter(torch.ones(2))
+    for step in range(2):
+        losses = [loss_of(model, step), loss_of(single, step)]
+        other.grad = torch.ones(2)
+        torch.optim.SGD([other], lr=0.1).step()
+        for loss in losses:
+            loss.backward()
+    for part in (*model[::2], model):
+        part.reshard()
+    for p, wanted in zip(model.parameters(), single.parameters(), strict=True):
+        assert p.grad is not None and wanted.grad is not None
+        assert torch.equal(whole(p.grad), wanted.grad)
+
+
+@on_ranks(2, gpus=())
+def test_a_write_that_is_not_counted_may_be_counted_by_its_author(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    for write in UNCOUNTED.values():
+        loss_of(model, 0)
+        with torch.no_grad():
+            write(model[0].weight)
+        torch.autograd.graph.increment_version(model[0].weight)
         assert_forward_is_fresh(model)
 
 
