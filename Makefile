@@ -11,6 +11,8 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # More arguments for pytest or for the demo: make test ARGS="-m gpu"
 ARGS   ?=
+# Modules are compiled as they are imported: most never are.
+INSTALL = $(PY) -m pip install --no-compile
 # Processes that run tests (pytest-xdist); empty: none beside make's own.
 WORKERS ?= 2
 
@@ -59,11 +61,11 @@ clean: ## Remove caches, builds and ./.venv
 ifneq ($(strip $(VENV)),)
 $(VENV)/.torch.stamp: Makefile
 	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install $(TORCH)
-	[ "$$(uname)" != Linux ] || $(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install $(TRITON)
+	$(INSTALL) $(TORCH)
+	[ "$$(uname)" != Linux ] || $(PY) -c 'import triton' 2>/dev/null || $(INSTALL) $(TRITON)
 	touch $@
 
 $(VENV)/.%.stamp: pyproject.toml $(VENV)/.torch.stamp
-	$(PY) -m pip install --editable '.[$*]'
+	$(INSTALL) --editable '.[$*]'
 	touch $@
 endif
