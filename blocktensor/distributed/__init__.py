@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from .expert_parallel.all_to_all import all_to_all_fp8
 from .fsdp.frozen import FrozenShard
-from .fsdp.trainable import FP8Shard, precompute_block_amax
+from .fsdp.places import precompute_block_amax
+from .fsdp.trainable import FP8Shard
 
 if TYPE_CHECKING:
     from .tensor_parallel.prepare_input import PrepareModuleInput

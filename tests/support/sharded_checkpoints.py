@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import blocktensor
+from blocktensor.distributed.fsdp.trainable import shard_of
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
@@ -60,6 +61,13 @@ def trained(
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer
+
+
+def table_of(model: nn.Sequential, layer: int) -> Any:
+    """The amax table that a weight is in."""
+    found = shard_of(model[layer].weight)
+    assert found is not None and found.identity.place is not None
+    return found.identity.place[0]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

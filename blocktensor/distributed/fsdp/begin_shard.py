@@ -13,7 +13,8 @@ from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.refusals import refuse
 from ...tensor.weight import BlockwiseFP8Weight
 from .frozen import FrozenShard
-from .trainable import FP8Shard, check_no_main_grad
+from .places import check_no_main_grad
+from .trainable import FP8Shard
 
 aten = torch.ops.aten
 

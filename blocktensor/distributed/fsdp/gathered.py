@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -57,13 +58,21 @@ class GatheredInFP8(FP8Base):
                 None,
                 shape=shape,
                 dtype=param_dtype,
-                # a cached columnwise form would have to be gathered and freed by FSDP
-                recipe=Recipe(scale=recipe.scale, wgrad_input=recipe.wgrad_input),
+                recipe=_of_gathered(recipe),
             )
             return made, ()
         weight = gathered_of(out)
         weight.rowwise_data, weight.rowwise_scale = data, scale
+        # those of the first gather, unless a load has assigned a shard with others
+        weight.recipe, weight.rowwise_format = _of_gathered(recipe), format
+        weight.columnwise_format = format
         return None
+
+
+@functools.cache
+def _of_gathered(recipe: Recipe) -> Recipe:
+    """Of a gathered weight: FSDP would have to gather and free a cached columnwise form."""
+    return Recipe(scale=recipe.scale, wgrad_input=recipe.wgrad_input)
 
 
 def gathered_of(out: Tensor) -> BlockwiseFP8Tensor:

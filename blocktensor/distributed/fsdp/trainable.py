@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
 from ...ops import checks
 from ...ops.cast.shard_ops import quantize_shard
-from ...ops.formats import ceil_div
 from ...ops.scale_layouts import empty_scale
 from ...recipe import Recipe
-from ...tensor.base import MasterBase, on_master
+from ...tensor.base import on_master
 from ...tensor.fp8_tensor import Generation
-from ..compare_ranks import agree
 from ..dtensor import local_of
-from .amax_table import AmaxTable, ShardedWeight, ShardSlice
-from .fsdp_internals import Sharded, sharded_with
+from .amax_table import AmaxTable
 from .gathered import GatheredInFP8, gathered_of, padded
-from .kept_cast import KeptCast
+from .places import Identity, RowsInTable, place_of
 
 aten = torch.ops.aten
 
 
-class Identity:
-    """Identity of one sharded weight, common to all tensor objects that are its local part."""
-
-    __slots__ = ("__weakref__", "kept", "place")
-
-    def __init__(self) -> None:
-        self.place: tuple[AmaxTable, int] | None = None
-        self.kept = KeptCast()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Identity, ()  # a copy is another weight
-
-
-class FP8Shard(GatheredInFP8, MasterBase):
+class FP8Shard(GatheredInFP8, RowsInTable):
     """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
 
     Optimizers, clipping, checkpoints and other ops act on the high-precision rows; FSDP gathers
@@ -51,8 +33,6 @@ class FP8Shard(GatheredInFP8, MasterBase):
     Attributes:
         master: the rows, a plain high-precision tensor.
     """
-
-    identity: Identity
 
     @staticmethod
     def __new__(cls, master: Tensor, recipe: Recipe, identity: Identity | None = None) -> FP8Shard:
@@ -105,7 +85,7 @@ class FP8Shard(GatheredInFP8, MasterBase):
         FSDP also looks it up when the root's first forward begins, before anything is gathered. The
         ranks compare their weights then, while none of them waits in a collective.
         """
-        _place(self)
+        place_of(self)
         return self._cast_rows
 
     def _cast_rows(
@@ -173,145 +153,6 @@ def shard_of(x: Any) -> FP8Shard | None:
     """The local part of a DTensor, if that is an :class:`FP8Shard`."""
     local = local_of(x)
     return local if isinstance(local, FP8Shard) else None
-
-
-_PLACES: weakref.WeakKeyDictionary[Any, tuple[Recipe, tuple[AmaxTable, int]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The recipe and the place of the parameters that FSDP has, by its own objects for them."""
-
-
-def _place(shard: FP8Shard) -> tuple[AmaxTable, int] | None:
-    """A shard's table and its index there; made now if FSDP knows the weights of one table."""
-    identity = shard.identity
-    if identity.place is None or identity.place[0].alone:
-        together, are_all = sharded_with(lambda x: _identity(x) is identity)
-        if identity.place is None:
-            identity.place = _place_before(shard, together)
-        if together and (identity.place is None or (are_all and identity.place[0].alone)):
-            groups: dict[str, list[Sharded]] = {}
-            for sharded in together:
-                if shard_of(sharded.parameter()) is not None:
-                    groups.setdefault(sharded.group.group_name, []).append(sharded)
-            for weights in groups.values():
-                _build(weights, alone=not are_all)
-    return identity.place
-
-
-def _place_before(shard: FP8Shard, together: Sequence[Sharded]) -> tuple[AmaxTable, int] | None:
-    """The place of the shard that FSDP had in this one's place, if it was cast alike.
-
-    After a model moves, FSDP pads the rows into a new shard, on those ranks alone that have fewer
-    rows than others: they must not compare their weights with ranks that keep their tables.
-    """
-    for sharded in together:
-        present = shard_of(sharded.parameter())
-        if present is not None and present.identity is shard.identity:
-            recipe, place = _PLACES.get(sharded.owner, (None, None))
-            return place if recipe == shard.recipe else None
-    return None
-
-
-def _identity(x: Any) -> Identity | None:
-    return x.identity if isinstance(x, FP8Shard) else None
-
-
-def _build(together: Sequence[Sharded], alone: bool) -> None:
-    """Make the tables of weights that share a group, after a comparison with the other ranks.
-
-    Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
-    rank holds rows: the others would miss changes that other ranks count.
-    """
-    by_reuse: dict[bool, list[tuple[ShardedWeight, FP8Shard, Any]]] = {}
-    lines = []
-    for sharded in together:
-        shard = shard_of(sharded.parameter())
-        assert shard is not None
-        size, world = sharded.shape[sharded.dim], sharded.ranks
-        each = ceil_div(size, world)
-        weight = ShardedWeight(
-            sharded.name,
-            ShardSlice(
-                sharded.shape,
-                sharded.dim,
-                min(sharded.rank * each, size),
-                shard.recipe.weight_format,
-            ),
-            _master_of(sharded.parameter),
-            _version_of(sharded.parameter),
-            sharded.forwards,
-            sharded.in_backward,
-        )
-        reuses = shard.recipe.cache_weight == "step" and each * (world - 1) < size
-        lines.append(f"{weight}, reuses={reuses}")
-        by_reuse.setdefault(reuses, []).append((weight, shard, sharded.owner))
-    group, device = together[0].group, together[0].device
-    agree("sharded FP8 weights", lines, group)
-    for reuses, entries in by_reuse.items():
-        weights = [weight for weight, _, _ in entries]
-        table = AmaxTable(weights, group, device, reuses=reuses, alone=alone)
-        for index, (_, shard, owner) in enumerate(entries):
-            shard.identity.place = table, index
-            _PLACES[owner] = shard.recipe, shard.identity.place
-
-
-def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
-    def master() -> Tensor | None:
-        whole = parameter()
-        check_no_main_grad(getattr(whole, "main_grad", None))
-        shard = shard_of(whole)
-        return None if shard is None else shard.master
-
-    return master
-
-
-def check_no_main_grad(main_grad: Any) -> None:
-    """Raise for a sharded weight with a ``main_grad``, which no backward would add to.
-
-    Raises:
-        NotImplementedError: it has one.
-    """
-    if main_grad is not None:
-        raise NotImplementedError(
-            "weight.main_grad with FSDP2, which reduces and shards gradients itself: set it to "
-            "None. MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces in fp32, and "
-            "model.set_requires_gradient_sync(False) sums microbatches before"
-        )
-
-
-def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
-    def version() -> object:
-        whole = parameter()
-        shard = shard_of(whole)
-        if whole is None or shard is None:
-            return None
-        master = shard.master
-        # a view shares the version counter of its base: the parameter, its to_local(), or the
-        # master that state_dict() returns
-        with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
-            counters = whole._version, shard._version, master._version
-        # an address may be given out again after a model has moved
-        return counters, WeakIdRef(master), master.data_ptr(), master.device
-
-    return version
-
-
-def precompute_block_amax(model: nn.Module) -> int:
-    """Reduce the block amaxes of a sharded model's FP8 weights now, for the next forward.
-
-    A forward does this by itself. After a call right behind ``optimizer.step()``, the all-reduce
-    may overlap with work before the forward. All ranks must call it. A weight may change between
-    this call and the forward only in ways that PyTorch counts, on all ranks alike
-    (:class:`~blocktensor.Recipe` lists the others).
-
-    Returns:
-        The number of weights whose amaxes are kept: 0 before the first forward.
-    """
-    shards = (shard for p in model.parameters() if (shard := shard_of(p)) is not None)
-    places = [place for shard in shards if (place := shard.identity.place) is not None]
-    for table in dict.fromkeys(table for table, _ in places):
-        table.precompute()
-    return len(places)
 
 
 _PRODUCTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
-from blocktensor.distributed import FP8Shard, precompute_block_amax
-from blocktensor.distributed.fsdp import trainable
+from blocktensor.distributed import FP8Shard
 from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
@@ -31,17 +29,11 @@ from tests.support.sharded_checkpoints import (
     loss_of,
     sharded,
     snapshot,
+    table_of,
     train,
     trained,
     whole,
 )
-
-
-def table_of(model: nn.Sequential, layer: int) -> Any:
-    """The amax table that a weight is in."""
-    found = shard_of(model[layer].weight)
-    assert found is not None and found.identity.place is not None
-    return found.identity.place[0]
 
 
 @on_ranks(3, gpus=())
@@ -60,21 +52,6 @@ def test_one_reduction_an_optimizer_step_of_all_weights_that_every_rank_has_rows
         assert (reused.reductions, alone.reductions) == (before[0] + 1, before[1] + 3)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@on_ranks(3, gpus=())
-def test_amaxes_that_were_precomputed_serve_one_forward(world: int, device: str) -> None:
-    model, _ = trained(mesh_of(world, device))
-    table = table_of(model, 0)
-    before = table.reductions
-    assert precompute_block_amax(model) == 3
-    for forwards in (1, 2, 3):
-        loss_of(model, 0).backward()
-        assert table.reductions == before + forwards
-    precompute_block_amax(model)
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    assert_forward_is_fresh(model)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -276,39 +253,6 @@ def test_an_optimizers_step_ends_the_reuse_whatever_it_writes_through(
         with torch.no_grad():
             write(model[0].weight)
         torch.optim.SGD([other], lr=0.1).step()
-        assert_forward_is_fresh(model)
-
-
-@on_ranks(2, gpus=())
-def test_a_model_that_moves_to_an_address_of_before(world: int, device: str) -> None:
-    """Memory that it gave up is given to it again, and counters begin at 0."""
-    data_ptr = Tensor.data_ptr
-
-    def address(x: Tensor) -> int:
-        of_version = sys._getframe(1).f_globals["__name__"] == trainable.__name__
-        return 0 if of_version else data_ptr(x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "data_ptr", address)
-        model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
-        for _ in range(2):
-            model.half().bfloat16()
-            before = table_of(model, 0).reductions
-            loss_of(model, 0)
-            assert table_of(model, 0).reductions == before + 1
-
-
-@pytest.mark.parametrize("policy", ["backward", "step"])
-@on_ranks(3, gpus=())
-def test_a_model_that_moves_keeps_its_table(world: int, device: str, policy: Any) -> None:
-    """FSDP pads again on some ranks, which must not wait for the others to compare weights."""
-    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
-    table = table_of(model, 2)
-    model.half().bfloat16()
-    assert_forward_is_fresh(model)
-    assert table_of(model, 2) is table
-    for step in (2, 3):
-        train(model, optimizer, step)
         assert_forward_is_fresh(model)
 
 
