@@ -111,8 +111,8 @@ def columnwise(
     if isinstance(cast, GatheredCast):
         if cast.generation.of != cast.of:
             raise RuntimeError(
-                "an FP8 weight that FSDP2 gathers was changed on this rank between a forward and "
-                "its backward, which gathers it again: run backward before the weight changes, or "
+                "an FP8 weight that FSDP2 gathers was changed or moved on this rank between a "
+                "forward and its backward, which gathers it again: run backward before, or "
                 "forward again after"
             )
         cast = None

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
 from ..distributed.expert_parallel.stack_cuts import check_cuts
-from ..distributed.fsdp.fsdp_internals import Sharded, sharded_with
+from ..distributed.fsdp.fsdp_internals import Sharded, owner_of, sharded_with
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.checks import high_precision
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -76,7 +76,7 @@ def castable(
         of_fsdp = True
         if not any(is_parallel_linear(module, weight) for module in modules):
             of_fsdp = _not_gathered_yet(weight, local, what, recipe)
-        elif sharded_with(lambda x: x is local)[0]:
+        elif owner_of(local) is not None:
             raise NotImplementedError(
                 f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
                 f"besides: convert the model before fully_shard"
@@ -122,7 +122,7 @@ def is_parallel_linear(module: nn.Module, weight: Tensor) -> bool:
 
 def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
     """Whether FSDP2 shards the weight; else it is a stack that ranks share as they compute."""
-    of_fsdp, has_run = sharded_with(lambda x: x is local)
+    of_fsdp, has_run = sharded_with(owner_of(local))
     if not of_fsdp and weight.ndim == 3:
         format = (recipe or DEFAULT_RECIPE).weight_format
         check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
+from ..distributed.fsdp.fsdp_internals import owner_of
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -217,7 +217,7 @@ def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recip
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
-        if is_sharded_by_fsdp(local):
+        if owner_of(local) is not None:
             return with_local(weight, FP8Shard(local.detach(), recipe))
         local = local.detach().requires_grad_(weight.requires_grad)
         return with_local(weight, _converted_weight(module, key, local, recipe))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
-from ..distributed.fsdp.fsdp_internals import is_sharded_by_fsdp
+from ..distributed.fsdp.fsdp_internals import owner_of
 from ..distributed.fsdp.gathered import GatheredInFP8
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -63,7 +63,7 @@ def local_stack(weight: Tensor) -> Tensor | None:
     local = local_of(weight)
     if local is None or weight.ndim != 3 or isinstance(local, GatheredInFP8):
         return None
-    return None if is_sharded_by_fsdp(local) else local
+    return local if owner_of(local) is None else None
 
 
 def is_transposed(module: nn.Module, key: str) -> bool:

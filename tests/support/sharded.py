@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
+from blocktensor.distributed.fsdp.places import known_place
 from blocktensor.distributed.fsdp.trainable import shard_of
 from blocktensor.ops.formats import Quantized
 from tests.support.numeric import assert_same
@@ -150,6 +151,7 @@ def reductions(model: nn.Module) -> int:
     tables = {}
     for parameter in model.parameters():
         found = shard_of(parameter)
-        if found is not None and found.identity.place is not None:
-            tables[id(found.identity.place[0])] = found.identity.place[0]
+        place = None if found is None else known_place(found)
+        if place is not None:
+            tables[id(place[0])] = place[0]
     return sum(table.reductions for table in tables.values())

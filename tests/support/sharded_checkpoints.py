@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import blocktensor
+from blocktensor.distributed.fsdp.places import known_place
 from blocktensor.distributed.fsdp.trainable import shard_of
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
 
@@ -66,8 +67,9 @@ def trained(
 def table_of(model: nn.Sequential, layer: int) -> Any:
     """The amax table that a weight is in."""
     found = shard_of(model[layer].weight)
-    assert found is not None and found.identity.place is not None
-    return found.identity.place[0]
+    place = None if found is None else known_place(found)
+    assert place is not None
+    return place[0]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

@@ -21,6 +21,7 @@ from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
 from ...tensor.step_reuse import optimizer_steps
+from .kept_cast import KeptCast
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class ShardedWeight:
 
     Attributes:
         local: returns the present high-precision rows, a plain tensor; None once they are freed.
-        version: returns a value that differs after a change of the rows that PyTorch counts.
+        changes: returns how often the rows have changed in ways that PyTorch counts, alike on all
+            ranks.
         forwards: returns how many forwards have begun, alike on all ranks.
         in_backward: returns True while the weight is gathered for a backward.
     """
@@ -70,7 +72,7 @@ class ShardedWeight:
     name: str
     slice: ShardSlice
     local: Callable[[], Tensor | None]
-    version: Callable[[], object]
+    changes: Callable[[], int | None]
     forwards: Callable[[], int]
     in_backward: Callable[[], bool]
 
@@ -106,12 +108,13 @@ class AmaxTable:
         ``alone``: True if further weights of the same root may be found later.
         """
         self.weights, self.alone = tuple(weights), alone
+        self.kept = tuple(KeptCast() for _ in weights)  # with reuses, the cast of each
         self.reductions = 0
         self._group, self._reuses = group, reuses
         self._forward = -1  # the forward of the last refresh
         self._fresh: set[int] = set()  # weights that were not gathered since
         self._is_precomputed = False  # for the next forward
-        self._seen: list[object] = [None] * len(weights)  # versions of the last refresh
+        self._seen: list[int | None] = [None] * len(weights)  # changes before the last refresh
         self._seen_steps: int | None = None
         # weights of one format lie side by side, so that their scales are computed at once
         order = sorted(range(len(weights)), key=lambda i: weights[i].slice.format.name)
@@ -154,7 +157,7 @@ class AmaxTable:
         rows = self.weights[index].local() if self._reuses else None
         if rows is None:
             return None
-        return rows, (self, self.reductions, self.weights[index].version(), self._steps())
+        return rows, (self.reductions, self.weights[index].changes(), self._steps())
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
@@ -167,7 +170,7 @@ class AmaxTable:
         """
         weight = self.weights[index]
         if weight.in_backward():
-            return self._seen[index] != weight.version()
+            return self._seen[index] != weight.changes()
         forward = weight.forwards()
         is_new = forward != self._forward or index not in self._fresh
         can_reuse = self._reuses or self._is_precomputed
@@ -204,8 +207,8 @@ class AmaxTable:
         for format, where in self._formats.items():
             self._scales[where].copy_(scale_from_amax(self._flat[where], format))
 
-    def _now(self) -> tuple[list[object], int | None]:
-        return [weight.version() for weight in self.weights], self._steps()
+    def _now(self) -> tuple[list[int | None], int | None]:
+        return [weight.changes() for weight in self.weights], self._steps()
 
     def _steps(self) -> int | None:
         return optimizer_steps() if self._reuses else None

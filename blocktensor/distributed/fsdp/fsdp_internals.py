@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .changes import Changes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,15 +43,15 @@ class Sharded(NamedTuple):
     owner: Any
 
 
-def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded], bool]:
-    """The parameters under the FSDP2 root of the one whose local tensor is asked for.
+def sharded_with(owner: Any) -> tuple[list[Sharded], bool]:
+    """The parameters under the FSDP2 root of one of them, of which ``owner`` is FSDP's object.
 
     Returns:
-        The parameters in FSDP's order (none if FSDP2 does not know that one yet), and True if these
-        are all: before the root's first forward, only those gathered together are known.
+        The parameters in FSDP's order (none without an owner), and True if these are all: before
+        the root's first forward, only those gathered together are known.
     """
     for state in _states():
-        if any(is_asked_for(param._sharded_local_tensor) for param in _params(state)):
+        if any(param is owner for param in _params(state)):
             states = state._state_ctx.all_states
             forwards = _counter_of_forwards(state._state_ctx)
             found = [
@@ -61,11 +64,49 @@ def sharded_with(is_asked_for: Callable[[Tensor], bool]) -> tuple[list[Sharded],
     return [], False
 
 
-def is_sharded_by_fsdp(local: Tensor) -> bool:
-    """Whether the local part of a DTensor is what FSDP2 shards, and gathers for products."""
-    return any(
-        param._sharded_local_tensor is local for state in _states() for param in _params(state)
-    )
+def owner_of(local: Tensor) -> Any:
+    """FSDP's own object for the parameter whose local part this is; else None."""
+    params = (param for state in _states() for param in _params(state))
+    return next((param for param in params if holds(param, local)), None)
+
+
+def holds(owner: Any, local: Tensor) -> bool:
+    """Whether this is the local part of FSDP's parameter, now."""
+    held: bool = owner._sharded_local_tensor is local
+    return held
+
+
+def count_changes(owner: Any) -> Callable[[], int | None]:
+    """A function that returns how often FSDP's parameter has changed; None once it is freed."""
+    if not hasattr(owner, "changes"):
+        owner.__class__ = _resetting(owner.__class__)
+        owner.changes = Changes()
+    reference = weakref.ref(owner)
+
+    def changes() -> int | None:
+        param = reference()
+        return None if param is None else param.changes.count(param.sharded_param)
+
+    return changes
+
+
+@functools.cache
+def _resetting(base: Any) -> Any:
+    """The class of parameters that leave out what FSDP does to them after a move or a load.
+
+    FSDP pads the rows anew then, on those ranks alone that have fewer rows than others.
+    """
+
+    class ResettingParam(base):
+        changes: Changes
+
+        def reset_sharded_param(self) -> None:
+            info = self._module_info
+            self.changes.count(getattr(info.module, info.param_name))  # FSDP adopts it now
+            super().reset_sharded_param()
+            self.changes.skip(self.sharded_param)
+
+    return ResettingParam
 
 
 def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:

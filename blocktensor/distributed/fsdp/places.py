@@ -6,9 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
 from ...ops.formats import ceil_div
 from ...recipe import Recipe
@@ -16,21 +14,7 @@ from ...tensor.base import MasterBase
 from ..compare_ranks import agree
 from ..dtensor import local_of
 from .amax_table import AmaxTable, ShardedWeight, ShardSlice
-from .fsdp_internals import Sharded, sharded_with
-from .kept_cast import KeptCast
-
-
-class Identity:
-    """Identity of one sharded weight, common to all tensor objects that are its local part."""
-
-    __slots__ = ("__weakref__", "kept", "place")
-
-    def __init__(self) -> None:
-        self.place: tuple[AmaxTable, int] | None = None
-        self.kept = KeptCast()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Identity, ()  # a copy is another weight
+from .fsdp_internals import Sharded, count_changes, holds, owner_of, sharded_with
 
 
 class RowsInTable(MasterBase):
@@ -38,24 +22,45 @@ class RowsInTable(MasterBase):
 
     Attributes:
         recipe: of the weight's casts.
-        identity: of the weight.
+        original: the rows of which these are a copy on another device, as FSDP makes one of those
+            that it offloads.
     """
 
     recipe: Recipe
-    identity: Identity
+    original: weakref.ref[RowsInTable] | None = None
+    _owner: weakref.ref[Any] | None = None
+
+    @property
+    def owner(self) -> Any:
+        """FSDP's own object for the parameter with these rows, or with their original; or None.
+
+        It alone says what weight this is: other parameters may be assigned aliases of these rows.
+        """
+        original = None if self.original is None else self.original()
+        candidates = [rows for rows in (self, original) if rows is not None]
+        for rows in candidates:
+            owner = None if rows._owner is None else rows._owner()
+            if owner is not None and holds(owner, rows):
+                return owner
+        for rows in candidates:
+            owner = owner_of(rows)
+            if owner is not None:
+                rows._owner = weakref.ref(owner)
+                return owner
+        return None
 
 
 _PLACES: weakref.WeakKeyDictionary[Any, tuple[Recipe, tuple[AmaxTable, int]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The recipe and the place of the parameters that FSDP has, by its own objects for them."""
+"""The recipe and the place of each parameter that FSDP has, by its own object for it."""
 
 
 def place_of(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
     """A shard's table and its index there; made now if FSDP knows the weights of one table."""
     place = known_place(shard)
     if place is None or place[0].alone:
-        together, are_all = _sharded_with(shard)
+        together, are_all = sharded_with(shard.owner)
         if together and (are_all or place is None):
             groups: dict[str, list[Sharded]] = {}
             for sharded in together:
@@ -63,23 +68,19 @@ def place_of(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
                     groups.setdefault(sharded.group.group_name, []).append(sharded)
             for weights in groups.values():
                 _build(weights, alone=not are_all)
-            place = shard.identity.place
+            place = known_place(shard)
     return place
 
 
 def known_place(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
-    """A shard's place, or that of the shard before it that FSDP had, if it was cast alike.
+    """The place of FSDP's parameter, if it was made for weights with the recipe of this shard.
 
-    After a model moves, FSDP pads the rows into a new shard, on those ranks alone that have fewer
-    rows than others: they must not compare their weights with ranks that keep their tables.
+    It outlives the shard: after a move FSDP pads the rows into a new one, on those ranks alone that
+    have fewer than others. They must not compare their weights while the other ranks do not.
     """
-    if shard.identity.place is None:
-        for sharded in _sharded_with(shard)[0]:
-            present = _rows_of(sharded.parameter())
-            if present is not None and present.identity is shard.identity:
-                recipe, place = _PLACES.get(sharded.owner, (None, None))
-                shard.identity.place = place if recipe == shard.recipe else None
-    return shard.identity.place
+    owner = shard.owner
+    recipe, place = (None, None) if owner is None else _PLACES.get(owner, (None, None))
+    return place if recipe == shard.recipe else None
 
 
 def precompute_block_amax(model: nn.Module) -> int:
@@ -98,10 +99,6 @@ def precompute_block_amax(model: nn.Module) -> int:
     for table in dict.fromkeys(table for table, _ in places):
         table.precompute()
     return len(places)
-
-
-def _sharded_with(shard: RowsInTable) -> tuple[list[Sharded], bool]:
-    return sharded_with(lambda x: isinstance(x, RowsInTable) and x.identity is shard.identity)
 
 
 def _build(together: Sequence[Sharded], alone: bool) -> None:
@@ -126,7 +123,7 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
                 shard.recipe.weight_format,
             ),
             _master_of(sharded.parameter),
-            _version_of(sharded.parameter),
+            count_changes(sharded.owner),
             sharded.forwards,
             sharded.in_backward,
         )
@@ -139,8 +136,7 @@ def _build(together: Sequence[Sharded], alone: bool) -> None:
         weights = [weight for weight, _, _ in entries]
         table = AmaxTable(weights, group, device, reuses=reuses, alone=alone)
         for index, (_, shard, owner) in enumerate(entries):
-            shard.identity.place = table, index
-            _PLACES[owner] = shard.recipe, shard.identity.place
+            _PLACES[owner] = shard.recipe, (table, index)
 
 
 def _master_of(parameter: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
@@ -165,23 +161,6 @@ def check_no_main_grad(main_grad: Any) -> None:
             "None. MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces in fp32, and "
             "model.set_requires_gradient_sync(False) sums microbatches before"
         )
-
-
-def _version_of(parameter: Callable[[], Tensor | None]) -> Callable[[], object]:
-    def version() -> object:
-        whole = parameter()
-        shard = _rows_of(whole)
-        if whole is None or shard is None:
-            return None
-        master = shard.master
-        # a view shares the version counter of its base: the parameter, its to_local(), or the
-        # master that state_dict() returns
-        with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
-            counters = whole._version, shard._version, master._version
-        # an address may be given out again after a model has moved
-        return counters, WeakIdRef(master), master.data_ptr(), master.device
-
-    return version
 
 
 def _rows_of(parameter: Any) -> RowsInTable | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from ...tensor.fp8_tensor import Generation
 from ..dtensor import local_of
 from .amax_table import AmaxTable
 from .gathered import GatheredInFP8, gathered_of, padded
-from .places import Identity, RowsInTable, place_of
+from .places import RowsInTable, known_place, place_of
 
 aten = torch.ops.aten
 
@@ -35,8 +36,8 @@ class FP8Shard(GatheredInFP8, RowsInTable):
     """
 
     @staticmethod
-    def __new__(cls, master: Tensor, recipe: Recipe, identity: Identity | None = None) -> FP8Shard:
-        """Wrap ``master``, whose storage is shared; views share an ``identity``.
+    def __new__(cls, master: Tensor, recipe: Recipe) -> FP8Shard:
+        """Wrap ``master``, whose storage is shared.
 
         Raises:
             TypeError, ValueError: another dtype or rank than a weight's.
@@ -45,7 +46,6 @@ class FP8Shard(GatheredInFP8, RowsInTable):
         checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
         self: FP8Shard = cls.wrapper_of(master, master.dtype)
         self.master, self.recipe = master, recipe
-        self.identity = Identity() if identity is None else identity
         return self
 
     @property
@@ -92,7 +92,7 @@ class FP8Shard(GatheredInFP8, RowsInTable):
         self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """These rows as e4m3 bytes, cast by the scales of the whole weight (``amax_table.py``)."""
-        place = self.identity.place
+        place = known_place(self)
         if place is None:
             raise RuntimeError(
                 f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
@@ -100,14 +100,14 @@ class FP8Shard(GatheredInFP8, RowsInTable):
             )
         table, index = place
         is_stale = table.prepare_gather(index)
-        weight, kept = table.weights[index], self.identity.kept
+        weight, kept = table.weights[index], table.kept[index]
         reused = table.reused(index)
         sent = None if reused is None else kept.find(*reused)
         if sent is None:
             sent = padded(self._cast(table, index), weight.slice.dim, outer_size, mesh)
             if reused is not None:
                 kept.keep(sent, *reused)
-        return (sent,), (outer_size, table.scale(index), self.recipe, weight.version(), is_stale)
+        return (sent,), (outer_size, table.scale(index), self.recipe, weight.changes(), is_stale)
 
     def _cast(self, table: AmaxTable, index: int) -> Tensor:
         rows, format = self.master, self.recipe.weight_format
@@ -129,7 +129,7 @@ class FP8Shard(GatheredInFP8, RowsInTable):
         Graphs save both. FSDP gathers the bytes again into the same memory, uncounted; so are the
         scales written. A backward compares the generation with that of its forward.
         """
-        shape, scale, recipe, version, is_stale = metadata
+        shape, scale, recipe, changes, is_stale = metadata
         weight = None if out is None else gathered_of(out)
         own = None if weight is None else weight.rowwise_scale
         if own is None:
@@ -141,7 +141,7 @@ class FP8Shard(GatheredInFP8, RowsInTable):
             weight = gathered_of(made[0])
             weight.generation = Generation()
         assert weight is not None and weight.generation is not None
-        weight.generation.of, weight.generation.is_stale = version, is_stale
+        weight.generation.of, weight.generation.is_stale = changes, is_stale
         return made
 
 
@@ -171,16 +171,14 @@ def _refuse_product(func: Any) -> NoReturn:
 
 
 _ALIAS = {aten.detach.default, aten.alias.default}
-"""Ops whose result is the same weight, as another object."""
+"""Ops whose result is the same rows, as another object."""
 
-_SAME = {aten._to_copy.default, aten._pin_memory.default}
-"""Ops whose result is the same weight, in another place."""
-
-_NEW = {
+_SHARDS = {
     *(aten.new_zeros.default, aten.slice.Tensor),  # for FSDP's padded shard and its rows
     *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # for copies
+    *(aten._to_copy.default, aten._pin_memory.default),  # for moves
 }
-"""Ops whose result is a shard of its own."""
+"""Ops whose result is a shard with other rows."""
 
 _VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int, aten.split.Tensor}
 """Ops whose results are parts of a shard, with which products raise too."""
@@ -189,13 +187,16 @@ _VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ALIAS:
         # the same master: an alias made below autograd would have a version counter of its own
-        return FP8Shard(args[0].master, args[0].recipe, args[0].identity)
+        return FP8Shard(args[0].master, args[0].recipe)
     out = on_master(func, args, kwargs)
     first = args[0] if args else None
-    if isinstance(first, FP8Shard) and func in _SAME | _NEW:
+    if isinstance(first, FP8Shard) and func in _SHARDS:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
         if fits and out.dtype in checks.HIGH_PRECISION:
-            return FP8Shard(out, first.recipe, first.identity if func in _SAME else None)
+            shard = FP8Shard(out, first.recipe)
+            if out.device != first.device:
+                shard.original = weakref.ref(first)
+            return shard
     if isinstance(first, FP8Shard) and func in _VIEWS:
         return torch.utils._pytree.tree_map(lambda view: _part(view, first.recipe), out)
     return out

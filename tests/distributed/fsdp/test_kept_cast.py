@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from blocktensor import Recipe
 from blocktensor.distributed.fsdp import trainable
 from blocktensor.distributed.fsdp.kept_cast import KeptCast
+from blocktensor.distributed.fsdp.places import known_place
 from blocktensor.distributed.fsdp.trainable import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import batch, build, loss_of, mesh_of, whole
@@ -51,7 +52,8 @@ class Casts:
 def held(model: nn.Module) -> int:
     """How many weights' casts are kept."""
     shards = [shard_of(p) for p in model.parameters()]
-    return sum(s is not None and s.identity.kept._bytes is not None for s in shards)
+    places = [place for s in shards if s is not None and (place := known_place(s)) is not None]
+    return sum(table.kept[index]._bytes is not None for table, index in places)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

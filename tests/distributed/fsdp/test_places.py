@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
-from blocktensor import Recipe
+from blocktensor import Recipe, convert
 from blocktensor.distributed import precompute_block_amax
 from blocktensor.distributed.fsdp import places
 from tests.support.ranks import on_ranks
@@ -41,25 +40,6 @@ def test_amaxes_that_were_precomputed_serve_one_forward(world: int, device: str)
     with torch.no_grad():
         model[0].weight.mul_(2)
     assert_forward_is_fresh(model)
-
-
-@on_ranks(2, gpus=())
-def test_a_model_that_moves_to_an_address_of_before(world: int, device: str) -> None:
-    """Memory that it gave up is given to it again, and counters begin at 0."""
-    data_ptr = Tensor.data_ptr
-
-    def address(x: Tensor) -> int:
-        of_version = sys._getframe(1).f_globals["__name__"] == places.__name__
-        return 0 if of_version else data_ptr(x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "data_ptr", address)
-        model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
-        for _ in range(2):
-            model.half().bfloat16()
-            before = table_of(model, 0).reductions
-            loss_of(model, 0)
-            assert table_of(model, 0).reductions == before + 1
 
 
 @pytest.mark.parametrize("policy", ["backward", "step"])
@@ -94,6 +74,69 @@ def test_shards_of_another_recipe_are_assigned(world: int, device: str) -> None:
             assert torch.equal(loss_of(model, 7), loss_of(reference, 7))
         model.half().bfloat16()
     assert table_of(model, 0) is not before
+
+
+@on_ranks(3, gpus=())
+def test_shards_of_other_recipes_are_assigned_and_those_of_before_again(
+    world: int, device: str
+) -> None:
+    mesh = mesh_of(world, device)
+    model, _ = trained(mesh)
+    other, _ = trained(mesh, recipe=Recipe(scale="power_of_two"))
+    states = [aliases(model), aliases(other)]
+    for state in (states[1], states[0], states[1], states[0]):
+        model.load_state_dict(state, assign=True)
+        loss_of(model, 0)
+    assert_forward_is_fresh(model)
+
+
+def aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@on_ranks(2, 3, gpus=())
+def test_shards_of_another_model_that_has_run_are_assigned(world: int, device: str) -> None:
+    """They come without its table: each model counts its own forwards and changes."""
+    mesh = mesh_of(world, device)
+    model, _ = trained(mesh)
+    source, _ = trained(mesh)
+    with torch.no_grad():
+        source[2].weight.mul_(4)
+    own, theirs = table_of(model, 0), table_of(source, 0)
+    model.load_state_dict(aliases(source), assign=True)
+    assert_forward_is_fresh(model)
+    assert table_of(model, 0) is own is not theirs
+    assert table_of(source, 0) is theirs
+    model.half().bfloat16()
+    with torch.no_grad():
+        model[2].weight.mul_(16)
+    assert_forward_is_fresh(model)
+    assert_forward_is_fresh(source)
+    loss = loss_of(model, 0)
+    with torch.no_grad():
+        model[2].weight.mul_(4)
+    with pytest.raises(RuntimeError, match="was changed or moved on this rank"):
+        loss.backward()
+
+
+@on_ranks(2, gpus=())
+def test_two_weights_are_exchanged(world: int, device: str) -> None:
+    def squares() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(2))).bfloat16()
+        convert(model, auto_filter_small_kn=False)
+        return model
+
+    model, _ = sharded(squares(), mesh_of(world, device))
+    loss_of(model, 0).backward()
+    with torch.no_grad():
+        model[0].weight.mul_(8)
+    first, second = aliases(model).values()
+    model.load_state_dict({"0.weight": second, "1.weight": first}, assign=True)
+    reference = squares()
+    reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    for step in (7, 8):
+        assert torch.equal(loss_of(model, step), loss_of(reference, step))
 
 
 @on_ranks(2, gpus=())

@@ -1,0 +1,50 @@
+"""The count of a sharded weight's changes, alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
+
+from ...tensor.base import MasterBase
+from ..dtensor import local_of
+
+
+class Changes:
+    """Counts the changes of a sharded weight that PyTorch counts or that replace its rows.
+
+    Ranks compare their counts with earlier ones, never with those of other ranks, and decide by
+    that alike. So what FSDP does on some ranks alone must be left out (:meth:`skip`).
+    """
+
+    __slots__ = ("_count", "_seen")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._seen: tuple[Any, ...] | None = None
+
+    def count(self, weight: Tensor | None) -> int:
+        """The number of changes up to now, of a weight whose present DTensor is given."""
+        state = _state_of(weight)
+        if state != self._seen:
+            self._count, self._seen = self._count + 1, state
+        return self._count
+
+    def skip(self, weight: Tensor | None) -> None:
+        """What has happened since :meth:`count` was no change."""
+        self._seen = _state_of(weight)
+
+
+def _state_of(weight: Tensor | None) -> tuple[Any, ...] | None:
+    local = local_of(weight)
+    if weight is None or not isinstance(local, MasterBase):
+        return None
+    master = local.master
+    # a view shares the version counter of its base: the parameter, its to_local(), or the master
+    # that torch.distributed.checkpoint writes to
+    with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
+        counters = weight._version, local._version, master._version
+    # counters of other objects begin again at 0
+    return counters, WeakIdRef(local), WeakIdRef(master), master.data_ptr(), master.device
