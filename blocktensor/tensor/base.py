@@ -182,29 +182,48 @@ def _hands_out_memory(func: Any) -> bool:
     return schema.is_mutable or any(x.alias_info is not None for x in schema.returns)
 
 
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an op writes to."""
+    arguments = enumerate(func._schema.arguments)
+    # schemas of c10d ops name no writes
+    is_any = func.namespace == "c10d"
+    return tuple(
+        (i, x.name)
+        for i, x in arguments
+        if is_any or (x.alias_info is not None and x.alias_info.is_write)
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MasterBase]:
+    """The wrappers whose masters an op writes to; those that it only reads do not change."""
+    arguments = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
+    ]
+    return [x for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, MasterBase)]
+
+
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
     wrapped: dict[int, MasterBase] = {}
-    # schemas of c10d ops name no writes
-    writes = func._schema.is_mutable or func.namespace == "c10d"
-    hands_out = writes or _hands_out_memory(func)
+    written = _written(func, args, kwargs)
+    hands_out = bool(written) or _hands_out_memory(func)
+    for wrapper in written:
+        wrapper.before_write()
 
     def unwrap(x: Any) -> Any:
         if not isinstance(x, MasterBase):
             return x
-        if writes:
-            x.before_write()
         master = x.master if hands_out else x.readable
         wrapped[id(master)] = x
         return master
 
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
-    if writes:
-        # Below autograd an in-place op leaves the master's version alone, and an alias of the
-        # weight made by .data has a counter of its own: count here, where both are known.
-        for wrapper in wrapped.values():
-            torch.autograd.graph.increment_version(wrapper.counted)
+    # Below autograd an in-place op leaves the master's version alone, and an alias of the weight
+    # made by .data has a counter of its own: count here, where both are known.
+    for wrapper in written:
+        torch.autograd.graph.increment_version(wrapper.counted)
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,6 +20,24 @@ def test_a_weights_gradient_is_a_tensors() -> None:
         w.grad = torch.ones(3, dtype=w.dtype)
     del w.grad
     assert w.grad is None
+
+
+WRITES_FROM: dict[str, Callable[[Any, Any], Any]] = {
+    "copy_": lambda to, of: to.copy_(of),
+    "lerp_": lambda to, of: to.lerp_(of, 0.5),
+    "out=": lambda to, of: torch.add(of, of, out=to),
+    "_foreach_add_": lambda to, of: torch._foreach_add_([to], [of]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_FROM)
+def test_a_weight_that_is_read_as_another_is_written_has_not_changed(write: str) -> None:
+    to, of = linear(256, 384).weight, linear(256, 384).weight
+    versions = to.counted._version, of.counted._version
+    with torch.no_grad():
+        WRITES_FROM[write](to.detach(), of.detach())
+    assert to.counted._version > versions[0]
+    assert of.counted._version == versions[1]
 
 
 def test_what_the_keys_of_compile_caches_tell_apart() -> None:

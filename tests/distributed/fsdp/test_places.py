@@ -94,16 +94,21 @@ def aliases(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("policy", ["backward", "step"])
 @on_ranks(2, 3, gpus=())
-def test_shards_of_another_model_that_has_run_are_assigned(world: int, device: str) -> None:
+def test_shards_of_another_model_that_has_run_are_assigned(
+    world: int, device: str, policy: Any
+) -> None:
     """They come without its table: each model counts its own forwards and changes."""
     mesh = mesh_of(world, device)
-    model, _ = trained(mesh)
-    source, _ = trained(mesh)
+    model, _ = trained(mesh, recipe=Recipe(cache_weight=policy))
+    source, _ = trained(mesh, recipe=Recipe(cache_weight=policy))
     with torch.no_grad():
         source[2].weight.mul_(4)
+    loss_of(source, 0)
     own, theirs = table_of(model, 0), table_of(source, 0)
     model.load_state_dict(aliases(source), assign=True)
+    assert_forward_is_fresh(source)  # the rows that FSDP padded were read on some ranks alone
     assert_forward_is_fresh(model)
     assert table_of(model, 0) is own is not theirs
     assert table_of(source, 0) is theirs
