@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
@@ -23,7 +21,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._count = 0
-        self._seen: tuple[Any, ...] | None = None
+        self._seen: object = None
 
     def count(self, weight: Tensor | None) -> int:
         """The number of changes up to now, of a weight whose present DTensor is given."""
@@ -37,14 +35,17 @@ class Changes:
         self._seen = _state_of(weight)
 
 
-def _state_of(weight: Tensor | None) -> tuple[Any, ...] | None:
+def _state_of(weight: Tensor | None) -> object:
+    """A value that differs after a change."""
     local = local_of(weight)
     if weight is None or not isinstance(local, MasterBase):
         return None
     master = local.master
-    # a view shares the version counter of its base: the parameter, its to_local(), or the master
-    # that torch.distributed.checkpoint writes to
     with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
-        counters = weight._version, local._version, master._version
+        if weight.is_inference():
+            return object()  # PyTorch counts nothing: it may have changed
+        # a view shares the version counter of its base: the parameter, its to_local(), or the
+        # master that torch.distributed.checkpoint writes to
+        counters = [x._version for x in (weight, local, master) if not x.is_inference()]
     # counters of other objects begin again at 0
     return counters, WeakIdRef(local), WeakIdRef(master), master.data_ptr(), master.device

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...recipe import Recipe
+from ...tensor.base import is_composite
 from .gathered import GatheredInFP8, padded
 
 aten = torch.ops.aten
@@ -58,6 +59,8 @@ class FrozenShard(GatheredInFP8):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
         first, *others = args
         kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}  # the rows stay e4m3
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):

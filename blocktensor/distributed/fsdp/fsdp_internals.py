@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..dtensor import local_of
 from .changes import Changes
 
 if TYPE_CHECKING:
@@ -64,16 +65,21 @@ def sharded_with(owner: Any) -> tuple[list[Sharded], bool]:
     return [], False
 
 
-def owner_of(local: Tensor) -> Any:
-    """FSDP's own object for the parameter whose local part this is; else None."""
-    params = (param for state in _states() for param in _params(state))
-    return next((param for param in params if holds(param, local)), None)
+def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
+    """FSDP's own object for the parameter, of ``module``, whose local part this is; else None."""
+    return next(owners_of(local, module), None)
 
 
-def holds(owner: Any, local: Tensor) -> bool:
-    """Whether this is the local part of FSDP's parameter, now."""
+def owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
+    """All such objects: models may share a parameter."""
+    for state in _states():
+        yield from (param for param in _params(state) if holds(param, local, module))
+
+
+def holds(owner: Any, local: Tensor, module: nn.Module | None = None) -> bool:
+    """Whether this is the local part of FSDP's parameter, now; ``module``: which that one is of."""
     held: bool = owner._sharded_local_tensor is local
-    return held
+    return held and (module is None or owner._module_info.module is module)
 
 
 def count_changes(owner: Any) -> Callable[[], int | None]:
@@ -102,9 +108,18 @@ def _resetting(base: Any) -> Any:
 
         def reset_sharded_param(self) -> None:
             info = self._module_info
-            self.changes.count(getattr(info.module, info.param_name))  # FSDP adopts it now
+            weight = getattr(info.module, info.param_name)  # FSDP adopts it now
+            counting = [self.changes]
+            local = local_of(weight)
+            if local is not None and local.shape != self.padded_sharded_param_size:
+                # other models may share it
+                params = (param for param in owners_of(local) if param is not self)
+                counting += [param.changes for param in params if hasattr(param, "changes")]
+            for changes in counting:
+                changes.count(weight)
             super().reset_sharded_param()
-            self.changes.skip(self.sharded_param)
+            for changes in counting:
+                changes.skip(weight)
 
     return ResettingParam
 

@@ -28,26 +28,31 @@ class RowsInTable(MasterBase):
 
     recipe: Recipe
     original: weakref.ref[RowsInTable] | None = None
-    _owner: weakref.ref[Any] | None = None
+    _owner: weakref.ref[Any] | None = None  # found last
 
-    @property
-    def owner(self) -> Any:
-        """FSDP's own object for the parameter with these rows, or with their original; or None.
+    def owner(self, module: nn.Module | None) -> Any:
+        """FSDP's own object for the parameter of ``module`` with these rows, or their original.
 
-        It alone says what weight this is: other parameters may be assigned aliases of these rows.
+        It alone says what weight this is: other modules may be assigned these rows, or aliases of
+        them. Without a module any of these objects, or None.
         """
         original = None if self.original is None else self.original()
         candidates = [rows for rows in (self, original) if rows is not None]
         for rows in candidates:
             owner = None if rows._owner is None else rows._owner()
-            if owner is not None and holds(owner, rows):
+            if owner is not None and holds(owner, rows, module):
                 return owner
         for rows in candidates:
-            owner = owner_of(rows)
+            owner = owner_of(rows, module)
             if owner is not None:
                 rows._owner = weakref.ref(owner)
                 return owner
         return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: nothing that this process alone has."""
+        here = "original", "_owner"
+        return {name: value for name, value in self.__dict__.items() if name not in here}
 
 
 _PLACES: weakref.WeakKeyDictionary[Any, tuple[Recipe, tuple[AmaxTable, int]]] = (
@@ -56,11 +61,14 @@ _PLACES: weakref.WeakKeyDictionary[Any, tuple[Recipe, tuple[AmaxTable, int]]] = 
 """The recipe and the place of each parameter that FSDP has, by its own object for it."""
 
 
-def place_of(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
-    """A shard's table and its index there; made now if FSDP knows the weights of one table."""
-    place = known_place(shard)
+def place_of(shard: RowsInTable, module: nn.Module | None = None) -> tuple[AmaxTable, int] | None:
+    """A shard's table and its index there; made now if FSDP knows the weights of one table.
+
+    ``module`` is the one that has the shard; it may be left out unless several have.
+    """
+    place = known_place(shard, module)
     if place is None or place[0].alone:
-        together, are_all = sharded_with(shard.owner)
+        together, are_all = sharded_with(shard.owner(module))
         if together and (are_all or place is None):
             groups: dict[str, list[Sharded]] = {}
             for sharded in together:
@@ -68,19 +76,26 @@ def place_of(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
                     groups.setdefault(sharded.group.group_name, []).append(sharded)
             for weights in groups.values():
                 _build(weights, alone=not are_all)
-            place = known_place(shard)
+            place = known_place(shard, module)
     return place
 
 
-def known_place(shard: RowsInTable) -> tuple[AmaxTable, int] | None:
+def known_place(
+    shard: RowsInTable, module: nn.Module | None = None
+) -> tuple[AmaxTable, int] | None:
     """The place of FSDP's parameter, if it was made for weights with the recipe of this shard.
 
     It outlives the shard: after a move FSDP pads the rows into a new one, on those ranks alone that
     have fewer than others. They must not compare their weights while the other ranks do not.
     """
-    owner = shard.owner
-    recipe, place = (None, None) if owner is None else _PLACES.get(owner, (None, None))
-    return place if recipe == shard.recipe else None
+    owner = shard.owner(module)
+    known = None if owner is None else _PLACES.get(owner)
+    if known is None:
+        return None
+    recipe, (table, index) = known
+    # a backward needs the scales of its forward: it raises if it uses the shard of another recipe
+    is_valid = recipe == shard.recipe or table.weights[index].in_backward()
+    return (table, index) if is_valid else None
 
 
 def precompute_block_amax(model: nn.Module) -> int:
@@ -94,8 +109,13 @@ def precompute_block_amax(model: nn.Module) -> int:
     Returns:
         The number of weights whose amaxes are kept: 0 before the first forward.
     """
-    shards = (shard for p in model.parameters() if (shard := _rows_of(p)) is not None)
-    places = [place for shard in shards if (place := known_place(shard)) is not None]
+    weights = (
+        (shard, module)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if (shard := _rows_of(parameter)) is not None
+    )
+    places = [place for weight in weights if (place := known_place(*weight)) is not None]
     for table in dict.fromkeys(table for table, _ in places):
         table.precompute()
     return len(places)

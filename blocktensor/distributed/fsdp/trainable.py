@@ -15,12 +15,12 @@ from ...ops import checks
 from ...ops.cast.shard_ops import quantize_shard
 from ...ops.scale_layouts import empty_scale
 from ...recipe import Recipe
-from ...tensor.base import on_master
+from ...tensor.base import is_composite, on_master
 from ...tensor.fp8_tensor import Generation
 from ..dtensor import local_of
 from .amax_table import AmaxTable
 from .gathered import GatheredInFP8, gathered_of, padded
-from .places import RowsInTable, known_place, place_of
+from .places import RowsInTable, place_of
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ class FP8Shard(GatheredInFP8, RowsInTable):
         self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """These rows as e4m3 bytes, cast by the scales of the whole weight (``amax_table.py``)."""
-        place = known_place(self)
+        place = place_of(self, module)
         if place is None:
             raise RuntimeError(
                 f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
@@ -188,6 +188,8 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _ALIAS:
         # the same master: an alias made below autograd would have a version counter of its own
         return FP8Shard(args[0].master, args[0].recipe)
+    if is_composite(func):
+        return func.decompose(*args, **kwargs)
     out = on_master(func, args, kwargs)
     first = args[0] if args else None
     if isinstance(first, FP8Shard) and func in _SHARDS:

@@ -108,6 +108,18 @@ def test_a_move_between_forward_and_backward(world: int, device: str, policy: An
             loss.backward()
 
 
+@pytest.mark.parametrize("policy", ["backward", "step"])
+@on_ranks(3, gpus=())
+def test_a_move_under_inference_mode(world: int, device: str, policy: Any) -> None:
+    """PyTorch counts no writes to such tensors: every forward sees them."""
+    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
+    with torch.inference_mode():
+        model.half().bfloat16()
+        assert_forward_is_fresh(model)
+        model[2].weight.mul_(8)
+        assert_forward_is_fresh(model)
+
+
 @on_ranks(2, gpus=())
 def test_memory_that_a_model_gave_up_is_given_to_it_again(world: int, device: str) -> None:
     """An address that comes back does not hide the change: counters begin at 0 again."""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, freeze, memory_report
 from blocktensor.distributed import FrozenShard
+from blocktensor.distributed.fsdp.begin_shard import chunks
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     HIDDEN,
@@ -41,6 +42,15 @@ def shard_base(model: nn.Module, world: int, device: str) -> list[FrozenShard]:
     fully_shard(model, mesh=mesh_of(world, device))
     held = [p._local_tensor for p in model.parameters()]
     return [x for x in held if isinstance(x, FrozenShard)]
+
+
+def test_moves_under_inference_mode() -> None:
+    weight = adapters_on_a_frozen_base("cpu")[0].up.weight
+    rows = chunks(weight, 2)[0]
+    with torch.inference_mode():
+        moved = rows.to(torch.float16)
+    assert type(moved) is FrozenShard
+    assert torch.equal(moved.data_rows.float(), rows.data_rows.float())
 
 
 @on_ranks(2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import precompute_block_amax
@@ -122,6 +124,65 @@ def test_shards_of_another_model_that_has_run_are_assigned(
         model[2].weight.mul_(4)
     with pytest.raises(RuntimeError, match="was changed or moved on this rank"):
         loss.backward()
+
+
+@pytest.mark.parametrize("policy", ["backward", "step"])
+@on_ranks(2, 3, gpus=())
+def test_two_models_share_parameters(world: int, device: str, policy: Any) -> None:
+    """Each has them in a table of its own, though the shards are the same objects.
+
+    Biases are not shared: FSDP gathers old values of what another model pads again.
+    """
+    mesh = mesh_of(world, device)
+    model, _ = trained(mesh, recipe=Recipe(cache_weight=policy))
+    source, _ = trained(mesh, recipe=Recipe(cache_weight=policy))
+    state = source.state_dict(keep_vars=True)
+    del state["0.bias"]
+    model.load_state_dict(state, strict=False, assign=True)
+    assert model[0].weight is source[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for trains in (model, source):
+            train(trains, optimizer, step)
+            for sharing in (model, source):
+                assert_forward_is_fresh(sharing)
+        assert precompute_block_amax(source) == 3
+        model.load_state_dict({}, strict=False)
+        assert_forward_is_fresh(source)
+
+
+@on_ranks(2, gpus=())
+def test_a_shard_of_another_recipe_is_assigned_between_forward_and_backward(
+    world: int, device: str
+) -> None:
+    """A backward that does not read this weight reads the others as its forward did."""
+    model, other = converted(), converted(recipe=Recipe(scale="power_of_two"))
+    for root in (model, other):  # backward gathers all weights at once
+        fully_shard(root, mesh=mesh_of(world, device), reshard_after_forward=True)
+    gradients = []
+    for assigns in (False, True):
+        model.zero_grad()
+        loss = loss_of(model, 0)
+        if assigns:
+            first = {"0.weight": other[0].weight.detach()}
+            model.load_state_dict(first, strict=False, assign=True)
+        loss.backward()
+        found = [p.grad for name, p in model.named_parameters() if name != "0.weight"]
+        gradients.append([whole(grad) for grad in found if grad is not None])
+        loss_of(model, 0).backward()
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_ranks(2, gpus=())
+def test_parameters_are_pickled_after_a_forward(world: int, device: str) -> None:
+    model, _ = trained(mesh_of(world, device))
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(found[name]), whole(parameter))
 
 
 @on_ranks(2, gpus=())
