@@ -203,7 +203,8 @@ def _abandoned(base: Path, prefix: str) -> list[Path]:
     found = []
     for path in (base / name for name in os.listdir(base) if name.startswith(prefix)):
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(TimeoutError), _lock(path) as held:
+            # one that has gone was removed by the process that made it
+            with contextlib.suppress(TimeoutError, FileNotFoundError), _lock(path) as held:
                 found += [path] if held else []
     return found
 

@@ -277,6 +277,24 @@ def test_what_another_process_is_writing_is_left_to_it(folder: Path) -> None:
         assert found(folder) == files(3) | {"being_written.safetensors", other.name}
 
 
+def test_another_process_ends_and_removes_its_staging_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder / f"{in_place.STAGING}other"
+    other.mkdir()
+    is_symlink = Path.is_symlink
+
+    def goes(path: Path) -> bool:
+        if path == other and path.exists():
+            path.rmdir()
+        return is_symlink(path)
+
+    monkeypatch.setattr(Path, "is_symlink", goes)
+    save(NEW, folder)
+    assert seed_in(folder) == NEW
+    assert found(folder) == files(3)
+
+
 def test_a_folder_whose_lock_is_kept_is_left_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
