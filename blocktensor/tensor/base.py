@@ -176,23 +176,22 @@ class MasterBase(FP8Base):
 
 
 @functools.cache
-def _hands_out_memory(func: Any) -> bool:
-    """Whether an op writes to an argument, or returns one or a view of one."""
-    schema = func._schema
-    return schema.is_mutable or any(x.alias_info is not None for x in schema.returns)
-
-
-@functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an op writes to."""
-    arguments = enumerate(func._schema.arguments)
     # schemas of c10d ops name no writes
     is_any = func.namespace == "c10d"
     return tuple(
         (i, x.name)
-        for i, x in arguments
+        for i, x in enumerate(func._schema.arguments)
         if is_any or (x.alias_info is not None and x.alias_info.is_write)
     )
+
+
+@functools.cache
+def _hands_out_memory(func: Any) -> bool:
+    """Whether an op writes to an argument, or returns one or a view of one."""
+    returns = func._schema.returns
+    return bool(_written_arguments(func)) or any(x.alias_info is not None for x in returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MasterBase]:
@@ -207,7 +206,7 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
     wrapped: dict[int, MasterBase] = {}
     written = _written(func, args, kwargs)
-    hands_out = bool(written) or _hands_out_memory(func)
+    hands_out = _hands_out_memory(func)
     for wrapper in written:
         wrapper.before_write()
 

@@ -151,7 +151,7 @@ def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:
 def _counter_of_forwards(context: Any) -> Callable[[], int]:
     """FSDP sets ``iter_forward_root`` as a forward begins and resets it as it ends."""
     if not hasattr(context, "forwards"):
-        context.__class__ = _counting(type(context))
+        context.__class__ = _counting(context.__class__)
     reference = weakref.ref(context)
 
     def forwards() -> int:
@@ -161,6 +161,7 @@ def _counter_of_forwards(context: Any) -> Callable[[], int]:
     return forwards
 
 
+@functools.cache
 def _counting(base: Any) -> Any:
     """The class of contexts that count forwards. A hook on modules would break compiled graphs."""
 
