@@ -18,6 +18,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Q
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.registry import loaded
 from blocktensor.ops.scale_layouts import columnwise_width
 
 from . import drafts, peers
@@ -117,7 +118,7 @@ def ours(case: Case) -> dict[str, Maker]:
     for backend in choose_backend.GEMM_BACKENDS:
         # cuBLAS cannot add: its plain fp32 product is the peer of ours
         problem = case.problem(adds and backend.name != "cublas")
-        if backend.name == "reference" or backend.unusable(problem.device):
+        if backend.name == "reference" or backend.why_not(problem.device):
             continue
         if backend.declines(problem) is None:
             makers[backend.name] = _backend(backend, problem)
@@ -125,7 +126,7 @@ def ours(case: Case) -> dict[str, Maker]:
 
 
 def _backend(backend: GemmBackend, problem: GemmProblem) -> Maker:
-    kernels = choose_backend.gemm_kernels(backend)
+    kernels = loaded(backend)
     if problem.accumulate:
         add = kernels.gemm_add_
         assert add is not None
@@ -147,7 +148,7 @@ def others(case: Case) -> dict[str, Maker]:
     if not case.adds:
         makers["bf16"] = lambda i: lambda: torch.mm(i.left, i.right)
     if case.kind.startswith("square"):  # what a linear runs without the option
-        cublas = choose_backend.gemm_kernels(choose_backend.gemm_backend("cublas"))
+        cublas = loaded(choose_backend.gemm_backend("cublas"))
         makers["1x128"] = lambda i: (
             (lambda: gemm_add_(i.out, i.a, i.rows))
             if case.adds

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktensor.ops.devices import sms
+from blocktensor.ops.devices import H200, card
 from blocktensor.ops.formats import BLOCK, num_blocks
-from blocktensor.ops.gemm.choose_backend import gemm_backend, gemm_kernels
+from blocktensor.ops.gemm.choose_backend import gemm_backend
 from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
+from blocktensor.ops.registry import loaded
 
 from .candidates import Maker
 from .gemm import Case, Inputs, make_inputs
@@ -70,7 +71,7 @@ def _tile(name: str) -> Maker:
 
 
 def _cublas(i: Inputs) -> Any:
-    gemm = gemm_kernels(gemm_backend("cublas")).gemm
+    gemm = loaded(gemm_backend("cublas")).gemm
     return lambda: gemm(i.a, i.b, None, torch.bfloat16)
 
 
@@ -125,7 +126,7 @@ def fit(shape: Speed, problems: list[tuple[int, int, int]], us: list[float], cou
 
 def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dict[str, Any]]:
     """One row a kernel: its fitted times, and how far they are from what was measured."""
-    count = sms(torch.device("cuda", 0))
+    count = card(torch.device("cuda", 0)).sms
     for kind in KINDS:
         cases = [Case(kind, *shape) for shape in shapes]
         times = [_times(case, rounds) for case in cases]
@@ -133,7 +134,7 @@ def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dic
             known = [(c.problem(False), t[name]) for c, t in zip(cases, times, strict=True)]
             problems = [(p.m, p.n, p.k) for p, _ in known]
             us = [t for _, t in known]
-            speed = fit(speeds()[name], problems, us, count)
+            speed = fit(speeds(H200.name)[name], problems, us, count)
             errors = [
                 speed.microseconds(m, n, num_blocks(k), count) / t - 1
                 for (m, n, k), t in zip(problems, us, strict=True)
@@ -151,17 +152,22 @@ def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dic
 
 
 def publish(rows: list[dict[str, Any]]) -> Path:
-    """Write what was measured to where the choice reads it; that file."""
+    """Write what was measured to where the choice reads it, as the part of this card; that file."""
     kept = ("m", "n", "programs", *PARTS)
-    lines = [
-        f"  {json.dumps(row['kernel'])}: {json.dumps({name: row[name] for name in kept})}"
-        for row in rows
-    ]
-    FILE.write_text(
-        "{\n"
-        f' "gpu": {json.dumps(torch.cuda.get_device_name())},\n'
-        f' "date": "{datetime.date.today()}",\n'
-        ' "command": "python -m benchmarks tiles",\n'
-        ' "speeds": {\n' + ",\n".join(lines) + "\n }\n}\n"
-    )
+    known = json.loads(FILE.read_text())
+    known[card(torch.device("cuda", 0)).name] = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": str(datetime.date.today()),
+        "command": "python -m benchmarks tiles",
+        "speeds": {row["kernel"]: {name: row[name] for name in kept} for row in rows},
+    }
+    FILE.write_text("{\n" + ",\n".join(_lines(*part) for part in known.items()) + "\n}\n")
     return FILE
+
+
+def _lines(name: str, part: dict[str, Any]) -> str:
+    """The part of a card, a line a kernel."""
+    *facts, _ = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in part.items())
+    rows = (f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in part["speeds"].items())
+    listed = ',\n  "speeds": {\n' + ",\n".join(rows) + "\n  }"
+    return f" {json.dumps(name)}: {{\n" + ",\n".join(facts) + listed + "\n }"

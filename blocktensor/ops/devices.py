@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
+import os
+from typing import NamedTuple
 
 import torch
 
 _FP8_CAPABILITY = (8, 9)
+FAST_PATH_VARIABLE = "BLOCKTENSOR_FAST_PATH"
+"""Environment variable: 0 keeps the kernels in Gluon from running. Read once."""
+
 HOPPER = (9, 0)
 """Compute capability with TMA and wgmma, and 16-bit maxima two at a time."""
 
@@ -24,18 +28,34 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(torch.cuda.current_device() if index is None else index)
 
 
+class Card(NamedTuple):
+    """A GPU as far as the choice of tiles depends on it.
+
+    Attributes:
+        name: a name in gemm/hopper/tiles.json: that of the card, or of the one it resembles most.
+        sms: multiprocessors.
+    """
+
+    name: str
+    sms: int
+
+
+H200 = Card("H200", 132)
+
+
 @functools.cache
-def sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; those of an H200 for any other device (meta tensors)."""
+def card(device: torch.device) -> Card:
+    """The card of a GPU; an H200 for any other device (meta tensors)."""
     if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    name = "H100" if "H100" in properties.name else H200.name
+    return Card(name, properties.multi_processor_count)
 
 
-@functools.cache
-def triton_version() -> str:
-    """Version of the installed Triton."""
-    return importlib.metadata.version("triton")
+def sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H200 for any other device."""
+    return card(device).sms
 
 
 @functools.cache
@@ -45,12 +65,6 @@ def has_triton() -> bool:
         return importlib.util.find_spec("triton") is not None
     except ValueError:  # sys.modules["triton"] is None: its import is blocked
         return False
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """True if the installed Triton has Gluon."""
-    return has_triton() and importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def lacks_fp8(device: torch.device) -> str | None:
@@ -66,3 +80,18 @@ def lacks_fp8(device: torch.device) -> str | None:
 def lacks_triton(device: torch.device) -> str | None:
     """The reason why Triton kernels cannot run on a device; None if they can."""
     return lacks_fp8(device) or (None if has_triton() else "triton is not installed")
+
+
+@functools.cache
+def gluon_is_off() -> str | None:
+    """The reason why no kernel in Gluon is to run; None if they may."""
+    if os.environ.get(FAST_PATH_VARIABLE) == "0":
+        return f"switched off by {FAST_PATH_VARIABLE}=0"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "this Triton has no Gluon"
+    return None
+
+
+def lacks_gluon(device: torch.device) -> str | None:
+    """The reason why kernels in Gluon cannot run on a device; None if they may be tried."""
+    return lacks_triton(device) or gluon_is_off()

@@ -6,9 +6,11 @@ Each family of ops has an ordered registry, best first, whose last entry is the 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,13 +23,29 @@ def no_objection(_: object) -> None:
     return None
 
 
-@dataclass(frozen=True)
+class NotCompiled(Exception):
+    """A kernel that the installed Triton cannot compile for this GPU.
+
+    Attributes:
+        backend: whose kernel it is; None until :func:`loaded` says so.
+    """
+
+    def __init__(self, kernel: str, error: Exception) -> None:
+        root: BaseException = error  # Triton wraps an error once for every function it compiles
+        while root.__cause__ is not None:
+            root = root.__cause__
+        lines = str(root).strip().splitlines() or [type(root).__name__]
+        super().__init__(f"Triton does not compile {kernel}: {lines[-1]}")
+        self.backend: Backend[Any, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Backend(Generic[Problem, Kernels]):
     """One entry of a registry.
 
     ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return the reason, or None;
     the latter two may assume a usable device. A backend that declines cannot run the problem; one
-    that yields could, but the next is better.
+    that yields could, but the next is better. Callers ask :meth:`why_not` about a device.
 
     Attributes:
         name: how messages and ``BLOCKTENSOR_GEMM`` refer to it.
@@ -41,6 +59,56 @@ class Backend(Generic[Problem, Kernels]):
     declines: Callable[[Problem], str | None] = no_objection
     yields: Callable[[Problem], str | None] = no_objection
     why: Callable[[Problem], str] = lambda _: "takes this problem"
+
+    def why_not(self, device: torch.device) -> str | None:
+        """The reason why it cannot run on ``device``; None if it can."""
+        return _given_up.get(self) or self.unusable(device)
+
+
+_given_up: dict[Backend[Any, Any], str] = {}
+"""Backends one of whose kernels did not compile in this process, each with the reason."""
+
+
+def give_up(failure: NotCompiled) -> None:
+    """Choose the backend of a kernel that does not compile no more; warn once.
+
+    Raises:
+        NotCompiled: ``failure``, if its kernel belongs to no backend.
+    """
+    backend = failure.backend
+    if backend is None:
+        raise failure
+    if backend not in _given_up:
+        _given_up[backend] = str(failure)
+        warnings.warn(
+            f"blocktensor: {failure}. The next backend runs from now on: the results are as exact, "
+            f"the speed is lower. `python -m blocktensor` lists the backends",
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def loaded(backend: Backend[Any, Kernels]) -> Kernels:
+    """The functions of a backend, imported once; :class:`NotCompiled` from them names it."""
+    kernels: Any = backend.load()
+    named = {}
+    for field in fields(kernels) if kernels.launches else ():
+        function = getattr(kernels, field.name)
+        if callable(function):
+            named[field.name] = _naming(backend, function)
+    return replace(kernels, **named)
+
+
+def _naming(backend: Backend[Any, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except NotCompiled as failure:
+            failure.backend = backend
+            raise
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -74,7 +142,7 @@ def first_choice(
     """The first backend that takes ``problem``; one of ``backends`` must take it."""
     passed_over: dict[str, list[str]] = {}  # reason: names
     for backend in backends:
-        reason = backend.unusable(device) or backend.declines(problem) or backend.yields(problem)
+        reason = backend.why_not(device) or backend.declines(problem) or backend.yields(problem)
         if reason is None:
             break
         passed_over.setdefault(reason, []).append(backend.name)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import to_blockwise_fp8_weights
+from blocktensor import functional, to_blockwise_fp8_weights
+from blocktensor.ops import registry
+from blocktensor.ops.gemm import ops as gemm_ops
+from blocktensor.ops.gemm.choose_backend import gemm_backend
+from blocktensor.ops.registry import NotCompiled
+from blocktensor.ops.runtime.launch import Launch
 from tests.support.models import linear, randn
+from tests.support.numeric import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +72,40 @@ def test_on_a_stream_of_its_own() -> None:
         got = run()
     torch.cuda.current_stream().wait_stream(stream)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_training_goes_on_where_a_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next backend, after one warning; an error of the launch itself is raised."""
+    pytest.importorskip("triton")
+    gluon = gemm_backend("gluon")
+    if gluon.why_not(torch.device("cuda", 0)):
+        pytest.skip("no Hopper kernels here")
+    launch = Launch.__call__
+
+    def refuse(planned: Launch) -> None:
+        if planned.kernel.__name__ == "gemm_kernel":
+            raise NotCompiled("gemm_kernel", RuntimeError("no such instruction"))
+        launch(planned)
+
+    monkeypatch.setattr(Launch, "__call__", refuse)
+    x, w, g = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+        for shape, grad in (((272, 400), True), ((336, 400), True), ((272, 336), False))
+    )
+    try:
+        with pytest.warns(UserWarning, match="does not compile gemm_kernel: no such instruction"):
+            y = functional.linear(x, w)
+        y.backward(g)
+        assert gluon.why_not(x.device) is not None
+    finally:
+        registry._given_up.pop(gluon, None)
+        for table in (gemm_ops._gemm, gemm_ops._gemm_add_):
+            table.forget()
+    assert x.grad is not None
+    assert w.grad is not None
+    for found, wanted in (
+        (y, x.float() @ w.float().t()),
+        (x.grad, g.float() @ w.float()),
+        (w.grad, g.float().t() @ x.float()),
+    ):
+        assert relative_error(found, wanted) < 0.06

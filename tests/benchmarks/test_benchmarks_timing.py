@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -212,18 +211,15 @@ def test_a_draft_leaves_the_compiler_as_it_was(
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends believe that they are on an H200 with a recent CUDA."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(devices, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(devices, "has_triton", lambda: True)
-    monkeypatch.setattr(choose_backend, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(choose_backend, "sms", lambda device: 132)
+    monkeypatch.setattr(devices, "gluon_is_off", lambda: None)
+    monkeypatch.setattr(choose_backend, "card", lambda device: devices.H200)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
-    choose_backend._choose.cache_clear()
-    yield
-    choose_backend._choose.cache_clear()
 
 
 @pytest.mark.usefixtures("hopper")
@@ -252,7 +248,7 @@ def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
         asked.append(args[-1])
 
     kernels = choose_backend.GemmKernels(fake, fake)
-    monkeypatch.setattr(choose_backend, "gemm_kernels", lambda backend: kernels)
+    monkeypatch.setattr(gemm, "loaded", lambda backend: kernels)
     maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
     form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
     maker(gemm.Inputs(form.data, form.data, form, form, form.data, form))()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture
 def installed() -> Iterator[None]:
     """Look at the installed software anew, before and after."""
-    tests = (devices.has_triton, devices.has_gluon)
+    tests = (devices.has_triton, devices.gluon_is_off)
     for test in tests:
         test.cache_clear()
     yield
@@ -71,7 +72,17 @@ def test_what_triton_needs(
 def test_an_import_of_triton_may_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not devices.has_triton()
-    assert not devices.has_gluon()
+
+
+@pytest.mark.usefixtures("installed", "gpu")
+def test_the_fast_path_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    monkeypatch.setenv("BLOCKTENSOR_FAST_PATH", "0")
+    assert devices.lacks_gluon(CUDA) == "switched off by BLOCKTENSOR_FAST_PATH=0"
+    devices.gluon_is_off.cache_clear()
+    monkeypatch.setenv("BLOCKTENSOR_FAST_PATH", "1")
+    found = importlib.util.find_spec("triton")
+    assert devices.lacks_gluon(CUDA) == (None if found else "this Triton has no Gluon")
 
 
 def test_meta_tensors_are_planned_for_an_h200() -> None:

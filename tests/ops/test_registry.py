@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from blocktensor.ops.registry import Backend, Choice, first_choice
+from blocktensor.ops import registry
+from blocktensor.ops.registry import (
+    Backend,
+    Choice,
+    NotCompiled,
+    first_choice,
+    give_up,
+    loaded,
+)
 
 CPU = torch.device("cpu")
 
@@ -79,3 +88,69 @@ def test_backends_are_told_the_device_and_the_problem() -> None:
     assert first_choice((picky, LAST), 3, CPU).reason == "likes 3"
     assert first_choice((picky, LAST), 30, CPU).others == "picky: 30 is too large"
     assert first_choice((picky, LAST), 3, torch.device("meta")).others == "picky: not on meta"
+
+
+# Kernels that do not compile
+
+
+@dataclass(frozen=True)
+class Kernels:
+    double: Callable[[int], int]
+    launches: bool = True
+    label: str = "not callable"
+
+
+def refuses(_: int) -> int:
+    try:
+        raise ValueError("no such instruction")
+    except ValueError as root:
+        raise NotCompiled("double_kernel", wrapped(root)) from root
+
+
+def wrapped(root: Exception) -> Exception:
+    """As Triton wraps an error, once for every function that it was compiling."""
+    error = RuntimeError("at 3:8:\n    x = double(x)\n        ^")
+    error.__cause__ = root
+    return error
+
+
+@pytest.fixture
+def broken() -> Iterator[Backend[int, Kernels]]:
+    """A backend whose kernel does not compile; whoever gives it up is forgotten."""
+    made: Backend[int, Kernels] = Backend("broken", lambda: Kernels(refuses))
+    yield made
+    registry._given_up.pop(made, None)
+
+
+def test_a_kernel_that_does_not_compile_names_its_backend(broken: Backend[int, Kernels]) -> None:
+    kernels = loaded(broken)
+    assert loaded(broken) is kernels
+    assert kernels.label == "not callable"
+    with pytest.raises(NotCompiled, match="double_kernel: no such instruction") as failure:
+        kernels.double(3)
+    assert failure.value.backend is broken
+
+
+def test_functions_without_launches_are_called_as_they_are() -> None:
+    made: Backend[int, Kernels] = Backend("plain", lambda: Kernels(abs, launches=False))
+    assert loaded(made).double is abs
+
+
+def test_a_backend_that_was_given_up_is_passed_over(broken: Backend[int, Kernels]) -> None:
+    with pytest.raises(NotCompiled) as failure:
+        loaded(broken).double(3)
+    last: Backend[int, Kernels] = Backend("last", lambda: Kernels(abs))
+    assert first_choice((broken, last), 3, CPU).name == "broken"
+    with pytest.warns(UserWarning, match="The next backend runs from now on"):
+        give_up(failure.value)
+    give_up(failure.value)  # and warns no more
+    choice = first_choice((broken, last), 3, CPU)
+    assert choice.name == "last"
+    assert choice.others == "broken: Triton does not compile double_kernel: no such instruction"
+    assert broken.why_not(CPU) == "Triton does not compile double_kernel: no such instruction"
+
+
+def test_a_kernel_of_no_backend_cannot_be_given_up() -> None:
+    failure = NotCompiled("lonely_kernel", ValueError(""))
+    with pytest.raises(NotCompiled, match="does not compile lonely_kernel: ValueError"):
+        give_up(failure)

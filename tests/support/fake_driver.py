@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.runtime import replay, triton_abi
+from blocktensor.ops.runtime import replay
 from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.specialize import Specialized, recorded
+from blocktensor.ops.runtime.triton_compat import launcher as launchers
 
 STREAM = 77
 
@@ -27,13 +28,39 @@ def floats(address: int, count: int) -> Any:
 
 
 class Launcher:
-    """Stands for ``triton.backends.nvidia.driver.CudaLauncher``."""
+    """Stands for ``triton.backends.nvidia.driver.CudaLauncher``, of Triton 3.6 and of 3.7."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
 
-    def __init__(self, launch: Callable[..., None]) -> None:
+    def __init__(self, launch: Callable[..., None], types: list[str]) -> None:
         self.launch = launch
+        self.kernel_signature = bytes(len(types))
+
+    def __call__(
+        self,
+        gridX: int,
+        gridY: int,
+        gridZ: int,
+        stream: int,
+        function: int,
+        kernel_metadata: Any,
+        launch_metadata: Any,
+        launch_enter_hook: Any,
+        launch_exit_hook: Any,
+        *args: Any,
+    ) -> None:
+        raise NotImplementedError
+
+
+class KernelArg:
+    """Stands for ``PyKernelArg`` of Triton 3.7."""
+
+    def __init__(self, nested_tuple: None, type: int) -> None:
+        assert (nested_tuple, type) == (None, ARG_KERNEL)
+
+
+ARG_KERNEL = 7
 
 
 class TensorMap:
@@ -72,7 +99,7 @@ class Kernel:
             described = [{"block": 4} for kind in signature.values() if "tensordesc" in kind]
             self._body([expand(v, {"block": 4}) for v in args])
             return SimpleNamespace(
-                run=Launcher(self._launch(signature)),
+                run=Launcher(self._launch(signature), flat_types(signature, args)),
                 src=SimpleNamespace(signature=signature),
                 function=1234,
                 packed_metadata=(4, 1, 0),
@@ -83,13 +110,15 @@ class Kernel:
 
     def _launch(self, signature: dict[str, str]) -> Callable[..., None]:
         def launch(*args: Any) -> None:
-            head, rest = (
-                args[: len(triton_abi.HEAD_FORMAT)],
-                list(args[len(triton_abi.HEAD_FORMAT) :]),
-            )
+            in_tuple = isinstance(args[-1], tuple) and len(args) == 16
+            head, rest = (args[:-1], list(args[-1])) if in_tuple else (args[:13], list(args[13:]))
+            if in_tuple:
+                assert len(head[-2]) == len(head[-1]) == len(rest)
             self.direct.append(head)
             values: list[Any] = []
             for kind in signature.values():
+                if kind == "constexpr" and in_tuple:
+                    continue
                 value = rest.pop(0)
                 if kind.startswith("tensordesc"):
                     values.append([value, *(rest.pop(0) for _ in range(2 * len(value.shape)))])
@@ -104,6 +133,17 @@ class Kernel:
 
     def _body(self, values: list[list[Any]]) -> None:
         self.body(*(value for group in values for value in group))
+
+
+def flat_types(signature: dict[str, str], args: tuple[Any, ...]) -> list[str]:
+    """The types of all numbers that a kernel is given: a tensor map has its shape and strides."""
+    types = []
+    for kind, value in zip(signature.values(), args, strict=False):
+        if isinstance(value, Descriptor):
+            types += ["nvTmaDesc", *["i64"] * 2 * len(value.shape)]
+        elif kind != "constexpr":
+            types.append(kind)
+    return types
 
 
 def kind_of(value: Any) -> str:
@@ -131,11 +171,24 @@ def empty_on_the_cpu(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
-DRIVER = SimpleNamespace(
-    CudaLauncher=Launcher,
-    _BASE_ARGS_FORMAT=triton_abi.HEAD_FORMAT,
-    make_tensordesc_arg=make_tensordesc_arg,
-)
+DRIVERS = {
+    "3.6": SimpleNamespace(
+        CudaLauncher=Launcher,
+        _BASE_ARGS_FORMAT="iiiKKppOOOOOO",
+        make_tensordesc_arg=make_tensordesc_arg,
+    ),
+    "3.7": SimpleNamespace(
+        CudaLauncher=Launcher,
+        annotate_arguments=None,
+        make_kernel_signature=None,
+        PyKernelArg=KernelArg,
+        ARG_KERNEL=ARG_KERNEL,
+        make_tensordesc_arg=lambda descriptor, metadata, _: make_tensordesc_arg(
+            descriptor, metadata
+        ),
+    ),
+}
+"""As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
 
 
 def draw(*shape: int) -> Tensor:
@@ -176,19 +229,22 @@ def axpy(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> Tensor:
     return out
 
 
-@pytest.fixture
-def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+@pytest.fixture(params=DRIVERS)
+def fake_driver(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SimpleNamespace]:
     """Let launches of :class:`Kernel` run and be replayed on the CPU; the driver, to be spoiled."""
-    driver = SimpleNamespace(**vars(DRIVER))
-    monkeypatch.setattr(triton_abi, "_driver", lambda: driver)
-    monkeypatch.setattr(triton_abi, "_c_function", lambda launch: launch)
+    driver = SimpleNamespace(**vars(DRIVERS[request.param]))
+    of_run = [kind._replace(function=lambda run: run.launch) for kind in launchers.LAUNCHERS]
+    monkeypatch.setattr(launchers, "_driver", lambda: driver)
+    monkeypatch.setattr(launchers, "LAUNCHERS", of_run)
     monkeypatch.setattr(replay, "current_device", lambda: -1)  # what CPU tensors say
     monkeypatch.setattr(replay, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(replay, "fresh_empty", lambda: empty_on_the_cpu)
     monkeypatch.setattr(torch.cuda, "device", lambda index: _nothing())
-    triton_abi.supported.cache_clear()
+    launchers.launcher.cache_clear()
     yield driver
-    triton_abi.supported.cache_clear()
+    launchers.launcher.cache_clear()
 
 
 class _nothing:

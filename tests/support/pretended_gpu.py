@@ -9,7 +9,6 @@ import torch
 
 from blocktensor.ops import devices
 from blocktensor.ops.gemm import choose_backend
-from blocktensor.ops.grouped_gemm import choose_backend as grouped
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 CUDA = torch.device("cuda", 0)
@@ -17,31 +16,31 @@ CPU = torch.device("cpu")
 
 Pretend = Callable[..., None]
 
-
-def _forget() -> None:
-    choose_backend._choose.cache_clear()
-    choose_backend.warn_slow.cache_clear()
-    grouped._choose.cache_clear()
+OFF = "switched off by BLOCKTENSOR_FAST_PATH=0"
+"""The reason that every kernel in Gluon gives where the fast path is off."""
 
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
-    """Make the registries see a GPU of some capability, a CUDA version, a Triton version or none.
+    """Make the registries see a GPU of some capability, a CUDA version, a Triton or none.
 
-    No backend is forced, and none was chosen before.
+    No backend is forced. Without ``fast``, the fast path is off, for the reason :data:`OFF`.
     """
 
     def install(
-        capability: tuple[int, int], cuda: str | None = "13.0", triton: str | None = "3.9.0"
+        capability: tuple[int, int],
+        cuda: str | None = "13.0",
+        triton: bool = True,
+        fast: bool = True,
     ) -> None:
         monkeypatch.setattr(devices, "_capability", lambda index: capability)
-        monkeypatch.setattr(devices, "has_triton", lambda: triton is not None)
-        monkeypatch.setattr(choose_backend, "triton_version", lambda: triton)
-        for module in (choose_backend, grouped):
-            monkeypatch.setattr(module, "sms", lambda device: 132)
+        monkeypatch.setattr(devices, "has_triton", lambda: triton)
+        monkeypatch.setattr(devices, "gluon_is_off", lambda: None if fast else OFF)
+        monkeypatch.setattr(devices, "card", lambda device: devices.H200)
+        monkeypatch.setattr(choose_backend, "card", lambda device: devices.H200)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
-    _forget()
+    choose_backend.warn_slow.cache_clear()
     yield install
-    _forget()
+    choose_backend.warn_slow.cache_clear()

@@ -44,7 +44,6 @@ def replace_op(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..
     """Run ``function`` where the backend "reference" would run its op of this name."""
     monkeypatch.setattr(reference, name, function)
     # a backend's functions are looked up once, and decisions keep what they found
-    monkeypatch.setattr(choose_cast, "_loaded", lambda backend: backend.load())
-    monkeypatch.setattr(gemm, "gemm_kernels", lambda backend: backend.load())
-    monkeypatch.setattr(grouped_gemm, "grouped_kernels", lambda backend: backend.load())
+    for module in (choose_cast, gemm, grouped_gemm):
+        monkeypatch.setattr(module, "loaded", lambda backend: backend.load())
     decide_anew(monkeypatch)

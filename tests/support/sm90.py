@@ -12,11 +12,17 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocktensor.ops.runtime.launch import Launch
+
+TUNED = triton.__version__.startswith("3.6.")
+"""True with the Triton that registers were limited with: others spill more in casts."""
+
+EDGES_SPILL = get_ptxas(90).version >= "13.4"
 
 _TYPES = {
     torch.int8: "*i8",
@@ -37,6 +43,22 @@ class Resources:
     spilled_bytes: int
     shared_bytes: int
     sass: str
+
+    @property
+    def spills_among_products(self) -> bool:
+        """True if a number is spilled or read back in a loop over k blocks."""
+        blocks = re.split(r"^\.L_x_\d+:", self.sass, flags=re.MULTILINE)
+        return any("QGMMA" in block and re.search(r"\b(STL|LDL)\b", block) for block in blocks)
+
+    @property
+    def spills_nothing_of_a_gemm(self) -> bool:
+        """True if nothing is spilled; by ptxas 13.4, except a few numbers outside of the loops.
+
+        That of Triton 3.9 stores the number of the warp at entry, where it has registers to spare.
+        """
+        if self.spilled_bytes == 0 or self.spills_among_products:
+            return self.spilled_bytes == 0
+        return EDGES_SPILL and self.spilled_bytes <= 80
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -63,10 +85,15 @@ def _source(launch: Launch) -> ASTSource:
 
 
 def compile_for_sm90(launch: Launch) -> Resources:
-    """Compile ``launch`` with Triton's own tools; the stack of a kernel is what it spills."""
-    kernel = triton.compile(
-        _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.compiler_options
-    )
+    """Compile ``launch`` with Triton's own tools; the stack of a kernel is what it spills.
+
+    No option whose default differs between versions of Triton is left out.
+    """
+    assert "enable_fp_fusion" in launch.options, launch.kernel
+    with launch.compiling():
+        kernel = triton.compile(
+            _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.options
+        )
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")

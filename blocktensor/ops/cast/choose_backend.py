@@ -6,7 +6,6 @@ all others on a GPU with FP8; the reference takes the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import HOPPER, capability, has_gluon, lacks_triton
+from ..devices import HOPPER, capability, lacks_gluon, lacks_triton
 from ..formats import KERNEL_FORMATS, BlockFormat, Quantized
-from ..registry import Backend, first_choice
+from ..registry import Backend, first_choice, loaded
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,13 @@ def _load_gluon() -> CastKernels:
 
 
 def _gluon_unusable(device: torch.device) -> str | None:
-    if reason := lacks_triton(device):
+    if reason := lacks_gluon(device):
         return reason
-    if not has_gluon():
-        return "this Triton has no Gluon"
-    return None if capability(device) >= HOPPER else "written for sm_90 and later"
+    if capability(device) < HOPPER:
+        return "written for sm_90 and later"
+    from . import trial  # needs Triton
+
+    return trial.casts_fail(device)
 
 
 def _triton_declines(problem: CastProblem) -> str | None:
@@ -156,9 +157,4 @@ def cast_kernels(
     x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
 ) -> CastKernels:
     """The functions of :func:`cast_backend`."""
-    return _loaded(cast_backend(x, format, columnwise_format))
-
-
-@functools.cache
-def _loaded(backend: Backend[Any, CastKernels]) -> CastKernels:
-    return backend.load()
+    return loaded(cast_backend(x, format, columnwise_format))

@@ -86,7 +86,7 @@ def plan_128x128(w: Tensor, out: Quantized) -> Launch:
             "METHOD": method_for(w.dtype),
             "UNIT": stack.unit,
         },
-        {"num_warps": 2 * w.element_size()},
+        {"num_warps": 2 * w.element_size(), "enable_fp_fusion": True},
     )  # fmt: skip
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..devices import sms
 from ..formats import BLOCK, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
+from ..runtime.triton_compat.gluon import async_load, barrier
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
 from .gluon_words import patch_layouts
@@ -30,7 +31,7 @@ _TILES = 2
 ``PROGRAM_US`` in gemm/hopper/tiles.py). Else the programs of an SM that a collective holds would do
 all of their tiles after the others: 1.5 times as long, with two tiles each 1.2 times."""
 _PATCH_ROWS = 8
-_OPTIONS = {"num_warps": 8, "maxnreg": 128}
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True, "maxnreg": 128}
 
 
 @gluon.jit
@@ -44,7 +45,7 @@ def _copy_in(
     if FIRST == 0:
         mbarrier.expect(arrived, 3 * 128 * buffers[0].shape[1] * 4, pred=exists)
     for i in gl.static_range(FIRST, END):
-        tma.async_copy_global_to_shared(maps[i], [row, word], arrived, buffers[i], pred=exists)
+        async_load(maps[i], [row, word], arrived, buffers[i], pred=exists)
 
 
 @gluon.jit(
@@ -94,7 +95,7 @@ def cast_ahead_kernel(
             z_s.store(COMPUTE(x, y, z, 2, DETAIL, DTYPE))
         second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
         x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
-        gl.thread_barrier()  # all threads have read the buffers
+        barrier()  # all threads have read the buffers
         next_tile = tile + gl.num_programs(0)
         _copy_in(next_tile, tiles, blocks_k, maps, buffers, arrived, 0, AT_ONCE)
         cast_tile(
@@ -110,7 +111,7 @@ def cast_ahead_kernel(
         if THIRD:
             third = z_s.load(BY_ROW)
             fence_async_shared()  # what threads have written comes before the next copy
-            gl.thread_barrier()
+            barrier()
             _copy_in(next_tile, tiles, blocks_k, maps, buffers, arrived, 2, 3)
             cast_tile(
                 third, col_ptr_2, col_scale_ptr_2, third_scale_ld, col_ptr_2, col_scale_ptr_2,

@@ -124,7 +124,7 @@ def _threads(
     per_word = 4 // x.element_size()
     if producer.compute is None:
         limit = {"maxnreg": 128} if row and unit_k > 1 else {}
-        return 16, {"num_warps": 8 // per_word, **limit}
+        return 16, {"num_warps": 8 // per_word, "enable_fp_fusion": True, **limit}
     # A thread holds its patch of every source, and the steps of the computation: more warps share a
     # tile than of a cast alone. The limits are the fastest of docs/experiments/producers.md.
     from_three = len(producer.more) == 2
@@ -132,13 +132,17 @@ def _threads(
     few = x.dtype == torch.bfloat16 and not col.power_of_two
     if per_word == 2 and not from_three and unit_k > 1 and (few or not light):
         most = 64 if few and col.transposes else 72 if light else 96
-        return 8, {"num_warps": 8, "maxnreg": most}
+        return 8, {"num_warps": 8, "enable_fp_fusion": True, "maxnreg": most}
     if from_three and few and unit_k > 1:
         rows, warps, most = (8, 8, 80) if producer.second is None else (4, 16, 64)
-        return rows, {"num_warps": warps, "maxnreg": most}
+        return rows, {"num_warps": warps, "enable_fp_fusion": True, "maxnreg": most}
     # With 64 registers, two programs fit on an SM; one program where they would spill much.
     fits = per_word == 2 and (light or (unit_k > 1 and not col.power_of_two))
-    return 8 // per_word, {"num_warps": 16, "maxnreg": 64 if fits else 128}
+    return 8 // per_word, {
+        "num_warps": 16,
+        "enable_fp_fusion": True,
+        "maxnreg": 64 if fits else 128,
+    }
 
 
 def plan_columnwise(

@@ -7,6 +7,7 @@ barriers: each thread's maxima of its patch (gluon_words.py), then the scale of 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..runtime.triton_compat.gluon import reinterpret
 from .gluon_words import (
     bytes_by_column,
     bytes_by_row,
@@ -112,7 +113,7 @@ def cast_tile(
 
     if not SQUARE:
         col_pre, col_r, col_e, pre, _ = _share_divisors(
-            col_partial._reinterpret(PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
+            reinterpret(col_partial, PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
             col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k,
             gl.where(col_left > 0, words_left * PER_WORD, 0) if GROUPS else words_left * PER_WORD,
             METHOD, POWER_OF_TWO,

@@ -88,7 +88,7 @@ def plan_transpose(x: Quantized, out: Quantized) -> Launch:
         (data, scale, out.data, out.scale, n // unit_n, stack.cols, stack.stride_e, stack.stride_n,
          scale_stride_e, stack.blocks_n, stack.blocks_k, scale.stride(-2), out.scale.stride(-2)),
         {"UNIT_N": unit_n, "UNIT_K": stack.unit},
-        {"num_warps": _WARPS},
+        {"num_warps": _WARPS, "enable_fp_fusion": True},
     )  # fmt: skip
 
 

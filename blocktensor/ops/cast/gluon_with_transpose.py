@@ -91,7 +91,7 @@ def plan_with_transpose(w: Tensor, row: Quantized, col: Quantized) -> Launch:
             "UNIT_K": stack.unit,
             "PATCH_ROWS": _PATCH_ROWS,
         },
-        {"num_warps": 2 * w.element_size()},
+        {"num_warps": 2 * w.element_size(), "enable_fp_fusion": True},
     )  # fmt: skip
 
 

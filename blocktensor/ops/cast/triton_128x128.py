@@ -106,7 +106,10 @@ def _plan(
             "POWER_OF_TWO": power_of_two,
             "METHOD": method_for(x.dtype),
         },
-        {"num_warps": 16 if x.dtype == torch.float32 or not wide_loads else 8},
+        {
+            "num_warps": 16 if x.dtype == torch.float32 or not wide_loads else 8,
+            "enable_fp_fusion": True,
+        },
     )  # fmt: skip
 
 

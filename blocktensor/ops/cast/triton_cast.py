@@ -222,7 +222,7 @@ def plan_1x128(
             "INDEXED": index is not None,
             **producer.constants(),
         },
-        {"num_warps": _warps_1x128(x, col is not None, offs is not None)},
+        {"num_warps": _warps_1x128(x, col is not None, offs is not None), "enable_fp_fusion": True},
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def plan_transpose(x: Quantized, out: Quantized) -> Launch:
          scale.stride(0) if stacked else 0, num_blocks(n), num_blocks(k),
          scale.stride(-2), out.scale.stride(-2)),
         {"EVEN": n % BLOCK == 0 and k % BLOCK == 0, "WIDE": n >= 2**24},
-        {"num_warps": 8},
+        {"num_warps": 8, "enable_fp_fusion": True},
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def plan_dequantize(x: Quantized, out: Tensor) -> Launch:
          scale.stride(0) if stacked else 0, scale.stride(-2), scale.stride(-1),
          ceil_div(m, tile_m), num_blocks(k)),
         {"TILE_M": tile_m, "ROWS_PER_SCALE": format.rows},
-        {"num_warps": 4},
+        {"num_warps": 4, "enable_fp_fusion": True},
     )  # fmt: skip
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ..devices import lacks_triton
-from ..registry import Backend, first_choice
+from ..registry import Backend, first_choice, loaded
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,4 @@ CROSS_ENTROPY_BACKENDS: tuple[Backend[CrossEntropyProblem, CrossEntropyKernels],
 
 def cross_entropy_kernels(problem: CrossEntropyProblem) -> CrossEntropyKernels:
     """The functions of the backend for a problem."""
-    return _loaded(first_choice(CROSS_ENTROPY_BACKENDS, problem, problem.logits.device).backend)
-
-
-@functools.cache
-def _loaded(backend: Backend[Any, CrossEntropyKernels]) -> CrossEntropyKernels:
-    return backend.load()
+    return loaded(first_choice(CROSS_ENTROPY_BACKENDS, problem, problem.logits.device).backend)

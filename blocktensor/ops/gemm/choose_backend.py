@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..devices import HOPPER, capability, lacks_fp8, lacks_triton, sms, triton_version
+from ..devices import HOPPER, capability, card, lacks_fp8, lacks_gluon, lacks_triton
 from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
 from ..registry import Backend, Choice, Kernels, Problem, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
 from .hopper.tiles import choose_tile, cublas_is_faster
-
-_GLUON_TRITON = "3.6."
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,13 @@ def _cublas_declines(p: GemmProblem) -> str | None:
 
 def gluon_unusable(device: torch.device) -> str | None:
     """The reason why the Hopper kernel cannot run on ``device``; None if it can."""
-    if reason := lacks_triton(device):
+    if reason := lacks_gluon(device):
         return reason
     if capability(device) != HOPPER:
         return "written for sm_90"
-    version = triton_version()
-    return None if version.startswith(_GLUON_TRITON) else f"tested with Triton 3.6, got {version}"
+    from .hopper import trial  # needs Triton
+
+    return trial.gemms_fail(device)
 
 
 def _triton_declines(p: GemmProblem) -> str | None:
@@ -138,7 +137,7 @@ def _gluon_declines(p: GemmProblem) -> str | None:
 
 def _gluon_why(p: GemmProblem) -> str:
     tile, parts, us = choose_tile(
-        p.m, p.n, num_blocks(p.k), p.b_format.rows, sms(p.device), accumulate=p.accumulate
+        p.m, p.n, num_blocks(p.k), p.b_format.rows, card(p.device), accumulate=p.accumulate
     )
     cut = f" and {parts} parts of K" if parts > 1 else ""
     rows, cols = tile.size
@@ -148,7 +147,7 @@ def _gluon_why(p: GemmProblem) -> str:
 def _gluon_yields(p: GemmProblem) -> str | None:
     cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
     shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
-    if cublas_takes and cublas_is_faster(*shape, sms(p.device)):
+    if cublas_takes and cublas_is_faster(*shape, card(p.device)):
         return "cuBLAS is predicted to be faster here"
     return None
 
@@ -176,7 +175,7 @@ def gemm_backend(name: str) -> GemmBackend:
 
 def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
     """Names of the GEMM backends that run on ``device``, best first."""
-    return tuple(b.name for b in GEMM_BACKENDS if b.unusable(device) is None)
+    return tuple(b.name for b in GEMM_BACKENDS if b.why_not(device) is None)
 
 
 def choose_gemm(problem: GemmProblem) -> GemmChoice:
@@ -186,13 +185,8 @@ def choose_gemm(problem: GemmProblem) -> GemmChoice:
         ValueError: ``BLOCKTENSOR_GEMM`` names an unknown backend, or one that cannot run here or
             cannot take this shape; the message lists the usable ones.
     """
-    return _choose(problem, forced_gemm())
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(problem: GemmProblem, forced: str | None) -> GemmChoice:
     shape = f"M={problem.m}, N={problem.n}, K={problem.k}"
-    return choose_product(GEMM_BACKENDS, problem, problem.device, forced, shape)
+    return choose_product(GEMM_BACKENDS, problem, problem.device, forced_gemm(), shape)
 
 
 def choose_product(
@@ -212,7 +206,7 @@ def choose_product(
         if choice.name == "reference" and device.type == "cuda":
             warn_slow(device, choice.others)
         return choice
-    objections = {b.name: b.unusable(device) or b.declines(problem) for b in backends}
+    objections = {b.name: b.why_not(device) or b.declines(problem) for b in backends}
     objection = objections.get(forced, "no backend of this name")
     if objection is None:
         (backend,) = (b for b in backends if b.name == forced)
@@ -231,9 +225,3 @@ def warn_slow(device: torch.device, why: str) -> None:
         f"blocktensor: FP8 GEMMs on {device} run in the slow pure-torch reference ({why})",
         stacklevel=2,
     )
-
-
-@functools.cache
-def gemm_kernels(backend: GemmBackend) -> GemmKernels:
-    """The functions of a backend, imported once."""
-    return backend.load()

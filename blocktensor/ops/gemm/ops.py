@@ -11,9 +11,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .. import checks
 from ..formats import ACTIVATION_FORMATS, KERNEL_FORMATS, BlockFormat, Quantized, named
+from ..registry import loaded
 from ..runtime.specialize import Specialized, recorded
 from ..scale_layouts import in_vectors
-from .choose_backend import GemmKernels, GemmProblem, choose_gemm, gemm_kernels
+from .choose_backend import GemmKernels, GemmProblem, choose_gemm
 
 
 def gemm(
@@ -112,7 +113,7 @@ def _kernels_for(
         None if bias is None else bias.dtype,
         accumulate,
     )
-    return gemm_kernels(choose_gemm(problem).backend)
+    return loaded(choose_gemm(problem).backend)
 
 
 def _kernel_format(x: Quantized) -> BlockFormat:

@@ -94,7 +94,7 @@ def plan_gemm(
             "HAS_BIAS": bias is not None,
             "ACCUMULATE": accumulate,
         },
-        {"num_warps": 8 if tile_m == BLOCK else 4, "num_stages": 4},
+        {"num_warps": 8 if tile_m == BLOCK else 4, "enable_fp_fusion": True, "num_stages": 4},
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +81,14 @@ def _load_reference() -> GroupedKernels:
     return _kernels(reference, launches=False)
 
 
+def _gluon_unusable(device: torch.device) -> str | None:
+    if reason := gluon_unusable(device):
+        return reason
+    from . import trial  # needs Triton
+
+    return trial.grouped_gemms_fail(device)
+
+
 def _triton_declines(p: GroupedProblem) -> str | None:
     return unknown_format(p.a_format, p.b_format)
 
@@ -111,7 +118,7 @@ GroupedBackend = Backend[GroupedProblem, GroupedKernels]
 GroupedChoice = Choice[GroupedProblem, GroupedKernels]
 
 GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
-    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines, why=_gluon_why),
+    Backend("gluon", _load_hopper, _gluon_unusable, _gluon_declines, why=_gluon_why),
     Backend(
         "triton", _load_triton, lacks_triton, _triton_declines, why=lambda _: "takes any shape"
     ),
@@ -131,18 +138,8 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
         ValueError: the forced backend cannot run here or cannot take this problem; the message
             lists the usable ones.
     """
-    return _choose(problem, forced_gemm())
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(problem: GroupedProblem, forced: str | None) -> GroupedChoice:
+    forced = forced_gemm()
     if forced in _OF_MATRICES_ONLY:
         forced = None
     shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
     return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)
-
-
-@functools.cache
-def grouped_kernels(backend: GroupedBackend) -> GroupedKernels:
-    """The functions of a backend, imported once."""
-    return backend.load()

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gemm.hopper.epilogue import Output
-from ..gemm.hopper.pipeline import advance, prefetch_tile, tile_of
+from ..gemm.hopper.pipeline import advance, prefetch_tile, target_of_copy, tile_of
+from ..runtime.triton_compat.gluon import async_load
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ def _load_blocks(
     a_row, a_scale_at, b_row, b_scale_at = operands
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
-    B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     for k in range(blocks):
@@ -126,24 +126,16 @@ def _load_blocks(
                 if T.b_block == 1
                 else i * b_scale_ld + (first + k) // 4 * 4
             )
-            tma.async_copy_global_to_shared(
-                b_scale_map, [scale_at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
-            )
-        tma.async_copy_global_to_shared(
-            a_scale_map, [a_scale_at + k * a_scale_ld], bar, a_scale_s.index(stage)
-        )
+            async_load(b_scale_map, [scale_at], bar, b_scale_s.index(stage * SCALE_COPIES + i))
+        async_load(a_scale_map, [a_scale_at + k * a_scale_ld], bar, a_scale_s.index(stage))
         for i in gl.static_range(A_COPIES):
-            tma.async_copy_global_to_shared(
+            async_load(
                 a_map, [a_row + i * T.a_rows, (first + k) * 128], bar,
                 a_s.index(stage * A_COPIES + i),
             )  # fmt: skip
         for i in gl.static_range(B_COPIES):
-            target = b_s.index((stage * B_COPIES + i) * B_STEPS)
-            if B_STEPS > 1:
-                target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
-            tma.async_copy_global_to_shared(
-                b_map, [b_row + i * T.b_rows, (first + k) * 128], bar, target
-            )
+            target = target_of_copy(b_s, stage, i, T)
+            async_load(b_map, [b_row + i * T.b_rows, (first + k) * 128], bar, target)
         if OUT.add == "staged":
             row, end, col = place
             out_ptr, N, out_ld = out

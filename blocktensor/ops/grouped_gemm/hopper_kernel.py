@@ -12,22 +12,15 @@ from ..gemm.hopper.allocate import allocate
 from ..gemm.hopper.blocks import block_of_rows, block_of_squares
 from ..gemm.hopper.epilogue import store_wave
 from ..gemm.hopper.pipeline import advance
-from ..gemm.hopper.products import column_scales, pieces, row_scales
+from ..gemm.hopper.products import column_scales, pieces, raw_layout, row_scales
 from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, FIRST, ROW, SLOTS, TILE_N, field
 from .hopper_items import produce as _produce
-
-
-@gluon.constexpr_function
-def _layout(T):
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T.raw_width, 32]
-    )
 
 
 @gluon.jit
 def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
     WIDTH: gl.constexpr = T.raw_width
-    zero = gl.zeros((64, WIDTH), gl.float32, _layout(T))
+    zero = gl.zeros((64, WIDTH), gl.float32, raw_layout(WIDTH))
     zeros = ()
     for _ in gl.static_range(COUNT):
         zeros = zeros + (zero,)
@@ -38,7 +31,7 @@ def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
 def _accumulators(T: gl.constexpr):
     COUNT: gl.constexpr = T.products
     WIDTH: gl.constexpr = T.raw_width
-    zero = gl.zeros((64, WIDTH), gl.float32, _layout(T))
+    zero = gl.zeros((64, WIDTH), gl.float32, raw_layout(WIDTH))
     zeros = ()
     for _ in gl.static_range(COUNT):
         zeros = zeros + pieces(zero, T)
@@ -74,7 +67,7 @@ def _consume_squares(
     # Consumer warpgroup WG: its share of every item, where B has 128x128 blocks. After the last
     # item the producer fills one more stage with nothing: the next stage may always be awaited.
     _, _, _, _, full, _ = stages
-    LAYOUT: gl.constexpr = _layout(T)
+    LAYOUT: gl.constexpr = raw_layout(T.raw_width)
     raw = _zeros(1, T)
     zeros = _accumulators(T)
     stage = 0
@@ -114,7 +107,7 @@ def _consume_squares(
 def _consume_rows(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
     # The same where both operands have 1x128 blocks: scales are read a block ahead.
     _, a_scale_s, _, b_scale_s, full, empty = stages
-    LAYOUT: gl.constexpr = _layout(T)
+    LAYOUT: gl.constexpr = raw_layout(T.raw_width)
     COLS: gl.constexpr = T.cols
     DEPTH: gl.constexpr = T.depth
     PIECES: gl.constexpr = T.pieces

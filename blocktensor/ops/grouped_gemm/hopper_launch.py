@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..devices import sms
 from ..formats import Quantized, ceil_div, num_blocks
-from ..gemm.hopper import assembly
 from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map, scales_of
 from ..gemm.hopper.tile import Tile
 from ..runtime.launch import Launch
+from ..runtime.triton_compat import compiler
 from ..scale_layouts import in_vectors, stacked_scale, tma_scale
 from .hopper_items import GroupedOutput
 from .hopper_kernel import grouped_kernel
@@ -32,7 +32,6 @@ def plan_grouped_gemm(
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_ld = b.scale.stride(1)
     output = GroupedOutput(fits_tma(out), bias is not None, clip=True)
-    assembly.install()  # before each compilation: another library may have replaced the hook
     return Launch(
         grouped_kernel,
         (programs,),
@@ -44,6 +43,7 @@ def plan_grouped_gemm(
          out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
+        compiler.hopper_gemm,
     )  # fmt: skip
 
 
@@ -66,7 +66,6 @@ def plan_grouped_wgrad(
     add = "staged" if accumulate else None
     clip = n % tile.m != 0
     output = GroupedOutput(fits_tma(rows), add=add, clip=clip, cuts_rows=False)
-    assembly.install()
     return Launch(
         grouped_kernel,
         (programs,),
@@ -75,6 +74,7 @@ def plan_grouped_wgrad(
          ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
         {"OUT": output, "T": tile},
         tile.options,
+        compiler.hopper_gemm,
     )  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import checks
 from ..formats import Quantized, group_columns
 from ..gemm.ops import OPERANDS, arguments_of, operands_of
+from ..registry import loaded
 from ..runtime.specialize import Specialized, recorded
-from .choose_backend import GroupedKernels, GroupedProblem, choose_grouped, grouped_kernels
+from .choose_backend import GroupedKernels, GroupedProblem, choose_grouped
 
 
 def grouped_gemm(
@@ -165,7 +166,7 @@ def _decide_sum(
 
 
 def _kernels_for(problem: GroupedProblem) -> GroupedKernels:
-    return grouped_kernels(choose_grouped(problem).backend)
+    return loaded(choose_grouped(problem).backend)
 
 
 def _dispatch_gemm(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ..formats import BLOCK, ceil_div
 from ..gemm.hopper.tile import Tile
 from ..gemm.hopper.tiles import TILES, programs_in_turn
+from ..scale_layouts import VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ ROWS = (
 
 ADDED = (
     GroupedTile(TILES["rows 256x128"], 0.95, 6.7, 15.2),
-    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=12), 0.807, 4.7, 8.9),
+    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=8), 0.807, 4.7, 8.9),
     GroupedTile(
         replace(TILES["rows 256x128"], name="rows 128x128", rows=1, buffers=8), 0.622, 2.65, 5.6
     ),
@@ -114,7 +115,7 @@ def choose_wgrad_tile(
     predicted = {}
     for found in tiles:
         tile = found.tile
-        if tile.m > BLOCK and n % tile.m:  # stores at the edge of an expert leave no registers
+        if not stores_fit(tile, n, k):
             continue
         items = experts * ceil_div(n, tile.m) * ceil_div(k, tile.n)
         us, programs = _plan(found, items, blocks, sms)
@@ -122,6 +123,16 @@ def choose_wgrad_tile(
             programs = min(programs, sms * tile.programs)
         predicted[tile] = us, programs
     return _best(predicted)
+
+
+def stores_fit(tile: Tile, n: int, k: int) -> bool:
+    """True if a tile has the registers to store gradients ``[n, k]`` of experts.
+
+    Rows at the edge of an expert, and rows that TMA cannot address, are stored with masks.
+    """
+    if tile.width == 96:
+        return n % tile.m == 0 and k % (VECTOR_BYTES // 2) == 0
+    return tile.m <= BLOCK or n % tile.m == 0
 
 
 def _plan(found: GroupedTile, items: int, blocks: float, sms: int) -> tuple[float, int]:

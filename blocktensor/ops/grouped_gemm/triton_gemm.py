@@ -110,7 +110,7 @@ def grouped_wgrad_kernel(
 
 
 _TILE = BLOCK
-_OPTIONS = {"num_warps": 8, "num_stages": 3}
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True, "num_stages": 3}
 
 
 def plan_grouped_gemm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..devices import lacks_triton
-from ..registry import Backend, first_choice
+from ..registry import Backend, first_choice, loaded
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,4 @@ NORM_BACKENDS: tuple[Backend[Tensor, NormKernels], ...] = (
 
 def norm_kernels(x: Tensor) -> NormKernels:
     """The functions of the backend for x ``[T, K]``."""
-    return _loaded(first_choice(NORM_BACKENDS, x, x.device).backend)
-
-
-@functools.cache
-def _loaded(backend: Backend[Any, NormKernels]) -> NormKernels:
-    return backend.load()
+    return loaded(first_choice(NORM_BACKENDS, x, x.device).backend)

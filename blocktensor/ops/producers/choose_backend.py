@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cast.choose_backend import CAST_BACKENDS, CastKernels, CastProblem
 from ..cast.producer import Forms
 from ..formats import BlockFormat
-from ..registry import Backend, Choice, first_choice
+from ..registry import Backend, Choice, first_choice, loaded
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,4 @@ def producer_kernels(
     sources: tuple[Tensor, ...], rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> ProducerKernels:
     """The functions of :func:`producer_backend`."""
-    return _loaded(producer_backend(sources, rowwise, columnwise).backend)
-
-
-@functools.cache
-def _loaded(backend: Backend[Any, ProducerKernels]) -> ProducerKernels:
-    return backend.load()
+    return loaded(producer_backend(sources, rowwise, columnwise).backend)

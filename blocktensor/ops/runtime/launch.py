@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..registry import NotCompiled
 
 
 class _Thread(threading.local):
@@ -24,33 +27,41 @@ class Launch(NamedTuple):
 
     Planning needs shapes, strides and dtypes only: a launch planned from meta tensors can be
     compiled for an absent GPU. ``args`` are integers, tensors and Gluon's host-side
-    ``TensorDescriptor`` objects over tensors, at least one of the last two kinds.
+    ``TensorDescriptor`` objects over tensors, at least one of the last two kinds. ``options`` say
+    whether a multiplication and an addition are fused (``enable_fp_fusion``): Triton's default
+    differs from version to version. ``compiling`` is entered while Triton may compile.
     """
 
     kernel: Any
     grid: tuple[int]
     args: tuple[Any, ...]
     constants: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, Any]
+    compiling: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self) -> None:
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.
 
         This is Triton's own launch, some 45 us of host time, since it binds and specialises every
         argument again. ``replay.py`` repeats launches in less time.
+
+        Raises:
+            NotCompiled: Triton cannot compile the kernel for this GPU.
         """
         if self.grid[0] == 0:
             return
         device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
-        with torch.cuda.device(device):  # Triton launches on the current device
-            compiled = self.kernel[self.grid](*self.args, **self.constants, **self.compiler_options)
+        try:
+            with torch.cuda.device(device), self.compiling():  # Triton takes the current device
+                compiled = self.kernel[self.grid](*self.args, **self.constants, **self.options)
+        except Exception as error:
+            from .triton_compat.compiler import is_failed_compilation  # needs Triton
+
+            if not is_failed_compilation(error):
+                raise
+            raise NotCompiled(self.kernel.__name__, error) from error
         if this_thread.launches is not None:
             this_thread.launches.append((self, compiled))
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """``options``, and an option whose default depends on the version of Triton."""
-        return {"enable_fp_fusion": True, **self.options}
 
 
 def pointed_at(arg: Any) -> Tensor | None:
@@ -70,6 +81,16 @@ class watch_launches:
 
     def __exit__(self, *_: object) -> None:
         this_thread.launches = self._outer
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Within ``with``, this thread's launches are on no list."""
+    outer, this_thread.launches = this_thread.launches, None
+    try:
+        yield
+    finally:
+        this_thread.launches = outer
 
 
 class Recording:

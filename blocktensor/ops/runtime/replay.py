@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
-from . import triton_abi
 from .launch import Recording, watch_launches
+from .triton_compat import launcher
 
 MAX_MAPS = 1024
 """Most tensor maps, by address, of one argument of one launch; then they are dropped."""
@@ -39,7 +39,7 @@ class Replay(Recording):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
-        if not triton_abi.supported():
+        if launcher.launcher() is None:
             self.player = function
 
     @property
@@ -58,7 +58,7 @@ class Replay(Recording):
 
     def _record(self, *args: Any) -> Any:
         addresses = [x.data_ptr() for x in _tensors(args).values()]
-        if len(set(addresses)) < len(addresses) or triton_abi.hooked():
+        if len(set(addresses)) < len(addresses) or launcher.hooked():
             # Two arguments at one address cannot be distinguished: a later call may be recorded.
             return self._function(*args)
         with watch_launches() as launches, _Watch() as watch:
@@ -66,9 +66,9 @@ class Replay(Recording):
         try:
             if watch.others:
                 raise _NotRepeatable
-            kernels = [triton_abi.raw_kernel(*launch) for launch in launches]
+            kernels = [launcher.raw_kernel(*launch) for launch in launches]
             self.player = _player(self._function, args, watch.allocated, kernels, result)
-        except (_NotRepeatable, triton_abi.Unsupported):
+        except (_NotRepeatable, launcher.Unsupported):
             self.player = self._function
         return result
 
@@ -135,7 +135,7 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
 #         stream = current_stream(0)
 #         p_a0 = a0.data_ptr()
 #         p_m0 = m0.data_ptr()
-#         c5(4, 1, 1, stream, 94217, 0, 0, None, None, c4, None, None, None, p_a0, p_m0, …)
+#         c5(4, 1, 1, stream, 94217, c3, c3, c4, None, None, None, None, None, c6, c7, (p_a0, …))
 #         return m0
 #
 # Tensors that a player allocates and does not return share one allocation.
@@ -147,7 +147,7 @@ def _player(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     made: list[Tensor],
-    kernels: list[triton_abi.RawKernel],
+    kernels: list[launcher.RawKernel],
     result: Any,
 ) -> Callable[..., Any]:
     """A function that repeats, for arguments like ``args``, what ``function`` did for them."""
@@ -204,16 +204,21 @@ def _player(
         ((name, x),) = found
         return f"p_{name} + {at - x.data_ptr()}" if at != x.data_ptr() else f"p_{name}"
 
+    def written(values: list[Any]) -> list[str]:
+        return [repr(x) if x is None or type(x) is int else constant(x) for x in values]
+
     for kernel in kernels:
-        values = [repr(x) if x is None or type(x) is int else constant(x) for x in kernel.arguments]
-        values[triton_abi.STREAM] = "stream"
+        head, values = written(kernel.head), written(kernel.arguments)
+        head[launcher.STREAM] = "stream"
         for place, tensor in kernel.pointers:
             values[place] = address(tensor)
         for place, tensor, make in kernel.maps:
             at, maps = address(tensor), constant({tensor.data_ptr(): make(tensor.data_ptr())})
             new = f"new_map({constant(make)}, {maps}, {at})"
             values[place] = f"{maps}.get({at}) or {new}"
-        body.append(f"{constant(kernel.launch)}({', '.join(values)})")
+        listed = "".join(f"{value}, " for value in values)
+        passed = f"({listed})" if kernel.in_tuple else listed
+        body.append(f"{constant(kernel.launch)}({', '.join(head)}, {passed})")
     body.append(f"return {_result(result, made, constant)}")
 
     bound = ", ".join(f"c{i}" for i in range(len(constants)))
@@ -269,7 +274,7 @@ def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> 
 
 
 # Called by players: torch's own functions without their checks.
-hooked = triton_abi.hooked
+hooked = launcher.hooked
 new = tuple.__new__  # that of a NamedTuple takes twice as long
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..formats import Quantized
+from ..registry import NotCompiled, give_up
 from .launch import Recording, this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -101,10 +102,27 @@ class Specialized(Generic[Result]):
                 return self.run(*args)
             return self._dispatch(*args)
         run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
-        return self.run(*args) if run is None else run(*args)
+        if run is None:
+            return self.run(*args)
+        try:
+            return run(*args)
+        except NotCompiled as failure:
+            return self._run_without(failure, args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
+        try:
+            return self._run(*args)
+        except NotCompiled as failure:
+            return self._run_without(failure, args)
+
+    def _run_without(self, failure: NotCompiled, args: tuple[Any, ...]) -> Any:
+        """Run the function by the next backend than that whose kernel does not compile."""
+        give_up(failure)
+        self.forget()
+        return self.run(*args)
+
+    def _run(self, *args: Any) -> Any:
         run: Any
         if this_thread.launches is not None:
             run = self._decide(*args)

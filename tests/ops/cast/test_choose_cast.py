@@ -124,7 +124,7 @@ def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
         assert cast_backend(Fake(dtype, (256, 272), (272, 1)), BLOCKS_128X128).name == "triton"
 
 
-@pytest.mark.parametrize(("capability", "triton"), [((8, 0), "3.6.0"), ((9, 0), None)])
+@pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])
 def test_casts_fall_back_to_the_reference(
     pretend: Pretend, capability: tuple[int, int], triton: str | None
 ) -> None:

@@ -17,15 +17,9 @@ from blocktensor.ops.scale_layouts import empty_quantized
 
 pytest.importorskip("triton")
 
-import triton
-
 from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
 from blocktensor.ops.cast.triton_cast import plan_1x128
-from tests.support.sm90 import compile_for_sm90
-
-pytestmark = pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="the kernels are tuned with Triton 3.6"
-)
+from tests.support.sm90 import TUNED, compile_for_sm90
 
 META = torch.device("meta")
 TOKENS = 401
@@ -64,4 +58,4 @@ def test_grouped_casts(
     row = empty_quantized((TOKENS, k), format, META) if rowwise else None
     col = empty_quantized((k, group_columns(TOKENS, experts)), columnwise_format, META)
     launch = plan(x, row, col, offs, index)  # type: ignore[operator]
-    assert compile_for_sm90(launch).spilled_bytes == 0
+    assert compile_for_sm90(launch).spilled_bytes <= (0 if TUNED else 192)

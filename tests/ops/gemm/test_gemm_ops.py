@@ -57,7 +57,7 @@ def watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The only backend."""
     made = Watched(reads_vectors=request.param)
     monkeypatch.setattr(ops, "choose_gemm", made.choose)
-    monkeypatch.setattr(ops, "gemm_kernels", lambda backend: backend.kernels)
+    monkeypatch.setattr(ops, "loaded", lambda backend: backend.kernels)
     decide_anew(monkeypatch)
     return made
 

@@ -22,6 +22,7 @@ from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_add_,
 )
+from blocktensor.ops.registry import loaded
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.drawn_groups import Groups, Operands, drawn, operands
 from tests.support.gemms import TOLERANCE
@@ -137,7 +138,7 @@ def test_every_tile_of_fprop(found: tiles.GroupedTile, monkeypatch: pytest.Monke
     try:
         for case in drawn(8, 8, WIDTHS, DEPTHS):
             offs, (x, _), _, w = operands(case, CUDA)
-            launch = choose_backend.grouped_kernels(choose_backend.GROUPED_BACKENDS[0])
+            launch = loaded(choose_backend.GROUPED_BACKENDS[0])
             y = launch.grouped_gemm(x, w, offs, None, BF16)
             assert_close(y, reference.grouped_gemm(x, w, offs, None, FP32), case)
     finally:
@@ -159,11 +160,13 @@ def test_every_tile_of_wgrad(
     monkeypatch.setattr(tiles, kind, (found,))
     tiles.choose_wgrad_tile.cache_clear()
     try:
-        widths = (found.tile.m,) if found.tile.m > 128 else WIDTHS
-        x_columnwise = BLOCKS_128X128 if found.tile.b_block == 128 else None
-        for case in drawn(8, 8, widths, DEPTHS):
+        tile = found.tile
+        widths = [n for n in (*WIDTHS, tile.m, 2 * tile.m) if tiles.stores_fit(tile, n, 256)]
+        depths = [k for k in DEPTHS if tiles.stores_fit(tile, tile.m, k)]
+        x_columnwise = BLOCKS_128X128 if tile.b_block == 128 else None
+        for case in drawn(8, 8, widths, depths):
             offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=x_columnwise)
-            launch = choose_backend.grouped_kernels(choose_backend.GROUPED_BACKENDS[0])
+            launch = loaded(choose_backend.GROUPED_BACKENDS[0])
             wanted = reference.grouped_gemm_wgrad(g, x, offs, case.tokens, FP32)
             if not kind.startswith("ADDED"):
                 dw = launch.grouped_gemm_wgrad(g, x, offs, case.tokens, BF16)

@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """The only backend."""
     made = Watched()
     monkeypatch.setattr(ops, "choose_grouped", made.choose)
-    monkeypatch.setattr(ops, "grouped_kernels", lambda backend: backend.kernels)
+    monkeypatch.setattr(ops, "loaded", lambda backend: backend.kernels)
     decide_anew(monkeypatch)
     return made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blocktensor.ops import reference
+from blocktensor.ops import reference, registry
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
@@ -20,6 +22,7 @@ from blocktensor.ops.formats import (
     Quantized,
 )
 from blocktensor.ops.gemm import ops as gemm_ops
+from blocktensor.ops.registry import Backend, NotCompiled, first_choice, loaded
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
 from blocktensor.ops.runtime.specialize import (
@@ -329,3 +332,69 @@ def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.zeros(128, 256)
     added = [(out[:, :128], a, b), (out.view(2, 128, 128)[0], a, b), (out[:, 1:129], a, b)]
     assert kinds(*added) == 3
+
+
+# Kernels that do not compile
+
+
+class Family:
+    """Two backends of ``x + 1``: the kernel of the first compiles for whole numbers alone."""
+
+    def __init__(self) -> None:
+        self.fast: Backend[None, Any] = Backend("fast", lambda: Kernels(self._fast))
+        self.slow: Backend[None, Any] = Backend("slow", lambda: Kernels(self._slow))
+        self.ran: list[str] = []
+        self.table = Specialized(self._decide)
+
+    def _decide(self, x: Tensor) -> Callable[..., Tensor]:
+        choice = first_choice((self.fast, self.slow), None, x.device)
+        return loaded(choice.backend).add  # type: ignore[no-any-return]
+
+    def _fast(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            raise NotCompiled("add_kernel", RuntimeError("no floats"))
+        self.ran.append("fast")
+        return x + 1
+
+    def _slow(self, x: Tensor) -> Tensor:
+        self.ran.append("slow")
+        return x + 1
+
+
+@dataclass(frozen=True)
+class Kernels:
+    add: Callable[[Tensor], Tensor]
+    launches: bool = True
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    made = Family()
+    yield made
+    registry._given_up.pop(made.fast, None)
+
+
+@pytest.mark.parametrize("way", ["call", "run", "call of a kind that was found", "nested"])
+def test_the_next_backend_runs_what_the_first_cannot_compile(way: str, family: Family) -> None:
+    whole, x = torch.arange(3), torch.rand(3)
+    assert torch.equal(family.table(whole), whole + 1)
+    if way.endswith("found"):
+        family.table.find(x)
+    run = family.table.run if way in ("run", "nested") else family.table
+    with (
+        watch_launches() if way == "nested" else nullcontext(),
+        pytest.warns(UserWarning, match="does not compile add_kernel: no floats"),
+    ):
+        assert torch.equal(run(x), x + 1)
+    assert torch.equal(run(x), x + 1)
+    assert torch.equal(run(whole), whole + 1)
+    assert family.ran == ["fast", "slow", "slow", "slow"]
+
+
+def test_what_no_backend_compiles_raises() -> None:
+    def refuse(x: Tensor) -> Tensor:
+        raise NotCompiled("add_kernel", RuntimeError("no floats"))
+
+    table = Specialized(lambda x: refuse)
+    with pytest.raises(NotCompiled, match="add_kernel"):
+        table(torch.rand(3))

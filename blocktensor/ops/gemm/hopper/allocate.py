@@ -4,16 +4,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from . import assembly
+from ...runtime.triton_compat import compiler
 from .epilogue import CHUNK
 
-NARROW = gl.constexpr(assembly.NARROW)
-NEWER_PTXAS = gl.constexpr(assembly.NEWER_PTXAS)
+NARROW = gl.constexpr(compiler.NARROW)
+NEWER_PTXAS = gl.constexpr(compiler.NEWER_PTXAS)
 
 
 @gluon.jit
 def _mark(TEXT: gl.constexpr):
-    # a comment in the assembly, for assembly.py
+    # a comment in the assembly, for triton_compat/compiler.py
     gl.inline_asm_elementwise(
         TEXT, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -23,12 +23,11 @@ def _mark(TEXT: gl.constexpr):
 def allocate(
     a_map, a_scale_map, b_map, b_scale_map, out, OUT: gl.constexpr, T: gl.constexpr
 ):  # fmt: skip
-    """The stages, with their barriers, and the output buffers; marks the kernel for assembly.py."""
+    """The stages, with their barriers, and the output buffers; marks kernels for the compiler."""
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
-    B_STEPS: gl.constexpr = T.n // T.b_rows_apart
     a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)
-    b_s = gl.allocate_shared_memory(E4M3, [STAGES * B_STEPS, T.b_rows_apart, 128], b_map.layout)
+    b_s = gl.allocate_shared_memory(E4M3, [STAGES * T.b_places, T.b_place_rows, 128], b_map.layout)
     out_s = ()
     if OUT.tma:
         # Within one allocation, the compiler would put a barrier between any two stores.

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from ...runtime.triton_compat.gluon import reinterpret
 from .products import column_scales, pieces, pin, promote, promote_rows, put, row_scales, start
 
 
@@ -18,7 +19,7 @@ def block_of_squares(
     COUNT: gl.constexpr = T.products
     PIECES: gl.constexpr = T.pieces
     SINGLES: gl.constexpr = T.stages * T.b_scale_copies * T.b_scales
-    singles = b_scale_s._reinterpret(gl.float32, [SINGLES, 1], b_scale_s.layout)
+    singles = reinterpret(b_scale_s, gl.float32, [SINGLES, 1], b_scale_s.layout)
     for i in gl.static_range(COUNT):
         (product,) = raw
         product = start(product, a_s, b_s, stage, i, WG, T)

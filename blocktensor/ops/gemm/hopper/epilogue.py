@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ...runtime.triton_compat.gluon import async_atomic_add, async_store
 from .products import halves
 
 CHUNK = gl.constexpr(32)  # columns of an output buffer
@@ -38,15 +37,6 @@ class Output:
     add: str | None = None
     split: bool = False
     clip: bool = False
-
-
-@builtin
-def _reduce_add(desc, coord, source, _semantic=None):
-    # cp.reduce.async.bulk.tensor, which Triton 3.6 can build but Gluon does not expose.
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle
-    )
 
 
 @gluon.jit
@@ -99,9 +89,9 @@ def _send(
                 place = (at, row) if T.turned else (row, at)
                 full = out_s[WG * BUFFERS + BASE + j % BATCH]
                 if OUT.add == "staged":
-                    _reduce_add(out, [place[0], place[1]], full)
+                    async_atomic_add(out, [place[0], place[1]], full)
                 else:
-                    tma.async_copy_shared_to_global(out, [place[0], place[1]], full)
+                    async_store(out, [place[0], place[1]], full)
 
 
 @gluon.jit
@@ -156,7 +146,7 @@ def _add_directly(
         for i in gl.static_range(COUNT):
             if FIRST + i < BUFFERS:
                 place = col + i * CHUNK
-                _reduce_add(out, [row, place], out_s[WG * BUFFERS + FIRST + i])
+                async_atomic_add(out, [row, place], out_s[WG * BUFFERS + FIRST + i])
     for i in gl.static_range(COUNT):
         if FIRST + i >= BUFFERS:
             _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, begin, M, N, out_ld, OUT)

@@ -12,7 +12,7 @@ from .allocate import allocate
 from .blocks import block_of_rows, block_of_squares
 from .epilogue import store_wave
 from .pipeline import advance, produce, unknown, work_of
-from .products import column_scales, pieces, row_scales
+from .products import column_scales, pieces, raw_layout, row_scales
 
 
 @gluon.jit
@@ -21,9 +21,7 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
     _, a_scale_s, _, b_scale_s, full, empty = stages
     M, N, tiles_m, tiles_n, blocks_k, splits = work
     WIDTH: gl.constexpr = T.raw_width
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32]
-    )
+    LAYOUT: gl.constexpr = raw_layout(WIDTH)
     COUNT: gl.constexpr = T.products
     DEPTH: gl.constexpr = T.depth
     COLS: gl.constexpr = T.cols

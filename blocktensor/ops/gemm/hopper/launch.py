@@ -9,11 +9,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...devices import sms
+from ...devices import card, sms
 from ...formats import BLOCK, Quantized, ceil_div, num_blocks
 from ...runtime.launch import Launch
+from ...runtime.triton_compat import compiler
 from ...scale_layouts import VECTOR_BYTES, in_vectors, tma_scale
-from . import assembly
 from .epilogue import CHUNK, Output
 from .kernel import gemm_kernel
 from .split_k import plan_sum
@@ -114,8 +114,7 @@ def plan_gemm(
     add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
     output = Output(tma, bias is not None, add, splits > 1)
     items = tiles_m * tiles_n * splits
-    programs = programs_for(tile, items, blocks // splits, sms(out.device), accumulate)
-    assembly.install()  # before each compilation: another library may have replaced the hook
+    programs = programs_for(tile, items, blocks // splits, card(out.device), accumulate)
     return Launch(
         gemm_kernel,
         (programs,),
@@ -124,6 +123,7 @@ def plan_gemm(
          splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
+        compiler.hopper_gemm,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulat
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, splits, _ = choose_tile(
-        m, n, num_blocks(k), b.format.rows, sms(out.device), plain, accumulate, turned=bias is None
+        m, n, num_blocks(k), b.format.rows, card(out.device), plain, accumulate, turned=bias is None
     )
     a, b = _for_tma(a), _for_tma(b)
     if splits == 1:

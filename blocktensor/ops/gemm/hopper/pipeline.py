@@ -2,7 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...runtime.triton_compat.gluon import async_load
 
 
 @gluon.jit
@@ -74,6 +76,16 @@ def prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T: gl.constexpr)
 
 
 @gluon.jit
+def target_of_copy(b_s, stage, COPY: gl.constexpr, T: gl.constexpr):
+    # The shared memory of copy COPY of a stage's rows of B.
+    PER_PLACE: gl.constexpr = T.n // T.b_rows // T.b_places
+    place = b_s.index(stage * T.b_places + COPY // PER_PLACE)
+    if PER_PLACE > 1:
+        place = place.slice(COPY % PER_PLACE * T.b_rows, T.b_rows, dim=0)
+    return place
+
+
+@gluon.jit
 def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
@@ -81,7 +93,6 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
-    B_STEPS: gl.constexpr = T.b_rows // T.b_rows_apart
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     stage = 0
@@ -104,22 +115,18 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
                     if T.b_block == 1
                     else b_scale_at + i * b_scale_ld + k // 4 * 4
                 )
-                tma.async_copy_global_to_shared(
-                    b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i)
-                )
-            tma.async_copy_global_to_shared(a_scale_map, [a_scale_at], bar, a_scale_s.index(stage))
+                async_load(b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i))
+            async_load(a_scale_map, [a_scale_at], bar, a_scale_s.index(stage))
             a_scale_at += a_scale_ld
             if T.b_block == 1:
                 b_scale_at += b_scale_ld
             for i in gl.static_range(A_COPIES):
-                tma.async_copy_global_to_shared(
+                async_load(
                     a_map, [row + i * T.a_rows, k * 128], bar, a_s.index(stage * A_COPIES + i)
                 )
             for i in gl.static_range(B_COPIES):
-                target = b_s.index((stage * B_COPIES + i) * B_STEPS)
-                if B_STEPS > 1:
-                    target = target._reinterpret(b_s.dtype, [T.b_rows, 128], b_s.layout)
-                tma.async_copy_global_to_shared(b_map, [col + i * T.b_rows, k * 128], bar, target)
+                target = target_of_copy(b_s, stage, i, T)
+                async_load(b_map, [col + i * T.b_rows, k * 128], bar, target)
             if OUT.add == "staged" and not T.turned:
                 prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T)
             stage, phase = advance(stage, phase, T.stages)

@@ -5,6 +5,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
+@gluon.constexpr_function
+def raw_layout(width):
+    """The registers of a raw accumulator of ``width`` columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32]
+    )
+
+
 @gluon.jit
 def put(values, AT: gl.constexpr, value):
     # the tuple with `value` at AT
@@ -43,17 +51,15 @@ def pieces(x, T: gl.constexpr):
 def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
     # Starts product INDEX of this warpgroup's share of the stage, asynchronously.
     A_COPIES: gl.constexpr = T.a_copies
-    B_COPIES: gl.constexpr = T.n // T.b_rows
     ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + INDEX % T.cols) * T.width
     a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
     if T.a_rows > 64:
         a = a.slice(ROW % T.a_rows, 64, dim=0)
-    if T.width == 96:  # 128 rows, of which the product reads 96 (assembly.py)
-        rows = b_s.index(stage * (T.n // 32) + COL // 32)
-        b = rows._reinterpret(b_s.dtype, [128, 128], b_s.layout)
+    if T.width == 96:  # a place of 128 rows, of which the product reads 96 (compiler.py)
+        b = b_s.index(stage * T.b_places + COL // 96)
     else:
-        b = b_s.index(stage * B_COPIES + COL // T.b_rows)
+        b = b_s.index(stage * T.b_places + COL // T.b_rows)
         if T.b_rows > T.width:
             b = b.slice(COL % T.b_rows, T.width, dim=0)
     return warpgroup_mma(a, b.permute((1, 0)), raw, use_acc=False, is_async=True)

@@ -47,5 +47,5 @@ def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool)
             "HAS_BIAS": bias is not None,
             "ACCUMULATE": accumulate,
         },
-        {"num_warps": 4},
+        {"num_warps": 4, "enable_fp_fusion": True},
     )

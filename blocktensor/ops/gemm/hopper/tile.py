@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...formats import BLOCK
 
@@ -89,12 +90,19 @@ class Tile:
     @property
     def b_rows(self) -> int:
         """Rows of B that one TMA copy loads."""
+        if self.width == 96:
+            return 32
         return self.n if self.n & (self.n - 1) == 0 else WARPGROUP_ROWS
 
     @property
-    def b_rows_apart(self) -> int:
-        """Rows of B between two places in shared memory where an operand may begin."""
-        return 32 if self.width == 96 else self.b_rows
+    def b_place_rows(self) -> int:
+        """Rows of a place in shared memory for B; a product of 96 columns leaves the last empty."""
+        return self.raw_width if self.width == 96 else self.b_rows
+
+    @property
+    def b_places(self) -> int:
+        """Places of a stage: an operand of 96 columns has one of its own."""
+        return self.n // (96 if self.width == 96 else self.b_rows)
 
     @property
     def a_scales(self) -> int:
@@ -116,9 +124,9 @@ class Tile:
         return 2 if self.width == 96 else 1
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Compiler options of a kernel with this tile."""
-        options = {"num_warps": 4}
+        options = {"num_warps": 4, "enable_fp_fusion": True}
         return options if self.programs == 1 else options | {"maxnreg": 128}
 
     def out_buffers(self, bits: int) -> int:

@@ -2,7 +2,7 @@
 
 The prediction for a tile is two fitted lines: the time of each of several waves over its k blocks,
 and that of a single wave, which leaves the GPU cool and its memory idle and takes less.
-``python -m benchmarks tiles`` measures again and writes ``tiles.json``.
+``python -m benchmarks tiles`` measures again and writes the part of its card in ``tiles.json``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...devices import Card
 from ...formats import BLOCK, ceil_div
 from .tile import Tile
 
@@ -20,15 +21,15 @@ FILE = Path(__file__).with_name("tiles.json")
 TILES = {
     tile.name: tile
     for tile in (
-        Tile("square 256x128", BLOCK, rows=2, cols=1, width=128, depth=1, group=16),
-        Tile("square 192x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=3, group=8,
+        Tile("square 256x128", BLOCK, rows=2, cols=1, width=128, depth=1, group=4),
+        Tile("square 192x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=3, group=4,
              registers=160),
-        Tile("square 128x128", BLOCK, rows=1, cols=1, width=128, depth=1, stages=6, group=16),
+        Tile("square 128x128", BLOCK, rows=1, cols=1, width=128, depth=1, stages=6, group=4),
         Tile("square 64x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=1, buffers=2,
              programs=2),
         Tile("rows 256x128", 1, rows=2, cols=2, width=64, depth=2),
-        Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16),
-        Tile("rows 192x128", 1, rows=2, cols=1, width=96, depth=2, split="n", buffers=6, group=16,
+        Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", group=16),
+        Tile("rows 192x128", 1, rows=2, cols=1, width=96, depth=2, split="n", group=8,
              turned=True),
         Tile("rows 64x128", 1, rows=1, cols=2, width=64, depth=2, warpgroups=1, buffers=2,
              programs=2),
@@ -107,17 +108,17 @@ class Speed:
 
 
 @functools.cache
-def speeds() -> dict[str, Speed]:
-    """Measured speeds, by the name of a tile or of cuBLAS's kernel."""
-    return {
-        name: Speed(**fields) for name, fields in json.loads(FILE.read_text())["speeds"].items()
-    }
+def speeds(card: str) -> dict[str, Speed]:
+    """Speeds measured on a card, by the name of a tile or of cuBLAS's kernel."""
+    known = json.loads(FILE.read_text())[card]["speeds"]
+    return {name: Speed(**fields) for name, fields in known.items()}
 
 
-def speed_of(tile: Tile, accumulate: bool) -> Speed:
-    """The measured speed of a tile, of sums added to an output if ``accumulate``."""
-    speed = speeds()[tile.name]
-    return speeds().get(tile.name + ADDED, speed) if accumulate else speed
+def speed_of(tile: Tile, accumulate: bool, card: str) -> Speed:
+    """The speed of a tile measured on a card, of sums added to an output if ``accumulate``."""
+    known = speeds(card)
+    speed = known[tile.name]
+    return known.get(tile.name + ADDED, speed) if accumulate else speed
 
 
 def possible_splits(blocks: int) -> list[int]:
@@ -133,7 +134,7 @@ def choose_tile(
     n: int,
     blocks: int,
     b_block: int,
-    sms: int,
+    card: Card,
     plain: bool = True,
     accumulate: bool = False,
     turned: bool = True,
@@ -149,9 +150,9 @@ def choose_tile(
             continue
         if tile.turned and not turned:
             continue
-        speed = speed_of(tile, accumulate)
+        speed = speed_of(tile, accumulate, card.name)
         for splits in [1] if tile.turned else possible_splits(blocks):
-            us = speed.microseconds(m, n, blocks, sms, splits)
+            us = speed.microseconds(m, n, blocks, card.sms, splits)
             if splits > 1:
                 us = (us + SUM_US + splits * m * n / SUMMED_PER_US) / SPLITS_MARGIN
             predicted[tile, splits] = us
@@ -159,10 +160,10 @@ def choose_tile(
     return tile, splits, us
 
 
-def programs_for(tile: Tile, items: int, blocks: int, sms: int, accumulate: bool = False) -> int:
+def programs_for(tile: Tile, items: int, blocks: int, card: Card, accumulate: bool = False) -> int:
     """The number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
-    at_once = sms * tile.programs
-    us = ceil_div(items, at_once) * speed_of(tile, accumulate).wave(blocks)
+    at_once = card.sms * tile.programs
+    us = ceil_div(items, at_once) * speed_of(tile, accumulate, card.name).wave(blocks)
     return programs_in_turn(items, at_once, us)
 
 
@@ -176,8 +177,8 @@ def programs_in_turn(items: int, at_once: int, us: float) -> int:
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
 
 
-def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, sms: int) -> bool:
+def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, card: Card) -> bool:
     """True if cuBLAS is predicted to be faster than the best tile."""
-    ours = choose_tile(m, n, blocks, b_block, sms)[2]
-    theirs = speeds()[CUBLAS[b_block]].microseconds(m, n, blocks, sms)
+    ours = choose_tile(m, n, blocks, b_block, card)[2]
+    theirs = speeds(card.name)[CUBLAS[b_block]].microseconds(m, n, blocks, card.sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)

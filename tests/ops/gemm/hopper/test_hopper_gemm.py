@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.devices import sms
+from blocktensor.ops.devices import card
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
 from blocktensor.ops.scale_layouts import in_vectors, tma_scale
@@ -94,7 +94,7 @@ def test_parts_of_k(name: str, splits: int, rng: torch.Generator) -> None:
 def test_small_batches_are_made_in_parts(rng: torch.Generator) -> None:
     for m in (1, 16, 64):
         shape = Shape(m, 2048, 7168)
-        assert choose_tile(m, 2048, 56, 128, sms(CUDA))[1] > 1
+        assert choose_tile(m, 2048, 56, 128, card(CUDA))[1] > 1
         gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), BF16)
 
 

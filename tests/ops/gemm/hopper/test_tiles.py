@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from blocktensor.ops.devices import H200
 from blocktensor.ops.gemm.hopper import tiles
 from blocktensor.ops.gemm.hopper.tiles import (
     ADDED,
@@ -20,7 +21,8 @@ from blocktensor.ops.gemm.hopper.tiles import (
     speeds,
 )
 
-H200 = 132
+SMS = H200.sms
+CARDS = ("H200", "H100")
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -40,35 +42,36 @@ def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
         assert tile.b_scales * tile.b_scale_copies >= tile.n
 
 
-def test_the_file_knows_every_kernel() -> None:
+@pytest.mark.parametrize("card", CARDS)
+def test_the_file_knows_every_kernel(card: str) -> None:
     added = {name + ADDED for name, tile in TILES.items() if tile.b_block == 1}
-    assert set(speeds()) == {*TILES, *CUBLAS.values(), *added}
+    assert set(speeds(card)) == {*TILES, *CUBLAS.values(), *added}
     for name in {*TILES, *added}:
         tile = TILES[name.removesuffix(ADDED)]
-        assert (speeds()[name].m, speeds()[name].n) == tile.size
-        assert speeds()[name].programs == tile.programs
-    source = json.loads(tiles.FILE.read_text())
+        assert (speeds(card)[name].m, speeds(card)[name].n) == tile.size
+        assert speeds(card)[name].programs == tile.programs
+    source = json.loads(tiles.FILE.read_text())[card]
     assert source["command"] == "python -m benchmarks tiles"
-    assert source["gpu"] == "NVIDIA H200"
+    assert card in source["gpu"]
 
 
 def test_a_wave_more_takes_its_time() -> None:
     speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0,
                   lone_block_us=0.4, lone_us=4.0)  # fmt: skip
-    assert speed.waves(128 * 12, 128 * 11, H200) == 1
-    assert speed.waves(128 * 12 + 1, 128 * 11, H200) == 2
-    assert speed.microseconds(128, 128, 8, H200) == 0.4 * 8 + 4
-    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * (0.5 * 8 + 2) + 3
-    assert speed.microseconds(128 * 66, 128, 8, H200, splits=2) == 0.4 * 4 + 4
-    assert speed.microseconds(128 * 67, 128, 8, H200, splits=2) == 2 * (0.5 * 4 + 2) + 3
+    assert speed.waves(128 * 12, 128 * 11, SMS) == 1
+    assert speed.waves(128 * 12 + 1, 128 * 11, SMS) == 2
+    assert speed.microseconds(128, 128, 8, SMS) == 0.4 * 8 + 4
+    assert speed.microseconds(128 * 133, 128, 8, SMS) == 2 * (0.5 * 8 + 2) + 3
+    assert speed.microseconds(128 * 66, 128, 8, SMS, splits=2) == 0.4 * 4 + 4
+    assert speed.microseconds(128 * 67, 128, 8, SMS, splits=2) == 2 * (0.5 * 4 + 2) + 3
 
 
 def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
     speed = Speed(128, 128, 2, 1.0, 1.0, 1.0, lone_block_us=0.5, lone_us=3.0)
-    assert speed.waves(128 * 264, 128, H200) == 1
-    assert speed.microseconds(128 * 132, 128, 8, H200) == 0.5 * 8 + 3
-    assert speed.microseconds(128 * 133, 128, 8, H200) == 2 * 0.5 * 8 + 3
-    assert speed.microseconds(128 * 265, 128, 8, H200) == 2 * (8 + 1) + 1
+    assert speed.waves(128 * 264, 128, SMS) == 1
+    assert speed.microseconds(128 * 132, 128, 8, SMS) == 0.5 * 8 + 3
+    assert speed.microseconds(128 * 133, 128, 8, SMS) == 2 * 0.5 * 8 + 3
+    assert speed.microseconds(128 * 265, 128, 8, SMS) == 2 * (8 + 1) + 1
 
 
 @pytest.mark.parametrize(
@@ -84,16 +87,16 @@ def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
 def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
     tile, splits, predicted = choose_tile(*shape, b_block, H200)
     assert (tile.name, splits) == (expected, 1)
-    others = [speeds()[n] for n, t in TILES.items() if t.b_block == b_block]
-    assert predicted == min(s.microseconds(*shape, H200) for s in others)
+    others = [speeds("H200")[n] for n, t in TILES.items() if t.b_block == b_block]
+    assert predicted == min(s.microseconds(*shape, SMS) for s in others)
 
 
 def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (4096, 4096, 32)
     ours = choose_tile(*shape, 1, H200)[2]
     for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
-        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
-        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        known = {**speeds("H200"), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
+        monkeypatch.setattr(tiles, "speeds", lambda card, known=known: known)
         assert cublas_is_faster(*shape, 1, H200) is faster
 
 
@@ -103,8 +106,11 @@ def test_a_microsecond_is_not_worth_the_host_time_of_cublas(
     shape = (512, 512, 16)
     ours = choose_tile(*shape, 1, H200)[2]
     for saved, faster in ((1.9, False), (2.1, True)):
-        known = {**speeds(), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, ours - saved)}
-        monkeypatch.setattr(tiles, "speeds", lambda known=known: known)
+        known = {
+            **speeds("H200"),
+            CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, ours - saved),
+        }
+        monkeypatch.setattr(tiles, "speeds", lambda card, known=known: known)
         assert cublas_is_faster(*shape, 1, H200) is faster
 
 
@@ -118,8 +124,8 @@ def test_parts_are_equal_and_of_a_few_blocks() -> None:
 def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (4096, 4096, 32)
     plain = choose_tile(*shape, 1, H200)[0]
-    known = {**speeds(), plain.name + ADDED: Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0)}
-    monkeypatch.setattr(tiles, "speeds", lambda: known)
+    known = {**speeds("H200"), plain.name + ADDED: Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0)}
+    monkeypatch.setattr(tiles, "speeds", lambda card: known)
     choose_tile.cache_clear()
     try:
         assert choose_tile(*shape, 1, H200)[0] == plain
@@ -131,14 +137,14 @@ def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_few_tiles_are_made_in_parts() -> None:
     tile, splits, predicted = choose_tile(64, 2048, 56, 128, H200)
     assert (tile.name, splits) == ("square 64x128", 8)
-    whole = min(speeds()[n].microseconds(64, 2048, 56, H200) for n in TILES if "square" in n)
+    whole = min(speeds("H200")[n].microseconds(64, 2048, 56, SMS) for n in TILES if "square" in n)
     assert predicted < whole
 
 
 @pytest.mark.parametrize("name", TILES)
 def test_programs_of_long_products_take_turns(name: str) -> None:
-    tile, speed = TILES[name], speeds()[name]
-    at_once = H200 * tile.programs
+    tile, speed = TILES[name], speeds("H200")[name]
+    at_once = SMS * tile.programs
     assert programs_for(tile, at_once - 1, 64, H200) == at_once - 1
     for blocks in (8, 64, 500):
         wave_us = blocks * speed.block_us + speed.wave_us
@@ -153,8 +159,6 @@ def test_programs_of_long_products_take_turns(name: str) -> None:
 
 
 def test_what_is_added_takes_longer() -> None:
-    tile, items = TILES["rows 256x128"], H200 * 8
-    longest = max(
-        blocks for blocks in range(400) if programs_for(tile, items, blocks, H200) == H200
-    )
-    assert programs_for(tile, items, longest, H200, accumulate=True) > H200
+    tile, items = TILES["rows 256x128"], SMS * 8
+    longest = max(blocks for blocks in range(400) if programs_for(tile, items, blocks, H200) == SMS)
+    assert programs_for(tile, items, longest, H200, accumulate=True) > SMS

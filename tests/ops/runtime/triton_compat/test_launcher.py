@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,8 +14,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from blocktensor.ops.runtime import triton_abi
-from tests.support.fake_driver import Kernel, axpy, draw, fake_driver, op
+from blocktensor.ops.runtime.triton_compat import launcher as launchers
+from tests.support.fake_driver import Descriptor, Kernel, axpy, draw, fake_driver, op
 
 __all__ = ["fake_driver"]
 
@@ -66,21 +65,41 @@ def test_hooks_are_served_by_the_ordinary_launch(monkeypatch: pytest.MonkeyPatch
 # Tritons that work otherwise
 
 
-def spoiled(fake_driver: SimpleNamespace, attribute: str, value: Any) -> None:
-    setattr(fake_driver, attribute, value) if value else delattr(fake_driver, attribute)
-
-
-@pytest.mark.parametrize("value", ["iiiKKOOOO", None], ids=["other", "missing"])
-def test_another_triton_gives_one_warning(value: Any, fake_driver: SimpleNamespace) -> None:
-    spoiled(fake_driver, "_BASE_ARGS_FORMAT", value)
+@pytest.mark.usefixtures("fake_driver")
+def test_another_triton_gives_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "LAUNCHERS", ())
     a, b = op(axpy), op(axpy)
     pairs = [draw(2, size) for size in (8, 8, 4, 8)]
-    with pytest.warns(UserWarning, match="in another way than the tested 3.6") as caught:
+    with pytest.warns(UserWarning, match="in another way than those known") as caught:
         results = [(a.call(x, y, 3), b.call(x, y, 3)) for x, y in pairs]
     assert len(caught) == 1
     for (x, y), got in zip(pairs, results, strict=True):
         assert all(torch.equal(each, 3 * x + y) for each in got)
     assert (a.kernel.ordinary, a.kernel.direct) == (4, [])
+
+
+@pytest.mark.parametrize(
+    "attribute", ["_BASE_ARGS_FORMAT", "annotate_arguments", "make_kernel_signature"]
+)
+def test_a_driver_that_lacks_a_part_is_another(
+    attribute: str, fake_driver: SimpleNamespace
+) -> None:
+    if not hasattr(fake_driver, attribute):
+        pytest.skip("of the other launcher")
+    delattr(fake_driver, attribute)
+    with pytest.warns(UserWarning, match="in another way than those known"):
+        assert launchers.launcher() is None
+
+
+def test_a_launcher_that_is_called_otherwise_is_another(fake_driver: SimpleNamespace) -> None:
+    class Other(fake_driver.CudaLauncher):  # type: ignore[name-defined, misc]
+        def __call__(self, gridX: int, *args: Any) -> None:
+            raise NotImplementedError
+
+    fake_driver.CudaLauncher = Other
+    fake_driver._BASE_ARGS_FORMAT = None
+    with pytest.warns(UserWarning, match="in another way than those known"):
+        assert launchers.launcher() is None
 
 
 @pytest.mark.usefixtures("fake_driver")
@@ -118,14 +137,31 @@ def test_an_unexpected_kernel_is_launched_ordinarily(
     assert (a.kernel.ordinary, a.kernel.direct) == (3, [])
 
 
-def test_the_installed_triton_is_as_described() -> None:
+def test_the_installed_triton_is_known() -> None:
+    launchers.launcher.cache_clear()
+    found = launchers.launcher()
+    assert found is not None
+    minor = int(triton.__version__.split(".")[1])
+    assert found.tritons == ("3.6" if minor == 6 else "3.7 to 3.9")
+    assert not launchers.hooked()
+
+
+def test_the_c_function_of_a_wrapped_launcher() -> None:
+    """Triton 3.6 wraps it for kernels with tensor descriptors."""
     from triton.backends.nvidia import driver
 
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip(f"tested with Triton 3.6, this is {triton.__version__}")
-    assert driver._BASE_ARGS_FORMAT == triton_abi.HEAD_FORMAT
-    assert triton_abi.HEAD_FORMAT[triton_abi.STREAM] == "K"
-    assert list(inspect.signature(driver.make_tensordesc_arg).parameters) == ["arg", "metadata"]
+    (per_signature, _) = launchers.LAUNCHERS
+    if not per_signature.matches(driver):
+        pytest.skip("this Triton has one function for all kernels")
     wrapper = driver.wrap_handle_tensordesc(len, {"x": "tensordesc<fp32[4]>"}, [{}])
-    assert triton_abi._c_function(wrapper) is triton_abi._c_function(len) is len
-    assert not triton_abi.hooked()
+    for launch in (wrapper, len):
+        assert per_signature.function(SimpleNamespace(launch=launch)) is len
+    with pytest.raises(launchers.Unsupported, match="closes over"):
+        per_signature.function(SimpleNamespace(launch=lambda: wrapper))
+
+
+def test_a_tensor_map_keeps_no_tensor() -> None:
+    base = draw(8)
+    descriptor = Descriptor(base)
+    assert launchers._without_base(descriptor).base is None
+    assert descriptor.base is base

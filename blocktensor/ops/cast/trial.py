@@ -1,0 +1,30 @@
+"""A trial of the casts in Gluon, for a Triton that they were not tested with."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from ..formats import BLOCKS_1X128, BLOCKS_128X128
+from ..runtime.triton_compat.versions import tried
+from . import gluon_128x128, gluon_columnwise
+
+
+@tried
+def casts_fail(device: torch.device) -> str | None:
+    """Return how casts in Gluon differ from the reference; None if not a byte does."""
+    x = torch.linspace(-3, 3, 304 * 384).view(304, 384).bfloat16()
+    made = (
+        *gluon_columnwise.quantize_both(x.to(device), BLOCKS_1X128),
+        gluon_128x128.quantize_rowwise(x.to(device), BLOCKS_128X128),
+    )
+    wanted = (
+        *reference.quantize_both(x, BLOCKS_1X128),
+        reference.quantize_rowwise(x, BLOCKS_128X128),
+    )
+    same = all(
+        torch.equal(a.data.view(torch.uint8).cpu(), b.data.view(torch.uint8))
+        and torch.equal(a.scale.cpu(), b.scale)
+        for a, b in zip(made, wanted, strict=True)
+    )
+    return None if same else "casts differ from the reference"

@@ -1,0 +1,1 @@
+"""Internal: everything that depends on Triton's version (see README.md here)."""

@@ -1,0 +1,121 @@
+"""Changes to a kernel between Triton and its assembler, and the errors of a failed compilation.
+
+- **Products of 96 columns.** Gluon's tensors are powers of two wide, so the Hopper GEMM has
+  products of 128 columns whose last quarter is unused; this pass drops the quarter from the
+  instruction. Without it the kernel is correct but takes 1.8 times as long.
+- **ptxas after 12.8.** Triton 3.6 and 3.7 assemble for sm_90 with ptxas 12.8, which lets the warp
+  yield at every multiply-add; the newer one in the same folder does not. Where promotion is one
+  multiply-add an element (128x128 blocks) it is 3-8% faster; where it is two operations (1x128),
+  12.8 is faster. Triton 3.8 and later have no ptxas 12.8, and one for both.
+
+A kernel requests a change by a comment in its assembly. The passes are installed while such a
+kernel is compiled or launched, and no longer: kernels of others, and their entries in the compiler
+cache, do not change.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.runtime.errors import TritonError
+
+NARROW = "// blocktensor: products of 96 columns"
+NEWER_PTXAS = "// blocktensor: ptxas after 12.8"
+SLOW_PTXAS = "12.8"
+
+_PRODUCT_128 = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3 \{([^}]*)\}"
+)
+
+Stage = Callable[[Any, Any], Any]
+
+
+class CannotNarrow(TritonError):
+    """The assembly of a GEMM of 96 columns has other products than expected."""
+
+
+def narrow_products(ptx: str) -> str:
+    """``ptx`` with its products of 128 columns narrowed to 96, if it has the marker ``NARROW``.
+
+    Raises:
+        CannotNarrow: it has the marker, but no such products, or others too.
+    """
+    if NARROW not in ptx:
+        return ptx
+
+    def narrow(match: re.Match[str]) -> str:
+        registers = match[1].split(",")
+        used = ",".join(registers[: len(registers) * 3 // 4])
+        return f"wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {{{used}}}"
+
+    narrowed, count = _PRODUCT_128.subn(narrow, ptx)
+    found = ptx.count("wgmma.mma_async.")
+    if count == 0 or count != found:
+        raise CannotNarrow(
+            f"a GEMM of 96 columns has {found} products, {count} of them of 128 columns: expected "
+            f"all of them; this Triton ({triton.__version__}) writes them differently"
+        )
+    return narrowed
+
+
+def with_newer_ptxas(assemble: Stage) -> Stage:
+    """``assemble``, by the newer ptxas for kernels with the marker where Triton takes 12.8."""
+
+    def run(ptx: Any, metadata: Any) -> Any:
+        tools = triton.knobs.nvidia
+        if NEWER_PTXAS not in ptx or _ptxas_of_sm90().version != SLOW_PTXAS:
+            return assemble(ptx, metadata)
+        with tools.scope():
+            tools.ptxas = tools.ptxas_blackwell.path
+            return assemble(ptx, metadata)
+
+    return run
+
+
+def _ptxas_of_sm90() -> Any:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(90)
+
+
+_installed = threading.RLock()
+
+
+@contextmanager
+def hopper_gemm() -> Iterator[None]:
+    """Add both passes to Triton's compiler, after any hook already set, until the ``with`` ends."""
+    runtime = triton.knobs.runtime
+    with _installed:
+        before = runtime.add_stages_inspection_hook
+        runtime.add_stages_inspection_hook = _hook_after(before)
+        try:
+            yield
+        finally:
+            runtime.add_stages_inspection_hook = before
+
+
+def _hook_after(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    def hook(*args: Any) -> tuple[str, str] | None:
+        if not args:  # Triton 3.7 and later: a part of the compiler's cache key, and its hash
+            return ("", "") if before is None else before()
+        if before is not None:
+            before(*args)
+        stages = args[1]
+        make_ptx = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: narrow_products(make_ptx(source, metadata))
+        stages["cubin"] = with_newer_ptxas(stages["cubin"])
+        return None
+
+    return hook
+
+
+def is_failed_compilation(error: Exception) -> bool:
+    """True if Triton cannot compile a kernel or the GPU cannot hold it, not if a launch fails."""
+    if isinstance(error, TritonError):
+        return True
+    return isinstance(error, RuntimeError) and "PassManager::run failed" in str(error)

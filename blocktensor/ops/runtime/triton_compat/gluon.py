@@ -1,0 +1,37 @@
+"""Gluon's functions under the names of the newest Triton, made of what an older one has."""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Triton 3.6: thread_barrier; 3.7 and later: barrier.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Triton 3.6 and 3.7: async_copy_...; 3.8: both; 3.9: async_load and async_store.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Triton 3.6 to 3.8: _reinterpret; 3.9: reinterpret. A method; here, a function.
+_REINTERPRET = (
+    "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"
+)
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory with another dtype, shape and layout of the same size."""
+    return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
+
+
+if hasattr(tma, "async_atomic_add"):  # Triton 3.8 and later
+    async_atomic_add = tma.async_atomic_add
+else:  # Triton 3.6 and 3.7 can build the instruction, and have no function for it
+    from triton._C.libtriton import ir
+
+    @builtin
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
+        """Add shared memory to global memory by TMA."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(
+            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+        )

@@ -1,0 +1,242 @@
+"""Triton's launch functions in C, called without the Python around them.
+
+``replay.py`` calls them with pointers as integers and with tensor maps that were made before. A
+call has a head (grid, stream, compiled function, hooks), then the kernel's arguments, where a
+tensor descriptor stands for a tensor map, its shape and its strides. Two kinds of launcher are
+known, see :data:`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+
+from ..launch import Launch, pointed_at
+
+STREAM = 3
+"""The place of the stream in the head."""
+
+
+class Unsupported(Exception):
+    """A kernel that only Triton's ordinary launch can launch, with the reason."""
+
+
+class RawKernel(NamedTuple):
+    """A compiled kernel's C function, and its arguments without stream, pointers and tensor maps.
+
+    Attributes:
+        launch: the C function: ``launch(*head, *arguments)``, or ``launch(*head, arguments)`` if
+            ``in_tuple``.
+        head: the first arguments; the stream is missing.
+        arguments: those of the kernel; pointers and tensor maps are missing.
+        pointers: places in ``arguments`` of pointers, each with its tensor.
+        maps: places of tensor maps, each with its tensor and a function that makes a map for
+            another address.
+        in_tuple: True if the C function takes the kernel's arguments as one tuple.
+    """
+
+    launch: Callable[..., None]
+    head: list[Any]
+    arguments: list[Any]
+    pointers: list[tuple[int, Tensor]]
+    maps: list[tuple[int, Tensor, Callable[[int], Any]]]
+    in_tuple: bool
+
+
+class Launcher(NamedTuple):
+    """One kind of launch function.
+
+    Attributes:
+        tritons: the versions that have it.
+        matches: whether the installed driver has it.
+        head: the head for one grid, given the launcher object and the compiled kernel.
+        function: the C function of a launcher object.
+        keeps_constants: True if constants keep a place among the arguments.
+        in_tuple: see :class:`RawKernel`.
+    """
+
+    tritons: str
+    matches: Callable[[Any], bool]
+    head: Callable[[int, Any, Any], list[Any]]
+    function: Callable[[Any], Callable[..., None]]
+    keeps_constants: bool
+    in_tuple: bool
+
+
+def _has_a_function_per_signature(driver: Any) -> bool:
+    # Grid x, y, z; stream; function; cooperative, PDL; global and profile scratch; kernel metadata,
+    # launch metadata, enter hook, exit hook
+    return getattr(driver, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
+
+
+def _head_per_signature(grid: int, run: Any, compiled: Any) -> list[Any]:
+    return [
+        grid, 1, 1, None, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None,
+        None, compiled.packed_metadata, None, None, None,
+    ]  # fmt: skip
+
+
+def _function_per_signature(run: Any) -> Callable[..., None]:
+    """The C function, which Triton wraps if a kernel has tensor descriptors."""
+    launch = run.launch
+    if isinstance(launch, types.FunctionType):
+        names = launch.__code__.co_freevars
+        if names != ("launcher", "tensordesc_indices", "tensordesc_meta"):
+            raise Unsupported(f"its launcher closes over {names}")
+        launch = launch.__closure__[0].cell_contents  # type: ignore[index]
+    return _builtin(launch)
+
+
+def _has_one_function(driver: Any) -> bool:
+    described = hasattr(driver, "annotate_arguments") and hasattr(driver, "make_kernel_signature")
+    called = list(inspect.signature(driver.CudaLauncher.__call__).parameters)
+    expected = "self gridX gridY gridZ stream function kernel_metadata launch_metadata "
+    return described and called == [
+        *expected.split(),
+        "launch_enter_hook",
+        "launch_exit_hook",
+        "args",
+    ]
+
+
+def _head_of_one_function(grid: int, run: Any, compiled: Any) -> list[Any]:
+    # As above, but kernel and launch metadata and hooks come before the two scratches; then a
+    # description of the arguments, all of which go to the kernel (constants are left out), and
+    # their types, a byte each.
+    driver, types_ = _driver(), run.kernel_signature
+    passed = [driver.PyKernelArg(nested_tuple=None, type=driver.ARG_KERNEL)] * len(types_)
+    return [
+        grid, 1, 1, None, compiled.function, run.launch_cooperative_grid, run.launch_pdl,
+        compiled.packed_metadata, None, None, None, None, None, passed, types_,
+    ]  # fmt: skip
+
+
+def _one_function(run: Any) -> Callable[..., None]:
+    return _builtin(triton.runtime.driver.active.utils.launch)
+
+
+def _builtin(launch: Any) -> Callable[..., None]:
+    if not isinstance(launch, types.BuiltinFunctionType):
+        raise Unsupported(f"its launcher is {launch!r}")
+    return launch
+
+
+LAUNCHERS = (
+    Launcher(
+        "3.6", _has_a_function_per_signature, _head_per_signature, _function_per_signature,
+        keeps_constants=True, in_tuple=False,
+    ),
+    Launcher(
+        "3.7 to 3.9", _has_one_function, _head_of_one_function, _one_function,
+        keeps_constants=False, in_tuple=True,
+    ),
+)  # fmt: skip
+"""Triton 3.6 compiles a C function for every signature; later ones have one for all kernels, which
+reads the types of the arguments from a description."""
+
+
+@functools.cache
+def launcher() -> Launcher | None:
+    """The kind of launcher that the installed Triton has; None, with one warning, if unknown."""
+    try:
+        driver = _driver()
+        hooked()
+        found = next((kind for kind in LAUNCHERS if kind.matches(driver)), None)
+    except (ImportError, AttributeError, ValueError, TypeError):
+        found = None
+    if found is None:
+        known = ", ".join(kind.tritons for kind in LAUNCHERS)
+        warnings.warn(
+            f"blocktensor: Triton {triton.__version__} launches kernels in another way than those "
+            f"known ({known}): its ordinary launch is used, which computes the same and takes some "
+            f"40 us more of host time",
+            stacklevel=2,
+        )
+    return found
+
+
+def hooked() -> bool:
+    """True if a launch hook is set, usually by a profiler."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
+    """How to repeat ``launch``, which ran ``compiled``; Unsupported if it needs Triton's launch."""
+    kind, run = launcher(), getattr(compiled, "run", None)
+    if kind is None or not isinstance(run, _driver().CudaLauncher):
+        raise Unsupported(f"not a compiled CUDA kernel: {type(compiled)}")
+    if run.global_scratch_size or run.profile_scratch_size or launch.kernel.pre_run_hooks:
+        raise Unsupported("it allocates scratch memory or calls a hook at launch")
+    arguments: list[Any] = []
+    pointers: list[tuple[int, Tensor]] = []
+    maps: list[tuple[int, Tensor, Callable[[int], Any]]] = []
+    described = iter(compiled.metadata.tensordesc_meta or ())
+    for of, value in _parameters(launch, compiled):
+        tensor, place = pointed_at(value), len(arguments)
+        if of == "constexpr":
+            arguments += [None] if kind.keeps_constants else []
+        elif of.startswith("tensordesc<") and tensor is not None:
+            make = functools.partial(_tensor_map, _without_base(value), next(described, None))
+            maps.append((place, tensor, make))
+            arguments += [None, *value.shape, *value.strides]
+        elif of.startswith("*") and tensor is value:
+            pointers.append((place, tensor))
+            arguments.append(None)
+        elif of in ("i32", "i64") and isinstance(value, int):
+            arguments.append(value)
+        else:
+            raise Unsupported(f"an argument {of} that is {value!r}")
+    head = kind.head(launch.grid[0], run, compiled)
+    return RawKernel(kind.function(run), head, arguments, pointers, maps, kind.in_tuple)
+
+
+def _driver() -> Any:
+    from triton.backends.nvidia import driver
+
+    return driver
+
+
+def _parameters(launch: Launch, compiled: Any) -> Iterator[tuple[str, Any]]:
+    """Type and value of every parameter, in the order of the kernel's definition."""
+    signature = list(compiled.src.signature.items())
+    values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.constants
+    if [name for name, _ in signature] != launch.kernel.arg_names or len(values) != len(signature):
+        raise Unsupported(f"its signature is {signature}")
+    return ((kind, values[name]) for name, kind in signature)
+
+
+class _Base:
+    """The part of a tensor that Triton reads to make a tensor map: its address."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
+def _without_base(descriptor: Any) -> Any:
+    """A copy that does not keep the tensor alive."""
+    bare = copy.copy(descriptor)
+    bare.base = None
+    return bare
+
+
+def _tensor_map(descriptor: Any, metadata: Any, address: int) -> Any:
+    if metadata is None:
+        raise Unsupported("a tensor descriptor without metadata")
+    at = copy.copy(descriptor)
+    at.base = _Base(address)
+    make = _driver().make_tensordesc_arg
+    unused = [None] * (len(inspect.signature(make).parameters) - 2)  # 3.8 and 3.9 have one more
+    tensor_map, *rest = make(at, metadata, *unused)
+    if rest != [*descriptor.shape, *descriptor.strides]:
+        raise Unsupported(f"a tensor descriptor expands to {rest}")
+    return tensor_map

@@ -1,0 +1,47 @@
+"""The Tritons that the kernels in Gluon were tested with, and their trial with another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..launch import not_recorded
+
+TESTED = ("3.6", "3.7", "3.8", "3.9")
+"""Of these, a release has passed ``pytest -m gpu`` on an H100 or H200 (README.md)."""
+
+Trial = Callable[[torch.device], str | None]
+
+
+def is_tested() -> bool:
+    """True if the installed Triton is one of :data:`TESTED`."""
+    return ".".join(triton.__version__.split(".")[:2]) in TESTED
+
+
+def tried(trial: Trial) -> Trial:
+    """A function that returns why kernels fail with an untested Triton; None for a tested one.
+
+    Args:
+        trial: runs a small problem of the kernels on a device, and returns how the result is
+            wrong, or None. What it raises is a failure too. It runs once a device.
+    """
+
+    @functools.cache
+    def failure(device: torch.device) -> str | None:
+        if is_tested():
+            return None
+        try:
+            with torch.no_grad(), not_recorded(), _disable_current_modes():
+                found = trial(device)
+        except Exception as error:  # of the compiler or of the driver: the kernels are not used
+            found = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        if found is None:
+            return None
+        tested = f"{TESTED[0]} to {TESTED[-1]}"
+        return f"Triton {triton.__version__} is not among those tested ({tested}): {found}"
+
+    return failure

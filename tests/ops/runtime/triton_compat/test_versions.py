@@ -1,0 +1,164 @@
+"""Which Triton is trusted, and the trial of the kernels with any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast import trial as casts
+from blocktensor.ops.formats import Quantized
+from blocktensor.ops.gemm.hopper import trial as gemms
+from blocktensor.ops.grouped_gemm import trial as grouped
+from blocktensor.ops.runtime.launch import this_thread, watch_launches
+from blocktensor.ops.runtime.triton_compat import versions
+from blocktensor.ops.runtime.triton_compat.versions import TESTED, tried
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that nobody has tested the kernels with."""
+    monkeypatch.setattr(versions.triton, "__version__", "4.2.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("3.6.0", True), ("3.9.1+git", True), ("3.5.1", False), ("3.10.0", False), ("4.0.0", False)],
+)
+def test_what_is_tested(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.triton, "__version__", version)
+    assert versions.is_tested() == tested
+
+
+def test_the_installed_triton_is_tested() -> None:
+    assert versions.is_tested(), f"run pytest -m gpu with it, then add it to {TESTED}"
+
+
+def test_a_tested_triton_is_trusted() -> None:
+    def trial(device: torch.device) -> str | None:
+        raise AssertionError("not asked for")
+
+    assert tried(trial)(CPU) is None
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("wrong", [None, "sums differ"])
+def test_another_is_tried_once(wrong: str | None) -> None:
+    calls = []
+
+    @tried
+    def trial(device: torch.device) -> str | None:
+        calls.append(device)
+        return wrong
+
+    said = "Triton 4.2.0 is not among those tested (3.6 to 3.9): sums differ"
+    assert [trial(CPU) for _ in range(3)] == [wrong and said] * 3
+    assert calls == [CPU]
+
+
+@pytest.mark.usefixtures("newer")
+def test_what_a_trial_raises_is_a_failure() -> None:
+    @tried
+    def trial(device: torch.device) -> str | None:
+        raise RuntimeError("first line\nlast line")
+
+    assert trial(CPU) == "Triton 4.2.0 is not among those tested (3.6 to 3.9): last line"
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_trial_is_no_part_of_what_is_recorded() -> None:
+    @tried
+    def trial(device: torch.device) -> str | None:
+        return None if this_thread.launches is None else "it is recorded"
+
+    with watch_launches():
+        assert trial(CPU) is None
+        assert this_thread.launches is not None
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference in place of the kernels that the trials run; they begin anew."""
+    for name in ("gluon_columnwise", "gluon_128x128"):
+        monkeypatch.setattr(casts, name, reference)
+    for module, name in (
+        (gemms, "gemm"),
+        (grouped, "grouped_gemm"),
+        (grouped, "grouped_gemm_wgrad"),
+    ):
+        monkeypatch.setattr(module, name, getattr(reference, name))
+    forget()
+    yield
+    forget()
+
+
+TRIALS = (casts.casts_fail, gemms.gemms_fail, grouped.grouped_gemms_fail)
+
+
+def forget() -> None:
+    for trial in TRIALS:
+        trial.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("newer", "on_the_cpu")
+def test_the_trials_pass_with_the_reference() -> None:
+    assert [trial(CPU) for trial in TRIALS] == [None, None, None]
+
+
+def off(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A product that is wrong by a hundredth."""
+    return lambda *args: function(*args) * 1.01
+
+
+def nan(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args) * float("nan")
+
+
+@pytest.mark.usefixtures("newer", "on_the_cpu")
+@pytest.mark.parametrize("spoil", [off, nan])
+@pytest.mark.parametrize(
+    ("module", "name", "trial"),
+    [
+        (gemms, "gemm", gemms.gemms_fail),
+        (grouped, "grouped_gemm", grouped.grouped_gemms_fail),
+        (grouped, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
+    ],
+)
+def test_a_wrong_product_fails_its_trial(
+    module: Any, name: str, trial: Any, spoil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, spoil(getattr(reference, name)))
+    assert "differ from the reference" in (trial(CPU) or "")
+
+
+@pytest.mark.usefixtures("newer", "on_the_cpu")
+def test_a_wrong_byte_fails_the_trial_of_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantize_rowwise(*args: Any) -> Quantized:
+        made = reference.quantize_rowwise(*args)
+        made.data.view(torch.uint8)[303, 383] ^= 1
+        return made
+
+    monkeypatch.setattr(casts, "gluon_128x128", SimpleNamespace(quantize_rowwise=quantize_rowwise))
+    assert "casts differ from the reference" in (casts.casts_fail(CPU) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.__name__)
+def test_the_trials_pass(trial: Callable[[torch.device], str | None]) -> None:
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("written for sm_90")
+    forget()
+    try:
+        assert trial(device) is None
+    finally:
+        forget()
