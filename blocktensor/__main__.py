@@ -15,6 +15,7 @@ from torch import Tensor
 
 import blocktensor
 
+from .model.fast_path import described
 from .ops import reference
 from .ops.cast.choose_backend import CAST_BACKENDS
 from .ops.gemm.choose_backend import GEMM_BACKENDS
@@ -26,7 +27,12 @@ from .text_table import human_bytes, text_table
 OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "peft", "torchtitan")
 """Packages that some part works with."""
 
-VARIABLES = ("BLOCKTENSOR_GEMM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "BLOCKTENSOR_FAST_PATH",
+    "BLOCKTENSOR_GEMM",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
 """Environment variables that change what runs."""
 
 MAX_ERROR = 4e-3
@@ -87,9 +93,10 @@ def backends(device: torch.device) -> str:
         (family, backend.name, "no" if reason else "yes", reason or "")
         for family, family_backends in families.items()
         for backend in family_backends
-        for reason in [backend.unusable(device)]
+        for reason in [backend.why_not(device)]
     ]
-    return text_table((f"ops on {device}", "backend", "runs", "why not"), rows)
+    table = text_table((f"ops on {device}", "backend", "runs", "why not"), rows)
+    return table if device.type != "cuda" else f"{table}\n{described(device)}"
 
 
 def self_check(device: torch.device) -> dict[str, tuple[float, float]]:

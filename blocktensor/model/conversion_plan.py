@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..ops.checks import HIGH_PRECISION
+from ..ops.formats import BLOCK
 from ..recipe import Recipe
 from . import conversion_checks
 from .conversion_report import SmallKN
+from .fast_path import gpu_of, only_portable
 from .holders import needs_values
 from .linears import fp8_part
 from .lm_head import heads_of
@@ -21,6 +23,8 @@ from .product_weights import local_stack, sizes_of
 from .skip_patterns import Weight
 
 Filter = Callable[[nn.Module, str], bool]
+
+_SLOWER = "slower than bf16 without the fast path (auto_filter_small_kn)"
 
 
 class ConversionPlan:
@@ -41,7 +45,7 @@ class ConversionPlan:
         self.modules = dict(model.named_modules())
         self.heads = {} if head else heads_of(model)
         self.recipe, self.filter, self.skipped = recipe, filter, skipped
-        self.thresholds = small if isinstance(small, SmallKN) else SmallKN() if small else None
+        self.small = small
 
     def choose(self, tied: Sequence[Matrix], why: dict[Matrix, str]) -> Matrix | None:
         """The matrix that is to be cast; None if this parameter stays as it is.
@@ -107,11 +111,26 @@ class ConversionPlan:
                 )
             if not wanted:
                 return "filter"
-        if is_fp8 or is_lazy(weight) or self.thresholds is None:
+        if is_fp8 or is_lazy(weight) or self.small is False:
             return None
         part, is_stack = local_stack(weight), weight.ndim == 3
         sizes = sizes_of(module, linear.key, weight if part is None else part)
-        small = (self.thresholds.experts() if is_stack else self.thresholds).undercut(*sizes)
+        if isinstance(self.small, SmallKN):
+            return self._small(self.small, sizes, is_stack)
+        gpu = gpu_of(weight.device)
+        if gpu is None or not only_portable(gpu):
+            return self._small(SmallKN(), sizes, is_stack)
+        if is_stack:
+            return f"experts, {_SLOWER}"
+        if any(size % BLOCK for size in sizes):
+            n, k = sizes
+            return f"N={n}, K={k} are not multiples of {BLOCK}, {_SLOWER}"
+        small = self._small(SmallKN.portable(), sizes, is_stack)
+        return small and f"{small}, without the fast path"
+
+    @staticmethod
+    def _small(thresholds: SmallKN, sizes: tuple[int, int], is_stack: bool) -> str | None:
+        small = (thresholds.experts() if is_stack else thresholds).undercut(*sizes)
         return f"small: {' and '.join(small)} (auto_filter_small_kn)" if small else None
 
     def _holder_in_need(self, linear: Matrix, tied: Sequence[Matrix]) -> str | None:

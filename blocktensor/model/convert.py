@@ -22,6 +22,7 @@ from . import conversion_checks
 from .conversion_plan import ConversionPlan, Filter, is_to_be_cast
 from .conversion_report import ConversionReport, Entry, SmallKN
 from .experts import Experts, named_experts
+from .fast_path import described, gpu_of, warn_if_missing
 from .holders import needs_values
 from .linears import fp8_part, is_conv1d, kind_of
 from .matrices import Matrix, elements_of, matrices_of
@@ -84,6 +85,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     for key in chosen:
         if not _leave_to_holder(module, key):
             _cast(module, key, recipe)
+    if chosen and (gpu := gpu_of(module._parameters[chosen[0]].device)) is not None:  # type: ignore[union-attr]
+        warn_if_missing(gpu)
     _register_hooks(module)
 
 
@@ -134,7 +137,8 @@ def convert(
             modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
             name of a stack.
         auto_filter_small_kn: skip weights that are too small to be faster in FP8: True for the
-            measured sizes, False for none, or a :class:`SmallKN`.
+            measured sizes, False for none, or a :class:`SmallKN`. On a GPU where only the portable
+            kernels run, True skips experts of any size, and more linears.
         experts: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
             module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
         head: "fp8" converts the head too, unless it is tied to an embedding.
@@ -151,7 +155,7 @@ def convert(
             ``experts`` that name no module, or no stack.
 
     Warns:
-        UserWarning: no weight of the model is in FP8 afterwards.
+        UserWarning: no weight of the model is in FP8 afterwards; a Hopper GPU lacks the fast path.
     """
     conversion_checks.is_recipe(recipe)
     if filter is not None and not callable(filter):
@@ -196,7 +200,14 @@ def convert(
                 elements=matrix.elements,
             )
         )
-    report = ConversionReport(tuple(entries), sum(map(elements_of, model.parameters())))
+    gpu = gpu_of(chosen[0].parameter.device) if chosen else None
+    report = ConversionReport(
+        tuple(entries),
+        sum(map(elements_of, model.parameters())),
+        None if gpu is None else described(gpu),
+    )
+    if gpu is not None:
+        warn_if_missing(gpu)
     if not report.converted:
         _warn_of_nothing(model, report)
     return report

@@ -16,6 +16,7 @@ from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..text_table import collapse_alike, text_table
 from .experts import experts_per_token
+from .fast_path import described
 from .linears import fp8_part
 from .product_weights import fp8_weights, label_of, local_stack, sizes_of
 
@@ -49,9 +50,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The products of a model; ``print(explanation)`` shows them as a table."""
+    """The products of a model; ``print(explanation)`` shows them as a table.
+
+    Attributes:
+        products: every GEMM of every layer.
+        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+    """
 
     products: tuple[Product, ...]
+    fast_path: str | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -64,7 +71,8 @@ class Explanation:
         rows = collapse_alike(
             (p.layer or "(model)", p.kind, p.sizes, p.backend, p.reason) for p in self.products
         )
-        return text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
+        table = text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
+        return table if self.fast_path is None else f"{table}\n{self.fast_path}"
 
 
 def explain(
@@ -92,6 +100,7 @@ def explain(
     """
     products: list[Product] = []
     if isinstance(model_or_shapes, nn.Module):
+        devices: set[torch.device] = set()
         for name, module in model_or_shapes.named_modules():
             for key in fp8_weights(module):
                 weight: Any = module._parameters[key]
@@ -103,6 +112,7 @@ def explain(
                 multiplied = weight if part is None else part
                 sizes = sizes_of(module, key, multiplied)
                 label, where = label_of(name, key), weight.device
+                devices.add(where)
                 if weight.ndim == 3:
                     shape = (tokens * experts_per_token(module), *sizes)
                     dtypes = dtype, weight.dtype
@@ -111,14 +121,19 @@ def explain(
                 bias = None if getattr(module, "bias", None) is None else dtype
                 shape = (tokens, *sizes)
                 products += _products(label, shape, kinds, casts, bias, dtype, weight.dtype, where)
-        return Explanation(tuple(products))
+        return Explanation(tuple(products), _fast_path(devices))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for shape in model_or_shapes:
         if len(shape) != 3:
             raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
         products += _products(label, shape, kinds, recipe, None, dtype, dtype, where)
-    return Explanation(tuple(products))
+    return Explanation(tuple(products), _fast_path({where}))
+
+
+def _fast_path(devices: set[torch.device]) -> str | None:
+    gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
+    return described(gpus[0]) if gpus else None
 
 
 def _products(
