@@ -3,6 +3,7 @@
 #   make test                            a virtual environment of its own
 #   make test VENV= PYTHON=python3       what is installed already; installs nothing
 #   make test TORCH=torch==2.11.0        another torch (after `make clean`)
+#   make kernels TRITONS=3.9.0           with one Triton
 
 VENV   ?= .venv
 PYTHON ?= python3
@@ -13,6 +14,8 @@ TRITON ?= triton==3.6.0
 ARGS   ?=
 # Modules are compiled as they are imported: most never are.
 INSTALL = $(PY) -m pip install --no-compile
+# Each is installed beside the others, in a folder of its own.
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 # Processes that run tests (pytest-xdist); empty: none beside make's own.
 WORKERS ?= 2
 
@@ -27,14 +30,28 @@ PY    := $(VENV)/bin/python
 ready  = $(VENV)/.$(1).stamp
 endif
 
+# Tritons that `make kernels` installs
+CACHE = $(or $(VENV),build)
+
 .DEFAULT_GOAL := help
-.PHONY: help test docs demo demo-moe lint format clean
+.PHONY: help test kernels docs demo demo-moe lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
 	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
+
+kernels: $(addprefix kernels-,$(TRITONS)) ## Compile the Hopper kernels with every supported Triton (no GPU)
+
+KERNEL_TESTS = $(shell find tests -name 'test_compile*_sm90.py') tests/ops/runtime/triton_compat
+
+kernels-%: $(call ready,test) $(CACHE)/triton-%
+	PYTHONPATH="$(CURDIR)/$(CACHE)/triton-$*" $(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) \
+		--sample 8 -p no:cacheprovider $(KERNEL_TESTS)
+
+$(CACHE)/triton-%:
+	$(INSTALL) --no-deps --target $@ triton==$*
 
 docs: $(call ready,docs) ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

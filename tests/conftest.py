@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 # cuBLAS refuses deterministic mode (see `poisoned_memory`) without this, read at its first use.
@@ -17,7 +18,25 @@ torch.set_num_threads(1)  # test tensors are small: more threads wait for each o
 _GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample", type=int, help="of each test, run at most so many cases, spread evenly"
+    )
+
+
+def sampled(items: list[pytest.Item], most: int) -> Iterator[pytest.Item]:
+    """At most ``most`` cases of each test function, the first one among them."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for found in cases.values():
+        count = min(most, len(found))
+        yield from (found[i * len(found) // count] for i in range(count))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (most := config.getoption("--sample")) is not None:
+        items[:] = sampled(items, most)
     found = torch.cuda.device_count()
     for item in items:
         needed = max(
