@@ -13,7 +13,7 @@ from ..ops.formats import BLOCK
 from ..recipe import Recipe
 from . import conversion_checks
 from .conversion_report import SmallKN
-from .fast_path import gpu_of, only_portable
+from .fast_path import gpu_of, is_portable
 from .holders import needs_values
 from .linears import fp8_part
 from .lm_head import heads_of
@@ -24,7 +24,8 @@ from .skip_patterns import Weight
 
 Filter = Callable[[nn.Module, str], bool]
 
-_SLOWER = "slower than bf16 without the fast path (auto_filter_small_kn)"
+NO_FAST_PATH = "no fast path"
+"""Begins the reason of a weight that would be slower than bf16 without the fast path."""
 
 
 class ConversionPlan:
@@ -43,7 +44,9 @@ class ConversionPlan:
         head: bool,
     ) -> None:
         self.modules = dict(model.named_modules())
-        self.heads = {} if head else heads_of(model)
+        found = heads_of(model)
+        self.heads = {} if head else found
+        self.named_heads = found if head else {}
         self.recipe, self.filter, self.skipped = recipe, filter, skipped
         self.small = small
 
@@ -118,15 +121,16 @@ class ConversionPlan:
         if isinstance(self.small, SmallKN):
             return self._small(self.small, sizes, is_stack)
         gpu = gpu_of(weight.device)
-        if gpu is None or not only_portable(gpu):
+        if gpu is None or not is_portable(gpu, is_stack):
             return self._small(SmallKN(), sizes, is_stack)
         if is_stack:
-            return f"experts, {_SLOWER}"
-        if any(size % BLOCK for size in sizes):
+            return f"{NO_FAST_PATH}: experts are slower than bf16 (auto_filter_small_kn)"
+        if any(size % BLOCK for size in sizes) and module not in self.named_heads:
             n, k = sizes
-            return f"N={n}, K={k} are not multiples of {BLOCK}, {_SLOWER}"
+            odd = f"N={n}, K={k} are not multiples of {BLOCK}"
+            return f"{NO_FAST_PATH}: {odd} (auto_filter_small_kn)"
         small = self._small(SmallKN.portable(), sizes, is_stack)
-        return small and f"{small}, without the fast path"
+        return small and f"{NO_FAST_PATH}: {small}"
 
     @staticmethod
     def _small(thresholds: SmallKN, sizes: tuple[int, int], is_stack: bool) -> str | None:

@@ -19,7 +19,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from . import conversion_checks
-from .conversion_plan import ConversionPlan, Filter, is_to_be_cast
+from .conversion_plan import NO_FAST_PATH, ConversionPlan, Filter, is_to_be_cast
 from .conversion_report import ConversionReport, Entry, SmallKN
 from .experts import Experts, named_experts
 from .fast_path import described, gpu_of, warn_if_missing
@@ -81,12 +81,12 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         weight = module._parameters[key]
         assert weight is not None
         conversion_checks.castable(weight, what, recipe, [module])
+        if (gpu := gpu_of(weight.device)) is not None:
+            warn_if_missing(gpu)
         del weight  # references to it are counted
     for key in chosen:
         if not _leave_to_holder(module, key):
             _cast(module, key, recipe)
-    if chosen and (gpu := gpu_of(module._parameters[chosen[0]].device)) is not None:  # type: ignore[union-attr]
-        warn_if_missing(gpu)
     _register_hooks(module)
 
 
@@ -181,6 +181,11 @@ def convert(
         if linear is not None:
             chosen.append(linear)
 
+    fast_path = None
+    gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
+    if gpu is not None:
+        fast_path = described(gpu)
+        warn_if_missing(gpu)
     before = [_bytes_of(matrix) for matrix in matrices]
     for linear in chosen:
         _cast(linear.module, linear.key, recipe)
@@ -200,14 +205,8 @@ def convert(
                 elements=matrix.elements,
             )
         )
-    gpu = gpu_of(chosen[0].parameter.device) if chosen else None
-    report = ConversionReport(
-        tuple(entries),
-        sum(map(elements_of, model.parameters())),
-        None if gpu is None else described(gpu),
-    )
-    if gpu is not None:
-        warn_if_missing(gpu)
+    elements = sum(map(elements_of, model.parameters()))
+    report = ConversionReport(tuple(entries), elements, fast_path)
     if not report.converted:
         _warn_of_nothing(model, report)
     return report
@@ -275,7 +274,7 @@ def _why_parallel(module: nn.Module, weight: Tensor) -> str:
 def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
-    if "small" in kinds:
+    if "small" in kinds or NO_FAST_PATH in kinds:
         remedy = "auto_filter_small_kn=False converts small weights too"
     elif not any(weights_of(module) for module in model.modules()):
         remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"

@@ -15,32 +15,46 @@ from ..ops.gemm.choose_backend import GEMM_BACKENDS
 from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS
 from ..ops.registry import Backend
 
-VERSIONS = "Triton 3.6 to 3.9, which torch 2.11 to 2.15 bring"
-"""What has the fast path."""
+VERSIONS = "Triton 3.6 to 3.9, which torch 2.11 to 2.15 bring, has it"
+"""Which versions have the fast path, for messages."""
 
 _FAMILIES: dict[str, Sequence[Backend[Any, Any]]] = {
     "casts": CAST_BACKENDS,
     "GEMMs": GEMM_BACKENDS,
     "grouped GEMMs": GROUPED_BACKENDS,
 }
+_COSTS = {
+    "casts": "casts take up to twice as long",
+    "GEMMs": "large linear layers run at about 0.85 of its speed, and convert leaves small ones "
+    "alone",
+    "grouped GEMMs": "experts are slower than bf16, and convert leaves them alone",
+    "repeated launches": "eager steps of small layers run at a third of its speed",
+}
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """The GPU that a model on ``device`` runs on: the current one, for a model on the CPU or meta.
+    """The GPU with FP8 that a model on ``device`` runs on, if it is known.
 
-    None where there is no GPU with FP8.
+    A model on the CPU or meta device is taken to run on the current GPU, where this process uses
+    CUDA already: asking must not start it.
     """
     if device.type != "cuda":
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_initialized():
             return None
         device = torch.device("cuda", torch.cuda.current_device())
     return None if lacks_fp8(device) else device
 
 
-def missing(device: torch.device) -> str | None:
-    """What the fast path lacks on a GPU: families of kernels, and the reason; None if it is whole.
+def is_portable(device: torch.device, stack: bool) -> bool:
+    """True if only portable kernels multiply by a linear's weight, or by a ``stack``, on a GPU."""
+    backends: Sequence[Backend[Any, Any]] = GROUPED_BACKENDS if stack else GEMM_BACKENDS
+    return backends[0].why_not(device) is not None
 
-    On GPUs other than Hopper it lacks all GEMMs: the portable kernels run there.
+
+def _missing(device: torch.device) -> dict[str, list[str]]:
+    """The parts of the fast path that a GPU lacks, by the reason.
+
+    GPUs other than Hopper lack all GEMMs: the portable kernels run there.
     """
     by_reason: dict[str, list[str]] = {}
     for family, backends in _FAMILIES.items():
@@ -48,33 +62,31 @@ def missing(device: torch.device) -> str | None:
             by_reason.setdefault(reason, []).append(family)
     if not by_reason and _launches_slowly():
         by_reason["this Triton launches kernels in an unknown way"] = ["repeated launches"]
-    return "; ".join(f"{', '.join(f)}: {reason}" for reason, f in by_reason.items()) or None
+    return by_reason
+
+
+def _listed(missing: dict[str, list[str]]) -> str:
+    return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in missing.items())
 
 
 def described(device: torch.device) -> str:
     """One line for a report: "fast path: yes", or no and why."""
-    lacks = missing(device)
-    return "fast path: yes" if lacks is None else f"fast path: no ({lacks})"
-
-
-def only_portable(device: torch.device) -> bool:
-    """True if neither linears nor experts have fast GEMMs on a GPU."""
-    return GROUPED_BACKENDS[0].why_not(device) is not None
+    missing = _missing(device)
+    return f"fast path: no ({_listed(missing)})" if missing else "fast path: yes"
 
 
 def warn_if_missing(device: torch.device) -> None:
     """Warn once a process if a Hopper GPU has no fast path: what is missing, its cost, a remedy."""
-    if capability(device) == HOPPER and (lacks := missing(device)) is not None:
-        _warn(torch.cuda.get_device_name(device), lacks)
+    if capability(device) == HOPPER and (missing := _missing(device)):
+        costs = "; ".join(_COSTS[part] for parts in missing.values() for part in parts)
+        _warn(torch.cuda.get_device_name(device), _listed(missing), costs)
 
 
 @functools.cache
-def _warn(gpu: str, lacks: str) -> None:
+def _warn(gpu: str, missing: str, costs: str) -> None:
     warnings.warn(
-        f"blocktensor: the fast path is missing on this {gpu} ({lacks}). Large linear layers run "
-        f"at about 0.85 of its speed, eager steps of small ones at a third, experts slower than "
-        f"bf16: convert leaves experts and small layers alone. {VERSIONS}, has it; `python -m "
-        f"blocktensor` shows what runs",
+        f"blocktensor: the fast path is missing on this {gpu} ({missing}): {costs}. {VERSIONS}; "
+        f"`python -m blocktensor` shows what runs",
         stacklevel=4,
     )
 

@@ -30,13 +30,14 @@ class NotCompiled(Exception):
         backend: whose kernel it is; None until :func:`loaded` says so.
     """
 
-    def __init__(self, kernel: str, error: Exception) -> None:
-        root: BaseException = error  # Triton wraps an error once for every function it compiles
-        while root.__cause__ is not None:
-            root = root.__cause__
-        lines = str(root).strip().splitlines() or [type(root).__name__]
-        super().__init__(f"Triton does not compile {kernel}: {lines[-1]}")
-        self.backend: Backend[Any, Any] | None = None
+    backend: Backend[Any, Any] | None = None
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the message of the first error in a chain of causes."""
+    while error.__cause__ is not None:  # Triton wraps one for every function that it compiles
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ def test_training_goes_on_where_a_kernel_does_not_compile(monkeypatch: pytest.Mo
 
     def refuse(planned: Launch) -> None:
         if planned.kernel.__name__ == "gemm_kernel":
-            raise NotCompiled("gemm_kernel", RuntimeError("no such instruction"))
+            raise NotCompiled("Triton does not compile gemm_kernel: no such instruction")
         launch(planned)
 
     monkeypatch.setattr(Launch, "__call__", refuse)

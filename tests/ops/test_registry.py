@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from blocktensor.ops.registry import (
     NotCompiled,
     first_choice,
     give_up,
+    last_line,
     loaded,
 )
 
@@ -104,7 +106,8 @@ def refuses(_: int) -> int:
     try:
         raise ValueError("no such instruction")
     except ValueError as root:
-        raise NotCompiled("double_kernel", wrapped(root)) from root
+        failure = f"Triton does not compile double_kernel: {last_line(wrapped(root))}"
+        raise NotCompiled(failure) from root
 
 
 def wrapped(root: Exception) -> Exception:
@@ -151,6 +154,12 @@ def test_a_backend_that_was_given_up_is_passed_over(broken: Backend[int, Kernels
 
 
 def test_a_kernel_of_no_backend_cannot_be_given_up() -> None:
-    failure = NotCompiled("lonely_kernel", ValueError(""))
-    with pytest.raises(NotCompiled, match="does not compile lonely_kernel: ValueError"):
+    failure = NotCompiled("Triton does not compile lonely_kernel")
+    with pytest.raises(NotCompiled, match="does not compile lonely_kernel"):
         give_up(failure)
+
+
+def test_the_last_line_of_the_first_error() -> None:
+    assert last_line(wrapped(ValueError("no such\ninstruction"))) == "instruction"
+    assert last_line(wrapped(ValueError())) == "ValueError"
+    assert pickle.loads(pickle.dumps(NotCompiled("why"))).args == ("why",)

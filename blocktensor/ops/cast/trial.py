@@ -7,19 +7,25 @@ import torch
 from .. import reference
 from ..formats import BLOCKS_1X128, BLOCKS_128X128
 from ..runtime.triton_compat.versions import tried
-from . import gluon_128x128, gluon_columnwise
 
 
 @tried
 def casts_fail(device: torch.device) -> str | None:
     """Return how casts in Gluon differ from the reference; None if not a byte does."""
+    from . import gluon_128x128, gluon_columnwise, gluon_with_transpose
+
     x = torch.linspace(-3, 3, 304 * 384).view(304, 384).bfloat16()
+    on_gpu = x.to(device)
     made = (
-        *gluon_columnwise.quantize_both(x.to(device), BLOCKS_1X128),
-        gluon_128x128.quantize_rowwise(x.to(device), BLOCKS_128X128),
+        *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128),
+        *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128, BLOCKS_128X128),
+        *gluon_with_transpose.quantize_with_transpose(on_gpu, BLOCKS_128X128),
+        gluon_128x128.quantize_rowwise(on_gpu, BLOCKS_128X128),
     )
     wanted = (
         *reference.quantize_both(x, BLOCKS_1X128),
+        *reference.quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
+        *reference.quantize_with_transpose(x, BLOCKS_128X128),
         reference.quantize_rowwise(x, BLOCKS_128X128),
     )
     same = all(

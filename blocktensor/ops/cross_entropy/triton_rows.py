@@ -100,6 +100,6 @@ def loss_and_gradient_(
             sum_losses_kernel, (1,), (losses, given, made, rows), {"ROWS": _ROWS, **has_total},
             {"num_warps": 4, "enable_fp_fusion": True},
         )()  # fmt: skip
-    except NotCompiled:  # the logits are overwritten: no other backend can begin again
-        made = losses.sum() if total is None else losses.sum() / total
+    except NotCompiled as failure:  # the logits are overwritten: no other backend can begin again
+        raise RuntimeError(f"{failure}, after the gradient of the logits was made") from failure
     return made

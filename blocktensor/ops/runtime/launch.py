@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..registry import NotCompiled
+from ..registry import NotCompiled, last_line
 
 
 class _Thread(threading.local):
@@ -59,7 +59,8 @@ class Launch(NamedTuple):
 
             if not is_failed_compilation(error):
                 raise
-            raise NotCompiled(self.kernel.__name__, error) from error
+            name = self.kernel.__name__
+            raise NotCompiled(f"Triton does not compile {name}: {last_line(error)}") from error
         if this_thread.launches is not None:
             this_thread.launches.append((self, compiled))
 

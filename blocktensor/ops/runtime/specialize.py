@@ -111,9 +111,13 @@ class Specialized(Generic[Result]):
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
+        launches = this_thread.launches
+        count = 0 if launches is None else len(launches)
         try:
             return self._run(*args)
         except NotCompiled as failure:
+            if launches is not None:
+                del launches[count:]  # of the attempt: they are not repeated
             return self._run_without(failure, args)
 
     def _run_without(self, failure: NotCompiled, args: tuple[Any, ...]) -> Any:
@@ -144,7 +148,7 @@ class Specialized(Generic[Result]):
         if found is None:
             found = self._decide(*args)
             while len(self._table) >= MAX_KEYS:
-                self._table.pop(next(iter(tuple(self._table))), None)
+                self._table.pop(next(iter(tuple(self._table)), None), None)
             self._table[key] = found
         return found
 

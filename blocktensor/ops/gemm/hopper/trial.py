@@ -8,7 +8,8 @@ from torch import Tensor
 from ... import reference
 from ...formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from ...runtime.triton_compat.versions import tried
-from .launch import gemm
+from ...scale_layouts import in_vectors, tma_scale
+from .tiles import TILES
 
 TOLERANCE = 4e-3
 """The largest relative error against the reference, in bf16: sums of fp32 in another order."""
@@ -16,21 +17,34 @@ TOLERANCE = 4e-3
 
 @tried
 def gemms_fail(device: torch.device) -> str | None:
-    """Return how the Hopper GEMM is wrong, with B in blocks of either kind; None if it is right."""
-    x = torch.linspace(-3, 3, 304 * 400).view(304, 400).bfloat16()
-    w = torch.linspace(2, -1, 272 * 400).view(272, 400).bfloat16()
+    """Return which tile of the Hopper GEMM is wrong, stored or added; None if all are right."""
+    from .launch import gemm, plan_gemm
+
+    x = torch.linspace(-3, 3, 304 * 512).view(304, 512).bfloat16()
+    w = torch.linspace(2, -1, 400 * 512).view(400, 512).bfloat16()
     a = reference.quantize_rowwise(x, BLOCKS_1X128)
     for format in (BLOCKS_128X128, BLOCKS_1X128):
         b = reference.quantize_rowwise(w, format)
-        made = gemm(on(device, a), on(device, b), None, torch.bfloat16)
-        if differ(made, reference.gemm(a, b, None, torch.bfloat16)):
+        wanted = reference.gemm(a, b, None, torch.float32)
+        operands = on(device, a), on(device, b)
+        for name, tile in TILES.items():
+            if tile.b_block != format.rows:
+                continue
+            for add in (False, True):
+                out = torch.ones(304, 400, dtype=torch.float32, device=device)
+                plan_gemm(*operands, None, out, add, tile)()
+                if differ(out, wanted + 1 if add else wanted):
+                    return f"GEMMs by the tile {name!r} differ from the reference"
+        if differ(gemm(*operands, None, torch.bfloat16), wanted):
             return f"GEMMs of {format.name} blocks differ from the reference"
     return None
 
 
 def on(device: torch.device, x: Quantized) -> Quantized:
-    """A cast on another device."""
-    return Quantized(x.data.to(device), x.scale.to(device), x.format)
+    """A cast on another device, as kernels read it."""
+    return Quantized(
+        in_vectors(x.data.to(device)), tma_scale(x._replace(scale=x.scale.to(device))), x.format
+    )
 
 
 def differ(made: Tensor, wanted: Tensor) -> bool:

@@ -70,8 +70,12 @@ def with_newer_ptxas(assemble: Stage) -> Stage:
         tools = triton.knobs.nvidia
         if NEWER_PTXAS not in ptx or _ptxas_of_sm90().version != SLOW_PTXAS:
             return assemble(ptx, metadata)
+        try:
+            newer = tools.ptxas_blackwell.path
+        except RuntimeError:  # this Triton was built without it
+            return assemble(ptx, metadata)
         with tools.scope():
-            tools.ptxas = tools.ptxas_blackwell.path
+            tools.ptxas = newer
             return assemble(ptx, metadata)
 
     return run

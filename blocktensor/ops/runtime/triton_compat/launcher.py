@@ -177,6 +177,8 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         raise Unsupported(f"not a compiled CUDA kernel: {type(compiled)}")
     if run.global_scratch_size or run.profile_scratch_size or launch.kernel.pre_run_hooks:
         raise Unsupported("it allocates scratch memory or calls a hook at launch")
+    if getattr(run, "gsan_enabled", False):
+        raise Unsupported("a sanitizer passes arguments of its own")
     arguments: list[Any] = []
     pointers: list[tuple[int, Tensor]] = []
     maps: list[tuple[int, Tensor, Callable[[int], Any]]] = []

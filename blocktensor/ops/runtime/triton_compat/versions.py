@@ -9,9 +9,10 @@ import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...registry import last_line
 from ..launch import not_recorded
 
-TESTED = ("3.6", "3.7", "3.8", "3.9")
+TESTED = ("3.6", "3.8", "3.9")
 """Of these, a release has passed ``pytest -m gpu`` on an H100 or H200 (README.md)."""
 
 Trial = Callable[[torch.device], str | None]
@@ -27,21 +28,29 @@ def tried(trial: Trial) -> Trial:
 
     Args:
         trial: runs a small problem of the kernels on a device, and returns how the result is
-            wrong, or None. What it raises is a failure too. It runs once a device.
+            wrong, or None. What it raises is a failure too: it imports the kernels itself, since
+            they may ask for a name that this Triton lacks. It runs once a device, and not while a
+            CUDA graph is captured.
     """
 
     @functools.cache
     def failure(device: torch.device) -> str | None:
-        if is_tested():
-            return None
         try:
-            with torch.no_grad(), not_recorded(), _disable_current_modes():
+            with torch.no_grad(), not_recorded(), _disable_current_modes(), torch.device("cpu"):
                 found = trial(device)
+        except torch.cuda.OutOfMemoryError:
+            raise  # of the caller's memory, not of the kernels
         except Exception as error:  # of the compiler or of the driver: the kernels are not used
-            found = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            found = last_line(error)
         if found is None:
             return None
-        tested = f"{TESTED[0]} to {TESTED[-1]}"
+        tested = ", ".join(TESTED)
         return f"Triton {triton.__version__} is not among those tested ({tested}): {found}"
 
-    return failure
+    def failure_unless_tested(device: torch.device) -> str | None:
+        if is_tested() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
+        return failure(device)
+
+    failure_unless_tested.forget = failure.cache_clear  # type: ignore[attr-defined]
+    return failure_unless_tested
