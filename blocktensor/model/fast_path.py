@@ -1,4 +1,4 @@
-"""Whether the fast kernels run on a GPU, and what is said where they do not."""
+"""Report and warn about a GPU on which some of the fast kernels do not run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def no_objection(_: object) -> None:
 
 
 class NotCompiled(Exception):
-    """A kernel that the installed Triton cannot compile for this GPU.
+    """Raised for a kernel that the installed Triton cannot compile for this GPU.
 
     Attributes:
         backend: whose kernel it is; None until :func:`loaded` says so.
@@ -34,7 +34,7 @@ class NotCompiled(Exception):
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the message of the first error in a chain of causes."""
+    """Return the last line of the message of the first error in a chain of causes."""
     while error.__cause__ is not None:  # Triton wraps one for every function that it compiles
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
@@ -62,16 +62,16 @@ class Backend(Generic[Problem, Kernels]):
     why: Callable[[Problem], str] = lambda _: "takes this problem"
 
     def why_not(self, device: torch.device) -> str | None:
-        """The reason why it cannot run on ``device``; None if it can."""
+        """Return the reason why the backend cannot run on ``device``; None if it can."""
         return _given_up.get(self) or self.unusable(device)
 
 
 _given_up: dict[Backend[Any, Any], str] = {}
-"""Backends one of whose kernels did not compile in this process, each with the reason."""
+"""Backends that are no longer chosen, since a kernel did not compile, each with the reason."""
 
 
 def give_up(failure: NotCompiled) -> None:
-    """Choose the backend of a kernel that does not compile no more; warn once.
+    """Stop choosing the backend whose kernel does not compile, and warn once.
 
     Raises:
         NotCompiled: ``failure``, if its kernel belongs to no backend.
@@ -90,7 +90,7 @@ def give_up(failure: NotCompiled) -> None:
 
 @functools.cache
 def loaded(backend: Backend[Any, Kernels]) -> Kernels:
-    """The functions of a backend, imported once; :class:`NotCompiled` from them names it."""
+    """Import the functions of a backend once; a :class:`NotCompiled` that they raise names it."""
     kernels: Any = backend.load()
     named = {}
     for field in fields(kernels) if kernels.launches else ():

@@ -86,7 +86,7 @@ class watch_launches:
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
-    """Within ``with``, this thread's launches are on no list."""
+    """Keep this thread's launches out of :class:`watch_launches` until the ``with`` ends."""
     outer, this_thread.launches = this_thread.launches, None
     try:
         yield

@@ -121,7 +121,7 @@ class Specialized(Generic[Result]):
             return self._run_without(failure, args)
 
     def _run_without(self, failure: NotCompiled, args: tuple[Any, ...]) -> Any:
-        """Run the function by the next backend than that whose kernel does not compile."""
+        """Give up the backend whose kernel does not compile, and run the function by the next."""
         give_up(failure)
         self.forget()
         return self.run(*args)

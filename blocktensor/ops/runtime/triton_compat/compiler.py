@@ -36,11 +36,11 @@ Stage = Callable[[Any, Any], Any]
 
 
 class CannotNarrow(TritonError):
-    """The assembly of a GEMM of 96 columns has other products than expected."""
+    """Raised if the assembly of a GEMM of 96 columns has other products than expected."""
 
 
 def narrow_products(ptx: str) -> str:
-    """``ptx`` with its products of 128 columns narrowed to 96, if it has the marker ``NARROW``.
+    """Narrow the products of ``ptx`` from 128 columns to 96, if it has the marker ``NARROW``.
 
     Raises:
         CannotNarrow: it has the marker, but no such products, or others too.
@@ -64,7 +64,7 @@ def narrow_products(ptx: str) -> str:
 
 
 def with_newer_ptxas(assemble: Stage) -> Stage:
-    """``assemble``, by the newer ptxas for kernels with the marker where Triton takes 12.8."""
+    """Wrap ``assemble``: where Triton takes ptxas 12.8, use the newer one for marked kernels."""
 
     def run(ptx: Any, metadata: Any) -> Any:
         tools = triton.knobs.nvidia
@@ -119,7 +119,7 @@ def _hook_after(before: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def is_failed_compilation(error: Exception) -> bool:
-    """True if Triton cannot compile a kernel or the GPU cannot hold it, not if a launch fails."""
+    """Return True if Triton cannot compile a kernel or the GPU cannot hold it."""
     if isinstance(error, TritonError):
         return True
     return isinstance(error, RuntimeError) and "PassManager::run failed" in str(error)

@@ -1,4 +1,4 @@
-"""Gluon's functions under the names of the newest Triton, made of what an older one has."""
+"""Functions of Gluon under their newest names, for every supported Triton."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -19,7 +19,7 @@ _REINTERPRET = (
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """The same bytes of shared memory with another dtype, shape and layout of the same size."""
+    """View shared memory with another dtype, shape and layout of the same size."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from ..launch import Launch, pointed_at
 
 STREAM = 3
-"""The place of the stream in the head."""
+"""Index of the stream in the head of a call."""
 
 
 class Unsupported(Exception):
-    """A kernel that only Triton's ordinary launch can launch, with the reason."""
+    """Raised for a kernel that only Triton's ordinary launch can launch; the message says why."""
 
 
 class RawKernel(NamedTuple):
@@ -56,10 +56,10 @@ class Launcher(NamedTuple):
 
     Attributes:
         tritons: the versions that have it.
-        matches: whether the installed driver has it.
-        head: the head for one grid, given the launcher object and the compiled kernel.
-        function: the C function of a launcher object.
-        keeps_constants: True if constants keep a place among the arguments.
+        matches: ``matches(driver)`` is True if the installed driver has it.
+        head: ``head(grid, launcher_object, compiled)`` makes the first arguments of a call.
+        function: ``function(launcher_object)`` returns the C function.
+        keeps_constants: True if the arguments include a None for each constant.
         in_tuple: see :class:`RawKernel`.
     """
 
@@ -171,7 +171,11 @@ def hooked() -> bool:
 
 
 def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
-    """How to repeat ``launch``, which ran ``compiled``; Unsupported if it needs Triton's launch."""
+    """Return what repeats ``launch``, which ran the kernel ``compiled``.
+
+    Raises:
+        Unsupported: only Triton's ordinary launch can launch it.
+    """
     kind, run = launcher(), getattr(compiled, "run", None)
     if kind is None or not isinstance(run, _driver().CudaLauncher):
         raise Unsupported(f"not a compiled CUDA kernel: {type(compiled)}")

@@ -13,7 +13,7 @@ from ...registry import last_line
 from ..launch import not_recorded
 
 TESTED = ("3.6", "3.8", "3.9")
-"""Of these, a release has passed ``pytest -m gpu`` on an H100 or H200 (README.md)."""
+"""Versions of which a release has passed ``pytest -m gpu`` on an H100 or H200 (README.md)."""
 
 Trial = Callable[[torch.device], str | None]
 
