@@ -40,6 +40,7 @@ from . import (
     small,
     tensor_parallel,
     tiles,
+    toolchain,
 )
 from .results import Row
 from .summary import columns
@@ -67,6 +68,7 @@ BENCHMARKS: dict[str, Any] = {
     "tensor_parallel": tensor_parallel,
     "expert_parallel": expert_parallel,
     "tiles": tiles,
+    "toolchain": toolchain,
 }
 
 
