@@ -1,8 +1,8 @@
 """``python -m benchmarks NAME``: measure, show a table, write ``benchmarks/results/NAME.json``.
 
-``all`` measures everything. ``check`` says which bars of ``thresholds.json`` the results hold,
-``plot`` draws them into ``docs/plots``, ``page`` puts them into docs/results.md and README.md:
-these three need no GPU.
+Results of an H100 go to ``benchmarks/results/h100/``. ``all`` measures everything. ``check`` says
+which bars of ``thresholds.json`` the results hold, ``plot`` draws them into ``docs/plots``,
+``page`` puts them into docs/results.md and README.md: these three need no GPU.
 """
 
 from __future__ import annotations
@@ -160,6 +160,12 @@ def _plot(folder: Path) -> int:
     return 0
 
 
+def _folder(quick: bool, measures: bool) -> Path:
+    if quick:
+        return results.SMOKE_FOLDER
+    return results.here() if measures else results.FOLDER
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -171,7 +177,8 @@ def main(argv: list[str] | None = None) -> int:
         help=f"smoke run: a shape or two, few rounds; no results, so into {results.SMOKE_FOLDER}",
     )
     options = parser.parse_args(argv)
-    folder: Path = options.out or (results.SMOKE_FOLDER if options.quick else results.FOLDER)
+    measures = options.name in (*BENCHMARKS, "all")
+    folder: Path = options.out or _folder(options.quick, measures)
     if options.name == "page":
         for page in results_page.PAGES:
             done = "updated" if page.update() else "is up to date"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .page_parts import Content, image, source, table, times
+from .page_parts import Content, image, source, source_in_brief, table, times
 from .results import Row
 from .shapes import label_of_experts
 from .summary import columns, geometric_mean, ratios, select
@@ -141,7 +141,7 @@ def experts_in_brief(content: Content, page: Path) -> list[str]:
     whole += "" if fused_step is None else f", fused {fused_step}"
     return [
         f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{also}{whole} "
-        f"(`{content['environment']['command']}`)."
+        f"{source_in_brief(content)}."
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .page_parts import Content, source, table, times
+from .page_parts import Content, source, source_in_brief, table, times
 from .results import Row
 
 MODES = ("eager", "compiled")
@@ -55,7 +55,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
             said.append(f"{name} {' and '.join(speeds)}")
     return [
         f"{row['layers']} Llama-8B-shaped blocks, forward + backward: {'; '.join(said)} "
-        f"(`{content['environment']['command']}`)."
+        f"{source_in_brief(content)}."
     ]
 
 

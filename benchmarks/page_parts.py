@@ -40,6 +40,12 @@ def source(content: Content, remark: str = "") -> str:
     )
 
 
+def source_in_brief(content: Content) -> str:
+    """The command that made a result, and the card."""
+    where = content["environment"]
+    return f"(`{where['command']}`, {where['device']})"
+
+
 def image(file: str, text: str, page: Path) -> list[str]:
     """A link from ``page`` to the plot, where it has been drawn."""
     if not (plots.FOLDER / file).exists():

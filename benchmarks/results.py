@@ -13,10 +13,25 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent / "results"
+CARDS = ("h200", "h100")
+"""Folders of results below :data:`FOLDER`, by the card; those of an H200 are in FOLDER itself."""
+
 SMOKE_FOLDER = Path("runs/benchmarks")
 """Where smoke runs write: they are no results."""
 
 Row = dict[str, Any]
+
+
+def of_card(card: str, folder: Path | None = None) -> Path:
+    """The folder for results of a card, one of :data:`CARDS`, below ``folder``."""
+    folder = FOLDER if folder is None else folder
+    return folder if card == CARDS[0] else folder / card
+
+
+def here() -> Path:
+    """The folder for results of the current GPU; that of an H200 for any other."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return of_card(next((card for card in CARDS if card in name), CARDS[0]))
 
 
 def command(name: str) -> str:

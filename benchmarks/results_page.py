@@ -170,6 +170,14 @@ def _training(demo: Content, page: Path) -> list[str]:
     ]
 
 
+def _of(card: str, lines: list[str]) -> list[str]:
+    """The lines about a result of a card, without links to plots unless it is the first card."""
+    if card == results.CARDS[0]:
+        return lines
+    images = [i for i, line in enumerate(lines) if line.startswith("![")]
+    return [line for i, line in enumerate(lines) if i not in images and i - 1 not in images]
+
+
 Section = Callable[[Content, Path], list[str]]
 """Lines about one result, for the page at a path."""
 
@@ -187,13 +195,18 @@ class Page:
     sections: dict[str, Section]
 
     def render(self, folder: Path = results.FOLDER) -> str:
-        """The generated part, marks included. A result that is not on disk has no section."""
-        contents = {name: results.load(name, folder) for name in self.sections}
-        parts = [
-            "\n".join(map(wrapped, self.sections[name](content, self.path)))
-            for name, content in contents.items()
-            if content is not None
-        ]
+        """The generated part, marks included. A result that is not on disk has no section.
+
+        Where several cards have a result, their sections follow each other; plots are those of the
+        first card.
+        """
+        parts = []
+        for name, section in self.sections.items():
+            for card in results.CARDS:
+                content = results.load(name, results.of_card(card, folder))
+                if content is not None:
+                    lines = section(content, self.path)
+                    parts.append("\n".join(map(wrapped, _of(card, lines))))
         return "\n\n".join([START, *parts, END])
 
     def update(self) -> bool:

@@ -73,6 +73,7 @@ def test_a_run_writes_its_rows_and_names_absent_peers(
     calls: list[dict[str, Any]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "fake")
     monkeypatch.setattr(results, "environment", lambda name: {"device": "fake"})
     monkeypatch.setattr(cli, "BENCHMARKS", {"fake": fake_benchmark(calls)})
     monkeypatch.setattr(results, "FOLDER", tmp_path / "kept")

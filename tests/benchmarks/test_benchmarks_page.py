@@ -16,6 +16,10 @@ from benchmarks.results_page import END, PAGES, README, RESULTS, START, Page
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
 
 
+def this_device() -> str:
+    return results.environment("any")["device"]
+
+
 @pytest.fixture
 def no_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "FOLDER", tmp_path / "no_plots")
@@ -187,7 +191,7 @@ def test_layers_and_models_of_experts(tmp_path: Path) -> None:
     _, brief, _ = README.render(tmp_path).split("\n\n")
     assert " ".join(brief.split()) == (
         "Experts with SwiGLU, forward + backward: 1.50x (8 of 7168 x 2048) bf16's speed; a "
-        "Qwen3-MoE step 1.20x, fused 1.30x (`python -m benchmarks experts`)."
+        f"Qwen3-MoE step 1.20x, fused 1.30x (`python -m benchmarks experts`, {this_device()})."
     )
 
 
@@ -225,7 +229,45 @@ def test_the_readme_names_the_speed_of_whole_models(tmp_path: Path) -> None:
     _, stack, training, _ = README.render(tmp_path).split("\n\n")
     wanted = (
         "4 Llama-8B-shaped blocks, forward + backward: 1.36x bf16 in eager mode, – compiled; with "
-        "`fuse` 1.40x and 1.41x (`python -m benchmarks block`)."
+        f"`fuse` 1.40x and 1.41x (`python -m benchmarks block`, {this_device()})."
     )
     assert " ".join(stack.split()).endswith(wanted)
     assert "8.0B parameters, FSDP2 on 2 GPUs: 1.23x bf16's speed, 0.93x its memory" in training
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_cards_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row: Row = {"m": 4096, "n": 4096, "k": 4096, "eager_speedup": 1.25}
+    for card, ratio in (("h200", 1.25), ("h100", 0.95)):
+        monkeypatch.setattr(results, "environment", lambda name, card=card: _environment(card))
+        folder = results.of_card(card, tmp_path)
+        results.write("linear", [{**row, "eager_speedup": ratio}], folder)
+    plots.FOLDER.mkdir(parents=True)
+    (plots.FOLDER / "linear_speedup.png").touch()
+    copy = replace(RESULTS, path=tmp_path / "results.md")
+    shown = copy.render(tmp_path)
+    assert [line for line in shown.splitlines() if "4096 x (4096 x 4096)" in line] == [
+        "| 4096 x (4096 x 4096) | 1.25x |",
+        "| 4096 x (4096 x 4096) | 0.95x |",
+    ]
+    assert shown.index("NVIDIA H200") < shown.index("NVIDIA H100")
+    assert shown.count("![") == 1
+    assert "\n\n\n" not in shown
+
+
+def _environment(card: str) -> dict[str, str]:
+    where = {"command": "python -m benchmarks linear", "device": f"NVIDIA {card.upper()}"}
+    return where | {"torch": "2.11.0", "triton": "3.6.0", "date": "2026-11-25"}
+
+
+@pytest.mark.parametrize(
+    ("device", "folder"),
+    [("NVIDIA H200", "."), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", ".")],
+)
+def test_results_of_a_card_have_a_folder(
+    device: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
+    assert results.here() == tmp_path / folder
