@@ -50,8 +50,10 @@ kernels-%: $(call ready,test) $(CACHE)/triton-%
 	PYTHONPATH="$(CURDIR)/$(CACHE)/triton-$*" $(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) \
 		--sample 8 -p no:cacheprovider $(KERNEL_TESTS)
 
+.PRECIOUS: $(CACHE)/triton-%
 $(CACHE)/triton-%:
-	$(INSTALL) --no-deps --target $@ triton==$*
+	$(INSTALL) --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
 docs: $(call ready,docs) ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
