@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
@@ -242,8 +243,10 @@ def test_blocks_that_are_compiled_after_they_are_sharded(world: int, device: str
     torch.use_deterministic_algorithms(False)
     model, single = twins(device)
     shard(model, mesh_of(world, device))
+    # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
+    whole = TorchVersion(torch.__version__) < (2, 14)
     for module in (model.up, model.down):
-        module.compile(fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+        module.compile(fullgraph=whole, backend="aot_eager" if device == "cpu" else "inductor")
     assert_trains_as(single, model, device)
 
 
