@@ -14,7 +14,7 @@ TRITON ?= triton==3.6.0
 ARGS   ?=
 # Modules are compiled as they are imported: most never are.
 INSTALL = $(PY) -m pip install --no-compile
-# Each is installed beside the others, in a folder of its own.
+# Versions that `make kernels` compiles with.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 # Processes that run tests (pytest-xdist); empty: none beside make's own.
 WORKERS ?= 2
@@ -30,7 +30,7 @@ PY    := $(VENV)/bin/python
 ready  = $(VENV)/.$(1).stamp
 endif
 
-# Tritons that `make kernels` installs
+# Folder where `make kernels` installs each Triton, in a folder of its own.
 CACHE = $(or $(VENV),build)
 
 .DEFAULT_GOAL := help

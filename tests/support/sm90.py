@@ -22,7 +22,8 @@ from blocktensor.ops.runtime.launch import Launch
 TUNED = triton.__version__.startswith("3.6.")
 """True with the Triton that registers were limited with: others spill more in casts."""
 
-EDGES_SPILL = get_ptxas(90).version >= "13.4"
+EDGES_SPILL = tuple(map(int, get_ptxas(90).version.split("."))) >= (13, 4)
+"""True with an assembler that spills a few numbers of GEMMs outside of the loops over k blocks."""
 
 _TYPES = {
     torch.int8: "*i8",

@@ -101,5 +101,7 @@ def loss_and_gradient_(
             {"num_warps": 4, "enable_fp_fusion": True},
         )()  # fmt: skip
     except NotCompiled as failure:  # the logits are overwritten: no other backend can begin again
-        raise RuntimeError(f"{failure}, after the gradient of the logits was made") from failure
+        raise RuntimeError(
+            f"{failure}, after the logits were overwritten: install a Triton from 3.6 to 3.9"
+        ) from failure
     return made

@@ -127,7 +127,8 @@ def plan_gemm(
     )  # fmt: skip
 
 
-def _for_tma(x: Quantized) -> Quantized:
+def for_tma(x: Quantized) -> Quantized:
+    """Return a cast in the layouts that TMA reads, copied where needed."""
     return Quantized(in_vectors(x.data), tma_scale(x), x.format)
 
 
@@ -138,7 +139,7 @@ def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulat
     tile, splits, _ = choose_tile(
         m, n, num_blocks(k), b.format.rows, card(out.device), plain, accumulate, turned=bias is None
     )
-    a, b = _for_tma(a), _for_tma(b)
+    a, b = for_tma(a), for_tma(b)
     if splits == 1:
         plan_gemm(a, b, bias, out, accumulate, tile)()
         return

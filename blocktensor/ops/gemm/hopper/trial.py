@@ -8,7 +8,6 @@ from torch import Tensor
 from ... import reference
 from ...formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from ...runtime.triton_compat.versions import tried
-from ...scale_layouts import in_vectors, tma_scale
 from .tiles import TILES
 
 TOLERANCE = 4e-3
@@ -18,7 +17,7 @@ TOLERANCE = 4e-3
 @tried
 def gemms_fail(device: torch.device) -> str | None:
     """Return which tile of the Hopper GEMM is wrong, stored or added; None if all are right."""
-    from .launch import gemm, plan_gemm
+    from .launch import for_tma, gemm, plan_gemm
 
     x = torch.linspace(-3, 3, 304 * 512).view(304, 512).bfloat16()
     w = torch.linspace(2, -1, 400 * 512).view(400, 512).bfloat16()
@@ -26,7 +25,7 @@ def gemms_fail(device: torch.device) -> str | None:
     for format in (BLOCKS_128X128, BLOCKS_1X128):
         b = reference.quantize_rowwise(w, format)
         wanted = reference.gemm(a, b, None, torch.float32)
-        operands = on(device, a), on(device, b)
+        operands = for_tma(on(device, a)), for_tma(on(device, b))
         for name, tile in TILES.items():
             if tile.b_block != format.rows:
                 continue
@@ -41,10 +40,8 @@ def gemms_fail(device: torch.device) -> str | None:
 
 
 def on(device: torch.device, x: Quantized) -> Quantized:
-    """A cast on another device, as kernels read it."""
-    return Quantized(
-        in_vectors(x.data.to(device)), tma_scale(x._replace(scale=x.scale.to(device))), x.format
-    )
+    """Copy a cast to a device."""
+    return Quantized(x.data.to(device), x.scale.to(device), x.format)
 
 
 def differ(made: Tensor, wanted: Tensor) -> bool:

@@ -24,7 +24,7 @@ def is_tested() -> bool:
 
 
 def tried(trial: Trial) -> Trial:
-    """A function that returns why kernels fail with an untested Triton; None for a tested one.
+    """Make a function that returns why kernels fail with an untested Triton, None if they do not.
 
     Args:
         trial: runs a small problem of the kernels on a device, and returns how the result is
