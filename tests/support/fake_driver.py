@@ -7,6 +7,7 @@ launch that passes a wrong address or number computes something wrong, or crashe
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,10 @@ class Descriptor:
         self.base, self.shape, self.strides = base, list(base.shape), list(base.stride())
 
 
+class Compiled(SimpleNamespace):
+    """Stands for ``CompiledKernel``, which is unloaded when nobody holds it; Triton may not."""
+
+
 class Kernel:
     """A jitted kernel whose body is Python; ``body(*arguments)`` without the constants.
 
@@ -98,18 +103,21 @@ class Kernel:
             signature = {name: kind_of(values[name]) for name in self.arg_names}
             described = [{"block": 4} for kind in signature.values() if "tensordesc" in kind]
             self._body([expand(v, {"block": 4}) for v in args])
-            return SimpleNamespace(
-                run=Launcher(self._launch(signature), flat_types(signature, args)),
+            compiled = Compiled(
                 src=SimpleNamespace(signature=signature),
                 function=1234,
                 packed_metadata=(4, 1, 0),
                 metadata=SimpleNamespace(tensordesc_meta=described),
             )
+            launch = self._launch(signature, weakref.ref(compiled))
+            compiled.run = Launcher(launch, flat_types(signature, args))
+            return compiled
 
         return run
 
-    def _launch(self, signature: dict[str, str]) -> Callable[..., None]:
+    def _launch(self, signature: dict[str, str], compiled: Any) -> Callable[..., None]:
         def launch(*args: Any) -> None:
+            assert compiled() is not None, "the kernel was unloaded"
             in_tuple = isinstance(args[-1], tuple) and len(args) == 16
             head, rest = (args[:-1], list(args[-1])) if in_tuple else (args[:13], list(args[13:]))
             if in_tuple:

@@ -230,5 +230,5 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Frobenius norm of the difference over that of ``want``."""
     assert got.shape == want.shape
-    want = want.double()
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-300))

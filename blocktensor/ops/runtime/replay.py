@@ -229,6 +229,7 @@ def _player(
     scope: dict[str, Any] = {}
     exec(compile(source, f"<replay of {len(kernels)} launches>", "exec"), globals(), scope)
     player: Callable[..., Any] = scope["bind"](*constants)
+    player.__dict__["compiled"] = [kernel.compiled for kernel in kernels]  # stay loaded
     return player
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -252,6 +253,9 @@ def copy_tile_kernel(source, target, rows):
 
 
 TILE = [16, 64]
+needs_tma = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="TMA: sm_90"
+)
 
 
 def copy_by_tiles(x: Tensor) -> Tensor:
@@ -274,9 +278,7 @@ def copy() -> Callable[[Tensor], Tensor]:
     return Specialized(lambda x: Replay(copy_by_tiles))
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="TMA: sm_90"
-)
+@needs_tma
 @pytest.mark.parametrize("bound", [1024, 2])
 def test_tensor_maps_follow_their_tensors(
     copy: Callable[[Tensor], Tensor],
@@ -295,3 +297,15 @@ def test_tensor_maps_follow_their_tensors(
             kept.append((x, y))
     assert all(torch.equal(x, y) for x, y in kept)
     assert plays[0] == 54
+
+
+@needs_tma
+def test_a_recording_holds_its_kernel(copy: Callable[[Tensor], Tensor], plays: list[int]) -> None:
+    """Triton drops a kernel that another thread compiles at the same time, and then unloads it."""
+    x = draw((64, 64))
+    for _ in range(2):
+        copy(x)
+    copy_tile_kernel.device_caches.clear()
+    gc.collect()
+    assert torch.equal(copy(x), x)
+    assert plays[0] == 2

@@ -41,6 +41,8 @@ class RawKernel(NamedTuple):
         maps: places of tensor maps, each with its tensor and a function that makes a map for
             another address.
         in_tuple: True if the C function takes the kernel's arguments as one tuple.
+        compiled: the compiled kernel, to be held as long as it is launched: Triton replaces one
+            that another thread compiles too, and from 3.8 on unloads the one that nobody holds.
     """
 
     launch: Callable[..., None]
@@ -49,6 +51,7 @@ class RawKernel(NamedTuple):
     pointers: list[tuple[int, Tensor]]
     maps: list[tuple[int, Tensor, Callable[[int], Any]]]
     in_tuple: bool
+    compiled: Any
 
 
 class Launcher(NamedTuple):
@@ -203,7 +206,8 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         else:
             raise Unsupported(f"an argument {of} that is {value!r}")
     head = kind.head(launch.grid[0], run, compiled)
-    return RawKernel(kind.function(run), head, arguments, pointers, maps, kind.in_tuple)
+    function = kind.function(run)
+    return RawKernel(function, head, arguments, pointers, maps, kind.in_tuple, compiled)
 
 
 def _driver() -> Any:
