@@ -12,6 +12,7 @@ from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .backward import Gradients, run_backward
 from .quantize import quantize
 
 
@@ -35,6 +36,8 @@ def gated_activation(
 
 
 class _GatedActivation(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: FunctionCtx, gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
@@ -47,6 +50,11 @@ class _GatedActivation(torch.autograd.Function):
         return BlockwiseFP8Tensor(*forms, shape=gate.shape, dtype=gate.dtype, recipe=recipe)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        return *gradients(grads[0], gate, up, ctx.activation), None, None
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
+
+
+def _gradients(ctx: Any, saved: list[Any], grads: list[Any]) -> Gradients:
+    """Return the gradients of the arguments of :meth:`_GatedActivation.forward`."""
+    gate, up = saved
+    return *gradients(grads.pop(), gate, up, ctx.activation), None, None

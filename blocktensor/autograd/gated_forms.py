@@ -16,8 +16,8 @@ from ..ops.formats import Quantized
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..ops.producers.with_h_ops import gated_backward_with_h
-from . import early_cast, stored_gate
-from .gated_plan import GatedPlan
+from . import linear_plan, stored_gate
+from .gated_plan import Formats, GatedPlan
 
 GATE, UP, H = range(3)
 """Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
@@ -64,14 +64,17 @@ def forms_in_backward(
     plan: GatedPlan,
     sources: Sources,
     needs_h: bool,
+    formats: Formats,
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
     """The numbers and forms of what weight and input gradients read, in the order they are made.
 
     H, if needed, is the first. Sums of the gradients of gate and up, if needed, go to ``dbiases``.
+
+    ``formats``: of the gradients of gate and up.
     """
-    if plan.h_beside and needs_h:
+    if plan.h_beside and needs_h and sources.has_gradient:
         yield from _all_at_once(plan, sources)
         return
     data, scale = sources.take_form()
@@ -89,7 +92,7 @@ def forms_in_backward(
         del data, scale
         yield H, made.pop()
     if sources.has_gradient:
-        yield from _gradients_of_h(products, plan, sources, needs_dbias, dbiases)
+        yield from _gradients_of_h(products, plan, sources, formats, needs_dbias, dbiases)
 
 
 def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms]]:
@@ -111,14 +114,15 @@ def _gradients_of_h(
     products: Any,
     plan: GatedPlan,
     sources: Sources,
+    formats: Formats,
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
     gate, up, dh = sources.take_all()
-    activation, formats, offs = plan.activation, plan.dh_formats, products.offs
+    activation, offs = plan.activation, products.offs
     made: list[Forms]
     if plan.up is None:
-        made = [_joint_gradient(products, plan, dh, gate, needs_dbias[0], dbiases)]
+        made = [_joint_gradient(products, plan, dh, gate, formats, needs_dbias[0], dbiases)]
         del gate, dh
         yield GATE, made.pop()
         return
@@ -150,7 +154,7 @@ def _gradients_of_h(
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
     # A compiler cannot compare sizes; of rows in groups, no kernel makes both gradients in much
     # less time than one after the other.
-    return offs is not None if plan.tracing else gate.nbytes >= early_cast.EARLY_BYTES
+    return offs is not None if plan.tracing else gate.nbytes >= linear_plan.LARGE_BYTES
 
 
 def _joint_gradient(
@@ -158,11 +162,11 @@ def _joint_gradient(
     plan: GatedPlan,
     dh: Tensor,
     gate_up: Tensor,
+    formats: Formats,
     needs_dbias: bool,
     dbiases: list[Tensor | None],
 ) -> Forms:
     """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
-    formats = plan.dh_formats
     if not needs_dbias:
         return joint_gated_backward(dh, gate_up, plan.activation, *formats, products.offs)
     grad = torch.cat(gradients(dh, *halves(gate_up, None), plan.activation), -1)

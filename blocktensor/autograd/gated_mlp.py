@@ -30,17 +30,15 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
-from . import early_cast, saved_weight, stored_gate
+from . import saved_weight, stored_gate
+from .backward import Gradients, asked_for, run_backward
 from .gated_forms import H, Sources, forms_in_backward, halves
 from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
-from .linear import Gradients, read_weight, run_backward, split_saved, with_leading
+from .linear import read_weight, split_saved, with_leading
 from .main_grad import where_to_add
 from .no_experts import is_of_no_experts
 from .saved_input import remaking
-
-_WEIGHTS_AT = 2
-"""The place of the first weight among the arguments of the forward, after x twice."""
 
 
 def gated_mlp(
@@ -72,19 +70,13 @@ def gated_mlp(
         plan = plan_gated(products, x, weights, biases, activation, recompute, store_fp8, recipe)
         if plan.apart:
             return _one_by_one(products, x, weights, biases, activation, recipe)
-        early = None
-        if plan.down.casts_grad_early:
-            formats = plan.down.grad_formats
-            early = early_cast.EarlyCast(lambda grad: products.forms(grad, *formats))
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again: Tensor | None = None
         if w_up is not None:
             again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
-        y: Tensor = apply(x, again, *weights, *biases, offs, plan, early)
-        if early is not None:
-            y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+        y: Tensor = apply(x, again, *weights, *biases, offs, plan)
         return y
 
 
@@ -126,6 +118,8 @@ def _fprop(
 
 
 class _GatedMLP(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -139,9 +133,10 @@ class _GatedMLP(torch.autograd.Function):
         bias_down: Tensor | None,
         offs: Tensor | None,
         plan: GatedPlan,
-        early: early_cast.EarlyCast | None,
     ) -> Tensor:
-        ctx.plan, ctx.early, products = plan, early, products_of(offs)
+        ctx.plan, products = plan, products_of(offs)
+        ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
+                                                   bias_up, bias_down)]  # fmt: skip
         of_gate, of_down = _Read(plan.gate), _Read(plan.down)
         of_up = None if plan.up is None else _Read(plan.up)
         ctx.reads = of_gate, of_up, of_down
@@ -187,13 +182,14 @@ class _GatedMLP(torch.autograd.Function):
         return with_leading(y, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
-def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: list[Any], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
+    grad: Tensor | None = grads.pop()
     of_down = ctx.reads[2]
     products: Any = products_of(saved.pop(0))
     x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
@@ -202,22 +198,26 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     saved.clear()
     del rest
     w_gate, w_up, w_down = _split(weights, ctx.counts)
-    needs_dbias = ctx.needs_input_grad[5:8]
-    buffers, needs_dw = _where_to_add(ctx)
+    needs_dx, *needed = asked_for(ctx, ctx.given)
+    needs_dw, needs_dbias = needed[1:4], needed[4:]
+    buffers = _where_to_add(ctx, needs_dw)
     dws: list[Tensor | None] = [None, None, None]
     dbiases: list[Tensor | None] = [None, None, None]
     if needs_dbias[2] and grad is not None:
         dbiases[2] = products.bias_gradient(grad, plan.down)
 
-    g = None if ctx.early is None else ctx.early.take()
+    needs_dh = needs_dx or any(needs_dw[:2]) or any(needs_dbias[:2])
     row, col = plan.down.grad_formats
-    if g is None and grad is not None and (row or col):
+    row, col = row if needs_dh else None, col if needs_dw[2] else None
+    g = None
+    if grad is not None and (row or col):
         g = products.forms(grad, row, col)
-    has_dh = plan.needs_dh and g is not None
+    del grad
+    has_dh = needs_dh and g is not None
     w_col = saved_weight.read_in_backward(of_down, w_down, has_dh)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-        return None, None, *dws, *dbiases, None, None, None
+        return None, None, *dws, *dbiases, None, None
 
     g_row, g_col = g
     del g
@@ -231,7 +231,9 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
     sources = Sources(plan, of_h, dh)
     del dh
     dxs: list[Tensor | None] = [None, None]
-    made = forms_in_backward(products, plan, sources, needs_dw[2], needs_dbias, dbiases)
+    row, col = plan.dh_formats
+    formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
+    made = forms_in_backward(products, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
         if i == H:
             assert g_col is not None
@@ -240,8 +242,8 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
             del d_row, d_col, g_col
             continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
-        w_col = saved_weight.read_in_backward(read, w, read.plan.needs[0])
-        if read.plan.needs[0]:
+        w_col = saved_weight.read_in_backward(read, w, needs_dx)
+        if needs_dx:
             assert d_row is not None
             dxs[i] = products.dgrad(read, d_row, w, w_col).view(read.plan.x_shape)
         del w_col, d_row
@@ -253,7 +255,7 @@ def _gradients(ctx: Any, saved: list[Any], grad: Tensor | None) -> Gradients:
         del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
-    return dxs[1], dxs[0], *dws, *dbiases, None, None, None
+    return dxs[1], dxs[0], *dws, *dbiases, None, None
 
 
 def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> None:
@@ -268,16 +270,15 @@ def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Te
     return [saved[:a], saved[a : a + b], saved[a + b :]]
 
 
-def _where_to_add(ctx: Any) -> tuple[list[Tensor | None], list[bool]]:
-    """The buffer that each weight's gradient is added to, if any, and whether it is needed."""
+def _where_to_add(ctx: Any, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the buffer that each weight's gradient is added to, if it is needed and has one."""
     buffers: list[Tensor | None] = [None, None, None]
-    needed = list(ctx.needs_input_grad[_WEIGHTS_AT : _WEIGHTS_AT + 3])
     for i, read in enumerate(ctx.reads):
         main_grad = None if read is None or read.cache is None else read.cache.main_grad
         if main_grad is not None and needed[i]:
             places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
-            buffers[i], needed[i] = where_to_add(ctx, main_grad, places[i])
-    return buffers, needed
+            buffers[i] = where_to_add(ctx, main_grad, places[i])
+    return buffers
 
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway

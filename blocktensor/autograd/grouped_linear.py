@@ -26,17 +26,18 @@ from torch import Tensor
 
 from ..ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
 from ..ops.cast.ops import quantize_rowwise
+from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
+from .backward import Gradients, asked_for, run_backward
 from .check_operands import refuse_prepared
-from .early_cast import EarlyCast, Forms
 from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
-from .linear import Gradients, read_weight, run_backward
+from .linear import read_weight
 from .main_grad import where_to_add
 from .no_experts import is_of_no_experts, of_no_experts
 from .shared_cast import this_thread
@@ -132,13 +133,8 @@ def _apply(
     cast: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """The grouped linear of this plan; ``cast``: data and scale of the forms of x, if made."""
-    early = None
-    if plan.casts_grad_early:
-        early = EarlyCast(lambda grad: forms_of(grad, offs, *plan.grad_formats))
     apply = _GroupedLinear.apply if plan.tracing else _apply_eagerly
-    y: Tensor = apply(x, w, offs, bias, plan, early, *cast)
-    if early is not None:
-        y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+    y: Tensor = apply(x, w, offs, bias, plan, *cast)
     return y
 
 
@@ -180,6 +176,8 @@ def forms_of(
 
 
 class _GroupedLinear(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -188,10 +186,9 @@ class _GroupedLinear(torch.autograd.Function):
         offs: Tensor,
         bias: Tensor | None,
         plan: GroupedPlan,
-        early: EarlyCast | None,
         *cast: Tensor,
     ) -> Tensor:
-        ctx.plan, ctx.early, ctx.casts = plan, early, len(cast)
+        ctx.plan, ctx.casts = plan, len(cast)
         w_row, w_saved = read_weight(ctx, w, plan)
         if cast:
             x_row = Quantized(cast[0], cast[1], plan.format)
@@ -208,17 +205,19 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_GroupedLinear.forward`."""
     plan: GroupedPlan = ctx.plan
-    needs_dx, needs_dw, _, needs_dbias, *_ = ctx.needs_input_grad
+    grad: Tensor | None = grads.pop()
+    needs = asked_for(ctx, (True, True, True, plan.bias_dtype is not None))
+    needs_dx, needs_dw, _, needs_dbias = needs
     offs, x_data, x_scale, *weight = saved
     dx = dw = dbias = None
-    rest = (None,) * (2 + ctx.casts)
+    rest = (None,) * (1 + ctx.casts)
     if needs_dbias and grad is not None:
         dbias = sum_groups(grad, offs).to(plan.bias_dtype)
     if not (needs_dx or needs_dw):
@@ -226,11 +225,13 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
 
     main_grad = None if ctx.cache is None else ctx.cache.main_grad
     if main_grad is not None and needs_dw:
-        main_grad, needs_dw = where_to_add(ctx, main_grad)
-    g = None if ctx.early is None else ctx.early.take()
-    if g is None and grad is not None:
+        main_grad = where_to_add(ctx, main_grad)
+    g = None
+    if grad is not None:
         row, col = plan.grad_formats
         g = forms_of(grad, offs, row if needs_dx else None, col if needs_dw else None)
+        if not plan.saves_x:
+            del grad  # its forms are enough
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
         return dx, dw, None, dbias, *rest

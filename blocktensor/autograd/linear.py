@@ -13,12 +13,11 @@ is a product in its dtype (``high_precision.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from ..ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized
@@ -29,16 +28,12 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .batched_gradients import is_batched, refuse_batched
+from .backward import Gradients, asked_for, run_backward
 from .check_operands import refuse_prepared
-from .double_backward import raise_on_double_backward
-from .early_cast import EarlyCast
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 from .saved_input import Remaking, Saved, remaking
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def linear(
@@ -61,13 +56,8 @@ def linear(
         plan = plan_linear(x, w, bias, recipe)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
-        early = None
-        if plan.casts_grad_early:
-            early = EarlyCast(lambda grad: quantize_forms(grad, *plan.grad_formats))
         apply = _Linear.apply if plan.tracing else _apply_eagerly
-        y: Tensor = apply(x, w, bias, plan, early)
-        if early is not None:
-            y.grad_fn.register_prehook(early)  # type: ignore[union-attr]
+        y: Tensor = apply(x, w, bias, plan)
         return y
 
 
@@ -115,16 +105,11 @@ def _dgrad_and_wgrad(
 
 
 class _Linear(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        plan: LinearPlan,
-        early: EarlyCast | None,
-    ) -> Tensor:
-        ctx.plan, ctx.early = plan, early
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        ctx.plan = plan
         w_row, w_saved = read_weight(ctx, w, plan)
         if plan.fprop is None:
             plan.fprop = recorded(_fprop, plan.records_forward)
@@ -143,8 +128,8 @@ class _Linear(torch.autograd.Function):
         return y if x.ndim == 2 else with_leading(y, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
 def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
@@ -197,53 +182,37 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
     return w_row, w_row[:2]
 
 
-def run_backward(
-    ctx: Any, grad: Tensor | None, gradients: Callable[[Any, list[Any], Any], Gradients]
-) -> Gradients:
-    """``gradients(ctx, saved, grad)`` without overrides; their own backward raises.
-
-    ``saved`` is a list that ``gradients`` may remove tensors from, to free them.
-    """
-    saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
-    if not is_dynamo_compiling():
-        if grad is not None and is_batched(grad):
-            refuse_batched()
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-    if not torch.is_grad_enabled():
-        with torch._C.DisableTorchFunctionSubclass():
-            return gradients(ctx, saved, grad)
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        made = gradients(ctx, saved, grad)
-    return raise_on_double_backward(made)  # create_graph=True
-
-
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_Linear.forward`."""
     plan: LinearPlan = ctx.plan
-    needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
+    grad: Tensor | None = grads.pop()
+    needs = asked_for(ctx, (True, True, plan.bias_dtype is not None))
+    needs_dx, needs_dw, needs_dbias = needs
     dx = dw = dbias = None
     if needs_dbias and grad is not None:
         dbias = sum_rows(grad, plan.bias_dtype)
     if not (needs_dx or needs_dw):
-        return dx, dw, dbias, None, None
+        return dx, dw, dbias, None
 
     x_col, x_saved, weight = split_saved(saved, ctx.remakes, plan.x_columnwise)
     main_grad = None if ctx.cache is None else ctx.cache.main_grad
     if main_grad is not None and needs_dw:
-        main_grad, needs_dw = where_to_add(ctx, main_grad)
-    g = None if ctx.early is None else ctx.early.take()
-    if g is None and grad is not None:
+        main_grad = where_to_add(ctx, main_grad)
+    g = None
+    if grad is not None:
         if plan.records_backward and needs_dx and needs_dw and main_grad is None:
             if x_col is None:
                 x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
-                return *both, dbias, None, None
+                return *both, dbias, None
         row, col = plan.grad_formats
         g = forms_of(grad, row if needs_dx else None, col if needs_dw else None)
+        if not plan.saves_x:
+            del grad  # its forms are enough
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
-        return dx, dw, dbias, None, None
+        return dx, dw, dbias, None
 
     g_row, g_col = g
     del g
@@ -267,7 +236,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradie
             dw = gemm(g_col, x_col, None, plan.w_dtype)
         else:
             gemm_add_(main_grad, g_col, x_col)
-    return dx, dw, dbias, None, None
+    return dx, dw, dbias, None
 
 
 def split_saved(

@@ -10,6 +10,7 @@ Weight gradients are summed in fp32 and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .double_backward import raise_on_double_backward
+from .backward import Gradients, asked_for, run_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
@@ -140,6 +141,8 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -201,18 +204,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            dx, dw, dbias = ctx.saved_tensors
-            if dw is not None and ctx.cache is not None and ctx.cache.main_grad is not None:
-                buffer, needed = where_to_add(ctx, ctx.cache.main_grad)
-                if buffer is not None:
-                    buffer.addcmul_(dw, grad)
-                dw = dw.to(ctx.plan.w_dtype) if needed and buffer is None else None
-            made = tuple(None if each is None else each * grad for each in (dx, dw, dbias))
-        if torch.is_grad_enabled():
-            made = raise_on_double_backward(made)
-        return *made, None, None, None, None, None
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
+
+
+def _gradients(ctx: Any, saved: Sequence[Tensor | None], grads: list[Any]) -> Gradients:
+    """Return the gradients of the arguments of :meth:`_LinearCrossEntropy.forward`."""
+    grad = grads.pop()
+    asked = asked_for(ctx, (True, True, ctx.plan.bias_dtype is not None))
+    dx, dw, dbias = (x if needed else None for x, needed in zip(saved, asked, strict=True))
+    if dw is not None and ctx.cache is not None and ctx.cache.main_grad is not None:
+        buffer = where_to_add(ctx, ctx.cache.main_grad)
+        if buffer is not None:
+            buffer.addcmul_(dw, grad)
+        dw = dw.to(ctx.plan.w_dtype) if buffer is None else None
+    made = (None if each is None else each * grad for each in (dx, dw, dbias))
+    return *made, None, None, None, None, None
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

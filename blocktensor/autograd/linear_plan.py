@@ -19,10 +19,12 @@ from ..ops.runtime.specialize import PLAIN, Specialized, key_of, must_dispatch, 
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from . import early_cast
 from .check_operands import autocast_dtype, check_linear
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+
+LARGE_BYTES = 64 << 20
+"""Tensors of this size are freed as early as possible in backward, at the cost of host time."""
 
 
 class Plan:
@@ -40,13 +42,12 @@ class Plan:
         out_dtype: of the output, and of the input where ``casts_x``.
         casts_x: whether autocast changes the dtype of x.
         needs: whether the gradients of x and w will be asked for.
-        casts_grad_early: whether the output's gradient is cast before backward begins.
         tracing: True while a compiler or functorch traces.
         x_shape: of the input.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
     """
 
-    __slots__ = ("bias_dtype", "casts_grad_early", "casts_x", "format", "grad_formats", "needs",
+    __slots__ = ("bias_dtype", "casts_x", "format", "grad_formats", "needs",
                  "out_dtype", "saves_x", "tracing", "w_dtype", "weight_format", "wgrad_input",
                  "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
@@ -73,12 +74,6 @@ class Plan:
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
-        # the gradient then has to stay
-        reads_grad = self.saves_x or (bias is not None and bias.requires_grad)
-        self.casts_grad_early = any(self.needs) and not (reads_grad or self.tracing)
-        if self.casts_grad_early:  # a compiler would guard on the comparison of sizes
-            grad_bytes = math.prod(x.shape[:-1]) * w.shape[-2] * out_dtype.itemsize
-            self.casts_grad_early = grad_bytes >= early_cast.EARLY_BYTES
         self.x_shape, self.x_dtype = x.shape, out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
@@ -211,7 +206,7 @@ def inner(x: Any) -> Tensor:
 
 
 def _is_small(x: Tensor, w: Tensor) -> bool:
-    x_rows, largest = math.prod(x.shape[:-1]), early_cast.EARLY_BYTES // 2
+    x_rows, largest = math.prod(x.shape[:-1]), LARGE_BYTES // 2
     return 0 < x_rows * w.shape[0] < largest and 0 < w.numel() < largest
 
 

@@ -33,17 +33,19 @@ _SAME_VALUES = ("ToCopyBackward0", "_ToTorchTensorBackward")
 """Nodes of ``weight.to(dtype)`` and of ``to_local()``."""
 
 
-def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> tuple[Tensor | None, bool]:
-    """The buffer that this backward adds to, and whether the weight's gradient is needed.
+def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> Tensor | None:
+    """Return the buffer that this backward adds the weight's gradient to; None to return it.
 
-    ``place``: of the weight among the tensors that the forward was given.
-
-    ``needs_input_grad`` says which gradients could be needed. Adding is a side effect: it must not
-    happen for ``autograd.grad(y, [x])``; for ``autograd.grad(y, [w])`` the gradient is returned.
+    Adding is a side effect: for ``autograd.grad(y, [w])`` the gradient is returned.
 
     A stack of experts may be a transpose of the weight, as grouped products take it: the buffer is
     then transposed alike. ``weight.to(dtype)`` has the buffer of the weight (``late_copy.py``), and
-    ``to_local()`` of a DTensor that of the local part.
+    ``to_local()`` of a DTensor has the buffer of the local part.
+
+    Args:
+        ctx: of a function whose backward is asked for the gradient of the weight.
+        main_grad: of the weight.
+        place: of the weight among the tensors that the forward was given.
     """
     (node, _) = ctx.next_functions[place]
     while True:
@@ -54,9 +56,8 @@ def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> tuple[Tensor | 
         ((node, _),) = node.next_functions
         main_grad = main_grad.transpose(1, 2) if is_transpose else main_grad
     if not hasattr(node, "variable"):  # a view of the weight, whose gradient autograd passes on
-        return None, True
+        return None
     try:
-        executed = torch._C._will_engine_execute_node(node)
+        return main_grad if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # its gradient is captured for the caller
-        return None, True
-    return (main_grad, True) if executed else (None, False)
+        return None

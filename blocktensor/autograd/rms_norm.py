@@ -25,7 +25,7 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.norm_call import AnyNormKind, NormCall
 from ..tensor.normed_tensor import NormedTensor
-from .linear import Gradients, run_backward
+from .backward import Gradients, asked_for, run_backward
 from .quantize import quantize
 
 
@@ -81,6 +81,8 @@ def normed(
 
 
 class _RMSNorm(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -104,21 +106,21 @@ class _RMSNorm(torch.autograd.Function):
         return BlockwiseFP8Tensor(*forms, shape=x.shape, dtype=x.dtype, recipe=recipe)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        return run_backward(ctx, grads[0], _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
 def _formats(recipe: Recipe, columnwise: bool) -> tuple[BlockFormat, BlockFormat | None]:
     return recipe.activation_format, recipe.wgrad_input_format if columnwise else None
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_RMSNorm.forward`."""
     x, rstd, weight = saved
-    none = [None] * 6
+    grad, none = grads.pop(), [None] * 6
     if grad is None:
         return None, None, *none
-    needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    needs_dx, needs_dw = asked_for(ctx, (True, True))
     return *gradients(grad, x, rstd, weight, ctx.kind, needs_dx, needs_dw), *none
 
 

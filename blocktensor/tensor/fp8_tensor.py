@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.cast import ops as cast
@@ -293,10 +294,18 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         return form
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """``data * scale`` as a plain tensor of the logical shape, in ``dtype`` or ``self.dtype``.
+        """Return ``data * scale`` as a plain tensor, in ``dtype`` or ``self.dtype``.
 
         Read from the rowwise form, or the columnwise one where that is all there is.
+        Differentiable: the gradient passes straight through.
         """
+        if self.requires_grad and torch.is_grad_enabled():
+            made: Tensor = Dequantize.apply(self, dtype)
+            return made
+        return self.values_in(dtype)
+
+    def values_in(self, dtype: torch.dtype | None) -> Tensor:
+        """Return what :meth:`dequantize` returns, without a gradient."""
         dtype, (row, _) = dtype or self.dtype, self.operand
         *lead, cols = self.shape
         if row is not None:
@@ -305,7 +314,9 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
             rows = math.prod(lead) if self.format.rows == 1 else lead[-1]
             value = _first_columns(cast.dequantize(self.columnwise(), dtype), rows)
             value = value.transpose(-1, -2)
-        return value.reshape(self.shape)
+        # a plain view could not be changed in place by the caller of an autograd function
+        made: Tensor = torch.ops.aten._unsafe_view(value, self.shape)
+        return made
 
     def relabel(
         self,
@@ -398,3 +409,16 @@ def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     }
     others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is
     return None if dtype == x.dtype or others else dtype
+
+
+class Dequantize(torch.autograd.Function):
+    """The values of an FP8 tensor or weight, whose gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Any, dtype: torch.dtype | None) -> Tensor:
+        made: Tensor = x.values_in(dtype)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None  # autograd converts it to the dtype of x

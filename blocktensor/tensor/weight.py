@@ -19,7 +19,7 @@ from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, MasterBase, is_composite, on_master
-from .fp8_tensor import BlockwiseFP8Tensor
+from .fp8_tensor import BlockwiseFP8Tensor, Dequantize
 from .operand import Operand
 from .refusals import refuse_rebuilding
 from .weight_cache import ForwardCast, FP8Cache
@@ -209,6 +209,18 @@ class BlockwiseFP8Weight(MasterBase):
         ``.master`` would not.
         """
         return _HighPrecision.apply(self)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """Return the values of the FP8 form as a plain tensor, in ``dtype`` or ``self.dtype``.
+
+        Differentiable: the gradient passes straight through to the weight.
+        """
+        made: Tensor = Dequantize.apply(self, dtype)
+        return made
+
+    def values_in(self, dtype: torch.dtype | None) -> Tensor:
+        """Return what :meth:`dequantize` returns, without a gradient."""
+        return self.quantized().values_in(dtype)
 
     def quantized(self) -> BlockwiseFP8Tensor:
         """The FP8 forms of the weight as it is now, as a tensor."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import early_cast, whole_functions
+from blocktensor.autograd import linear_plan, whole_functions
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import EAGER, assert_bits, results
 from tests.support.groups import GROUPS, ends
@@ -72,11 +72,11 @@ def both(
     return results(fused, x, operands, again), results(apart, x, operands, again)
 
 
-@pytest.fixture(params=["early", "late"])
+@pytest.fixture(params=["large", "small"])
 def way_of_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As if all gradients were large, or none."""
-    if request.param == "early":
-        monkeypatch.setattr(early_cast, "EARLY_BYTES", 0)
+    """Treat all gradients as large, or none."""
+    if request.param == "large":
+        monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
     monkeypatch.setattr("blocktensor.autograd.grouped_plan._PLANS._table", {})
     made: str = request.param
     return made
@@ -199,7 +199,7 @@ def test_large_gradients_are_made_one_after_the_other(
 ) -> None:
     x, offs = rows("ragged")
     y = functional.gated_experts(x, *stacks(len(offs)), offs)
-    monkeypatch.setattr(early_cast, "EARLY_BYTES", least)
+    monkeypatch.setattr(linear_plan, "LARGE_BYTES", least)
     with Trace() as trace:
         y.backward(randn(*y.shape))
     large = least == 2 * 270 * HIDDEN
@@ -242,14 +242,6 @@ def test_weights_changed_since_forward() -> None:
     operands[1].master.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an in-place"):
         y.sum().backward()
-
-
-def test_double_backward_raises() -> None:
-    x, offs = rows("ragged")
-    y = functional.gated_experts(x, *stacks(len(offs)), offs)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        dx.sum().backward()
 
 
 def test_bad_input() -> None:

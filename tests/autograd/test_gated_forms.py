@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.autograd import early_cast, gated_forms, linear
+from blocktensor.autograd import gated_forms, linear, linear_plan
 from tests.support.gated import HIDDEN, K, N, results, weights
 from tests.support.models import Trace, randn
 
@@ -81,7 +81,7 @@ def test_large_gradients_are_made_one_after_the_other(
     least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     y = fused(inputs(70), *weights(), activation="gelu")
-    monkeypatch.setattr(early_cast, "EARLY_BYTES", least)
+    monkeypatch.setattr(linear_plan, "LARGE_BYTES", least)
     with Trace() as trace:
         y.backward(randn(70, N))
     large = least == 2 * 70 * HIDDEN

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.ops.cast.grouped_ops import quantize_grouped_columnwise
-from tests.support.experts import grads, sample, stack, way_of_grouped_linears
+from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import POWER_OF_TWO, complaint, randn, with_outliers
 from tests.support.numeric import assert_same
-
-__all__ = ["way_of_grouped_linears"]
 
 RECIPES = (Recipe(), POWER_OF_TWO, Recipe(wgrad_input="128x128"))
 

@@ -228,13 +228,6 @@ def test_checkpointing_and_offload() -> None:
     assert sizes == [(T, K), (V, K)]
 
 
-def test_second_derivatives_raise() -> None:
-    head, x = linear(V, K), randn(T, K, grad=True)
-    (dx,) = torch.autograd.grad(chunked(x, head.weight, classes(T)), [x], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("announced", [False, True])
 def test_compiled_callers(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph breaks; of all logits in one graph where Dynamo met the function first."""

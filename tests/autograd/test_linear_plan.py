@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import early_cast
+from blocktensor.autograd import linear_plan
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
 from blocktensor.autograd.rms_norm import normed
@@ -146,7 +146,6 @@ def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> Non
             known = plan(X, weight())
             recorded = known.records_forward, known.records_backward
             assert recorded == (way == "sequence", way == "sequence")
-            assert known.casts_grad_early == (way == "early")
             # of an input in FP8 there is nothing to cast, and without rows nothing to launch
             assert not plan(shared, weight()).records_forward
             empty = plan(nothing, weight())
@@ -173,7 +172,7 @@ def test_small_linears_run_backward_as_one_sequence(
     x: tuple[int, ...], w: tuple[int, int], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_linears("sequence", monkeypatch)
-    monkeypatch.setattr(early_cast, "EARLY_BYTES", 2 * 4097)
+    monkeypatch.setattr(linear_plan, "LARGE_BYTES", 2 * 4097)
     made = plan(randn(*x), BlockwiseFP8Weight(randn(*w)).requires_grad_())
     assert made.records_backward == records
 
@@ -211,7 +210,6 @@ def test_results_of_norms_have_kinds_of_their_own() -> None:
     assert not known.tracing
     assert plan(of_norm(6), weight()) is known
     assert plan(of_norm(7), weight()) is not known
-    assert known.casts_grad_early == plan(X, weight()).casts_grad_early
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
@@ -263,7 +261,7 @@ def test_small_and_large_linears_compute_alike(
 ) -> None:
     """Small ones run as one sequence in each direction."""
     results = []
-    for way in ("sequence", "late", "early"):
+    for way in WAYS:
         with monkeypatch.context() as patched:
             run_linears(way, patched)
             module = linear(N, K, bias=bias, device=device)
@@ -276,7 +274,7 @@ def test_small_and_large_linears_compute_alike(
             results.append([y.detach(), x.grad, *parameters])
             known = plan_linear(x, module.weight, module.bias, None)
             assert known.records_backward == (way == "sequence")
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("pack", [lambda t: t.clone(), unaligned], ids=["clone", "unaligned"])

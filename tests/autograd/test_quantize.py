@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,3 +59,47 @@ def test_quantize_of_what_needs_no_grad() -> None:
     assert not blocktensor.quantize(randn(5, 200)).requires_grad
     with torch.no_grad():
         assert not blocktensor.quantize(randn(5, 200, grad=True)).requires_grad
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda q: q,
+    "rows": lambda q: q[128:],
+    "a row's block": lambda q: q[:, 128:256],
+    "clone": lambda q: q.clone(),
+    "leading dimensions": lambda q: q.view(2, 128, 384),
+    "transpose": lambda q: q.t(),
+    "chunk": lambda q: q.chunk(2)[1],
+    "another dtype": lambda q: q.to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_gradient_of_dequantized_values_passes_straight_through(
+    part: str, dtype: torch.dtype | None
+) -> None:
+    x = randn(256, 384, grad=True)
+    q = blocktensor.quantize(x)
+    taken = PARTS[part](q)
+    values = taken.dequantize(dtype)
+    assert type(values) is Tensor
+    assert values.dtype == (dtype or taken.dtype)
+    grad = randn(*values.shape, seed=3).to(values.dtype)
+    values.mul_(1).backward(grad)  # a caller may change them in place
+    x.grad, got = None, x.grad
+    PARTS[part](x).backward(grad.to(taken.dtype))
+    assert got is not None and x.grad is not None and torch.equal(got, x.grad)
+
+
+def test_the_values_of_a_weights_fp8_form_are_plain_and_differentiable() -> None:
+    """For a product in high precision of what the FP8 products read."""
+    module, x = linear(256, 384), randn(5, 384)
+    frozen = module.weight.quantized()
+    for values in (module.weight.dequantize(), module.weight.t().dequantize().t()):
+        assert type(values) is Tensor
+        assert torch.equal(values, frozen.dequantize())
+        module.zero_grad()
+        torch.nn.functional.linear(x, values).sum().backward()
+        assert torch.equal(module.weight.grad, torch.ones(5, 256, dtype=x.dtype).t() @ x)
+    with torch.no_grad():
+        assert not module.weight.dequantize(torch.float32).requires_grad

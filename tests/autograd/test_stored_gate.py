@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import early_cast, gated_forms, gated_mlp, gated_products, linear
+from blocktensor.autograd import gated_forms, gated_mlp, gated_products, linear, linear_plan
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from tests.support.gated import EAGER, HIDDEN, K, N, assert_bits, biases, results, weights
 from tests.support.groups import GROUPS, ends
@@ -134,12 +134,36 @@ def test_frozen_weights(x_grad: bool, frozen: tuple[int, ...], recompute: bool) 
     assert_bits(made, wanted(x, operands, F.linear, FP32_SCALES, recompute))
 
 
+@whether_recomputed
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_up_at_the_limit_of_its_dtype(dtype: torch.dtype, recompute: bool) -> None:
+    """Power-of-two scales round it to a number that the dtype lacks."""
+    tiny = 2.0**-12
+    x = torch.zeros(1, K, dtype=dtype)
+    x[0, 0], x[0, 1] = torch.finfo(dtype).max, tiny
+    made = []
+    for store_fp8 in (True, False):
+        gate, up, down = (torch.zeros(s, dtype=dtype) for s in ((4, K), (4, K), (N, 4)))
+        gate[:, 1], up[:, 0], down[:, 0] = 1, 1, tiny
+        operands: list[Any] = [
+            nn.Parameter(BlockwiseFP8Weight(w, POWER_OF_TWO)) for w in (gate, up, down)
+        ]
+        leaf = x.clone().requires_grad_()
+        run = functools.partial(functional.gated_mlp, store_fp8=store_fp8, recompute=recompute)
+        y = run(leaf, *operands)
+        y.backward(torch.full_like(y, tiny))
+        made.append([y.detach(), *(p.grad for p in (leaf, *operands))])
+    for got, exact in zip(*made, strict=True):
+        assert exact.isfinite().all()
+        assert relative_error(got, exact) < 0.08
+
+
 def test_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made one after the other, of the same values."""
     x, operands = inputs(70), weights()
     run = functools.partial(functional.gated_mlp, store_fp8=True)
     want = results(run, x, operands)
-    monkeypatch.setattr(early_cast, "EARLY_BYTES", 0)
+    monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
     with Trace() as trace:
         made = results(run, x, operands)
     assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == 2

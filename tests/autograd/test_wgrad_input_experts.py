@@ -8,14 +8,12 @@ from expecttest import assert_expected_inline
 
 from blocktensor import Recipe, functional
 from blocktensor.ops import reference
-from tests.support.experts import grads, sample, stack, way_of_grouped_linears
+from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ranges
 from tests.support.linear_ways import assert_all_equal
 from tests.support.models import Trace, complaint
 from tests.support.numeric import assert_same, relative_error
 from tests.support.wgrad_inputs import HIGH, SQUARES, every_recipe, saved_by, wgrad
-
-__all__ = ["way_of_grouped_linears"]
 
 
 @every_recipe

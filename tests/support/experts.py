@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import early_cast, grouped_plan
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import FP32_SCALES, randn
 
 N, K = 144, 192
-
-
-@pytest.fixture(autouse=True, params=["early", "late"])
-def way_of_grouped_linears(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the output's gradient is cast before backward begins, as a large one is."""
-    if request.param == "early":
-        monkeypatch.setattr(early_cast, "EARLY_BYTES", 0)
-    monkeypatch.setattr(grouped_plan._PLANS, "_table", {})
-    made: str = request.param
-    return made
 
 
 def stack(

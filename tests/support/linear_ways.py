@@ -8,23 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor.autograd import early_cast, linear_plan
+from blocktensor.autograd import linear_plan
 
-WAYS = ("early", "late", "sequence")
+WAYS = ("op by op", "sequence")
 
 
 def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan all linears anew, to run in one of the ways.
 
-    - "early": the output's gradient is cast before backward begins, as that of a large linear.
-    - "late": backward casts it and runs op by op.
+    - "op by op": as large linears run, which frees every tensor as early as possible.
     - "sequence": each direction is one sequence to record, as small linears run on GPUs. On a CPU,
       where nothing can be recorded, the sequence then calls its ops.
     """
-    if way == "early":
-        monkeypatch.setattr(early_cast, "EARLY_BYTES", 0)
-    elif way == "late":
-        monkeypatch.setattr(linear_plan, "_is_small", lambda x, w: False)
+    if way == "op by op":
+        monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
     else:
         pytest.importorskip("triton")
         monkeypatch.setattr(linear_plan, "lacks_triton", lambda device: None)

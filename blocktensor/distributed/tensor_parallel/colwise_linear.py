@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...autograd.backward import Gradients, asked_for, run_backward
 from ...autograd.linear import (
-    Gradients,
     dgrad,
     forms_of,
-    run_backward,
     sum_rows,
     with_leading,
 )
@@ -80,6 +79,8 @@ def colwise_linear(
 
 
 class _Colwise(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,8 +116,8 @@ class _Colwise(torch.autograd.Function):
         return with_leading(y, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
 def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any, Saved]:
@@ -136,10 +137,12 @@ def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any,
     return row, (None, None) if col is None else col[:2]
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_Colwise.forward`."""
     plan: LinearPlan = ctx.plan
-    needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
+    grad: Tensor | None = grads.pop()
+    needs = asked_for(ctx, (True, True, plan.bias_dtype is not None))
+    needs_dx, needs_dw, needs_dbias = needs
     x_saved, weight = saved_tensors(saved)
     dx = dw = dbias = None
     if grad is None:  # no gradient came back to this output

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...autograd.backward import Gradients, asked_for, run_backward
 from ...autograd.linear import (
-    Gradients,
     dgrad,
     forms_of,
-    run_backward,
     sum_rows,
 )
 from ...autograd.linear_plan import LinearPlan, plan_linear
@@ -85,6 +84,8 @@ def rowwise_linear(
 
 
 class _Rowwise(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,14 +121,16 @@ class _Rowwise(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], w.shape[0]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
     """The gradients of the arguments of :meth:`_Rowwise.forward`."""
     plan: LinearPlan = ctx.plan
-    needs_dx, needs_dw, needs_dbias, *_ = ctx.needs_input_grad
+    grad: Tensor | None = grads.pop()
+    needs = asked_for(ctx, (True, True, plan.bias_dtype is not None))
+    needs_dx, needs_dw, needs_dbias = needs
     x_saved, weight = saved_tensors(saved)
     dx = dw = dbias = None
     if grad is None:  # no gradient came back to this output

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ...autograd.backward import Gradients, run_backward
 from ...autograd.check_operands import autocast_dtype
-from ...autograd.linear import run_backward
 from ...autograd.quantize import cast_activation
 from ...ops.cast.ops import quantize_forms
 from ...ops.runtime.specialize import PLAIN
@@ -101,6 +101,8 @@ def prepare(
 
 
 class _Prepare(torch.autograd.Function):
+    boxed_grads_call = True
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, recipe: Recipe, tokens: TokenShards | None, reduction: Reduction
@@ -137,11 +139,12 @@ class _Prepare(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return run_backward(ctx, grad, _gradients)
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients)
 
 
-def _gradients(ctx: Any, saved: object, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, saved: object, grads: list[Any]) -> Gradients:
+    grad: Tensor | None = grads.pop()
     if grad is None:
         return (None,) * 4
     reduction: Reduction = ctx.reduction

@@ -1,0 +1,91 @@
+"""What the backward of every FP8 function does first: refuse, free, and ask what is wanted.
+
+Functions that use it set ``boxed_grads_call = True``: from torch 2.13 on, autograd then gives up
+its own references to the incoming gradients, so that the memory of one is free once it is cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def run_backward(
+    ctx: Any, grads: tuple[Any, ...], gradients: Callable[[Any, list[Any], list[Any]], Gradients]
+) -> Gradients:
+    """Return ``gradients(ctx, saved, grads)``, computed without the overrides of FP8 types.
+
+    Args:
+        ctx: of the function.
+        grads: the arguments of its backward: gradients, or one list of them (torch 2.13).
+        gradients: given lists of the saved tensors and of the incoming gradients, which it may
+            remove tensors from, to free them.
+
+    Raises:
+        NotImplementedError: second derivatives or a batch of gradients are wanted.
+    """
+    incoming = grads[0] if isinstance(grads[0], list) else [*grads]
+    del grads
+    saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
+    if not is_dynamo_compiling():
+        refuse_second_derivatives()
+        if any(grad is not None and _is_batched(grad) for grad in incoming):
+            raise NotImplementedError(
+                "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
+                "casts take one gradient: call it once for each gradient, with retain_graph=True"
+            )
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradients(ctx, saved, incoming)
+
+
+def refuse_second_derivatives() -> None:
+    """Raise where a backward is to be differentiated itself.
+
+    Every path of a second derivative begins with such a backward, whatever it leads to.
+
+    Raises:
+        NotImplementedError: create_graph=True.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "a backward with create_graph=True through a blockwise FP8 function, whose second "
+            "derivative is not implemented: call it without create_graph, or compute that part of "
+            "the model in high precision (convert(..., skip=[...]))"
+        )
+
+
+def asked_for(ctx: Any, is_tensor: Iterable[bool]) -> list[bool]:
+    """Return which inputs this run of autograd wants the gradients of.
+
+    ``ctx.needs_input_grad`` says which gradients might be wanted. ``autograd.grad(y, [x])``,
+    ``backward(inputs=[x])`` and each half of a split backward want some of them.
+
+    Args:
+        ctx: of the function, in its backward.
+        is_tensor: whether each input of the forward is a tensor, up to the last of interest.
+    """
+    given = [*is_tensor]
+    if is_dynamo_compiling():
+        return [*ctx.needs_input_grad[: len(given)]]
+    nodes = iter(ctx.next_functions)  # of inputs that are tensors
+    return [each and _is_executed(next(nodes)[0]) for each in given]
+
+
+def _is_executed(node: Any) -> bool:
+    if node is None:  # of a tensor without a gradient
+        return False
+    try:
+        executed: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient is returned to the caller, or no engine runs
+        return True
+    return executed
+
+
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
