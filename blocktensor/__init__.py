@@ -22,6 +22,7 @@ from .model.explain import Explanation, explain
 from .model.freeze import freeze, unfreeze
 from .model.fuse import fuse, unfuse
 from .model.fuse_report import FusionEntry, FusionReport
+from .model.fused_class import Code as _Code
 from .model.fused_class import rebuild as _rebuild_fused
 from .model.fused_mlp import FusedMLP as _FusedMLP
 from .model.fused_mlp import GatedParts as _GatedParts
@@ -37,6 +38,7 @@ from .tensor import aten_slicing as _aten_slicing
 from .tensor import aten_views as _aten_views
 from .tensor import aten_weight as _aten_weight
 from .tensor.base import TORCH_FUNCTIONS as _TORCH_FUNCTIONS
+from .tensor.base import rebuilt as _rebuilt
 from .tensor.fp8_tensor import ATEN_OPS as _ATEN_OPS
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
 from .tensor.weight import WEIGHT_OPS as _WEIGHT_OPS
@@ -50,6 +52,7 @@ for _ops in (
     _aten_copies.COPIES,
     _aten_slicing.PARTS,
     _aten_products.PRODUCTS,
+    _aten_products.SUMS,
     _begin_shard.FROZEN_SHARDS,
     _send_frozen.FROZEN_CUTS,
 ):
@@ -64,10 +67,10 @@ for _ops in (
 
 # For torch.load(weights_only=True) of frozen weights and of whole models.
 _torch.serialization.add_safe_globals(
-    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named]
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named, _rebuilt]
 )
 _torch.serialization.add_safe_globals(
-    [_FusedMLP, _FusedNorm, _GatedParts, _NormParts, _rebuild_fused]
+    [_Code, _FusedMLP, _FusedNorm, _GatedParts, _NormParts, _rebuild_fused]
 )
 
 # The name of frozen weights in files from before they moved.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
@@ -17,16 +17,16 @@ from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import rms_norm as _rms_norm
 from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
+from .ops import checks
 from .ops.norm.reference import NormKind
 from .ops.producers.ops import ActivationName
-from .recipe import DEFAULT_RECIPE, Recipe
+from .recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from .tensor.base import FP8Base
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
-from .tensor.normed_tensor import readable
 
 __all__ = [
-    "gated_activation", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
-    "rms_norm",
+    "gated_activation", "gated_experts", "gated_mlp", "grouped_linear", "linear",
+    "linear_cross_entropy", "quantize", "rms_norm",
 ]  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
+    _check(recipe, {"x": x, "w": w}, {"bias": bias})
     if _stays_whole(w):
         return torch.nn.functional.linear(x, w, bias)
     return _linear.linear(x, w, bias, recipe=recipe)
@@ -106,6 +107,9 @@ def gated_mlp(
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
     """
+    optional = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
+    _check(recipe, {"x": x, "w_down": w_down}, optional)
+    _check_gated(w_gate, w_up, recompute, store_fp8)
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
     if any(map(_stays_whole, weights)):
         return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute, store_fp8)
@@ -147,7 +151,9 @@ def gated_experts(
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
     """
-    x, weights = readable(x), (w_gate, w_up, w_down)
+    _check(recipe, {"x": x, "w_down": w_down, "offs": offs})
+    _check_gated(w_gate, w_up, recompute, store_fp8)
+    weights = (w_gate, w_up, w_down)
     if any(map(_stays_whole, weights)):
         return _whole_functions.gated_experts(x, *weights, offs, activation, recompute, store_fp8)
     if not is_dynamo_compiling():
@@ -161,7 +167,7 @@ def gated_activation(
     gate: Tensor,
     up: Tensor,
     activation: ActivationName = "silu",
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> BlockwiseFP8Tensor:
     """``quantize(activation(gate) * up)``, in one read and without the product in high precision.
 
@@ -173,8 +179,8 @@ def gated_activation(
         gate: ``[..., I]`` bf16, fp16 or fp32.
         up: alike.
         activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
-        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
-            product is computed and kept.
+        recipe: that of the weights the result will meet; default ``Recipe()``. With
+            ``wgrad_input="high_precision"`` the product is computed and kept.
 
     Returns:
         ``[..., I]`` in FP8, both forms; for linears.
@@ -183,6 +189,8 @@ def gated_activation(
         TypeError, ValueError: an unknown activation; shapes, dtypes or devices that differ; a
             scalar.
     """
+    _check(recipe, {"gate": gate, "up": up})
+    recipe = recipe or DEFAULT_RECIPE
     if is_dynamo_compiling():
         return _whole_functions.gated_activation(gate, up, activation, recipe)
     _whole_functions.announce_if_loaded()
@@ -194,7 +202,7 @@ def rms_norm(
     weight: Tensor,
     eps: float = 1e-6,
     kind: NormKind = "llama",
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> BlockwiseFP8Tensor:
     """``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
 
@@ -208,8 +216,8 @@ def rms_norm(
         eps: added to the mean square.
         kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
             write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
-        recipe: that of the weights the result will meet. With ``wgrad_input="high_precision"`` the
-            norm is computed by torch's ops and kept.
+        recipe: that of the weights the result will meet; default ``Recipe()``. With
+            ``wgrad_input="high_precision"`` the norm is computed by torch's ops and kept.
 
     Returns:
         ``[..., K]`` in FP8, both forms; for linears.
@@ -217,6 +225,10 @@ def rms_norm(
     Raises:
         TypeError, ValueError: an unknown kind; shapes, dtypes or devices that do not fit.
     """
+    _check(recipe, {"x": x, "weight": weight})
+    recipe = recipe or DEFAULT_RECIPE
+    checks.high_precision(x, "x")
+    checks.high_precision(weight, "the weight of a norm")
     if is_dynamo_compiling():
         return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
     _whole_functions.announce_if_loaded()
@@ -267,11 +279,34 @@ def linear_cross_entropy(
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
         NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
     """
-    x = readable(x)  # chunks of tokens are cast for themselves
+    _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias, "weight": weight})
+    if weight is not None and weight.dtype != torch.float32:
+        raise TypeError(
+            f"weight, of the classes, has dtype {weight.dtype}: expected that of the loss, fp32; "
+            f"pass weight.float()"
+        )
     loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
+
+
+def _check(
+    recipe: object, needed: Mapping[str, object], optional: Mapping[str, object] | None = None
+) -> None:
+    """Raise TypeError for what is no tensor, or no recipe; ``optional`` may be None."""
+    for name, x in (*needed.items(), *(optional or {}).items()):
+        if not isinstance(x, Tensor) and (x is not None or name in needed):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+    is_recipe(recipe)
+
+
+def _check_gated(w_gate: object, w_up: object, recompute: object, store_fp8: object) -> None:
+    """Raise TypeError for weights or options of another type; ``w_gate`` is told of elsewhere."""
+    _check(None, {}, {"w_gate": w_gate, "w_up": w_up})
+    for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{option}={value!r}: expected True or False")
 
 
 def _stays_whole(w: Tensor | None) -> bool:
@@ -340,7 +375,9 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    x = readable(x)
+    many = w if isinstance(w, (list, tuple)) else ()
+    several = {f"w[{i}]": each for i, each in enumerate(many)} if many else {"w": w}
+    _check(recipe, {"x": x, "offs": offs, **several})
     if isinstance(w, Tensor):
         if bias is not None and not isinstance(bias, Tensor):
             raise TypeError(f"one weight has one bias [E, N], got a {type(bias).__name__}")

@@ -113,3 +113,15 @@ class Recipe:
 
 
 DEFAULT_RECIPE = Recipe()
+
+
+def is_recipe(recipe: object) -> None:
+    """``recipe`` is a Recipe or None, else TypeError."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return
+    is_scale = isinstance(recipe, str) and recipe in ACTIVATION_FORMATS
+    example = f"Recipe(scale={recipe!r})" if is_scale else "Recipe() or Recipe.fast()"
+    raise TypeError(
+        f"recipe={recipe!r} is a {type(recipe).__name__}: expected a blocktensor.Recipe, e.g. "
+        f"{example}"
+    )

@@ -141,3 +141,62 @@ def test_the_recipe_comes_with_the_input() -> None:
     x, w = randn(5, 384), randn(256, 384, seed=1)
     y = functional.linear(blocktensor.quantize(x, POWER_OF_TWO), w)
     assert torch.equal(y, functional.linear(x, w, recipe=POWER_OF_TWO))
+
+
+# What is no tensor, no recipe, or of a dtype that does not fit
+
+X, W, STACK = randn(16, 256), randn(256, 256, seed=1), randn(2, 256, 256, seed=2)
+NORM, ENDS = randn(256, seed=3), torch.tensor([8, 16], dtype=torch.int32)
+TARGET = torch.zeros(16, dtype=torch.int64)
+
+OPERANDS: dict[str, tuple[Any, ...]] = {
+    "linear": (X, W, NORM),
+    "gated_mlp": (X, W, W, W, NORM, NORM, NORM),
+    "gated_experts": (X, STACK, STACK, STACK, ENDS),
+    "gated_activation": (X, X),
+    "rms_norm": (X, NORM),
+    "linear_cross_entropy": (X, W, TARGET, NORM),
+    "grouped_linear": (X, STACK, ENDS, STACK[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_that_are_no_tensors_are_refused(name: str) -> None:
+    run, operands = getattr(functional, name), OPERANDS[name]
+    assert name in functional.__all__
+    for i in range(len(operands)):
+        for other in (3, {1.0}, "x"):
+            given = [*operands[:i], other, *operands[i + 1 :]]
+            with pytest.raises(TypeError, match=rf"\b{type(other).__name__}\b"):
+                run(*given)
+    of_none = (functional.rms_norm, NORM) if name == "gated_activation" else (run, *operands[1:])
+    with pytest.raises(TypeError, match=r"x is a NoneType: expected a tensor"):
+        of_none[0](None, *of_none[1:])
+    for recipe, example in (("fast", r"Recipe\.fast\(\)"), ("fp32", r"Recipe\(scale='fp32'\)")):
+        with pytest.raises(TypeError, match=rf"expected a blocktensor\.Recipe, e\.g\..*{example}"):
+            run(*operands, recipe=recipe)
+    made, wanted = run(*operands, recipe=None), run(*operands)
+    values = [x.dequantize() if isinstance(x, BlockwiseFP8Tensor) else x for x in (made, wanted)]
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("option", ["recompute", "store_fp8"])
+def test_options_of_gated_functions_are_booleans(option: str) -> None:
+    for run in (
+        lambda **kw: functional.gated_mlp(X, W, W, W, **kw),
+        lambda **kw: functional.gated_experts(X, STACK, STACK, STACK, ENDS, **kw),
+    ):
+        with pytest.raises(TypeError, match=f"{option}='yes': expected True or False"):
+            run(**{option: "yes"})
+
+
+def test_dtypes_that_a_norm_and_a_loss_do_not_take() -> None:
+    with pytest.raises(TypeError, match=r"x has dtype torch\.int32"):
+        functional.rms_norm(X.int(), NORM)
+    with pytest.raises(TypeError, match=r"the weight of a norm has dtype torch\.int32"):
+        functional.rms_norm(X, NORM.int())
+    for dtype in (torch.float64, torch.bfloat16):
+        weight = torch.ones(256, dtype=dtype)
+        with pytest.raises(TypeError, match=rf"has dtype {dtype}: .* pass weight\.float\(\)"):
+            functional.linear_cross_entropy(X, W, TARGET, weight=weight)
+    assert functional.linear_cross_entropy(X, W, TARGET, weight=weight.float()).isfinite()

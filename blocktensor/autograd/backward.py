@@ -17,15 +17,19 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def run_backward(
-    ctx: Any, grads: tuple[Any, ...], gradients: Callable[[Any, list[Any], list[Any]], Gradients]
+    ctx: Any,
+    grads: tuple[Any, ...],
+    gradients: Callable[[Any, list[Any], list[Any], list[bool]], Gradients],
+    is_tensor: Iterable[bool],
 ) -> Gradients:
-    """Return ``gradients(ctx, saved, grads)``, computed without the overrides of FP8 types.
+    """Return ``gradients(ctx, saved, grads, asked)``, computed without overrides of FP8 types.
 
     Args:
         ctx: of the function.
         grads: the arguments of its backward: gradients, or one list of them (torch 2.13).
         gradients: given lists of the saved tensors and of the incoming gradients, which it may
-            remove tensors from, to free them.
+            remove tensors from, to free them; and which inputs to return the gradients of.
+        is_tensor: whether each input of the forward is a tensor, up to the last of interest.
 
     Raises:
         NotImplementedError: second derivatives or a batch of gradients are wanted.
@@ -42,7 +46,7 @@ def run_backward(
             )
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     with torch._C.DisableTorchFunctionSubclass():
-        return gradients(ctx, saved, incoming)
+        return gradients(ctx, saved, incoming, _asked_for(ctx, [*is_tensor]))
 
 
 def refuse_second_derivatives() -> None:
@@ -61,21 +65,16 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def asked_for(ctx: Any, is_tensor: Iterable[bool]) -> list[bool]:
+def _asked_for(ctx: Any, is_tensor: list[bool]) -> list[bool]:
     """Return which inputs this run of autograd wants the gradients of.
 
     ``ctx.needs_input_grad`` says which gradients might be wanted. ``autograd.grad(y, [x])``,
     ``backward(inputs=[x])`` and each half of a split backward want some of them.
-
-    Args:
-        ctx: of the function, in its backward.
-        is_tensor: whether each input of the forward is a tensor, up to the last of interest.
     """
-    given = [*is_tensor]
     if is_dynamo_compiling():
-        return [*ctx.needs_input_grad[: len(given)]]
+        return [*ctx.needs_input_grad[: len(is_tensor)]]
     nodes = iter(ctx.next_functions)  # of inputs that are tensors
-    return [each and _is_executed(next(nodes)[0]) for each in given]
+    return [each and _is_executed(next(nodes)[0]) for each in is_tensor]
 
 
 def _is_executed(node: Any) -> bool:

@@ -51,10 +51,10 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, ())
 
 
-def _gradients(ctx: Any, saved: list[Any], grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the arguments of :meth:`_GatedActivation.forward`."""
     gate, up = saved
     return *gradients(grads.pop(), gate, up, ctx.activation), None, None

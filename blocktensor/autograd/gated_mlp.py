@@ -28,17 +28,15 @@ from ..ops.formats import Quantized
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
-from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight, stored_gate
-from .backward import Gradients, asked_for, run_backward
+from .backward import Gradients, run_backward
 from .gated_forms import H, Sources, forms_in_backward, halves
 from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
-from .linear import read_weight, split_saved, with_leading
+from .linear import read_weight, with_leading
 from .main_grad import where_to_add
 from .no_experts import is_of_no_experts
-from .saved_input import remaking
 
 
 def gated_mlp(
@@ -142,14 +140,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.reads = of_gate, of_up, of_down
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        columnwise, ctx.remakes = plan.x_columnwise, None
-        if isinstance(x, NormedTensor):
-            ctx.remakes, x_saved = remaking(x, columnwise)
-        x_row, x_col = products.input_forms(
-            x, plan.gate.format, None if ctx.remakes else columnwise
-        )
-        if ctx.remakes is None:
-            x_saved = (None, None) if x_col is None else x_col[:2]
+        x_row, x_col = products.input_forms(x, plan.gate.format, plan.x_columnwise)
         assert x_row is not None
         gate, gate_saved = _fprop(products, of_gate, x_row, w_gate, bias_gate)
         up: Tensor | None = None
@@ -171,7 +162,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
             offs,
-            *x_saved,
+            *(x_col[:2] if x_col is not None else (None, None)),
             *(h_col[:2] if h_col is not None else (None, None)),
             *gate_and_up,
             *gate_saved,
@@ -183,22 +174,20 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, ctx.given)
 
 
-def _gradients(ctx: Any, saved: list[Any], grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
     of_down = ctx.reads[2]
     products: Any = products_of(saved.pop(0))
-    x_col, x_saved, rest = split_saved(saved, ctx.remakes, plan.x_columnwise)
-    of_h: list[Any] = [*rest[:6]]
-    weights = rest[6:]
+    x_data, x_scale, *of_h = saved[:8]
+    weights = saved[8:]
     saved.clear()
-    del rest
     w_gate, w_up, w_down = _split(weights, ctx.counts)
-    needs_dx, *needed = asked_for(ctx, ctx.given)
+    needs_dx, *needed = asked
     needs_dw, needs_dbias = needed[1:4], needed[4:]
     buffers = _where_to_add(ctx, needs_dw)
     dws: list[Tensor | None] = [None, None, None]
@@ -249,8 +238,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any]) -> Gradients:
         del w_col, d_row
         if needs_dw[i]:
             assert d_col is not None
-            if x_col is None:
-                x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
+            assert plan.x_columnwise is not None
+            x_col = Quantized(x_data, x_scale, plan.x_columnwise)
             dws[i] = products.wgrad(read.plan, d_col, x_col, buffers[i])
         del d_col
     if plan.up is None:

@@ -33,7 +33,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .backward import Gradients, asked_for, run_backward
+from .backward import Gradients, run_backward
 from .check_operands import refuse_prepared
 from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
@@ -70,7 +70,7 @@ def grouped_linear(
         running = this_thread.running
         is_cast = isinstance(x, BlockwiseFP8Tensor) and plan.x_columnwise is None
         if running is not None and not is_cast:
-            cast = running.forms_of(x, offs, plan, functools.partial(_cast, offs))
+            cast = running.forms_of(x, w, offs, plan, functools.partial(_cast, offs))
         return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, offs, bias, plan, cast)
 
 
@@ -206,15 +206,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(
+            ctx, grads, _gradients, (True, True, True, ctx.plan.bias_dtype is not None)
+        )
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:
     """The gradients of the arguments of :meth:`_GroupedLinear.forward`."""
     plan: GroupedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
-    needs = asked_for(ctx, (True, True, True, plan.bias_dtype is not None))
-    needs_dx, needs_dw, _, needs_dbias = needs
+    needs_dx, needs_dw, _, needs_dbias = asked
     offs, x_data, x_scale, *weight = saved
     dx = dw = dbias = None
     rest = (None,) * (1 + ctx.casts)

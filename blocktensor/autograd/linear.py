@@ -25,15 +25,14 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.runtime.specialize import must_dispatch, recorded
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .backward import Gradients, asked_for, run_backward
+from .backward import Gradients, run_backward
 from .check_operands import refuse_prepared
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
-from .saved_input import Remaking, Saved, remaking
+from .shared_cast import this_thread
 
 
 def linear(
@@ -54,11 +53,22 @@ def linear(
         elif type(x) is BlockwiseFP8Tensor:
             refuse_prepared(x)
         plan = plan_linear(x, w, bias, recipe)
+        cast: tuple[Tensor, ...] = ()
+        running = this_thread.running
+        if running is not None and not isinstance(x, BlockwiseFP8Tensor):
+            cast = running.forms_of(x, w, None, plan, _cast)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         apply = _Linear.apply if plan.tracing else _apply_eagerly
-        y: Tensor = apply(x, w, bias, plan)
+        y: Tensor = apply(x, w, bias, plan, *cast)
         return y
+
+
+def _cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
+    """Return data and scale of the rowwise form of x and, if a product reads it, the columnwise."""
+    row, col = quantize_forms(x, plan.format, plan.x_columnwise)
+    assert row is not None
+    return *row[:2], *(() if col is None else col[:2])
 
 
 def _fprop(
@@ -108,18 +118,18 @@ class _Linear(torch.autograd.Function):
     boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        ctx.plan = plan
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, *cast: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.casts = plan, len(cast)
         w_row, w_saved = read_weight(ctx, w, plan)
-        if plan.fprop is None:
-            plan.fprop = recorded(_fprop, plan.records_forward)
-        columnwise, ctx.remakes = plan.x_columnwise, None
-        if isinstance(x, NormedTensor):
-            ctx.remakes, x_saved = remaking(x, columnwise)
-        y, x_col = plan.fprop(
-            x, w_row, bias, plan.format, plan.out_dtype, None if ctx.remakes else columnwise
-        )
-        if ctx.remakes is None:
+        if cast:
+            y = gemm(Quantized(cast[0], cast[1], plan.format), w_row, bias, plan.out_dtype)
+            x_saved: Sequence[Tensor | None] = cast[2:] if plan.x_columnwise else (None, None)
+        else:
+            if plan.fprop is None:
+                plan.fprop = recorded(_fprop, plan.records_forward)
+            y, x_col = plan.fprop(x, w_row, bias, plan.format, plan.out_dtype, plan.x_columnwise)
             x_saved = (None, None) if x_col is None else x_col[:2]
         if plan.saves_x:
             x_saved = x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
@@ -129,7 +139,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
 
 
 def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
@@ -182,37 +192,37 @@ def read_weight(ctx: Any, w: Tensor, plan: Plan) -> tuple[Quantized, Sequence[Te
     return w_row, w_row[:2]
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:
     """The gradients of the arguments of :meth:`_Linear.forward`."""
     plan: LinearPlan = ctx.plan
     grad: Tensor | None = grads.pop()
-    needs = asked_for(ctx, (True, True, plan.bias_dtype is not None))
-    needs_dx, needs_dw, needs_dbias = needs
+    needs_dx, needs_dw, needs_dbias = asked
     dx = dw = dbias = None
+    rest = (None,) * (1 + ctx.casts)
     if needs_dbias and grad is not None:
         dbias = sum_rows(grad, plan.bias_dtype)
     if not (needs_dx or needs_dw):
-        return dx, dw, dbias, None
+        return dx, dw, dbias, *rest
 
-    x_col, x_saved, weight = split_saved(saved, ctx.remakes, plan.x_columnwise)
+    x_data, x_scale, *weight = saved
+    x_col = None if plan.x_columnwise is None else Quantized(x_data, x_scale, plan.x_columnwise)
     main_grad = None if ctx.cache is None else ctx.cache.main_grad
     if main_grad is not None and needs_dw:
         main_grad = where_to_add(ctx, main_grad)
     g = None
     if grad is not None:
         if plan.records_backward and needs_dx and needs_dw and main_grad is None:
-            if x_col is None:
-                x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
+            assert x_col is not None
             both = _recorded_gradients(ctx, grad, x_col, weight)
             if both is not None:
-                return *both, dbias, None
+                return *both, dbias, *rest
         row, col = plan.grad_formats
         g = forms_of(grad, row if needs_dx else None, col if needs_dw else None)
         if not plan.saves_x:
             del grad  # its forms are enough
     w_col = saved_weight.read_in_backward(ctx, weight, needs_dx and g is not None)
     if g is None:  # no gradient came back to this output
-        return dx, dw, dbias, None
+        return dx, dw, dbias, *rest
 
     g_row, g_col = g
     del g
@@ -221,33 +231,19 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients
         dx = dgrad(ctx, g_row, weight, w_col, plan.x_dtype).view(plan.x_shape)
         del w_col, g_row
     if needs_dw and plan.saves_x:
-        x = x_saved[0]
         assert grad is not None
-        assert x is not None
         if main_grad is None:
-            dw = wgrad(grad, x, plan.w_dtype)
+            dw = wgrad(grad, x_data, plan.w_dtype)
         else:
-            main_grad.add_(wgrad(grad, x, torch.float32))
+            main_grad.add_(wgrad(grad, x_data, torch.float32))
     elif needs_dw:
         assert g_col is not None
-        if x_col is None:
-            x_col = ctx.remakes.columnwise(x_saved, plan.tracing)
+        assert x_col is not None
         if main_grad is None:
             dw = gemm(g_col, x_col, None, plan.w_dtype)
         else:
             gemm_add_(main_grad, g_col, x_col)
-    return dx, dw, dbias, None
-
-
-def split_saved(
-    saved: Sequence[Tensor], remakes: Remaking | None, format: BlockFormat | None
-) -> tuple[Quantized | None, Saved, list[Tensor]]:
-    """The columnwise form of x unless backward makes it, all that was saved of x, and the rest."""
-    count = 2 if remakes is None else 3  # data and scale, or operands of a norm
-    x, form = saved[:count], None
-    if remakes is None and format is not None:
-        form = Quantized(x[0], x[1], format)
-    return form, x, [*saved[count:]]
+    return dx, dw, dbias, *rest
 
 
 def dgrad(

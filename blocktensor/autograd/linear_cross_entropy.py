@@ -6,6 +6,10 @@ taken in fp32. Chunks are whole blocks of tokens, so that every cast, and with i
 token and the gradient of x, has the bits of ``F.cross_entropy(linear(x, w).float(), target)``.
 On a GPU a kernel writes the gradient of logits over them, equal up to the order of fp32 sums.
 Weight gradients are summed in fp32 and rounded once.
+
+fp16 has no numbers for gradients of a mean over many tokens and words, and a loss scale multiplies
+them too late, in backward. There the gradients of a chunk are made larger by a power of two, and
+all that backward scales is kept in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import Gradients, asked_for, run_backward
+from .backward import Gradients, run_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
@@ -52,6 +56,19 @@ class CrossEntropy(NamedTuple):
         if self.weight is None:
             return valid.sum()
         return torch.where(valid, self.weight[target.where(valid, 0)], 0).sum()
+
+    def unit(self, total: Tensor | None, like: Tensor) -> Tensor:
+        """Return the power of two that makes gradients of logits fill the range of fp16.
+
+        Args:
+            total: what the sum of losses is divided by.
+            like: a tensor on the device of the logits.
+        """
+        largest = _zeros((), like) + 1 if self.weight is None else self.weight.abs().max().float()
+        if total is not None:
+            largest = largest / total
+        exponent = 14 - largest.log2().ceil()
+        return exponent.nan_to_num(0, 0, 0).clamp(-100, 100).exp2()
 
     def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """:meth:`of`, whose gradient is written over the logits."""
@@ -166,8 +183,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             made = made / total
         # the gradient of a single chunk is rounded once, by its product
         keeps_fp32 = ctx.cache is not None and ctx.cache.main_grad is not None
+        unit, divisor = None, total
+        if plan.out_dtype == torch.float16 and is_trained:
+            unit, keeps_fp32 = loss.unit(total, x), True
+            divisor = 1 / unit if total is None else total / unit
+        dx_dtype = plan.x_dtype if unit is None else torch.float32
         sum_dtype = plan.w_dtype if len(x) <= rows and not keeps_fp32 else torch.float32
-        dx = torch.empty_like(x) if needs_dx else None
+        dx = torch.empty_like(x, dtype=dx_dtype) if needs_dx else None
         dw = None
         dbias = _zeros(w.shape[:1], x) if needs_dbias else None
         for i in range(ceil_div(len(x), rows)):
@@ -179,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not is_trained:
                 made += loss.of(logits, target[part], total)
                 continue
-            made += loss.loss_and_gradient_(logits, target[part].contiguous(), total)
+            made += loss.loss_and_gradient_(logits, target[part].contiguous(), divisor)
             grad: Tensor | None = logits
             del logits
             assert grad is not None
@@ -191,7 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 assert g_row is not None
                 assert w_col is not None
-                dx[part] = gemm(g_row, w_col, None, plan.x_dtype)
+                dx[part] = gemm(g_row, w_col, None, dx_dtype)
             del g_row
             if needs_dw:
                 dw = _sum_wgrad(dw, grad, tokens, g_col, x_col, sum_dtype)
@@ -200,26 +222,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw = _zeros(w.shape, x)
         if dw is not None and not keeps_fp32:
             dw = dw.to(plan.w_dtype)
-        ctx.save_for_backward(dx, dw, None if dbias is None else dbias.to(plan.bias_dtype))
-        return made
+        if dbias is not None and not keeps_fp32:
+            dbias = dbias.to(plan.bias_dtype)
+        ctx.save_for_backward(dx, dw, dbias, unit)
+        return made if unit is None else made / unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor | None], grads: list[Any]) -> Gradients:
+def _gradients(
+    ctx: Any, saved: Sequence[Tensor | None], grads: list[Any], asked: list[bool]
+) -> Gradients:
     """Return the gradients of the arguments of :meth:`_LinearCrossEntropy.forward`."""
-    grad = grads.pop()
-    asked = asked_for(ctx, (True, True, ctx.plan.bias_dtype is not None))
-    dx, dw, dbias = (x if needed else None for x, needed in zip(saved, asked, strict=True))
+    plan, (grad,), (*made, unit) = ctx.plan, grads, saved
+    grads.clear()
+    dx, dw, dbias = (x if needed else None for x, needed in zip(made, asked, strict=False))
+    grad = grad if unit is None else grad / unit
     if dw is not None and ctx.cache is not None and ctx.cache.main_grad is not None:
         buffer = where_to_add(ctx, ctx.cache.main_grad)
         if buffer is not None:
             buffer.addcmul_(dw, grad)
-        dw = dw.to(ctx.plan.w_dtype) if buffer is None else None
-    made = (None if each is None else each * grad for each in (dx, dw, dbias))
-    return *made, None, None, None, None, None
+            dw = None
+    dtypes = plan.x_dtype, plan.w_dtype, plan.bias_dtype
+    scaled = (
+        None if x is None else (x * grad).to(dtype)
+        for x, dtype in zip((dx, dw, dbias), dtypes, strict=True)
+    )
+    return *scaled, None, None, None, None, None
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.norm_call import AnyNormKind
 from . import gated_activation as _gated_activation
 from . import gated_mlp as _gated_mlp
 from . import linear_cross_entropy as _linear_cross_entropy
@@ -118,26 +117,6 @@ def rms_norm(
     return quantize(eager_norm(x, weight, eps, kind), recipe)
 
 
-def normed(
-    x: Tensor,
-    weight: Tensor,
-    eps: float | None,
-    kind: AnyNormKind,
-    recipe: Recipe,
-    columnwise: bool,
-    recompute: bool,
-) -> Tensor:
-    """``rms_norm.normed``, which Dynamo takes whole; the norm alone before it was announced."""
-    if not is_dynamo_compiling():
-        return _rms_norm.normed(x, weight, eps, kind, recipe, columnwise, recompute)
-    if _announced:
-        return _normed_whole(x, weight, eps, kind, columnwise, recompute, *_fields(recipe))
-    if kind == "torch":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    assert eps is not None
-    return eager_norm(x, weight, eps, kind)
-
-
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -185,16 +164,4 @@ def _rms_norm_whole(
     return _rms_norm.rms_norm(x, weight, eps, kind, Recipe(*recipe))
 
 
-def _normed_whole(
-    x: Tensor,
-    weight: Tensor,
-    eps: float | None,
-    kind: AnyNormKind,
-    columnwise: bool,
-    recompute: bool,
-    *recipe: Any,
-) -> Tensor:
-    return _rms_norm.normed(x, weight, eps, kind, Recipe(*recipe), columnwise, recompute)
-
-
-_WHOLE = _gated_mlp_whole, _gated_activation_whole, _rms_norm_whole, _normed_whole
+_WHOLE = _gated_mlp_whole, _gated_activation_whole, _rms_norm_whole

@@ -34,7 +34,7 @@ _LONGEST_NAME = 255
 
 
 class Entry(NamedTuple):
-    """A stored tensor, as the file's header describes it; the dtype by its name there.
+    """A stored tensor, as the file's header describes it: its name, dtype and shape there.
 
     ``digest``: what ``tensor_digest`` gave when it was written; None if the writer kept none.
     """
@@ -42,6 +42,7 @@ class Entry(NamedTuple):
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    name: str
     digest: str | None = None
 
     @property
@@ -160,7 +161,7 @@ def _header(file: Path, digest: str | None) -> dict[str, Entry]:
             entries, names = {}, opened.keys()
             for name in names:
                 tensor = opened.get_slice(name)
-                entries[name] = Entry(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                entries[name] = Entry(file, tensor.get_dtype(), tuple(tensor.get_shape()), name)
             return entries
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{file}: truncated or corrupted ({error})") from None

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.pretrained_models import follow_pretrained_models
+from ..model.state_dict import register_state_hooks
 from ..ops import checks
 from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry, entries_of, scales_of
@@ -77,6 +80,22 @@ def load_fp8(
     require_safetensors()
     folder = Path(path)
     entries = entries_of(folder)
+    return load_entries(model, folder, entries, strict=strict, device=device, recipe=recipe)
+
+
+def load_entries(
+    model: nn.Module,
+    folder: Path,
+    entries: Mapping[str, Entry],
+    *,
+    strict: bool,
+    device: torch.device | str | None,
+    recipe: Recipe | None,
+) -> LoadReport:
+    """:func:`load_fp8`, of ``entries`` of a checkpoint; their keys are matched with the model.
+
+    A key may differ from the name in the file, where somebody renames tensors as they are loaded.
+    """
     scales = scales_of(entries)
     targets = _targets(model)
     for name, target in targets.items():
@@ -109,6 +128,9 @@ def load_fp8(
         replaced = tied.get(id(target.current))
         if replaced is not None:
             setattr(target.module, target.attribute, replaced)
+        if isinstance(getattr(target.module, target.attribute), FP8Base):
+            register_state_hooks(target.module)
+            follow_pretrained_models()
     in_fp8 = {name: entries[names_of(way)[0]].is_fp8 for name, way in found.items()}
     fp8 = tuple(name for name in found if in_fp8[name])
     plain = tuple(name for name in found if not in_fp8[name])
@@ -154,15 +176,15 @@ def _check(
         if entry.shape != shape:
             of = "" if isinstance(way, str) else f" for an expert of {name!r} {list(current.shape)}"
             raise CheckpointError(
-                f"{entry.file}: tensor {stored!r} has shape {list(entry.shape)}, the model's has "
-                f"{list(shape)}{of}"
+                f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}, the model's "
+                f"has {list(shape)}{of}"
             )
         if entry.is_fp8 != entries[first].is_fp8:
             raise CheckpointError(
-                f"{entry.file}: tensor {stored!r} is {entry.dtype}, {first!r} of the same stack is "
-                f"{entries[first].dtype}: expected all in FP8 or none"
+                f"{entry.file}: tensor {entry.name!r} is {entry.dtype}, {first!r} of the same "
+                f"stack is {entries[first].dtype}: expected all in FP8 or none"
             )
-        _check_dtype(stored, entry, current)
+        _check_dtype(entry, current)
     if stacked is not None:
         check_stack_scales(name, current.shape, first, stacked, entries)
     elif entries[first].is_fp8 and not aligned(shape[0], parts):
@@ -174,30 +196,30 @@ def _check(
         )
 
 
-def _check_dtype(name: str, entry: Entry, current: Tensor) -> None:
+def _check_dtype(entry: Entry, current: Tensor) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
     if not entry.is_fp8:
         stored = _TORCH.get(entry.dtype)
         if stored is None:
-            raise CheckpointError(f"{entry.file}: tensor {name!r} has dtype {entry.dtype}")
+            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}")
         if isinstance(current, BlockwiseFP8Tensor):
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} is stored in {stored}, the model's is frozen in "
-                f"FP8: load into an unconverted model, then convert it"
+                f"{entry.file}: tensor {entry.name!r} is stored in {stored}, the model's is frozen "
+                f"in FP8: load into an unconverted model, then convert it"
             )
         if stored.is_floating_point != current.is_floating_point() or stored.is_complex:
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} is {stored}, the model's is {current.dtype}"
+                f"{entry.file}: tensor {entry.name!r} is {stored}, the model's is {current.dtype}"
             )
         return
     if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
         raise CheckpointError(
-            f"{entry.file}: tensor {name!r} is stored in FP8, the model's is trainable and would "
-            f"lose its high-precision values: load into a model that is not converted yet"
+            f"{entry.file}: tensor {entry.name!r} is stored in FP8, the model's is trainable and "
+            f"would lose its high-precision values: load into a model that is not converted yet"
         )
     if not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
         raise CheckpointError(
-            f"{entry.file}: tensor {name!r} is an FP8 weight, the model's is a buffer or "
+            f"{entry.file}: tensor {entry.name!r} is an FP8 weight, the model's is a buffer or "
             f"{current.dtype}: expected a parameter in one of {checks.HIGH_PRECISION}"
         )
 
@@ -231,13 +253,14 @@ def _read(
     files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
 
     def read(name: str) -> Tensor:
-        return _tensor(name, entries[name], files, check)
+        return _tensor(entries[name], files, check)
 
     def read_scale(name: str, weight: tuple[int, ...], format: BlockFormat) -> Tensor:
         scale = read(name).float()
         problem = bad_scale(scale, format)
         if problem is not None:
-            raise CheckpointError(f"{entries[name].file}: tensor {name!r}: {problem}")
+            entry = entries[name]
+            raise CheckpointError(f"{entry.file}: tensor {entry.name!r}: {problem}")
         return scale.view(format.scale_shape(weight))
 
     for name in sorted(found, key=lambda name: entries[names_of(found[name])[0]].file):
@@ -309,17 +332,19 @@ def _recipe_of(current: Tensor) -> Recipe:
     return DEFAULT_RECIPE
 
 
-def _tensor(name: str, entry: Entry, files: dict[Path, Any], check: Check) -> Tensor:
+def _tensor(entry: Entry, files: dict[Path, Any], check: Check) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
         if entry.file not in files:
             files[entry.file] = safe_open(entry.file, framework="pt")
-        value: Tensor = files[entry.file].get_tensor(name)
+        value: Tensor = files[entry.file].get_tensor(entry.name)
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
-        raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read ({error})") from None
+        raise CheckpointError(
+            f"{entry.file}: tensor {entry.name!r} cannot be read ({error})"
+        ) from None
     if entry.digest is not None:
-        check(name, entry.file, entry.digest, value)
+        check(entry.name, entry.file, entry.digest, value)
     return value
 
 

@@ -1,7 +1,7 @@
 """FP8 tensors have no storage to write to a file: the error names save_fp8.
 
-safetensors asks for the storage of every tensor that it writes, and so does ``save_pretrained`` of
-transformers. Without this they fail with "invalid python storage".
+safetensors asks for the storage of every tensor that it writes. Without this it fails with "invalid
+python storage".
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 def _no_storage(x: Tensor) -> NoReturn:
     raise RuntimeError(
         f"this {type(x).__name__} {list(x.shape)} has no storage of its own, so that safetensors "
-        f"and save_pretrained cannot write it: blocktensor.save_fp8(model, path) writes the model "
-        f"in FP8; in high precision write .dequantize() of a frozen weight, and state_dict() of "
-        f"trainable ones, which holds plain tensors"
+        f"cannot write it: blocktensor.save_fp8(model, path) writes the model in FP8; in high "
+        f"precision write .dequantize() of a frozen weight, and state_dict() of trainable ones, "
+        f"which holds plain tensors"
     )
 
 

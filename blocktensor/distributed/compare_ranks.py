@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Sequence
 
@@ -13,7 +14,12 @@ TIMEOUT = datetime.timedelta(seconds=30)
 _asked: dict[str, int] = {}
 
 
-def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
+def agree(
+    what: str,
+    mine: Sequence[str],
+    group: dist.ProcessGroup,
+    remedy: str = "convert and shard the same model on every rank, and run forward on all of them",
+) -> None:
     """Check that all ranks of ``group`` call this with the same lines, which describe ``what``.
 
     The lines pass through the store of the default group: a collective could be matched with
@@ -28,24 +34,30 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
         return
     store = dist.distributed_c10d._get_default_store()
     turn = _asked[group.group_name] = _asked.get(group.group_name, 0) + 1
-    keys = {rank: f"blocktensor/{group.group_name}/{turn}/{rank}" for rank in ranks}
-    me = dist.get_rank()
-    store.set(keys[me], "\n".join(mine))
+    key = f"blocktensor/{group.group_name}/{turn}"
+    me, found = dist.get_rank(), {}
+    store.set(f"{key}/{me}", "\n".join(mine))
     for rank in ranks:
         try:
-            store.wait([keys[rank]], TIMEOUT)
+            store.wait([f"{key}/{rank}"], TIMEOUT)
+            found[rank] = store.get(f"{key}/{rank}").decode().split("\n")
         except RuntimeError as error:
+            known = f", of which it has {mine[0]}" if len(mine) == 1 else ""
             raise RuntimeError(
-                f"rank {me} waited {TIMEOUT.seconds} s for rank {rank} to compare {what}: did it "
-                f"convert and shard the same model, and run forward?"
+                f"rank {me} waited {TIMEOUT.seconds} s for rank {rank} to compare {what}{known}: "
+                f"{remedy}"
             ) from error
-        theirs = store.get(keys[rank]).decode().split("\n")
-        if theirs == list(mine):
-            continue
-        longest = max(len(theirs), len(mine))
-        ours, others = ([*lines] + ["nothing"] * (longest - len(lines)) for lines in (mine, theirs))
-        place = next(i for i, (a, b) in enumerate(zip(ours, others, strict=True)) if a != b)
-        raise RuntimeError(
-            f"ranks disagree on {what}: rank {me} has {ours[place]}, rank {rank} has "
-            f"{others[place]}; convert and shard the same model on every rank"
-        )
+    other = next((rank for rank in ranks if found[rank] != list(mine)), None)
+    # every rank comes to the same verdict, since it has the same lines
+    if other is None:
+        return
+    store.set(f"{key}/{me}/has read", "")
+    with contextlib.suppress(RuntimeError):  # the process of one of the ranks serves the store
+        store.wait([f"{key}/{rank}/has read" for rank in ranks], TIMEOUT)
+    longest = max(len(found[other]), len(mine))
+    ours, others = ([*x] + ["nothing"] * (longest - len(x)) for x in (mine, found[other]))
+    place = next(i for i, (a, b) in enumerate(zip(ours, others, strict=True)) if a != b)
+    raise RuntimeError(
+        f"ranks disagree on {what}: rank {me} has {ours[place]}, rank {other} has "
+        f"{others[place]}; {remedy}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,13 @@ def with_local(x: Any, local: Tensor) -> Any:
 
     # from_local would take a view of the local part, which is not an FP8Shard
     return DTensor(local, x._spec, requires_grad=False)
+
+
+def as_if_cut(local: Tensor) -> Tensor:
+    """A DTensor with this local part, of ranks between which nothing can be sent."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank = torch.distributed.get_rank()
+    mesh = DeviceMesh(local.device.type, [rank, rank + 1], _init_backend=False)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import named
 from .audit_modules import ModuleTracker, Place
-from .audit_products import Product, columnwise_data, hides_products, product_of
+from .audit_products import Product, columnwise_data, factors, hides_products, product_of
 from .audit_report import BY_RECIPE, FP8, IN_SQUARES, AuditedProduct, AuditReport
 from .audit_state import left_as_it_is
 from .audit_weights import WeightMemory
+from .module_names import is_module
 
 
 def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
@@ -47,6 +48,7 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     Returns:
         The report; ``print(report)`` shows it as a table.
     """
+    is_module(model, "audit")
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
 
     def step() -> None:
@@ -65,6 +67,7 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         step: is called once. It may run any forward and backward, but no optimizer: what it writes
             to parameters stays.
     """
+    is_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)
     with (
         left_as_it_is(model),
@@ -118,7 +121,7 @@ class _Products(TorchDispatchMode):
         for cast in columnwise_data(func, args, out):
             self._columnwise[id(cast)] = cast
         if product is not None:
-            self._add(product, place, (args, kwargs))
+            self._add(product, place, (factors(func, args), kwargs))
         elif func is _GATHERS and _is_high_precision(args[0]):
             self._sent[place.module] = None
         elif hides_products(func):

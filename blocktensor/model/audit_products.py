@@ -143,6 +143,11 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
 
 
+def factors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of a product, without what it is added to."""
+    return args[_LEFT_OPERAND.get(packet_of(func), 0) :]
+
+
 def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     """The data of the columnwise forms that ``func`` made."""
     packet = packet_of(func)

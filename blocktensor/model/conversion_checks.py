@@ -16,22 +16,12 @@ from ..distributed.dtensor import local_of
 from ..distributed.expert_parallel.stack_cuts import check_cuts
 from ..distributed.fsdp.fsdp_internals import Sharded, owner_of, sharded_with
 from ..distributed.tensor_parallel.is_parallel import is_parallel
-from ..ops.checks import high_precision
+from ..ops.checks import high_precision_dtype
 from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .linears import fp8_part, is_fully_sharded
-
-
-def is_recipe(recipe: Recipe | None) -> None:
-    """``recipe`` is a Recipe or None, else TypeError."""
-    if recipe is None or isinstance(recipe, Recipe):
-        return
-    example = f"Recipe(scale={recipe!r})" if isinstance(recipe, str) else "Recipe()"
-    raise TypeError(
-        f"recipe={recipe!r} is a {type(recipe).__name__}: expected a blocktensor.Recipe, e.g. "
-        f"{example}"
-    )
 
 
 def not_fake(parameters: Iterable[Tensor]) -> None:
@@ -70,7 +60,7 @@ def castable(
     held = fp8_part(weight)
     if held is not None:
         _castable_again(weight, held, what, recipe)
-    high_precision(weight, what)
+    high_precision_dtype(weight, what)
     local = local_of(weight)
     if local is not None:
         of_fsdp = True
@@ -170,10 +160,11 @@ def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:
 def swappable(parameter: Tensor, what: str) -> None:
     """The content of ``parameter`` can be exchanged in place, else RuntimeError.
 
-    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes.
+    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes. Weak
+    references to a tensor that is in FP8 already do no harm: its ``.data`` is set.
     """
     cannot = f"cannot convert {what} {list(parameter.shape)} in place"
-    if weakref.getweakrefs(parameter):
+    if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
         raise RuntimeError(
             f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
             f"content; drop them first"

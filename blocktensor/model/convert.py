@@ -14,7 +14,7 @@ from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.fsdp_internals import owner_of
 from ..distributed.fsdp.trainable import FP8Shard, shard_of
 from ..distributed.tensor_parallel.is_parallel import is_parallel
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
@@ -26,6 +26,8 @@ from .fast_path import described, gpu_of, warn_if_missing
 from .holders import needs_values
 from .linears import fp8_part, is_conv1d, kind_of
 from .matrices import Matrix, elements_of, matrices_of
+from .module_names import is_module
+from .pretrained_models import follow_pretrained_models
 from .product_weights import (
     frozen_form,
     is_transposed,
@@ -69,7 +71,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             with another recipe.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
-    conversion_checks.is_recipe(recipe)
+    is_module(module, "to_blockwise_fp8_weights")
+    is_recipe(recipe)
     keys = weights_of(module)
     if not keys:
         return
@@ -157,7 +160,8 @@ def convert(
     Warns:
         UserWarning: no weight of the model is in FP8 afterwards; a Hopper GPU lacks the fast path.
     """
-    conversion_checks.is_recipe(recipe)
+    is_module(model, "convert")
+    is_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
     if not isinstance(auto_filter_small_kn, (bool, SmallKN)):
@@ -221,6 +225,7 @@ def _register_hooks(module: nn.Module) -> None:
     """Of a module that holds FP8 weights, its own or tied ones."""
     if any(fp8_part(weight) is not None for weight in module._parameters.values()):
         register_state_hooks(module)
+        follow_pretrained_models()
 
 
 def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recipe) -> Tensor:

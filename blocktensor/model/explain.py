@@ -98,6 +98,11 @@ def explain(
     Raises:
         ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot run them.
     """
+    given: Any = model_or_shapes
+    if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):
+        raise TypeError(
+            f"explain takes a model, or a list of shapes (M, N, K): got a {type(given).__name__}"
+        )
     products: list[Product] = []
     if isinstance(model_or_shapes, nn.Module):
         devices: set[torch.device] = set()

@@ -17,6 +17,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from .conversion_checks import swappable
 from .holders import needs_values
 from .linears import fp8_part
+from .module_names import is_module
 from .product_weights import fp8_weights, frozen_form, label_of
 from .state_dict import register_state_hooks
 
@@ -34,6 +35,7 @@ def freeze(model: nn.Module) -> list[str]:
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
+    is_module(model, "freeze")
 
     def frozen(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
@@ -56,6 +58,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
+    is_module(model, "unfreeze")
 
     def trainable(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         if not isinstance(weight, BlockwiseFP8Tensor):

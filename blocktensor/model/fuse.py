@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
@@ -19,8 +19,10 @@ from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_parts
 from .fused_mlp import FusedMLP, GatedParts, act_of, check_names, formula, run_parts, why_apart
 from .fused_norm import FusedNorm
+from .kept_state import kept_state
 from .linears import fp8_part, is_linear, kind_of
-from .module_names import matching
+from .module_names import is_module, matching
+from .share_inputs import share_for_norms, stop_sharing
 
 _TRIPLES = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -30,6 +32,13 @@ _TRIPLES = (
 )
 """Names of gate, up and down: transformers', Llama's and torchtitan's, the examples'; Phi's, whose
 gate and up are one."""
+
+
+_EXAMPLES = {
+    "mlp": "{'*.mlp': ('w1', 'w3', 'w2', 'silu')}",
+    "norm": "{'*.norm': ('attn.q', 'attn.k', 'attn.v')}",
+    "experts": "{'*.experts': ('w1', 'w3', 'w2', 'silu')}",
+}
 
 
 class _Found(NamedTuple):
@@ -62,8 +71,8 @@ def fuse(
     :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
     gate and up, are cast as they are computed and take no memory in high precision. Experts that
     compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`. An RMS norm
-    that linears read is cast once for all of them; anything else that reads it gets the norm's
-    values. Outputs and gradients keep their bits.
+    that linears read is computed in fewer passes, and its result is cast once for all of them, as
+    :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their bits.
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
@@ -94,8 +103,8 @@ def fuse(
             the names of their stacks ``[E, out, in]`` and an activation, or None to try all. Their
             forward takes rows ``[T, K]`` sorted by expert, and int32 sizes or ends of the groups;
             or it is that of transformers' experts. A stack of gate, then up, is named twice.
-        recompute: backward makes again the casts of ``activation(gate) * up`` and of norms that
-            weight gradients read, in place of saving them.
+        recompute: backward makes the casts of ``activation(gate) * up`` again, in place of saving
+            them.
         store_fp8: MLPs and experts save gate and up for backward in FP8: their gradients are then
             computed from rounded values, and keep no bits (``functional.gated_mlp``). A module that
             runs as it was written, for hooks or adapters, saves them in high precision.
@@ -104,9 +113,12 @@ def fuse(
         The report; ``print`` it.
 
     Raises:
+        TypeError: an option of another type; what is no module.
         ValueError: no linear of the model is in FP8; a pattern that names no module, or one without
             the linears it says.
     """
+    is_module(model, "fuse")
+    _check_options({"mlp": mlp, "norm": norm, "experts": experts}, recompute, store_fp8)
     if not any(_is_in_fp8(module) for module in model.modules()):
         raise ValueError(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
@@ -124,7 +136,6 @@ def fuse(
         entries.append(FusionEntry(found.name, kind_of(found.module), computes, reason))
         if parts is not None and not reason:
             chosen.append((found.module, FusedMLP, replace(parts, store_fp8=store_fp8)))
-    cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
     for group in fuse_experts.candidates(model, experts or {}):
         by_expert, reason = fuse_experts.parts_of(group, recompute, drawn)
         computes = group.computes(None if by_expert is None else by_expert.activation)
@@ -133,9 +144,10 @@ def fuse(
         if by_expert is not None:
             kept = replace(by_expert, store_fp8=store_fp8)
             chosen.append((group.module, fuse_experts.kind_for(group.module), kept))
+    cast_by_mlps = {linear for each, _, _ in chosen for linear in each.children()}
+    share_for_norms(model, (x for each in norms for x in each.readers if x not in cast_by_mlps))
     for each in norms:
-        cast_once = cast_by_mlps.issuperset(each.readers)
-        normed, reason = fuse_norms.parts_of(each, drawn, recompute, cast_once)
+        normed, reason = fuse_norms.parts_of(each, drawn)
         entries.append(FusionEntry(each.name, kind_of(each.module), each.computes, reason))
         if normed is not None:
             chosen.append((each.module, FusedNorm, normed))
@@ -143,7 +155,10 @@ def fuse(
         whole_functions.announce()
     for module, kind, made in chosen:
         set_parts(module, kind, made)
-    return FusionReport(tuple(entries))
+    report, modules = FusionReport(tuple(entries)), dict(model.named_modules())
+    for entry in report.left_alone:
+        remove_parts(modules[entry.name])  # those of an earlier call
+    return report
 
 
 def unfuse(model: nn.Module) -> tuple[str, ...]:
@@ -152,10 +167,32 @@ def unfuse(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The names of the modules that were fused.
     """
+    is_module(model, "unfuse")
     found = list(fused_modules(model, Fused))
     for _, module in found:
         remove_parts(module)
+    stop_sharing(model)
     return tuple(name for name, _ in found)
+
+
+def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: object) -> None:
+    """Raise TypeError for options of other types."""
+    for option, names in named.items():
+        patterns = names if isinstance(names, Mapping) else {None: None}
+        for pattern, parts in patterns.items() if names is not None else ():
+            are_names = isinstance(parts, Sequence) and not isinstance(parts, str)
+            if not (isinstance(pattern, str) and are_names and all(map(_is_name, parts or ()))):
+                raise TypeError(
+                    f"{option}={names!r}: expected patterns of module names, each with names in a "
+                    f"tuple, e.g. {_EXAMPLES[option]}"
+                )
+    for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{option}={value!r}: expected True or False")
+
+
+def _is_name(x: object) -> bool:
+    return x is None or isinstance(x, str)
 
 
 def _is_in_fp8(module: nn.Module) -> bool:
@@ -216,7 +253,8 @@ def _parts_of(found: _Found, recompute: bool, drawn: Drawn) -> tuple[GatedParts 
     weight: Any = module._modules[found.linears[0]]._parameters["weight"]  # type: ignore[union-attr]
     activations = [x for x in get_args(ActivationName) if found.activation in (None, x)]
     if attribute is not None and found.activation is None:
-        activations = _activations_like(getattr(module, attribute), weight)
+        with kept_state(module):
+            activations = _activations_like(getattr(module, attribute), weight)
         if not activations:
             kind = getattr(module, attribute)
             label = getattr(kind, "__name__", type(kind).__name__)

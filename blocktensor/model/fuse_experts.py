@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..distributed.dtensor import as_if_cut, local_of
+from ..distributed.fsdp.gathered import GatheredInFP8
 from ..ops.producers.ops import ActivationName
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, own_forward
@@ -35,6 +38,8 @@ _STACKS = (
 transformers', whose gate and up are one."""
 
 ExpertsNames = Mapping[str, tuple[str, str, str, str | None]]
+
+_ComparedBy = Callable[[nn.Module, ExpertsParts, Drawn, Dtypes], Compared]
 
 
 class FoundExperts(NamedTuple):
@@ -130,7 +135,6 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
             None if act is None else getattr(module, act),
             recompute,
             ends=ends,
-            to_local=_takes_local_parts(module),
         )
         verified = []
         for dtypes in pairs:
@@ -139,8 +143,36 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
             if why is None:
                 verified.append(dtypes)
         if verified:
-            return replace(parts, dtypes=tuple(verified)), ""
+            parts = replace(parts, dtypes=tuple(verified))
+            return _with_local_parts(found, parts, compared, drawn)
     return None, first
+
+
+def _with_local_parts(
+    found: FoundExperts, parts: ExpertsParts, compared: _ComparedBy, drawn: Drawn
+) -> tuple[ExpertsParts | None, str]:
+    """``parts``, and whether they are right for the local parts of stacks that ranks have cut.
+
+    The forward may take those, as torchtitan's does, or do anything else with a DTensor.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return parts, ""
+    cut = replace(parts, to_local=True)
+    why = why_different(compared(found.module, cut, drawn, parts.dtypes[0]), drawn)
+    if why is None:
+        return cut, ""
+    if any(_stays_cut(found.module._parameters[name]) for name in parts.linears):
+        return None, f"with stacks that are DTensors it {why}"
+    return parts, ""
+
+
+def _stays_cut(stack: Any) -> bool:
+    """Whether a stack is a DTensor in forward too, where FSDP2 has gathered what it has cut."""
+    local = local_of(stack)
+    if local is None:
+        return False
+    cuts = sum(not placement.is_replicate() for placement in stack.placements)
+    return cuts > isinstance(local, GatheredInFP8)
 
 
 def _dtypes(stacks: torch.dtype) -> list[Dtypes]:
@@ -153,11 +185,6 @@ def _dtypes(stacks: torch.dtype) -> list[Dtypes]:
 def kind_for(module: nn.Module) -> type[Fused]:
     """How a module of experts runs when it is fused."""
     return FusedRoutedExperts if routes_rows(module) else FusedExperts
-
-
-def _takes_local_parts(module: nn.Module) -> bool:
-    """Whether the forward of a module takes the local parts of DTensors, as torchtitan's class."""
-    return any(kind.__name__ == "GroupedExperts" for kind in type(module).__mro__)
 
 
 def _why_unlike(found: FoundExperts) -> str:
@@ -201,6 +228,7 @@ def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn, dtypes: Dtyp
         lambda x: run_parts(module, parts, x, given["groups"]),
         rows_for,
         dtypes[1],
+        as_if_cut if parts.to_local else None,
     )
 
 
@@ -241,4 +269,5 @@ def _compared_routed(
         fused,
         rows_for,
         dtypes[1],
+        as_if_cut if parts.to_local else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, get_args
 
@@ -11,23 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autograd.quantize import quantize
-from ..ops.formats import Quantized
 from ..ops.norm.reference import NormKind
-from ..recipe import Recipe
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.norm_call import AnyNormKind
-from ..tensor.normed_tensor import NormedTensor
 from .fuse_verify import (
     Drawn,
-    kept_modes,
     kept_random_numbers,
     mode_named,
     results,
     why_unequal,
 )
 from .fused_class import own_forward
-from .fused_norm import NormParts, cast
+from .fused_norm import NormParts, run_parts
+from .kept_state import kept_state
 from .linears import fp8_part, kind_of
 from .module_names import matching
 
@@ -147,25 +141,16 @@ def _linears_of(norm: str, owner: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def parts_of(
-    found: FoundNorm, drawn: Drawn, recompute: bool, cast_once: bool
-) -> tuple[NormParts | None, str]:
-    """What the norm computes, if it could be told, and why it is left alone, if it is.
-
-    ``cast_once``: its only reader is a fused MLP.
-    """
+def parts_of(found: FoundNorm, drawn: Drawn) -> tuple[NormParts | None, str]:
+    """Return what the norm computes, if it could be told, and why it is left alone, if it is."""
     if reason := _why_unlike(found):
         return None, reason
-    weight: Any = found.readers[0]._parameters["weight"]
-    norm, recipe = found.module, fp8_part(weight).recipe
-    eps_name = _eps_name(norm)
-    kinds: list[AnyNormKind] = ["torch"] if _calls_torch(norm, drawn) else [*get_args(NormKind)]
-    if kinds == ["torch"] and cast_once and not recompute:
-        return None, "torch computes it in one kernel, and its one reader, a fused MLP, casts it"
-    first = ""
-    for kind in kinds:
-        eps = getattr(norm, eps_name)
-        parts = NormParts(kind, eps_name, eps, found.readers, recipe, recompute)
+    norm = found.module
+    if _calls_torch(norm, drawn):
+        return None, "torch computes it in one kernel"
+    eps_name, first = _eps_name(norm), ""
+    for kind in get_args(NormKind):
+        parts = NormParts(kind, eps_name, getattr(norm, eps_name))
         different = why_different(norm, parts, drawn)
         if different is None:
             return parts, ""
@@ -195,20 +180,9 @@ def _why_unlike(found: FoundNorm) -> str:
         return f"has more than a weight: {', '.join(others)}"
     if not _eps_name(norm):
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
-    recipes = []
-    for name, linear in zip(found.linears, found.readers, strict=True):
-        if not isinstance(linear, nn.Linear):
-            return f"{name} is a {kind_of(linear)}, not an nn.Linear"
-        held = fp8_part(linear._parameters.get("weight"))
-        if held is None:
-            return f"{name} is not in FP8"
-        if held.shape[-1] != weight.shape[0]:
-            return f"{name} reads {held.shape[-1]} features, and the norm has {weight.shape[0]}"
-        recipes.append(held.recipe)
-    if any(recipe != recipes[0] for recipe in recipes):
-        return "its linears have different recipes"
-    if recipes[0].wgrad_input_format is None:
-        return "weight gradients read high precision (wgrad_input='high_precision')"
+    weights = (getattr(linear, "weight", None) for linear in found.readers)
+    if all(fp8_part(weight) is None for weight in weights):
+        return "none of its linears is in FP8"
     return ""
 
 
@@ -226,22 +200,24 @@ def _calls_torch(norm: nn.Module, drawn: Drawn) -> bool:
 
 
 def why_different(norm: nn.Module, parts: NormParts, drawn: Drawn) -> str | None:
-    """What differs between ``norm`` and its fused form on a drawn weight; None if nothing does."""
-    with _stand_in(norm, drawn) as (x, weight), kept_random_numbers(x), kept_modes(norm):
+    """Return what differs between ``norm`` and its fused form on a drawn weight, if anything."""
+    with (
+        _stand_in(norm, drawn) as (x, weight),
+        kept_random_numbers(x),
+        kept_state(norm) as changed,
+    ):
         for training in (True, False):
             norm.train(training)
-            for values in (
+            why = why_unequal(
+                own_forward(norm),
+                lambda x: run_parts(norm, parts, x),
                 lambda run: results(run, x, {"its weight": weight}, drawn),
-                lambda run: _forms(run, x, parts.recipe),
-            ):
-                why = why_unequal(
-                    own_forward(norm),
-                    lambda x: cast(norm, parts, x, True),
-                    values,
-                    mode_named(training),
-                )
-                if why is not None:
-                    return why
+                mode_named(training),
+            )
+            if name := changed():
+                return f"its forward changes {name}"
+            if why is not None:
+                return why
     return None
 
 
@@ -253,24 +229,6 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.fused = self.fused or func in (torch.rms_norm, F.rms_norm)
         return func(*args, **(kwargs or {}))
-
-
-def _forms(run: Callable[[Tensor], Any], x: Tensor, recipe: Recipe) -> dict[str, Any]:
-    """The casts that linears get of ``run(x)``, with their names."""
-    with torch.no_grad():
-        fp8 = quantize(run(x), recipe)
-        forms = {"rowwise": fp8.rowwise(), "columnwise": _columnwise(fp8)}
-    return {
-        f"the {side} {what} of its output": getattr(form, what)
-        for side, form in forms.items()
-        for what in ("data", "scale")
-    }
-
-
-def _columnwise(fp8: BlockwiseFP8Tensor) -> Quantized:
-    if isinstance(fp8, NormedTensor) and fp8.remade is not None:
-        return fp8.norm_call.columnwise(fp8.columnwise_format)
-    return fp8.columnwise()
 
 
 @contextmanager

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from ..tensor.normed_tensor import NormedTensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .fused_mlp import why_mixed
+from .kept_state import kept_state
 from .linears import fp8_part
 
 _ROWS = (2, 68)
@@ -74,11 +75,9 @@ class Drawn:
 
 
 def why_not_one_function(recipes: Sequence[Recipe], weights: str) -> str:
-    """Why one function cannot serve weights of these recipes; empty if it can."""
-    for setting in ("scale", "wgrad_input"):
-        values = dict.fromkeys(getattr(recipe, setting) for recipe in recipes)
-        if len(values) > 1:
-            return f"its {weights} have {setting}={' and '.join(map(repr, values))}"
+    """Why no function with casts in it serves weights of these recipes; empty if one does."""
+    if reason := why_mixed(recipes, weights):
+        return reason
     if recipes[0].wgrad_input_format is None:
         return "weight gradients read high precision (wgrad_input='high_precision')"
     return ""
@@ -93,6 +92,7 @@ class Compared(NamedTuple):
         one, other: the functions.
         input_for: makes an input, for parameters by name.
         dtype: of the parameters, where it is not their own.
+        held_as: makes what the module holds of a parameter, if that is not the parameter.
     """
 
     module: nn.Module
@@ -101,6 +101,7 @@ class Compared(NamedTuple):
     other: Callable[[Tensor], Any]
     input_for: Callable[[dict[str, Tensor]], Tensor]
     dtype: torch.dtype | None = None
+    held_as: Callable[[Tensor], Any] | None = None
 
 
 def why_different(compared: Compared, drawn: Drawn) -> str | None:
@@ -114,7 +115,7 @@ def why_different(compared: Compared, drawn: Drawn) -> str | None:
 def _why_different(compared: Compared, drawn: Drawn, small: bool) -> str | None:
     """:func:`why_different` with small parameters, or with those of the module's sizes."""
     module = compared.module
-    with _stand_ins(compared, drawn, small) as parameters, kept_modes(module):
+    with _stand_ins(compared, drawn, small) as parameters, kept_state(module) as changed:
         x = compared.input_for(parameters)
         with kept_random_numbers(x):
             for training, autocast in _WAYS:
@@ -127,6 +128,8 @@ def _why_different(compared: Compared, drawn: Drawn, small: bool) -> str | None:
                         lambda run: results(run, x, parameters, drawn),
                         mode_named(training) + (" under autocast" if autocast else ""),
                     )
+                if name := changed():
+                    return f"its forward changes {name}"
                 if why is not None:
                     return why
     return None
@@ -167,7 +170,7 @@ def results(
         inputs = {"its input": leaf, **parameters}
         grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
     named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
-    return {"its output": y.values() if isinstance(y, NormedTensor) else y.detach(), **named}
+    return {"its output": y.detach(), **named}
 
 
 def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
@@ -202,6 +205,8 @@ def _stand_ins(compared: Compared, drawn: Drawn, small: bool) -> Iterator[dict[s
             made = values if held is None else BlockwiseFP8Weight(values, held.recipe)
             replaced.append((holder._parameters, key, parameter))
             parameters[name] = holder._parameters[key] = nn.Parameter(made)
+            if compared.held_as is not None:
+                holder._parameters[key] = compared.held_as(parameters[name])
         yield parameters
     finally:
         for held_by, key, parameter in replaced:
@@ -212,17 +217,6 @@ def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
     *experts, rows, columns = (1, *shape) if len(shape) == 1 else shape
     sizes = *(min(n, _EXPERTS) for n in experts), min(rows, _FEATURES), min(columns, _FEATURES)
     return sizes[-len(shape) :]
-
-
-@contextmanager
-def kept_modes(module: nn.Module) -> Iterator[None]:
-    """Leave the modes of ``module`` and of all in it as they were."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, training in modes:
-            each.training = training
 
 
 @contextmanager

@@ -11,19 +11,65 @@ import copyreg
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..autograd import whole_functions
+
+
+class Code:
+    """The functions that the forward of a module ran when it was verified.
+
+    Attributes:
+        functions: those; None in a pickled copy.
+        names: their modules and names.
+    """
+
+    def __init__(self, functions: tuple[Any, ...] | None, names: Any = None) -> None:
+        self.functions = functions
+        self.names = names or [
+            (getattr(x, "__module__", ""), getattr(x, "__qualname__", "")) for x in functions or ()
+        ]
+
+    def __deepcopy__(self, memo: Any) -> Code:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Code, (None, self.names)
 
 
 class Fused(nn.Module):
     """Comes before the class that an instance had; see :func:`set_parts`.
 
-    A derived class has a ``forward`` that reads ``_fused_parts``.
+    A derived class has a ``forward`` that runs :meth:`parts_to_run`.
     """
 
     _fused_parts: Any = None
+    _fused_code: Code | None = None
     _class_before: type[nn.Module]
+
+    def parts_to_run(self) -> Any:
+        """What was set by :func:`set_parts`; None if the module's own forward is to run.
+
+        That is to run where the code that was verified has been replaced since, on a class of this
+        module or of one in it, and where a TorchFunctionMode is on, which may change what ops do.
+        """
+        code = None if self._fused_code is None else self._fused_code.functions
+        if code is None or _function_modes():
+            return None
+        for was, now in zip(code, _functions(self), strict=False):
+            if was is not now:
+                return None
+        return self._fused_parts
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if self._fused_parts is not None:
+            was, now = self._fused_code, Code(_functions(self))
+            if was is None or (was.functions is None and was.names == now.names):
+                self.__dict__["_fused_code"] = now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -42,12 +88,14 @@ def set_parts(module: nn.Module, kind: type[Fused], parts: Any) -> None:
     if not isinstance(module, kind):
         module.__class__ = _fused(type(module), kind)
     module.__dict__["_fused_parts"] = parts
+    module.__dict__["_fused_code"] = Code(_functions(module))
 
 
-def remove_parts(module: Fused) -> None:
-    """Undo :func:`set_parts`."""
-    module.__dict__.pop("_fused_parts", None)
-    before = type(module).__dict__.get("_class_before")
+def remove_parts(module: nn.Module) -> None:
+    """Undo :func:`set_parts`, if that was done."""
+    for name in ("_fused_parts", "_fused_code"):
+        module.__dict__.pop(name, None)
+    before: Any = type(module).__dict__.get("_class_before")
     if before is not None:  # else its class has another derived from it since, by fully_shard
         module.__class__ = before
 
@@ -64,6 +112,20 @@ def own_forward(module: nn.Module) -> Any:
     if isinstance(module, Fused):
         return super(Fused, module).forward
     return module.forward
+
+
+def _functions(module: Any) -> tuple[Any, ...]:
+    """What the forward of a fused module runs: its own, and how the modules in it are called."""
+    inner = [type(child) for child in module._modules.values()]
+    calls = [getattr(kind, name, None) for kind in inner for name in ("forward", "__call__")]
+    return (module._class_before.forward, *calls)
+
+
+def _function_modes() -> bool:
+    """Whether a mode is on that sees torch functions, other than ``torch.device`` as a context."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 _FUSED: dict[tuple[Any, type[Fused]], type[Fused]] = {}

@@ -12,7 +12,7 @@ from .. import functional
 from ..distributed.dtensor import local_of
 from ..tensor.base import FP8Base
 from .fused_class import Fused
-from .fused_mlp import GatedParts, why_other_activation
+from .fused_mlp import GatedParts, why_mixed, why_other_activation
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 """Of rows and of stacks."""
@@ -39,7 +39,7 @@ class FusedExperts(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward wherever that might compute anything else."""
-        parts = self._fused_parts
+        parts = self.parts_to_run()
         if parts is None or len(args) != 2 or kwargs or why_apart(self, parts, *args) is not None:
             return super().forward(*args, **kwargs)
         return run_parts(self, parts, *args)
@@ -86,11 +86,14 @@ def why_other_stacks(module: nn.Module, parts: ExpertsParts, rows: torch.dtype) 
 
     ``rows``: the dtype of the rows.
     """
+    recipes = []
     for name in parts.linears:
         stack: Any = module._parameters.get(name)
         local = local_of(stack) if parts.to_local else None
-        if not isinstance(stack if local is None else local, FP8Base):
+        held: Any = stack if local is None else local
+        if not isinstance(held, FP8Base):
             return f"{name} is not in FP8"
+        recipes.append(held.recipe)  # type: ignore[attr-defined]
         if (rows, stack.dtype) not in parts.dtypes:
             return f"its rows are {rows} and {name} is {stack.dtype}"
-    return why_other_activation(module, parts)
+    return why_mixed(recipes, "stacks") or why_other_activation(module, parts)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..ops.producers.ops import ActivationName
+from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .audit_modules import ModuleTracker
@@ -87,7 +88,7 @@ class FusedMLP(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward wherever that might compute anything else."""
-        parts = self._fused_parts
+        parts = self.parts_to_run()
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if parts is None or not is_one or why_apart(self, parts) is not None:
             return super().forward(*args, **kwargs)
@@ -115,6 +116,7 @@ def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> st
     Checked in every forward: hooks, adapters and activations may come after the fusion.
     ``sharded``: whether FSDP2 may hold the weights.
     """
+    recipes: list[Recipe] = []
     for name in parts.linears:
         linear: Any = module._modules.get(name)
         if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
@@ -127,7 +129,18 @@ def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> st
         for kind in _HOOKS:
             if any(map(_is_of_users, linear.__dict__[kind].values())):
                 return f"{name} has hooks"
-    return why_other_activation(module, parts)
+        if isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) and not sharded:
+            recipes.append(weight.recipe)
+    return why_mixed(recipes, "linears") or why_other_activation(module, parts)
+
+
+def why_mixed(recipes: Sequence[Recipe], weights: str) -> str | None:
+    """Why one function cannot serve weights of these recipes; None if it can."""
+    for setting in ("scale", "wgrad_input"):
+        values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
+        if len(values) > 1:
+            return f"its {weights} have {setting}={' and '.join(map(repr, values))}"
+    return None
 
 
 def why_other_activation(module: nn.Module, parts: GatedParts) -> str | None:

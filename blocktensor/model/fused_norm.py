@@ -1,4 +1,4 @@
-"""A norm whose result is cast as it is computed, for the linears that read it."""
+"""An RMS norm whose values are computed by one kernel after its sums."""
 
 from __future__ import annotations
 
@@ -9,81 +9,60 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..autograd import whole_functions
 from ..autograd.check_operands import autocast_dtype
+from ..autograd.rms_norm import normed
+from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
-from ..recipe import Recipe
-from ..tensor.norm_call import AnyNormKind
 from .fused_class import Fused
 
 
 @dataclass(frozen=True)
 class NormParts:
-    """What a norm computes, and for which linears.
+    """What a norm computes.
 
     Attributes:
-        kind: of :func:`blocktensor.functional.rms_norm`, or a norm of torch.
+        kind: of :func:`blocktensor.functional.rms_norm`.
         eps_name: the attribute of the norm that holds its epsilon.
-        eps: what that held.
-        linears: those that read the norm's result.
-        recipe: of their weights.
-        recompute: whether backward makes the cast that weight gradients read.
+        eps: the value of that attribute.
     """
 
-    kind: AnyNormKind
+    kind: NormKind
     eps_name: str
-    eps: float | None
-    linears: tuple[nn.Module, ...]
-    recipe: Recipe
-    recompute: bool = False
+    eps: float
 
 
 class FusedNorm(Fused):
-    """An RMS norm that returns its result in FP8, with its values for other readers."""
+    """An RMS norm with the bits of the module's own forward, in fewer passes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward wherever that might compute anything else."""
-        parts = self._fused_parts
+        """Run the module's own forward wherever that might compute anything else.
+
+        Compilers are shown that one too: they fuse its ops themselves.
+        """
+        parts = None if is_dynamo_compiling() else self.parts_to_run()
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if parts is None or not is_one or not serves(self, parts, args[0]):
+        if parts is None or not is_one or not _serves(self, parts, args[0]):
             return super().forward(*args, **kwargs)
         return run_parts(self, parts, args[0])
 
 
-def serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
-    """Whether the fused norm of ``x`` has the bits of the norm, and linears that read FP8.
+def _serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
+    """Whether the fused norm of ``x`` has the bits of the norm.
 
-    Checked in every forward: linears, dtypes and epsilons may change after the fusion.
+    Checked in every forward: dtypes and epsilons may change after the fusion.
     """
     weight: Any = norm._parameters.get("weight")
     if weight is None or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
         return False
-    if x.dtype == torch.float32 and parts.kind != "torch":
+    if x.dtype == torch.float32:
         return False  # no cast gathers the gradients of x: others come between them
     if autocast_dtype(x) is not None or getattr(norm, parts.eps_name) != parts.eps:
         return False
-    if not is_dynamo_compiling():
-        if type(x) not in PLAIN or type(weight) is not nn.Parameter or not parts.linears:
-            return False
-        if torch._C._are_functorch_transforms_active():
-            return False
-    for linear in parts.linears:
-        # tensor parallel styles replace the forward, or cut the weight into a DTensor
-        held = linear._parameters.get("weight")
-        if "forward" in linear.__dict__ or getattr(held, "recipe", None) != parts.recipe:
-            return False
-    return True
+    is_plain = type(x) in PLAIN and type(weight) is nn.Parameter
+    return is_plain and not torch._C._are_functorch_transforms_active()
 
 
 def run_parts(norm: nn.Module, parts: NormParts, x: Tensor) -> Tensor:
-    """What ``norm(x)`` computes, with the casts that its linears need."""
-    trained = any(linear._parameters["weight"].requires_grad for linear in parts.linears)  # type: ignore[union-attr]
-    return cast(norm, parts, x, columnwise=trained and torch.is_grad_enabled())
-
-
-def cast(norm: nn.Module, parts: NormParts, x: Tensor, columnwise: bool) -> Tensor:
-    """``norm(x)`` with its casts; ``columnwise``: with the one that weight gradients read."""
+    """Return what ``norm(x)`` computes."""
     weight: Any = norm._parameters["weight"]
-    return whole_functions.normed(
-        x, weight, parts.eps, parts.kind, parts.recipe, columnwise, parts.recompute
-    )
+    return normed(x, weight, parts.eps, parts.kind)

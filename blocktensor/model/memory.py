@@ -14,6 +14,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from ..text_table import human_bytes, text_table
+from .module_names import is_module
 
 _FP8_KINDS = {
     BlockwiseFP8Weight: "trainable",
@@ -104,6 +105,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     Args:
         model: any module, converted or not.
     """
+    is_module(model, "memory_report")
     seen: set[object] = set()
     kinds = dict.fromkeys(("trainable", "frozen", "plain", "buffers"), Held())
     for kind_of_others, tensors in (("plain", model.parameters()), ("buffers", model.buffers())):

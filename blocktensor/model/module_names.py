@@ -7,6 +7,12 @@ import fnmatch
 from torch import nn
 
 
+def is_module(model: object, caller: str) -> None:
+    """``model``, the first argument of ``caller``, is a module, else TypeError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} takes a model, an nn.Module: got a {type(model).__name__}")
+
+
 def with_all_above(name: str) -> list[str]:
     """The names of all modules above one but the model itself, from the top, and its own name."""
     parts = name.split(".")

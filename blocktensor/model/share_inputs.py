@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
 
 from ..text_table import collapse, text_table
-from .experts_group import ExpertsGroup
 from .input_group import InputGroup
 from .linears import fp8_part, is_linear
 from .product_weights import fp8_weights
-
-Group = TypeVar("Group", InputGroup, ExpertsGroup)
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class SharingReport:
         groups: the modules whose linears share inputs.
     """
 
-    groups: tuple[InputGroup | ExpertsGroup, ...]
+    groups: tuple[InputGroup, ...]
 
     @property
     def casts(self) -> int:
@@ -65,8 +63,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
     that get one input. While the module's forward runs, the cast of the latest input is kept until
     the last of these linears has used it. Nothing is shared outside of that forward, under
     ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
-    changed in place. Results and gradients keep their bits. Hooks on the linears see the shared
-    input as a :class:`BlockwiseFP8Tensor`.
+    changed in place. Results and gradients keep their bits.
 
     Args:
         model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
@@ -78,45 +75,77 @@ def share_inputs(model: nn.Module) -> SharingReport:
     Raises:
         ValueError: no linear of the model is converted.
     """
-    modules = dict(model.named_modules())
-    owned: dict[str, list[str]] = defaultdict(list)
-    for name, module in modules.items():
-        if is_linear(module) and fp8_part(module._parameters.get("weight")) is not None:
-            owner = name.rpartition(".")[0]
-            while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
-                owner = owner.rpartition(".")[0]  # containers have no forward of their own
-            owned[owner].append(name.removeprefix(f"{owner}."))
-    stacks = {
-        name: tuple(found)
-        for name, module in modules.items()
-        if not is_linear(module) and len(found := fp8_weights(module)) > 1
-    }
-    if not owned and not stacks:
+    owned = _owned(model)
+    if not owned:
         raise ValueError(
             f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
             f"convert it first with blocktensor.convert(model)"
         )
-    groups: list[InputGroup | ExpertsGroup] = []
-    for name, linears in owned.items():
-        group = _hooked(modules[name], InputGroup)
-        if group is not None and group.linears != tuple(linears):
+    made = (_group_of(model, name, names) for name, names in owned.items())
+    groups = tuple(group for group in made if group is not None)
+    for group in groups:
+        group.of_fuse = False
+    return SharingReport(groups)
+
+
+def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
+    """Share the inputs of the modules that own these linears, until :func:`stop_sharing`."""
+    read = {id(linear) for linear in readers}
+    for name, names in _owned(model).items():
+        owner = model.get_submodule(name)
+        if any(id(_found(owner, x)) in read for x in names):
+            _group_of(model, name, names, of_fuse=True)
+
+
+def stop_sharing(model: nn.Module) -> None:
+    """Undo :func:`share_for_norms`."""
+    for module in model.modules():
+        group = _group_on(module)
+        if group is not None and group.of_fuse:
             group.remove()
-            group = None
-        if group is None and len(linears) > 1:
-            group = InputGroup(name, tuple(linears))
-            group.attach(modules[name])
-        if group is not None:
-            groups.append(group)
-    for name, names in stacks.items():
-        experts = _hooked(modules[name], ExpertsGroup)
-        if experts is None:
-            experts = ExpertsGroup(name, names)
-            experts.attach(modules[name])
-        groups.append(experts)
-    return SharingReport(tuple(groups))
 
 
-def _hooked(module: nn.Module, kind: type[Group]) -> Group | None:
-    """The group of this kind whose hooks ``module`` has."""
+def _owned(model: nn.Module) -> dict[str, list[str]]:
+    """The FP8 linears and stacks of each module, by the names of both."""
+    modules = dict(model.named_modules())
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if is_linear(module):
+            if fp8_part(module._parameters.get("weight")) is not None:
+                owner = name.rpartition(".")[0]
+                while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
+                    owner = owner.rpartition(".")[0]  # containers have no forward of their own
+                owned[owner].append(name.removeprefix(f"{owner}."))
+        else:
+            stacks = fp8_weights(module)
+            owned[name] += stacks if len(stacks) > 1 else ()
+    return {name: names for name, names in owned.items() if names}
+
+
+def _found(owner: nn.Module, name: str) -> Any:
+    """The linear of this name, or the parameter."""
+    found: Any = owner
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _group_of(
+    model: nn.Module, name: str, names: list[str], of_fuse: bool = False
+) -> InputGroup | None:
+    """The group of the module ``name``, made now if it has another or none; None for one linear."""
+    module = model.get_submodule(name)
+    group = _group_on(module)
+    if group is not None and group.linears != tuple(names):
+        group.remove()
+        group = None
+    if group is None and len(names) > 1:
+        group = InputGroup(name, tuple(names), of_fuse)
+        group.attach(module)
+    return group
+
+
+def _group_on(module: nn.Module) -> InputGroup | None:
+    """The group whose hooks ``module`` has."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, kind)), None)
+    return next((owner for owner in owners if isinstance(owner, InputGroup)), None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.trainable import FP8Shard
+from ..ops.checks import HIGH_PRECISION
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -18,11 +19,12 @@ from .product_weights import frozen_form, local_stack
 def register_state_hooks(module: nn.Module) -> None:
     """Make ``state_dict`` hold the master, and ``load_state_dict(assign=True)`` keep the FP8 type.
 
-    Without ``assign`` a loaded tensor is copied into the master, which needs no hook.
+    Without ``assign`` a loaded tensor is copied: into the master, which needs no hook, or into a
+    frozen weight, for which it is cast.
     """
     if _plain_shards not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_plain_shards)
-        module.register_load_state_dict_pre_hook(_wrap_assigned_weights)
+        module.register_load_state_dict_pre_hook(_wrap_loaded_weights)
 
 
 def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -34,16 +36,24 @@ def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
             state[f"{prefix}{name}"] = with_local(value, local.master)
 
 
-def _wrap_assigned_weights(
+def _wrap_loaded_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    if not metadata.get("assign_to_params_buffers"):
-        return
     for name, weight in module._parameters.items():
         value = state.get(f"{prefix}{name}")
-        wrapped = None if value is None else _wrapped(module, name, weight, value)
-        if weight is not None and wrapped is not None:
-            state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        if weight is None or value is None:
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            wrapped = _wrapped(module, name, weight, value)
+            if wrapped is not None:
+                state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        elif isinstance(weight, BlockwiseFP8Tensor) and _is_plain_value(value, weight):
+            state[f"{prefix}{name}"] = frozen_form(module, name, value, weight.recipe)
+
+
+def _is_plain_value(value: Any, weight: Tensor) -> bool:
+    is_plain = isinstance(value, Tensor) and fp8_part(value) is None and local_of(value) is None
+    return is_plain and value.shape == weight.shape and value.dtype in HIGH_PRECISION
 
 
 def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
@@ -55,6 +65,10 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
         wrapped = _wrapped(module, name, part, local)
         return None if wrapped is None else with_local(value, wrapped)
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
+        if isinstance(value, BlockwiseFP8Tensor):
+            if not weight.requires_grad:
+                return value
+            value = value.dequantize().contiguous()
         wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
         if weight.main_grad is not None and weight.shape == wrapped.shape:
             wrapped.main_grad = weight.main_grad.to(wrapped.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import Tensor, dtype, float16, float32, int32, int64
 from torch import bfloat16 as bf16
 
@@ -11,7 +13,27 @@ from .scale_layouts import padded_to_vectors
 HIGH_PRECISION = (bf16, float16, float32)
 
 
+def local(x: Tensor, what: str) -> None:
+    """``x`` is no DTensor, else NotImplementedError: what an op does with one nobody has told it.
+
+    Linears that tensor parallel styles have cut take local parts before they get here.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(x, tensors.DTensor):
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(x.shape)}, {x.placements}: expected a local tensor. Pass "
+            f".full_tensor(), or .to_local() of one with Replicate(); or cut the linears with "
+            f"ColwiseParallel and RowwiseParallel of blocktensor.distributed, which take DTensors"
+        )
+
+
 def high_precision(x: Tensor, what: str) -> None:
+    """``x`` is local, else NotImplementedError, and bf16, fp16 or fp32, else TypeError."""
+    local(x, what)
+    high_precision_dtype(x, what)
+
+
+def high_precision_dtype(x: Tensor, what: str) -> None:
     """``x`` is bf16, fp16 or fp32, else TypeError."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
@@ -90,7 +112,9 @@ def _cast_dtypes(x: Quantized, data: str, scale_has: str) -> None:
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
-    """Both tensors are on one device, else ValueError."""
+    """Both tensors are local, else NotImplementedError, and on one device, else ValueError."""
+    local(a, what_a)
+    local(b, what_b)
     if a.device != b.device:
         raise ValueError(
             f"{what_a} is on {a.device} and {what_b} on {b.device}: move them to one device"

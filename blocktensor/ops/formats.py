@@ -59,6 +59,13 @@ class BlockFormat:
     scale_rounding: ScaleRounding = "fp32"
     dtype: torch.dtype = torch.float8_e4m3fn
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> BlockFormat:
+        """The registered format, if these are its values: Dynamo makes constants of graphs so."""
+        made = super().__new__(cls)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        found = _FORMATS.get(made.name)
+        return found if found is not None and vars(found) == vars(made) else made
+
     @property
     def rows(self) -> int:
         """Rows of a block."""

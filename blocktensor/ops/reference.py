@@ -118,13 +118,24 @@ def _filled(shape: torch.Size, format: BlockFormat, data: Tensor, scale: Tensor)
 
 
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """``data * scale`` in fp32, rounded to ``dtype``."""
+    """``data * scale`` in fp32, rounded to ``dtype``; at most its largest finite value.
+
+    A value at the limit of a dtype, 65504 in fp16, may have been rounded up to a number beyond.
+    What an Inf scale gives is no such number.
+    """
     rows, cols = x.data.shape[-2:]
     expanded = x.scale.repeat_interleave(x.format.cols, -1)[..., :cols]
     if x.format.rows > 1:
         expanded = expanded.repeat_interleave(x.format.rows, -2)[..., :rows, :]
+    value, limit = x.data.float() * expanded, largest_fp32(dtype)
+    value = torch.where(expanded.isinf(), value, value.clamp(-limit, limit))
     out = torch.empty(x.data.shape, dtype=dtype, device=x.data.device)
-    return out.copy_(x.data.float() * expanded)
+    return out.copy_(value)
+
+
+def largest_fp32(dtype: torch.dtype) -> float:
+    """The largest finite fp32 number that is finite in ``dtype`` too."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.formats import Quantized
 from ..ops.scale_layouts import copy_data_, empty_quantized, laid_out
-from .fp8_tensor import BlockwiseFP8Tensor, only_dtype
+from .base import only_dtype
+from .fp8_tensor import BlockwiseFP8Tensor
+from .module_apply import converts_a_model
 from .refusals import refuse, refuse_to_pick
 
 aten = torch.ops.aten
@@ -65,7 +67,9 @@ def _to_copy(
     **others: Any,
 ) -> BlockwiseFP8Tensor:
     known = {"dtype": dtype, "device": device, **others}
-    if x.format.transposes and only_dtype(x, known) in checks.HIGH_PRECISION:
+    other = only_dtype(x, known)
+    is_known = other in checks.HIGH_PRECISION
+    if x.format.transposes and (is_known or (other is not None and converts_a_model())):
         return x.relabel(dtype=dtype)  # of a weight in a forward: the same bytes, never written to
     return _fresh(x, device, dtype, copy=True, non_blocking=non_blocking)
 
@@ -89,8 +93,16 @@ def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
 
 
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not (isinstance(x, BlockwiseFP8Tensor) and isinstance(source, BlockwiseFP8Tensor)):
+    if not isinstance(source, BlockwiseFP8Tensor):
         refuse(func)
+    if not isinstance(x, BlockwiseFP8Tensor):
+        if not source.format.transposes:
+            refuse(func)
+        # of a weight, as the state_dict of a frozen model is loaded into a plain one
+        dtype = x.dtype if x.dtype in checks.HIGH_PRECISION else source.dtype
+        with torch.no_grad():
+            copied: Tensor = func(x, source.dequantize(dtype), non_blocking)
+        return copied
     if x.shape != source.shape or x.formats != source.formats:
         raise ValueError(
             f"copy_ between BlockwiseFP8Tensors needs one shape, block_shape and scale rounding: "

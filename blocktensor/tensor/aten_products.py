@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..ops import checks
 from ..ops.gemm.ops import gemm
-from .base import FP8Base
+from .base import FP8Base, on_master
 from .fp8_tensor import BlockwiseFP8Tensor
 from .refusals import check_same_scaling, refuse
-from .weight import BlockwiseFP8Weight
+from .weight import BlockwiseFP8Weight, computed_weights
 
 aten = torch.ops.aten
 
@@ -95,14 +95,40 @@ def _addmm(
     func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
     if isinstance(bias, FP8Base):
-        refuse(func)
+        return _added(func, bias, a, b, beta=beta, alpha=alpha)
     _refuse_untracked(func, a, b)
     if bias.ndim == 1 and beta == 1 and alpha == 1:
         return _product(a, b, bias)
     return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
 
 
-def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A product of plain tensors, added to a weight: arithmetic on a weight."""
+    if any(isinstance(x, FP8Base) for x in args[1:]):
+        _unsupported_product(func)
+    if isinstance(args[0], BlockwiseFP8Weight):
+        out = on_master(func, args, kwargs)
+        return computed_weights(out, args) if torch.is_grad_enabled() else out
+    return computed(func, *args, **kwargs)
+
+
+def computed(func: Any, *args: Any, **kwargs: Any) -> BlockwiseFP8Weight:
+    """The sum of a frozen weight and plain values, such as an adapter's, as a weight.
+
+    With no gradient too, so that products with it run in FP8.
+    """
+    frozen = [x for x in args if isinstance(x, BlockwiseFP8Tensor)]
+    if func._schema.is_mutable or len(frozen) != 1 or not frozen[0].format.transposes:
+        refuse(func)
+    weight = frozen[0]
+    values = (x.dequantize() if x is weight else x for x in args)
+    out = func(*values, **kwargs)
+    if out.shape != weight.shape or out.dtype not in checks.HIGH_PRECISION:
+        refuse(func)
+    return BlockwiseFP8Weight(out, weight.recipe)
+
+
+def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
         f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "
@@ -111,7 +137,14 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _overloads(names: str) -> list[Any]:
+    """Every overload of these ops, as far as this version of torch has them."""
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
 PRODUCTS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr_"), _added),
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     # composite ops arrive here whole under inference_mode and from nested tensors
@@ -120,11 +153,8 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
 }
 """Products of both types."""
 
-
-def _overloads(names: str) -> list[Any]:
-    """Every overload of these ops, as far as this version of torch has them."""
-    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+SUMS: dict[Any, Callable[..., Any]] = dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), computed)
+"""Of frozen weights and plain values."""
 
 
 UNSUPPORTED_PRODUCTS: dict[Any, Callable[..., Any]] = {

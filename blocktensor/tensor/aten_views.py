@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import view_of_its_kind
+from .bucket import Bucket
 from .fp8_tensor import BlockwiseFP8Tensor
 from .refusals import refuse
 
@@ -60,8 +61,10 @@ def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 
 
 @view_of_its_kind
-def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> BlockwiseFP8Tensor:
+def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> Tensor:
     shape = _infer(list(size), x)
+    if x.format.transposes and len(shape) == 1:
+        return Bucket.of(x)  # as DDP sends it to other ranks
     leading_only = x.format.rows == 1 and x.is_contiguous() and shape[-1:] == [x.shape[-1]]
     if shape != list(x.shape) and not leading_only:
         raise NotImplementedError(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..ops import checks
 from .aot_autograd import share_storage
-from .base import on_master, view_of_its_kind
-from .fp8_tensor import only_dtype
+from .base import on_master, only_dtype, view_of_its_kind
 from .late_copy import LateCopy
+from .module_apply import converts_a_model
 from .refusals import refuse_to_pick
 from .weight import BlockwiseFP8Weight
 from .weight_cache import FP8Cache
@@ -195,7 +195,7 @@ def _is_dense(master: Tensor) -> bool:
 
 def _copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     master = func(w.readable, **kwargs)
-    if master.dtype not in checks.HIGH_PRECISION:
+    if master.dtype not in checks.HIGH_PRECISION and not converts_a_model():
         return master
     cache = FP8Cache(master.transpose(-1, -2) if w.transposed else master, w.recipe)
     return BlockwiseFP8Weight(master, cache=cache, transposed=w.transposed)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .accelerate_internals import address_of_bytes, names_by_address
 from .aot_autograd import plain_tangent
+from .module_of_error import name_module
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
@@ -104,6 +106,20 @@ class FP8Base(Tensor):
         count: int = super()._use_count()  # type: ignore[misc]
         return count
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce as any tensor does, but for the device: that of the parts, as they are loaded."""
+        rebuild, args = super().__reduce_ex__(protocol)
+        if args[0] is not torch._utils._rebuild_wrapper_subclass:
+            return rebuild, args
+        _, _, wrapper, state = args
+        return rebuilt, (wrapper, state)
+
+    def element_size(self) -> int:
+        """Return the bytes an element takes: 1 of a frozen weight (``get_memory_footprint``)."""
+        forms = getattr(self, "rowwise_data", None), getattr(self, "columnwise_data", None)
+        sizes = [form.element_size() for form in forms if form is not None]
+        return sum(sizes) if sizes else super().element_size()
+
     # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
     # time that the way through __torch_function__ does.
     @property
@@ -136,13 +152,121 @@ class FP8Base(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        override = TORCH_FUNCTIONS.get(func)
-        if override is None and isinstance(func, _OPS):
-            override = TORCH_FUNCTIONS.get(str(getattr(func, "overloadpacket", func)))
-        if override is not None:
-            return override(*args, **kwargs) if kwargs else override(*args)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        try:
+            override = TORCH_FUNCTIONS.get(func)
+            if override is None and isinstance(func, _OPS):
+                override = TORCH_FUNCTIONS.get(str(getattr(func, "overloadpacket", func)))
+            if override is not None and kwargs and kwargs.get("out") is not None:
+                return _into(func, args, **kwargs)
+            if override is not None and (func in _ADDING or not torch.is_grad_enabled()):
+                factors = _factors(func, args, kwargs)
+                if func in _PRODUCTS and _is_one_weight(factors):
+                    args, kwargs = torch.utils._pytree.tree_map(_readable, (args, kwargs or {}))
+                    return func(*args, **kwargs)
+                if func in _ADDING and not factors:
+                    override = None
+            if override is not None:
+                return override(*args, **kwargs) if kwargs else override(*args)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except NotImplementedError as error:
+            if not is_compiling():
+                name_module(error, (args, kwargs))
+            raise
+
+
+_ADDING = {
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
+    for name in ("addmm", "addbmm", "baddbmm", "addr", "addmm_", "addbmm_", "baddbmm_", "addr_")
+    if hasattr(namespace, name)
+}
+"""Products that are added to their first argument."""
+
+
+_PRODUCTS = {
+    *_ADDING,
+    *(torch.mm, torch.matmul, torch.bmm, torch.nn.functional.linear),
+    *(Tensor.mm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__),
+}
+"""Products that an optimizer may compute of a weight and itself."""
+
+
+def _factors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[FP8Base]:
+    """The FP8 operands of a product, without what it is added to, such as to a LoRA's base."""
+    named = kwargs or {}
+    if func in _ADDING:
+        args, named = args[1:], {name: x for name, x in named.items() if name != "input"}
+    lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *named.values())]
+    return [x for operands in lists for x in operands if isinstance(x, FP8Base)]
+
+
+def _is_one_weight(factors: list[FP8Base]) -> bool:
+    """Whether a product without gradients is one of a trainable weight with itself.
+
+    Such a product is an optimizer's, and no layer's: it runs in high precision.
+    """
+    if len(factors) < 2 or torch.is_grad_enabled():
+        return False
+    weights = [x for x in factors if isinstance(x, MasterBase)]
+    return len(weights) == len(factors) and all(x.counted is weights[0].counted for x in weights)
+
+
+def _readable(x: Any) -> Any:
+    return x.readable if isinstance(x, MasterBase) else x
+
+
+def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
+    """``func(..., out=out)`` of a product.
+
+    Raises:
+        RuntimeError: with gradients, as torch.
+        TypeError, ValueError: another dtype, or another shape unless ``out`` is empty.
+    """
+    given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    name = getattr(func, "__name__", func)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, out)):
+        raise RuntimeError(
+            f"{name}(..., out=...) has no gradient, and one of its arguments requires one: use the "
+            f"result, or run it under torch.no_grad()"
+        )
+    made: Tensor = func(*args, **kwargs)
+    if out.dtype != made.dtype:
+        raise TypeError(f"{name}(..., out=...) makes {made.dtype}, and out has {out.dtype}")
+    if out.shape != made.shape:
+        if out.numel():
+            raise ValueError(
+                f"{name}(..., out=...) makes {list(made.shape)}, and out has {list(out.shape)}: "
+                f"expected one of them, or an empty tensor"
+            )
+        out.resize_(made.shape)
+    return out.copy_(made)
+
+
+def rebuilt(wrapper: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Return a tensor from a file: torch's function cannot ask a ``map_location`` for a device.
+
+    Args:
+        wrapper: the arguments of ``torch._utils._rebuild_wrapper_subclass``.
+        state: the attributes.
+    """
+    kind, dtype, size, strides, offset, layout, device, requires_grad = wrapper
+    parts = [x for x in state.values() if isinstance(x, Tensor)]
+
+    def make() -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            kind,
+            size,
+            strides=strides,
+            storage_offset=offset,
+            dtype=dtype,
+            layout=layout,
+            device=parts[0].device if parts else device,
+            requires_grad=requires_grad,
+        )
+        return without_memory(made)
+
+    return torch._tensor._rebuild_from_type_v2(make, kind, (), state)
 
 
 class MasterBase(FP8Base):
@@ -249,3 +373,14 @@ def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
             return implementation(func, x, *args, **kwargs)
 
     return run
+
+
+def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The other dtype that arguments of ``_to_copy`` ask for, if they ask for nothing else."""
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    as_it_is = {
+        *(("dtype", dtype), ("device", x.device), ("layout", x.layout)),
+        ("memory_format", torch.preserve_format),
+    }
+    others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is
+    return None if dtype == x.dtype or others else dtype

@@ -9,12 +9,11 @@ rule serves every product: ``mm(a, b) = gemm(a.rowwise, b.columnwise)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.cast import ops as cast
@@ -25,6 +24,7 @@ from .base import FP8Base, is_composite, without_memory
 from .operand import Operand, form_of, operand_of
 from .prepared import PREPARED, HoldsPrepared
 from .refusals import refuse, refuse_rebuilding
+from .straight_through import Dequantize
 from .unpickled import checked
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
@@ -398,27 +398,3 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
 
 def _first_columns(value: Tensor, count: int) -> Tensor:
     return value if value.shape[-1] == count else value[..., :count]
-
-
-def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The other dtype that arguments of ``_to_copy`` ask for, if they ask for nothing else."""
-    dtype: torch.dtype | None = kwargs.get("dtype")
-    as_it_is = {
-        *(("dtype", dtype), ("device", x.device), ("layout", x.layout)),
-        ("memory_format", torch.preserve_format),
-    }
-    others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is
-    return None if dtype == x.dtype or others else dtype
-
-
-class Dequantize(torch.autograd.Function):
-    """The values of an FP8 tensor or weight, whose gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Any, dtype: torch.dtype | None) -> Tensor:
-        made: Tensor = x.values_in(dtype)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None  # autograd converts it to the dtype of x

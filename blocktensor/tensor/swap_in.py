@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +75,24 @@ def take_content(parameter: Tensor, converted: Tensor) -> bool:
     if old is not None and old.main_grad is not None and old.main_grad.device != parameter.device:
         old.main_grad = None  # a backward that waits would add to a buffer that nobody reads
     return True
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+@functools.wraps(_swap_tensors)
+def swap_tensors(t1: Any, t2: Any) -> None:
+    """Of FP8 parameters that ``nn.Module._apply`` moves, set ``.data``, as it does of plain ones.
+
+    ``torch.utils.swap_tensors`` refuses a tensor with weak references, which EMA helpers and
+    ``torch.export`` hold, even where it would swap a tensor with itself.
+    """
+    is_moved = sys._getframe(1).f_code.co_name == "_apply" and isinstance(t1, _FP8)
+    if not (is_moved and (t1 is t2 or take_content(t1, t2))):
+        _swap_tensors(t1, t2)
+
+
+torch.utils.swap_tensors = swap_tensors
 
 
 def carry_over(old: Tensor, new: Tensor) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, MasterBase, is_composite, on_master
-from .fp8_tensor import BlockwiseFP8Tensor, Dequantize
+from .fp8_tensor import BlockwiseFP8Tensor
 from .operand import Operand
 from .refusals import refuse_rebuilding
+from .straight_through import Dequantize, HighPrecision
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
@@ -83,8 +83,9 @@ class BlockwiseFP8Weight(MasterBase):
             return made
         if isinstance(master, FP8Base):
             raise TypeError(f"the master of a {cls.__name__} must be plain, got {master!r}")
-        checks.high_precision(master, "the weight")
-        checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
+        if cache is None:
+            checks.high_precision(master, "the weight")
+            checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
         self = cls.wrapper_of(master, master.dtype)
         self.master = master
         self.cache = FP8Cache(master, recipe) if cache is None else cache
@@ -208,9 +209,9 @@ class BlockwiseFP8Weight(MasterBase):
         It shares the master's memory. The gradient passes through to the weight, which that of
         ``.master`` would not.
         """
-        return _HighPrecision.apply(self)
+        return HighPrecision.apply(self)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the FP8 form as a plain tensor, in ``dtype`` or ``self.dtype``.
 
         Differentiable: the gradient passes straight through to the weight.
@@ -281,16 +282,6 @@ class BlockwiseFP8Weight(MasterBase):
             return out
         # of decompositions and inverses: their derivatives multiply by them
         return out if "linalg" in func.__name__ else computed_weights(out, args)
-
-
-class _HighPrecision(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, weight: BlockwiseFP8Weight) -> Tensor:
-        return weight.master.view_as(weight.master)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
 
 
 def computed_weights(out: Any, args: Sequence[Any]) -> Any:

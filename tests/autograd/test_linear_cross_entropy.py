@@ -362,3 +362,38 @@ def test_a_dtensor_is_refused(world: int, device: str) -> None:
     weight = DTensor.from_local(linear(V, K).weight.detach(), mesh)
     message = complaint(NotImplementedError, lambda: chunked(randn(T, K), weight, classes(T)))
     assert "a DTensor" in message
+
+
+@pytest.mark.parametrize("classes_weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
+def test_fp16_under_a_loss_scale(loss_scale: float, reduction: str, classes_weighted: bool) -> None:
+    """Small gradients do not vanish before backward multiplies them, nor do large ones overflow."""
+    tokens, words = 384, 4096
+    x = randn(tokens, K, seed=1, dtype=torch.float16)
+    w, bias = randn(words, K, seed=2, dtype=torch.float16) / 40, torch.zeros(words).half()
+    target = torch.arange(tokens) * 7 % words
+    target[:5] = -100
+    options: dict[str, Any] = {"reduction": reduction}
+    if classes_weighted:
+        options["weight"] = torch.rand(words) * 100
+    if reduction == "sum":
+        loss_scale /= tokens
+    want = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    exact = F.cross_entropy(F.linear(*want), target, **_in_double(options))
+    (exact * loss_scale).backward()
+    leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
+    loss = functional.linear_cross_entropy(
+        leaves[0], leaves[1], target, leaves[2], chunk_size=128, **options
+    )
+    assert relative_error(loss, exact) < 1e-3
+    (loss * loss_scale).backward()
+    for got, true in zip(leaves, want, strict=True):
+        assert got.grad is not None and true.grad is not None
+        rounded = true.grad.half().double()  # what fp16 can hold
+        assert relative_error(got.grad, rounded) < 0.06
+        assert (got.grad == 0).sum() <= (rounded == 0).sum() * 1.1 + 0.01 * rounded.numel()
+
+
+def _in_double(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}

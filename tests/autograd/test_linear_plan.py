@@ -14,7 +14,6 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.autograd import linear_plan
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
-from blocktensor.autograd.rms_norm import normed
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from tests.support.linear_ways import WAYS, run_linears
@@ -199,17 +198,6 @@ def test_what_tells_fp8_operands_apart() -> None:
     assert len(set(map(id, plans))) == len(plans)
     assert [plan(*call) for call in calls] == plans
     assert plan(BlockwiseFP8Tensor.quantize(-X), weight()) is plans[0]
-
-
-def test_results_of_norms_have_kinds_of_their_own() -> None:
-    def of_norm(rows: int) -> Tensor:
-        scales = torch.ones(K, dtype=X.dtype)
-        return normed(randn(rows, K, dtype=X.dtype), scales, 1e-5, "llama", Recipe(), True)
-
-    known = plan(of_norm(6), weight())
-    assert not known.tracing
-    assert plan(of_norm(6), weight()) is known
-    assert plan(of_norm(7), weight()) is not known
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:

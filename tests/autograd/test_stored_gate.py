@@ -138,21 +138,20 @@ def test_frozen_weights(x_grad: bool, frozen: tuple[int, ...], recompute: bool) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_up_at_the_limit_of_its_dtype(dtype: torch.dtype, recompute: bool) -> None:
     """Power-of-two scales round it to a number that the dtype lacks."""
-    tiny = 2.0**-12
-    x = torch.zeros(1, K, dtype=dtype)
-    x[0, 0], x[0, 1] = torch.finfo(dtype).max, tiny
+    count, tiny = 31, 2.0**-12
+    each = 2048.0 if dtype is torch.float16 else 2.0**123  # 31 of them round up to 32
     made = []
     for store_fp8 in (True, False):
         gate, up, down = (torch.zeros(s, dtype=dtype) for s in ((4, K), (4, K), (N, 4)))
-        gate[:, 1], up[:, 0], down[:, 0] = 1, 1, tiny
+        gate[:, 0], up[:, :count], down[:, 0] = tiny, each, tiny
         operands: list[Any] = [
             nn.Parameter(BlockwiseFP8Weight(w, POWER_OF_TWO)) for w in (gate, up, down)
         ]
-        leaf = x.clone().requires_grad_()
+        x = torch.ones(1, K, dtype=dtype, requires_grad=True)
         run = functools.partial(functional.gated_mlp, store_fp8=store_fp8, recompute=recompute)
-        y = run(leaf, *operands)
+        y = run(x, *operands)
         y.backward(torch.full_like(y, tiny))
-        made.append([y.detach(), *(p.grad for p in (leaf, *operands))])
+        made.append([y.detach(), x.grad, *(w.grad for w in operands)])
     for got, exact in zip(*made, strict=True):
         assert exact.isfinite().all()
         assert relative_error(got, exact) < 0.08

@@ -134,7 +134,6 @@ PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
     "multi_dot": lambda w: torch.linalg.multi_dot([P, w]),
     "addmm_": lambda w: P.detach().clone().addmm_(P.detach(), w),
     "sparse.mm": lambda w: torch.sparse.mm(P, w),
-    "addr": lambda w: torch.addr(w, V, V),
     "bilinear": lambda w: F.bilinear(P, P, stack(w)),
     "conv1d": lambda w: F.conv1d(P[:, :, None], stack(w).mT),
     "a stack @": lambda w: P @ stack(w),
@@ -162,22 +161,6 @@ def test_what_a_refused_product_says() -> None:
         text = complaint(NotImplementedError, lambda product=product: PRODUCTS[product](w))
         assert "FP8" in text
         assert any(remedy in text for remedy in ("F.linear", ".high_precision()", "grouped"))
-
-
-@pytest.mark.parametrize("kind", ["weight", "tensor"])
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda x, w, out: torch.mm(x, w.t(), out=out),
-        lambda x, w, out: torch.matmul(x, w.t(), out=out),
-        lambda x, w, out: torch.addmm(out[0].clone(), x, w.t(), out=out),
-    ],
-)
-def test_out_is_refused(product: Callable[..., Any], kind: str) -> None:
-    x, out = randn(5, 384), torch.zeros(5, 256, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="out= is not supported"):
-        product(x, both_kinds(randn(256, 384))[kind], out)
-    assert not out.any()
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -133,7 +133,7 @@ def test_scales_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     tensor = module._tensor
-    monkeypatch.setattr(module, "_tensor", lambda n, *at: read.append(n) or tensor(n, *at))
+    monkeypatch.setattr(module, "_tensor", lambda x, *at: read.append(x.name) or tensor(x, *at))
     model = nn.ModuleDict({"up": nn.Linear(K, N), "other": nn.Linear(2, 3)}).bfloat16()
     with pytest.raises(CheckpointError, match=r"2 missing \(other.weight, other.bias\), 5 unexp"):
         load_fp8(model, folder)
@@ -339,11 +339,11 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
     model = filled(5, convert=False)
     before, tensor, read = state(model), module._tensor, []
 
-    def breaks(name: str, entry: Any, *at: Any) -> Tensor:
-        read.append(name)
+    def breaks(entry: Any, *at: Any) -> Tensor:
+        read.append(entry.name)
         if len(read) == 6:
-            raise CheckpointError(f"{entry.file}: tensor {name!r} cannot be read (I/O error)")
-        return tensor(name, entry, *at)
+            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} cannot be read (I/O error)")
+        return tensor(entry, *at)
 
     monkeypatch.setattr(module, "_tensor", breaks)
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +56,37 @@ def _only_rank_0_runs_forward(rank: int, world: int) -> None:
 
 def test_who_does_not_come_is_named() -> None:
     ranks.run(_only_rank_0_runs_forward, 2)
+
+
+class _SlowStore:
+    """The store of a rank that reads a second late."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(1)
+        return bytes(self._store.get(key))
+
+
+def _rank_1_reads_late(rank: int, world: int) -> float:
+    c10d = dist.distributed_c10d
+    if rank:
+        store = _SlowStore(c10d._get_default_store())
+        c10d._get_default_store = lambda: store  # type: ignore[assignment]
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"^ranks disagree on things: rank {rank} has {rank}, "):
+        compare_ranks.agree("things", [str(rank)], dist.group.WORLD)  # type: ignore[arg-type]
+    return time.monotonic() - begun
+
+
+def test_who_disagrees_stays_until_all_have_read() -> None:
+    """The process of rank 0 serves the store in most jobs, and ends by the error."""
+    first, _ = ranks.run(_rank_1_reads_late, 2)
+    assert first > 0.9
 
 
 @pytest.fixture

@@ -312,3 +312,34 @@ def test_an_fp8_inputs_gradient_has_the_dtype_that_it_was_cast_from(frozen: bool
 def test_a_transposed_weight(policy: Any) -> None:
     module = linear(K, 128, recipe=Recipe(cache_weight=policy))
     assert_as_eager(lambda x: x @ module.weight, module)
+
+
+# Dynamo hides it, and an error comes before that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("made_by", ["quantize", "rms_norm", "gated_activation"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two", wgrad_input="128x128")])
+def test_an_activation_that_a_graph_casts_enters_another(recipe: Recipe, made_by: str) -> None:
+    model = mlp(recipe)[0]
+    norm = torch.ones(K, dtype=torch.bfloat16)
+
+    def cast(x: Tensor) -> Tensor:
+        if made_by == "rms_norm":
+            return functional.rms_norm(x, norm, recipe=recipe)
+        if made_by == "gated_activation":
+            return functional.gated_activation(x, x + 1, recipe=recipe)
+        return quantize(x, recipe)
+
+    def broken(x: Tensor) -> Tensor:
+        q = cast(x)
+        torch._dynamo.graph_break()
+        return model(q)
+
+    x, compiled = randn(128, K), torch.compile(broken, backend="aot_eager")
+    for got, want in zip(step(compiled, x, model), step(broken, x, model), strict=True):
+        assert torch.equal(got, want)
+    q, eager = torch.compile(cast, backend="aot_eager")(x), cast(x)
+    joined = torch.cat([eager, q])
+    with torch.no_grad():
+        for compiled_linear in (model, torch.compile(model, backend="aot_eager")):
+            assert torch.equal(compiled_linear(joined), model(torch.cat([eager, eager])))
+            assert torch.equal(compiled_linear(q), model(eager))

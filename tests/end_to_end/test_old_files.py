@@ -12,6 +12,7 @@ from blocktensor import (
     BlockwiseFP8Tensor,
     Recipe,
 )
+from blocktensor.tensor.base import FP8Base
 from tests.support.models import (
     RECIPES,
     ROW,
@@ -26,6 +27,7 @@ def saved_as_before(what: Any, frozen: list[BlockwiseFP8Tensor]) -> io.BytesIO:
     formats, file = [x.formats for x in frozen], io.BytesIO()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(BlockwiseFP8Tensor, "__module__", "blocktensor.tensor")
+        patched.delattr(FP8Base, "__reduce_ex__")
         for x in frozen:
             x.__dict__["block_shape"] = x.block_shape
             del x.rowwise_format, x.columnwise_format

@@ -19,6 +19,7 @@ import blocktensor.integrations.peft  # noqa: F401
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
 from tests.support.audited import assert_no_marked_product
 from tests.support.models import FP8_TYPES, Model, assert_same_bytes
+from tests.support.moe_models import TOKENS, transformers_moe
 
 DIM = 192  # a block and a half
 INPUTS = torch.arange(48).view(4, 12)
@@ -239,6 +240,74 @@ def test_dora_on_a_frozen_base_is_that_of_its_values() -> None:
         loss_of(one).backward()
     for name, x in magnitudes.items():
         assert relative(x.grad, plain.get_parameter(name).grad) < 0.2, name
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_adapters_of_parameters_that_are_matrices(frozen: bool) -> None:
+    model = base()
+    if not frozen:
+        unfreeze(model)
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["up.weight", "down.weight"])
+    made = get_peft_model(model, config)
+    assert len(trained(made)) == 8
+    assert_no_marked_product(made, INPUTS)
+    optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(loss_of(made))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[3] < losses[0]
+
+
+def step(model: Any) -> float:
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral", "glm4"])
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
+    """Peft adapts the stacks of experts too, and adds the adapters' product to the stack."""
+    model = transformers_moe(kind).bfloat16()
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    convert(model, auto_filter_small_kn=False)
+    if frozen:
+        freeze(model)
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        for name, p in list(module._parameters.items()):
+            if isinstance(p, BlockwiseFP8Tensor):
+                module._parameters[name] = nn.Parameter(p.dequantize())
+            elif isinstance(p, BlockwiseFP8Weight):
+                module._parameters[name] = nn.Parameter(p.master.clone())
+    adapted = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(each, config))
+    made, exact = adapted
+    assert step(made) == pytest.approx(step(exact), rel=0.01)
+    wanted = trained(exact)
+    stacks = [name for name in wanted if ".experts." in name]
+    assert len(stacks) >= 4
+    for name, parameter in trained(made).items():
+        assert parameter.grad is not None and parameter.grad.count_nonzero(), name
+        if name in stacks:
+            assert relative(parameter.grad, wanted[name].grad) < 0.4, name
+    assert_no_marked_product(made, TOKENS, labels=TOKENS)
+    if frozen:  # and in evaluation
+        with torch.no_grad():
+            assert_no_marked_product(made.eval(), TOKENS, labels=TOKENS)
+    optimizer = torch.optim.AdamW(trained(made).values(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(step(made))
+        optimizer.step()
+    assert losses[3] < losses[0]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])

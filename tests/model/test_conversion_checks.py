@@ -13,7 +13,17 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blocktensor import Recipe, convert, freeze, to_blockwise_fp8_weights, unfreeze
+from blocktensor import (
+    Recipe,
+    audit,
+    convert,
+    explain,
+    freeze,
+    memory_report,
+    to_blockwise_fp8_weights,
+    unfreeze,
+    unfuse,
+)
 from tests.support.models import (
     DIM,
     POWER_OF_TWO,
@@ -167,9 +177,12 @@ def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) ->
     everything()(model)
     if change is unfreeze:
         freeze(model)
-    reference = weakref.ref(model.get_submodule(LAST).weight)
+    last = model.get_submodule(LAST)
+    y = last(randn(3, 3 * DIM, dtype=torch.float32, grad=True))
+    view = last.weight.view_as(last.weight)
+    y.register_hook(lambda grad, held=view: None)
     refused(model, RuntimeError, change)
-    del reference
+    del y
     assert len(change(model)) == 4
 
 
@@ -318,3 +331,14 @@ if dist.is_available():
         fully_shard(model, mesh=mesh["data"])
         text = refused(model, NotImplementedError)
         assert "ColwiseParallel or RowwiseParallel of blocktensor" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("given", [None, 5, [nn.Linear(2, 2)]])
+def test_what_is_no_module(given: Any) -> None:
+    kind = type(given).__name__
+    for call in (convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit, memory_report):
+        with pytest.raises(TypeError, match=rf"^{call.__name__} takes a model.*: got a {kind}"):
+            call(given)
+    if kind != "list":  # of shapes
+        with pytest.raises(TypeError, match=rf"^explain takes a model, .*: got a {kind}"):
+            explain(given)

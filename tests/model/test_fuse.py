@@ -28,6 +28,7 @@ from tests.support.mlps import (
     results,
 )
 from tests.support.models import Trace, complaint, randn
+from tests.support.norms import runs_fused
 from tests.support.numeric import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -87,8 +88,7 @@ def test_transformers(family: str) -> None:
     else:
         assert trace.count(f"blocktensor.gated {act} 1x128 1x128") == 2
         assert trace.count(f"blocktensor.gated_backward {act} 1x128 1x128") == 2
-    kind = "gemma" if family.startswith("Gemma") else "llama"
-    assert trace.count(f"blocktensor.normalized {kind} 1x128 1x128") == len(norms)
+    assert runs_fused(model, run=loss(model)) == len(norms)
 
 
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
@@ -229,6 +229,31 @@ alone may be one""",
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mlp": 5},
+        {"norm": ["*.norm"]},
+        {"experts": "*"},
+        {"mlp": {"*": 5}},
+        {"mlp": {"*": "gate_proj"}},
+        {"norm": {3: ("q",)}},
+        {"experts": {"*": ("a", 1, "b", None)}},
+        {"recompute": "yes"},
+        {"store_fp8": 1},
+    ],
+    ids=str,
+)
+def test_options_of_other_types(options: Any) -> None:
+    model = converted(Model())
+    (name,) = options
+    with pytest.raises(TypeError, match=rf"^{name}=.*: expected "):
+        fuse(model, **options)
+    assert fused_in(model) == []
+    with pytest.raises(TypeError, match=r"fuse takes a model, an nn\.Module: got a NoneType"):
+        fuse(None)  # type: ignore[arg-type]
+
+
 def test_undone() -> None:
     model = converted(Model())
     kinds = [type(each) for each in model.modules()]
@@ -256,6 +281,18 @@ def test_once_more() -> None:
     assert [each.recompute for each in parts] == [True, True]
     assert_bits(results(model), wanted)
     assert unfuse(model) == ("layers.0.mlp", "layers.1.mlp")
+
+
+def test_what_a_later_call_leaves_alone_runs_as_written() -> None:
+    model = converted(Model())
+    wanted = results(model)
+    fuse(model, store_fp8=True)
+    handle = model.layers[0]["mlp"].up_proj.register_forward_hook(lambda *_: None)
+    assert [entry.name for entry in fuse(model).left_alone] == ["layers.0.mlp"]
+    handle.remove()
+    assert fused_in(model) == ["layers.1.mlp"]
+    assert type(model.layers[0]["mlp"]) is MLP
+    assert_bits(results(model), wanted)  # gate and up are not stored in FP8
 
 
 def test_other_instances_of_the_class_stay() -> None:
@@ -324,7 +361,7 @@ def test_with_shared_inputs(first: str) -> None:
     with Trace() as trace:
         model(input_ids=TOKENS)
     assert trace.count("blocktensor.gated") == 2
-    assert (sharing.casts, sharing.saved) == (4, 0)  # those of o_proj: all others read norms
+    assert (sharing.casts, sharing.saved) == (8, 8)  # q, k, v share one; and o
     sharing.remove()
     assert_bits(results(model, run=loss(model)), wanted)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, audit, convert, fuse, unfuse
+from blocktensor import BlockwiseFP8Weight, Recipe, audit, convert, fuse, unfuse
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.expert_parallel import converted as converted_titan
 from tests.support.expert_parallel import cut, experts_of
@@ -49,6 +49,28 @@ def runs_fused(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
     with Trace() as trace, torch.no_grad():
         model(*(args or (randn(ROWS, K), groups_of())), **kwargs)
     return trace.count("blocktensor.gated ") == 1
+
+
+def test_a_stack_that_gets_another_recipe_later() -> None:
+    model, twin = fused()
+    for each in (model, twin):
+        w = each.w3.master.clone()
+        each.w3 = nn.Parameter(BlockwiseFP8Weight(w, Recipe(wgrad_input="128x128")))
+    assert torch.equal(model(randn(ROWS, K), groups_of()), twin(randn(ROWS, K), groups_of()))
+    assert not runs_fused(model)
+
+
+def test_a_forward_of_the_class_that_is_replaced_later_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (model, twin), x = fused(), (randn(ROWS, K), groups_of())
+    forward = Sizes.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(Sizes, "forward", lambda self, *args: forward(self, *args) * 2)
+        assert torch.equal(model(*x), twin(*x))
+        assert not runs_fused(model)
+    assert torch.equal(model(*x), twin(*x))
+    assert runs_fused(model)
 
 
 def test_other_arguments_get_the_forward_as_written() -> None:

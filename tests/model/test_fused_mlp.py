@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, freeze, fuse, share_inputs, unfreeze, unfuse
+from blocktensor import Recipe, convert, freeze, fuse, share_inputs, unfreeze, unfuse
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
 from tests.support.mlps import HIDDEN, MLP, K, Model, X, converted, fused_in, results, with_adapter
@@ -103,6 +106,80 @@ def test_modules_that_are_replaced_later() -> None:
             x = X.bfloat16()
             assert torch.equal(model(x), twin(x))
         assert runs_fused(model) == 1
+
+
+def scaled(forward: Any) -> Any:
+    return lambda self, x: forward(self, x) * 2
+
+
+@pytest.mark.parametrize("kind", [MLP, nn.Linear, nn.SiLU])
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+def test_code_of_a_class_that_is_replaced_later_runs(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    if (kind, name) == (MLP, "__call__"):
+        return  # that calls the forward of the fused MLP
+    (model, twin), x = fused(), X.bfloat16()
+    early = copy.deepcopy(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, scaled(getattr(kind, name)))
+        late = copy.deepcopy(model)
+        for each in (model, early, late, pickle.loads(pickle.dumps(model))):
+            assert_bits(results(each), results(twin))
+            assert runs_fused(each) == 0
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        if name == "forward":  # Dynamo calls modules in its own way
+            assert torch.equal(compiled(x), twin(x))
+    for each in (model, early, late):
+        assert_bits(results(each), results(twin))
+        assert runs_fused(each) == 2
+    assert torch.equal(compiled(x), twin(x))
+
+
+def test_a_pickle_of_other_code_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, twin), x = fused(), X.bfloat16()
+    pickled = pickle.dumps(model)
+    monkeypatch.setattr(MLP, "forward", scaled(MLP.forward))
+    made = pickle.loads(pickled)
+    assert torch.equal(made(x), twin(x))
+    assert runs_fused(made) == 0
+
+
+class Halves(TorchFunctionMode):
+    """Changes what an op of the MLP computes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made / 2 if func in (F.silu, F.linear) else made
+
+
+def test_torch_function_modes_see_the_ops_of_the_mlp() -> None:
+    model, twin = fused()
+    with Halves():
+        assert_bits(results(model), results(twin))
+        assert runs_fused(model) == 0
+    with torch.device("cpu"):  # a mode too, which changes where tensors are made
+        assert_bits(results(model), results(twin))
+        assert runs_fused(model) == 2
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(scale="power_of_two"), Recipe(scale="fp32", wgrad_input="high_precision")]
+)
+def test_a_linear_that_gets_another_recipe_later(name: str, recipe: Recipe) -> None:
+    model, twin = fused()
+    for each in (model, twin):
+        convert(getattr(each.layers[0]["mlp"], name), recipe, auto_filter_small_kn=False)
+    assert_bits(results(model), results(twin))
+    assert runs_fused(model) == 1
+    report = fuse(model)
+    assert [entry.name for entry in report.left_alone] == ["layers.0.mlp"]
+    for each in (model, twin):  # all of them, and fused again
+        convert(each.layers[0]["mlp"], Recipe(scale="power_of_two"), auto_filter_small_kn=False)
+    assert fuse(model).left_alone == ()
+    assert_bits(results(model), results(twin))
+    assert runs_fused(model) == 2
 
 
 def test_other_arguments_run_as_written() -> None:

@@ -6,21 +6,22 @@ import copy
 import functools
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, audit, freeze, fuse, unfreeze, unfuse
+from blocktensor import Recipe, audit, freeze, fuse, to_blockwise_fp8_weights, unfreeze, unfuse
 from blocktensor.distributed import ColwiseParallel
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
-from tests.support.mlps import K, X, results, with_adapter
+from tests.support.mlps import K, X, converted, results, with_adapter
 from tests.support.models import POWER_OF_TWO, Trace, plain, randn
 from tests.support.norms import (
     NAMES,
@@ -35,9 +36,7 @@ from tests.support.ranks import on_ranks, shared_mesh
 
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "as written": (Norm, {}),
-    "remade": (Norm, {"recompute": True}),
-    "of torch": (OfTorch, {"fused": NAMES[::2]}),
-    "of torch, remade": (OfTorch, {"recompute": True}),
+    "of torch": (OfTorch, {"fused": []}),
 }
 """A norm of every kind, and how it is fused."""
 
@@ -86,8 +85,6 @@ def test_undone_and_copied() -> None:
     wanted = results(twin)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert fused_norms(other) == NAMES
-        readers = other.layers[1].input_layernorm._fused_parts.linears
-        assert readers[0] is other.layers[1].self_attn.q_proj
         assert_bits(results(other), wanted)
         assert runs_fused(other) == 4
     assert isinstance(model.layers[0].input_layernorm, Norm)
@@ -126,7 +123,7 @@ def test_what_changes_later() -> None:
                         each(x)
                 continue
             assert torch.equal(model(x), twin(x))
-        assert runs_fused(model) == 3
+        assert runs_fused(model) == 3 + (change is plain_linear)
 
 
 def test_hooks_see_the_norm() -> None:
@@ -148,7 +145,7 @@ def test_adapters(first: str) -> None:
     else:
         made = with_adapter(model, "q_proj")
         reasons = [x.reason for x in fuse(made).left_alone]
-        assert reasons == ["self_attn.q_proj is a Linear, not an nn.Linear"] * 2
+        assert reasons == []
     assert_bits(results(made), results(wanted))
 
 
@@ -172,14 +169,10 @@ def test_frozen_and_thawed() -> None:
     model, twin = fused_blocks()
     freeze(model), freeze(twin)
     assert_bits(results(model), results(twin))
-    with Trace() as trace:
-        model(X.bfloat16())
-    assert trace.ops.count("blocktensor.normalized llama 1x128") == 4
+    assert runs_fused(model) == 4
     unfreeze(model), unfreeze(twin)
     assert_bits(results(model), results(twin))
-    with torch.no_grad(), Trace() as trace:
-        model(X.bfloat16())
-    assert trace.ops.count("blocktensor.normalized llama 1x128") == 4
+    assert runs_fused(model) == 4
 
 
 def test_torch_func_runs_as_written() -> None:
@@ -239,19 +232,10 @@ def test_audit_shows_the_same_products() -> None:
 )
 def test_compiled(reader: str | None, way: str) -> None:
     model, twin = fused_way(way, READERS[reader] if reader else None)
-    seen: list[str] = []
-
-    def backend(graph: Any, example: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        seen.append(str(graph.graph))
-        return aot_eager(graph, example)
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert_bits(results(model, run=compiled), results(twin))
     assert graphs() == 1
-    assert seen[0].count("_normed_whole") >= len(fused_norms(model))
     with torch.no_grad():
         assert torch.equal(compiled(X.bfloat16()), twin(X.bfloat16()))
 
@@ -278,13 +262,11 @@ def test_fsdp2(world: int, device: str) -> None:
                 optimizer.zero_grad()
             made.append(y.detach())
         assert torch.equal(*made)
-        # weights that another unit has not gathered yet are DTensors
-        fused = [x for x in fused_norms(model) if order == "layers" or "post" in x]
-        assert runs_fused(model, X.to(device)) == len(fused)
+        assert runs_fused(model, X.to(device)) == len(fused_norms(model))
 
 
 @on_ranks(2)
-def test_tensor_parallel_readers_get_the_norm_as_written(world: int, device: str) -> None:
+def test_tensor_parallel_readers(world: int, device: str) -> None:
     mesh = shared_mesh(device, 1, world, names=("data", "tensor"))["tensor"]
     model, twin = (x.to(device) for x in fused_blocks())
     for each in (model, twin):
@@ -293,4 +275,75 @@ def test_tensor_parallel_readers_get_the_norm_as_written(world: int, device: str
                 style = ColwiseParallel(output_layouts=Replicate())
                 parallelize_module(layer.self_attn, mesh, {name: style})
     assert_bits(results(model, X.to(device)), results(twin, X.to(device)))
-    assert runs_fused(model, X.to(device).bfloat16()) == 2
+    assert runs_fused(model, X.to(device).bfloat16()) == 4
+
+
+# Whatever reads it
+
+
+# Dynamo itself reads the gradients of inputs, and instantiates the Functions that it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "self_attn.q_proj", "input_layernorm"])
+def test_compiled_parts(part: str) -> None:
+    """A graph may begin or end at the norm's result, as graph breaks make it."""
+    model, twin = fused_blocks()
+    for layer in model.layers:
+        layer.get_submodule(part).compile(backend="aot_eager")
+    for _ in range(2):
+        assert_bits(results(model), results(twin))
+
+
+class Odd(nn.Module):
+    """A block that treats the norm's result as any tensor."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attention_norm, self.use = Norm(), use
+        self.q, self.k, self.v = (nn.Linear(K, K, bias=False) for _ in range(3))
+        self.other = nn.Linear(K, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        y = self.q(h) * self.k(h) + self.v(h)
+        return self.use(self, h) + y
+
+
+def added_in_place(block: Any, h: Tensor) -> Tensor:
+    kept = block.q(h)
+    h += kept
+    return block.k(h)
+
+
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a linear of another recipe": lambda block, h: block.other(h),
+    "a plain linear": lambda block, h: torch.nn.functional.linear(
+        h, block.other.weight.dequantize()
+    ),
+    "an addition in place": added_in_place,
+    "a list": lambda block, h: h * len(h.tolist()),
+    "numpy": lambda block, h: h + torch.from_numpy(h.detach().float().numpy()).to(h),
+    "a part": lambda block, h: block.q(h[:, :, None].squeeze(-1)),
+    "autocast": lambda block, h: torch.autocast("cpu", torch.float16)(block.q)(h).to(h.dtype),
+    "a copy": lambda block, h: copy.deepcopy(h.detach()) * h,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_result_is_any_plain_tensor(use: str) -> None:
+    model = converted(Odd(USES[use]))
+    to_blockwise_fp8_weights(model.other, POWER_OF_TWO)
+    twin = copy.deepcopy(model)
+    assert fuse(model).left_alone == ()
+    for _ in range(2):
+        assert_bits(results(model), results(twin))
+    with torch.inference_mode():
+        assert torch.equal(model(X.bfloat16()), twin(X.bfloat16()))
+    assert type(model.attention_norm(X.bfloat16())) is torch.Tensor
+
+
+def test_a_copy_of_a_norm_takes_nothing_along() -> None:
+    model, _ = fused_blocks()
+    norm = model.layers[0].input_layernorm
+    assert len(pickle.dumps(norm)) < 4 * K + 4000
+    assert copy.deepcopy(norm)._modules == {}

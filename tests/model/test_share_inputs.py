@@ -125,7 +125,7 @@ mlp           gate, up, down  gate+up, down    2      1
 3 groups; 6 casts made, 5 saved""",
     )
     assert share_inputs(model).groups == report.groups  # again changes nothing
-    assert [len(m._forward_pre_hooks) for m in (model["mlp"], model["mlp"].up)] == [1, 1]
+    assert len(model["mlp"]._forward_pre_hooks) == 1
 
 
 def test_conv1d_shares_too(casts: Casts) -> None:
@@ -338,11 +338,7 @@ def test_the_hooks_compile_to_nothing() -> None:
     for linear in (model.q, model.k, model.v, model.o):
         linear.weight = nn.Parameter(plain(linear.weight))
     y = model(X)
-    assert model._forward_hooks and model.q._forward_pre_hooks
-    model.k.compile(backend="eager", fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):  # inside of the module and outside
-        assert torch.equal(model(X), y)
-        model.k(X * 1.5)
+    assert model._forward_hooks
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), y)
     assert report.casts == 0
 

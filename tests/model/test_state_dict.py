@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from blocktensor import (
+    BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     convert,
     freeze,
@@ -170,6 +171,59 @@ def test_assigned_weights_keep_their_main_grad() -> None:
     module(randn(3, K)).sum().backward()
     assert module.weight.grad is None
     assert module.weight.main_grad.any()
+
+
+def of_kind(kind: str, seed: int = 3) -> nn.Linear:
+    """A weight of 200x192 in one of its forms."""
+    module = nn.Linear(192, 200, bias=False, dtype=torch.float32)
+    with torch.no_grad():
+        module.weight.copy_(randn(200, 192, seed=seed, dtype=torch.float32))
+    module.requires_grad_(kind != "frozen")
+    if kind != "plain":
+        to_blockwise_fp8_weights(module, POWER_OF_TWO)
+    return module
+
+
+def values(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else plain(weight)
+
+
+KINDS = ("plain", "trainable", "frozen")
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_each_kind_loads_into_each(kind: str, target: str, assign: bool) -> None:
+    made, given = of_kind(target), of_kind(kind, seed=4)
+    wanted, kept, before = values(given.weight).clone(), made.weight, type(made.weight)
+    made.load_state_dict(given.state_dict(), assign=assign)
+    if target == "frozen":
+        wanted = BlockwiseFP8Tensor.quantize(wanted, (128, 128), POWER_OF_TWO).dequantize()
+    assert torch.equal(values(made.weight), wanted)
+    takes_type = assign and (kind, target) == ("frozen", "plain")
+    assert type(made.weight) is (BlockwiseFP8Tensor if takes_type else before)
+    assert made.weight is kept or assign
+    assert made.weight.requires_grad == (target != "frozen")
+    x = randn(5, 192, dtype=torch.float32)
+    if target != "plain" or takes_type:
+        assert torch.equal(made(x), functional.linear(x, wanted, recipe=POWER_OF_TWO))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_a_frozen_state_is_assigned_to_a_model_on_meta(frozen: bool) -> None:
+    given = of_kind("frozen")
+    with torch.device("meta"):
+        made = nn.Linear(192, 200, bias=False).requires_grad_(not frozen)
+        to_blockwise_fp8_weights(made, POWER_OF_TWO)
+    made.load_state_dict(given.state_dict(), assign=True)
+    assert torch.equal(values(made.weight), values(given.weight))
+    assert type(made.weight) is (BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert made.weight.requires_grad is not frozen
+    x = randn(5, 192, dtype=torch.float32).requires_grad_()
+    made(x).sum().backward()
+    assert (made.weight.grad is None) == frozen and x.grad is not None
+    assert torch.equal(made(x), given(x))
 
 
 class OwnState(nn.Linear):

@@ -127,6 +127,12 @@ def test_the_shape_of_scales(
 
 
 @every_format
+def test_a_format_of_the_same_values_is_the_registered_one(format: BlockFormat) -> None:
+    assert type(format)(*vars(format).values()) is format
+    assert BlockFormat(**vars(format)) is format
+
+
+@every_format
 @pytest.mark.parametrize("shape", [(300, 300), (1, 1), (0, 5), (5, 0), (128, 640), (3, 129, 130)])
 def test_bytes_are_those_of_data_and_scales(format: BlockFormat, shape: tuple[int, ...]) -> None:
     if len(shape) not in format.ranks:
@@ -169,10 +175,9 @@ def test_a_copy_is_the_same_object(format: BlockFormat) -> None:
 
 
 def test_formats_compare_by_identity() -> None:
-    twin = BlockFormat(
-        BLOCKS_1X128.name, BLOCKS_1X128.block_shape
-    )  # not registered: nobody should have one
-    assert twin != BLOCKS_1X128
+    other = BlockFormat("1x128", (1, 64))  # of other values
+    assert other != BLOCKS_1X128
+    assert (other.block_shape, BLOCKS_1X128.block_shape) == ((1, 64), (1, 128))
     assert (
         len(
             {

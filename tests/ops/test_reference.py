@@ -331,6 +331,29 @@ def test_transpose_of_a_square_cast_is_the_cast_of_the_transpose(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@formats(*FORMATS)
+def test_values_at_the_limit_of_a_dtype_stay_finite(
+    format: BlockFormat, dtype: torch.dtype
+) -> None:
+    """All that lie between the two largest e4m3 numbers below the limit."""
+    limit = torch.finfo(dtype).max
+    near = torch.linspace(0.9, 1, 64, dtype=torch.float64)
+    x = torch.cat([near * limit, -near * limit])[None].to(dtype)
+    got = reference.dequantize(reference.quantize_rowwise(x, format), dtype)
+    assert got.isfinite().all()
+    assert ((got.double() - x.double()).abs() <= x.double().abs() / 16).all()
+    if format.power_of_two:
+        assert_same(got[0, [63, 127]], x[0, [63, 127]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinite_or_nan_scale_is_not_hidden(dtype: torch.dtype) -> None:
+    data, scale = torch.ones(3, 1).to(E4M3), torch.tensor([[math.inf], [-math.inf], [math.nan]])
+    got = reference.dequantize(Quantized(data, scale, BLOCKS_1X128), dtype)
+    assert_same(got, scale.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(130, 300), (128, 256), (1, 1), (0, 3), (3, 0)])
 def test_dequantize_multiplies_in_fp32_and_rounds_once(
     rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator

@@ -28,7 +28,6 @@ class Sizes(nn.Module):
     ) -> None:
         super().__init__()
         self.act_name = activation
-        self.seen: set[torch.Size] = set()
         shapes = ((experts, hidden, K), (experts, hidden, K), (experts, K, hidden))
         for seed, (name, shape) in enumerate(zip(self.NAMES, shapes, strict=True)):
             values = torch.empty(shape, dtype=torch.bfloat16)
@@ -48,7 +47,6 @@ class Sizes(nn.Module):
     def forward(self, x: Tensor, groups: Tensor) -> Any:
         offs = self.offs(groups)
         gate, up, down = (self._parameters[name] for name in self.NAMES)
-        self.seen.add(gate.shape)  # type: ignore[union-attr]
 
         def by(x: Tensor, w: Any) -> Tensor:
             return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(-2, -1), offs=offs)

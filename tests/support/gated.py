@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
 from tests.support.models import FP32_SCALES, SQUARE, randn
@@ -92,3 +93,16 @@ def assert_bits(actual: list[Tensor | None], wanted: list[Tensor | None]) -> Non
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.isfinite().all()
         assert torch.equal(a, b)
+
+
+class WeightShapes(TorchFunctionMode):
+    """The shapes of the weights and stacks that products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.linear, torch._grouped_mm):
+            self.seen.add(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))

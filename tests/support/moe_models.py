@@ -94,7 +94,7 @@ class BatchedMoE(nn.Module):
 
 
 def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: Any) -> Any:
-    """A model of two layers: ``qwen3``, ``mixtral``, ``deepseek``, ``gpt_oss`` or ``llama4``."""
+    """A model of two layers: qwen3, mixtral, deepseek, glm4, gpt_oss or llama4."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -121,6 +121,14 @@ def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: A
                 },
                 **{"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32},
                 **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+            },
+        ),
+        "glm4": (
+            transformers.Glm4MoeConfig,
+            transformers.Glm4MoeForCausalLM,
+            {
+                **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+                **{"first_k_dense_replace": 1, "head_dim": 64},
             },
         ),
         "gpt_oss": (

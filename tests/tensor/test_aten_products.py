@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.support.models import POWER_OF_TWO, SQUARE, both_kinds, composed, quantized, randn
+from blocktensor import BlockwiseFP8Weight, freeze
+from tests.support.models import (
+    POWER_OF_TWO,
+    SQUARE,
+    both_kinds,
+    composed,
+    plain,
+    quantized,
+    randn,
+)
 
 
 def test_below_autograd_products_are_fp8_too() -> None:
@@ -32,3 +45,80 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.aten.mm(a, b)
+
+
+B, A = randn(256, 4, seed=2), randn(4, 384, seed=3)
+
+ADAPTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "w + b a": lambda w, b, a: w + b @ a,
+    "b a + w": lambda w, b, a: torch.add(b @ a, w, alpha=2),
+    "w - b a": lambda w, b, a: w - b @ a,
+    "fp32 delta": lambda w, b, a: w + b.float() @ a.float(),
+    "addmm": lambda w, b, a: torch.addmm(w, b, a, alpha=0.5),
+    "Tensor.addmm": lambda w, b, a: w.addmm(b, a, beta=0.25),
+    "addmm by names": lambda w, b, a: torch.addmm(input=w, mat1=b, mat2=a),
+    "addbmm": lambda w, b, a: torch.addbmm(w, b[None], a[None], alpha=3),
+    "addr": lambda w, b, a: torch.addr(w, b[:, 0], a[0]),
+    "baddbmm": lambda w, b, a: torch.baddbmm(w[None], b[None], a[None], alpha=0.5)[0],
+    "Tensor.baddbmm": lambda w, b, a: w[None].baddbmm(b[None], a[None])[0],
+}
+"""A weight, and a product of plain tensors that is added to it."""
+
+
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_weight_that_a_product_is_added_to_is_a_weight(name: str, kind: str) -> None:
+    if kind == "tensor" and "baddbmm" in name:
+        return  # stacks: below
+    held, x, grad = both_kinds(randn(256, 384, seed=1))[kind], randn(5, 384), randn(5, 256, seed=4)
+    values = (plain(held) if kind == "weight" else held.dequantize()).requires_grad_()
+    b, a = (t.clone().requires_grad_() for t in (B, A))
+    sums = ADAPTED[name](held, b, a)
+    exact = ADAPTED[name](values, b, a)
+    assert isinstance(sums, BlockwiseFP8Weight)
+    assert torch.equal(plain(sums), exact)
+    y = F.linear(x.to(sums.dtype), sums)
+    wanted, _, dw = composed(x.to(sums.dtype), exact.detach(), grad.to(sums.dtype))
+    assert torch.equal(y, wanted)
+    made = torch.autograd.grad(y, (b, a, *([held] if kind == "weight" else [])), grad.to(y.dtype))
+    for got, want in zip(made, torch.autograd.grad(exact, (b, a, values), dw), strict=False):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_stack_that_products_are_added_to_is_a_stack(frozen: bool) -> None:
+    module = nn.ParameterDict({"w": BlockwiseFP8Weight(randn(3, 256, 384, seed=1))})
+    if frozen:
+        freeze(module)
+    w, values = module["w"], plain(module["w"]) if not frozen else module["w"].dequantize()
+    b, a = (t.expand(3, *t.shape).clone().requires_grad_() for t in (B, A))
+    sums, exact = (torch.baddbmm(t, b, a, alpha=2) for t in (w, values))
+    assert isinstance(sums, BlockwiseFP8Weight)
+    assert torch.equal(plain(sums), exact)
+    x = randn(3, 16, 384)
+    y = torch.bmm(x, sums.mT)
+    for i in range(3):
+        assert torch.equal(y[i], F.linear(x[i], BlockwiseFP8Weight(exact[i].detach())))
+    y.sum().backward()
+    assert all(t.grad is not None and t.grad.count_nonzero() for t in (b, a))
+
+
+def test_sums_with_a_frozen_weight_are_weights_in_evaluation_too() -> None:
+    w = both_kinds(randn(256, 384, seed=1))["tensor"]
+    with torch.no_grad():
+        assert isinstance(torch.addmm(w, B, A), BlockwiseFP8Weight)
+        assert isinstance(w + B @ A, BlockwiseFP8Weight)
+
+
+def test_what_is_added_to_is_not_written_where_it_is_frozen() -> None:
+    w = both_kinds(randn(256, 384, seed=1))["tensor"]
+    for add in (lambda: w.addmm_(B, A), lambda: w.add_(B @ A)):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
+            add()
+    with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):
+        w + randn(2, 256, 384)  # no weight of its shape
+    master = both_kinds(randn(256, 384, seed=1))["weight"]
+    wanted = torch.addmm(plain(master), B, A)
+    with torch.no_grad():
+        master.addmm_(B, A)
+    assert torch.equal(plain(master), wanted)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, quantize
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, quantize
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128_POW2
+from blocktensor.tensor.base import rebuilt
 from tests.support.models import ROW, SQUARE, assert_same, quantized, randn
 from tests.support.wgrad_inputs import SQUARES
 
@@ -63,6 +64,53 @@ def test_what_belongs_together_loads(kind: str, weights_only: bool) -> None:
     assert_same(loaded, x)
     assert loaded.stride() == x.stride()
     assert vars(loaded).keys() == vars(x).keys()
+
+
+def stays(storage: Any, location: str) -> Any:
+    return storage
+
+
+PLACES: dict[str, Any] = {
+    "function": stays,
+    "function of none": lambda storage, location: None,
+    "dict": {"cuda:0": "cpu"},
+    "device": torch.device("cpu"),
+    "name": "cpu",
+    "meta": "meta",
+}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_kind_of_map_location(place: str, weights_only: bool) -> None:
+    """Lightning resumes with a function."""
+    model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 200)).bfloat16()
+    model[0].requires_grad_(False)
+    convert(model, auto_filter_small_kn=False)
+    file = io.BytesIO()
+    torch.save({"state": model.state_dict(), "x": list(model.parameters())}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=PLACES[place], weights_only=weights_only)
+    device = "meta" if place == "meta" else "cpu"
+    frozen, trained = loaded["x"][0], loaded["x"][2]
+    assert isinstance(frozen, BlockwiseFP8Tensor) and isinstance(trained, BlockwiseFP8Weight)
+    assert {x.device.type for x in (frozen, *frozen.rowwise()[:2], trained)} == {device}
+    assert trained.master.device.type == device
+    if device == "cpu":
+        assert_same(frozen, model[0].weight)
+        assert_same(loaded["state"]["0.weight"], model[0].weight)
+        assert torch.equal(trained.master, model[1].weight.master)
+        model[0].load_state_dict({"weight": frozen, "bias": loaded["x"][1]})
+
+
+def test_the_device_is_that_of_the_parts() -> None:
+    """Of a file from a GPU, read where there is none."""
+    x = SOUND["weight"]()
+    reduced = x.__reduce_ex__(2)
+    assert reduced[0] is rebuilt
+    wrapper = [torch.device("cuda") if isinstance(part, torch.device) else part
+               for part in reduced[1][0]]  # fmt: skip
+    assert_same(rebuilt(tuple(wrapper), vars(x)), x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -153,8 +201,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "data without scales": (part(rowwise_scale=None), "rowwise data and scales that are not both"),
     "data that are no tensor": (part(rowwise_data="w"), "rowwise data and scales that are not"),
     "another device": (
-        part(rowwise_data=e4m3(256, 300).to("meta"), rowwise_scale=torch.ones(2, 3, device="meta")),
-        "is on cpu, its rowwise data on meta",
+        part(
+            columnwise_data=e4m3(300, 256).to("meta"),
+            columnwise_scale=torch.ones(3, 2, device="meta"),
+        ),
+        "is on cpu, its columnwise data on meta",
     ),
     "no form": (
         part(rowwise_data=None, rowwise_scale=None),

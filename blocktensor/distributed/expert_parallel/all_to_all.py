@@ -62,13 +62,12 @@ def all_to_all_fp8(
         TypeError, ValueError: dtypes, shapes, sizes or recipes that do not fit.
         RuntimeError: the ranks do not send alike. They are compared at the first call of a kind.
     """
-    world = group.size()
     if gradient not in _WAYS:
         raise ValueError(f"gradient={gradient!r}: expected one of {', '.join(map(repr, _WAYS))}")
     checks.high_precision(x, "the tokens to send")
     checks.rank(x, (2,), "the tokens to send", "flatten tokens to [T, K]")
     _check_cast(x, recipe)
-    received, sent = _splits(x.shape[0], output_split_sizes, input_split_sizes, world)
+    received, sent = _splits(x.shape[0], output_split_sizes, input_split_sizes, group)
     if not is_compiling():
         _compare_ranks(x, recipe.activation_format, gradient, group)
     arrived, data, scale = _AllToAll.apply(
@@ -102,14 +101,19 @@ def _compare_ranks(
 ) -> None:
     line = f"{x.shape[1]} columns of {x.dtype} in {format.name} blocks, gradient={gradient!r}"
     if (group.group_name, line) not in _compared:
-        agree("tokens that travel in FP8", [line], group)
+        remedy = "pass x of one width and dtype, one recipe and one gradient on every rank"
+        agree("tokens that travel in FP8", [line], group, remedy)
         _compared.add((group.group_name, line))
 
 
 def _splits(
-    rows: int, received: Sequence[int] | None, sent: Sequence[int] | None, world: int
+    rows: int,
+    received: Sequence[int] | None,
+    sent: Sequence[int] | None,
+    group: dist.ProcessGroup,
 ) -> tuple[list[int], list[int]]:
     """How many rows come from and go to each rank."""
+    world, me = group.size(), group.rank()
     if received is None and sent is None:
         if rows % world:
             raise ValueError(f"{rows} rows in equal parts for {world} ranks: pass the split sizes")
@@ -117,11 +121,16 @@ def _splits(
     if received is None or sent is None:
         raise ValueError("output_split_sizes and input_split_sizes: expected both, or None twice")
     received, sent = [int(size) for size in received], [int(size) for size in sent]
+    what = f"output_split_sizes {received} and input_split_sizes {sent} of {rows} rows"
     if (len(received), len(sent), sum(sent)) != (world, world, rows):
         raise ValueError(
-            f"output_split_sizes {received} and input_split_sizes {sent} of {rows} rows: expected "
-            f"{world} sizes each, one for every rank of the group, and the latter to add up to "
-            f"the rows"
+            f"{what}: expected {world} sizes each, one for every rank of the group, and the latter "
+            f"to add up to the rows"
+        )
+    if min(received + sent) < 0 or received[me] != sent[me]:
+        raise ValueError(
+            f"{what}: expected no size below 0, and one size for what rank {me} of the group sends "
+            f"itself; output_split_sizes[r] is what rank r has in input_split_sizes[{me}]"
         )
     return received, sent
 

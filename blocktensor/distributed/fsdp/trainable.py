@@ -39,10 +39,11 @@ class FP8Shard(GatheredInFP8, RowsInTable):
     def __new__(cls, master: Tensor, recipe: Recipe) -> FP8Shard:
         """Wrap ``master``, whose storage is shared.
 
+        Its dtype is checked where it is cast: ``model.double()`` gives it one that cannot be.
+
         Raises:
-            TypeError, ValueError: another dtype or rank than a weight's.
+            ValueError: another rank than a weight's.
         """
-        checks.high_precision(master, "the shard of a weight")
         checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
         self: FP8Shard = cls.wrapper_of(master, master.dtype)
         self.master, self.recipe = master, recipe
@@ -99,8 +100,9 @@ class FP8Shard(GatheredInFP8, RowsInTable):
                 f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
             )
         table, index = place
-        is_stale = table.prepare_gather(index)
         weight, kept = table.weights[index], table.kept[index]
+        checks.high_precision(self.master, f"the sharded FP8 weight {weight.name!r}")
+        is_stale = table.prepare_gather(index)
         reused = table.reused(index)
         sent = None if reused is None else kept.find(*reused)
         if sent is None:
@@ -194,7 +196,7 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if isinstance(first, FP8Shard) and func in _SHARDS:
         fits = isinstance(out, Tensor) and out.ndim == first.ndim
-        if fits and out.dtype in checks.HIGH_PRECISION:
+        if fits and (out.is_floating_point() or out.is_complex()):
             shard = FP8Shard(out, first.recipe)
             if out.device != first.device:
                 shard.original = weakref.ref(first)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.backward import Gradients, asked_for, run_backward
+from ...autograd.backward import Gradients, run_backward
 from ...autograd.linear import (
     dgrad,
     forms_of,
@@ -117,7 +117,7 @@ class _Colwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
 
 
 def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any, Saved]:
@@ -137,12 +137,11 @@ def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any,
     return row, (None, None) if col is None else col[:2]
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:
     """The gradients of the arguments of :meth:`_Colwise.forward`."""
     plan: LinearPlan = ctx.plan
     grad: Tensor | None = grads.pop()
-    needs = asked_for(ctx, (True, True, plan.bias_dtype is not None))
-    needs_dx, needs_dw, needs_dbias = needs
+    needs_dx, needs_dw, needs_dbias = asked
     x_saved, weight = saved_tensors(saved)
     dx = dw = dbias = None
     if grad is None:  # no gradient came back to this output

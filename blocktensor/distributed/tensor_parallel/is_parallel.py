@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -20,6 +21,25 @@ def bind(forward: Callable[[nn.Linear, Tensor], Tensor], kind: str, module: nn.L
 
     module.forward = MethodType(parallel_forward, module)  # type: ignore[method-assign]
     module._parallel_kind = kind  # type: ignore[assignment]
+    module._of_this_process = _OfThisProcess()  # type: ignore[assignment]
+
+
+class _OfThisProcess:
+    """An attribute that raises if its linear is pickled; copies of the linear share it.
+
+    ``pickle`` would write the forward by its name, under which no process finds it.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfThisProcess:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError(
+            "a linear with ColwiseParallel or RowwiseParallel cannot be pickled, as torch.save("
+            "model) does: its forward and its mesh belong to this process. Save "
+            "model.state_dict() with torch.distributed.checkpoint, and load it into a model that "
+            "is parallelized alike"
+        )
 
 
 def parallel_kind(module: nn.Module) -> str | None:

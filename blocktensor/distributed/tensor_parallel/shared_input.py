@@ -140,10 +140,10 @@ class _Prepare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients)
+        return run_backward(ctx, grads, _gradients, ())
 
 
-def _gradients(ctx: Any, saved: object, grads: list[Any]) -> Gradients:
+def _gradients(ctx: Any, saved: object, grads: list[Any], asked: list[bool]) -> Gradients:
     grad: Tensor | None = grads.pop()
     if grad is None:
         return (None,) * 4

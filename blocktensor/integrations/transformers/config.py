@@ -52,9 +52,6 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     frozen: bool = False
     fuse: bool = False
     mark: bool = False
-    reads_fp8: bool = field(default=False, init=False, compare=False)
-    """Whether the checkpoint that is being loaded holds FP8 weights."""
-
     quant_method: str = field(default=METHOD, init=False)  # type: ignore[assignment,unused-ignore]
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from ...model.freeze import unfreeze
 from ...model.fuse import fuse
 from ...model.fuse_report import FusionReport
 from ...model.linears import is_linear
+from ...model.pretrained_models import exchange, values_of
 from ...model.product_weights import fp8_weights
 from ...model.skip_patterns import weights_to_skip
-from ...tensor.weight import BlockwiseFP8Weight
 from .config import METHOD, BlockwiseFP8Config
-from .fp8_checkpoint import SCALES, DropValues, FP8Checkpoint
-from .saving import has_frozen_weights, plain_state
+from .fp8_checkpoint import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint
 from .transformers_internals import state_given_to_save
 
 
@@ -46,6 +45,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def __init__(self, quantization_config: BlockwiseFP8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = False  # transformers itself reads high-precision values only
+        self._files: Sequence[str] | None = None
         self._stored: FP8Checkpoint | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -79,20 +79,38 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return DropValues()
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if not self.quantization_config.reads_fp8:
-            return model
-        device_map = kwargs.get("device_map")
-        is_one = not isinstance(device_map, dict) or len(set(device_map.values())) == 1
-        if not is_one or (isinstance(device_map, str) and torch.cuda.device_count() > 1):
+        self._files = kwargs.get("checkpoint_files")
+        return model
+
+    def before_loading(
+        self,
+        model: Any,
+        state: Mapping[str, Any],
+        rules: Sequence[Any],
+        device_map: Mapping[str, Any] | None,
+    ) -> None:
+        """See all that transformers is about to load, and keep what is in FP8 for the end.
+
+        Args:
+            model: on meta.
+            state: what it loads, by stored names.
+            rules: by which it renames and converts that.
+            device_map: of modules.
+
+        Raises:
+            CheckpointError: as :func:`.fp8_checkpoint.fp8_checkpoint`.
+            NotImplementedError: FP8 weights for several devices; the files have other blocks.
+        """
+        self._stored = fp8_checkpoint(model, self._files, state, rules)
+        if self._stored is None:
+            return
+        if len(set((device_map or {}).values())) > 1:
             raise NotImplementedError(
                 f"device_map={device_map!r} for a checkpoint in FP8: expected one device, e.g. "
                 f"device_map={{'': 'cuda:0'}}"
             )
-        with torch.device("cpu"):  # the model is being made on meta
-            self._stored = FP8Checkpoint(model, kwargs.get("checkpoint_files"))
         known = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {*(known or ()), *SCALES}
-        return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
@@ -109,7 +127,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             if not config.frozen:
                 unfreeze(model)
         self.report = _converted(model, config, of_fp8=self._stored is not None)
-        self._stored, config.reads_fp8 = None, False
+        self._stored = None
         if config.fuse:
             self.fusion = fuse(model)
         if not config.mark:
@@ -119,11 +137,8 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """What ``save_pretrained`` writes: high-precision values, of frozen weights too."""
-        given = state_given_to_save(sys._getframe(1))
-        if getattr(model, "_hf_peft_config_loaded", False) or not has_frozen_weights(model):
-            return given, {}
-        return plain_state(model.state_dict() if given is None else given), {}
+        """What ``save_pretrained`` writes: what it was given to write."""
+        return state_given_to_save(sys._getframe(1)), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """``save_pretrained`` works."""
@@ -183,12 +198,8 @@ def _make_plain(model: nn.Module, module: nn.Module, key: str) -> None:
         raise NotImplementedError(
             f"a weight {list(weight.shape)} is sharded: dequantize the model before fully_shard"
         )
-    values = weight.master if isinstance(weight, BlockwiseFP8Weight) else weight.dequantize()
-    plain = nn.Parameter(values.detach().contiguous(), requires_grad=weight.requires_grad)
-    for holder in model.modules():
-        for name, held in holder._parameters.items():
-            if held is weight:
-                holder._parameters[name] = plain
+    plain = nn.Parameter(values_of(weight).contiguous(), requires_grad=weight.requires_grad)
+    exchange(model, weight, plain)
 
 
 def _offloaded(what: str) -> NotImplementedError:

@@ -1,29 +1,14 @@
-"""What ``save_pretrained`` writes of a model in FP8, and checkpoints in FP8."""
+"""Checkpoints in FP8 of models of transformers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ...checkpoint.save import save_fp8
-from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-
-
-def has_frozen_weights(model: PreTrainedModel) -> bool:
-    """Whether any parameter is frozen in FP8, on this rank whole."""
-    return any(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters())
-
-
-def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with frozen FP8 weights dequantized."""
-    return {
-        name: x.dequantize().contiguous() if isinstance(x, BlockwiseFP8Tensor) else x
-        for name, x in state.items()
-    }
 
 
 def save_pretrained_fp8(

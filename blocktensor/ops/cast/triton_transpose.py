@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import BLOCK, Quantized, ceil_div, num_blocks
+from ..reference import largest_fp32
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
 
@@ -54,7 +55,7 @@ def transpose_128x128_kernel(
 def dequantize_kernel(
     data_ptr, scale_ptr, out_ptr, rows, cols, data_stride_e, data_stride_m, scale_stride_e,
     scale_stride_m, scale_stride_k, blocks_m, blocks_k, TILE_M: tl.constexpr,
-    ROWS_PER_SCALE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     block_k = block % blocks_k
@@ -76,7 +77,10 @@ def dequantize_kernel(
         mask=m < rows,
         other=0.0,
     )
+    # comparisons leave NaN as it is
     value = data.to(tl.float32) * scale[:, None]
+    limit = tl.where(tl.abs(scale) == float("inf"), float("inf"), LIMIT)[:, None]
+    value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
     tl.store(
         out_ptr + (matrix * rows + m[:, None]) * cols + k[None, :],
         value.to(out_ptr.dtype.element_ty),
@@ -114,7 +118,7 @@ def plan_dequantize(x: Quantized, out: Tensor) -> Launch:
         (data, scale, out, m, k, data.stride(0) if stacked else 0, data.stride(-2),
          scale.stride(0) if stacked else 0, scale.stride(-2), scale.stride(-1),
          ceil_div(m, tile_m), num_blocks(k)),
-        {"TILE_M": tile_m, "ROWS_PER_SCALE": format.rows},
+        {"TILE_M": tile_m, "ROWS_PER_SCALE": format.rows, "LIMIT": largest_fp32(out.dtype)},
         {"num_warps": 4, "enable_fp_fusion": True},
     )  # fmt: skip
 

@@ -21,13 +21,16 @@ class NormKernels:
     """
 
     squares: Callable[..., Tensor]
+    normalize: Callable[..., Tensor]
     gradient_terms: Callable[..., tuple[Tensor, Tensor | None]]
     input_gradient: Callable[..., Tensor]
     launches: bool
 
 
 def _kernels(passes: Any, launches: bool) -> NormKernels:
-    return NormKernels(passes.squares, passes.gradient_terms, passes.input_gradient, launches)
+    return NormKernels(
+        passes.squares, passes.normalize, passes.gradient_terms, passes.input_gradient, launches
+    )
 
 
 def _load_reference() -> NormKernels:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..runtime.specialize import Specialized, recorded
@@ -22,6 +23,22 @@ def rstd_of(x: Tensor, eps: float) -> Tensor:
     if not _in_rows(x):
         return reference.rstd_of(reference.squares(x), eps)
     return reference.rstd_of(_squares(_rows(x)).view(x.shape), eps)
+
+
+def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    """Return an RMS norm of x ``[..., K]``, in its dtype.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        rstd: fp32 ``[..., 1]``, of :func:`rstd_of`.
+        weight: ``[K]``, dtype of x.
+        kind: "llama" or "gemma", see :func:`~.reference.normalize`.
+    """
+    if not _in_rows(x):
+        return reference.normalize(x, rstd, weight, kind)
+    made: Tensor = _normalize(_rows(x), _rows(rstd), weight.contiguous(), kind)
+    # not a view, which the caller of an autograd function could not change in place
+    return torch.ops.aten._unsafe_view(made, x.shape)
 
 
 def gradients(
@@ -40,7 +57,7 @@ def gradients(
         x: ``[..., K]`` bf16, fp16 or fp32.
         rstd: fp32 ``[..., 1]``, of :func:`rstd_of`.
         weight: ``[K]``, dtype of x.
-        kind: "llama" or "gemma", see :func:`~..producers.norm_reference.normalize`.
+        kind: "llama" or "gemma", see :func:`~.reference.normalize`.
         needs_dx, needs_dw: which gradients are wanted.
 
     Returns:
@@ -90,5 +107,6 @@ def _specialized(name: str) -> Specialized[Callable[..., Any]]:
 
 
 _squares = _specialized("squares")
+_normalize = _specialized("normalize")
 _gradient_terms = _specialized("gradient_terms")
 _input_gradient = _specialized("input_gradient")

@@ -19,6 +19,22 @@ def squares(x: Tensor) -> Tensor:
     return x.float().pow(2)
 
 
+def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    """Return the rows of ``x[..., K]`` times ``rstd[..., 1]`` in fp32 and times ``weight[K]``.
+
+    "llama": rounded to the dtype of x, then multiplied (transformers' Llama, Mistral, Qwen,
+    DeepSeek). "gemma": multiplied by ``1 + weight`` in fp32, then rounded.
+    """
+    return weighted(x.float() * rstd, weight, kind, x.dtype)
+
+
+def weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
+    """Return fp32 rows of unit root mean square times the weight, in ``dtype``."""
+    if kind == "llama":
+        return weight * scaled.to(dtype)
+    return (scaled * (1.0 + weight.float())).to(dtype)
+
+
 def gradient_terms(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:

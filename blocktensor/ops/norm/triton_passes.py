@@ -45,6 +45,24 @@ def norm_squares_kernel(x_ptr, out_ptr, rows, cols, stride, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def norm_values_kernel(
+    x_ptr, rstd_ptr, weight_ptr, out_ptr, rows, cols, stride, KIND: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # reference.normalize
+    r, c, inside = _tile(rows, cols, ROWS, COLS)
+    x = tl.load(x_ptr + r * stride + c, mask=inside, other=0.0)
+    rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
+    scaled = x.to(tl.float32) * rstd
+    if KIND == "llama":
+        scaled = scaled.to(x.dtype).to(tl.float32) * weight
+    else:
+        scaled = scaled * (weight + 1.0)
+    tl.store(out_ptr + r * cols + c, scaled.to(x.dtype), mask=inside)
+
+
+@triton.jit
 def norm_terms_kernel(
     grad_ptr, x_ptr, rstd_ptr, weight_ptr, out_ptr, of_weight_ptr, rows, cols, grad_stride,
     stride, KIND: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -91,6 +109,14 @@ def squares(x: Tensor) -> Tensor:
     """See :func:`~.reference.squares`; x ``[T, K]`` with rows of unit stride."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _launch(norm_squares_kernel, (x, out, *x.shape, x.stride(0)), x)
+    return out
+
+
+def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    """See :func:`~.reference.normalize`; x ``[T, K]`` with rows of unit stride."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    args = x, rstd, weight, out, *x.shape, x.stride(0)
+    _launch(norm_values_kernel, args, x, KIND=kind)
     return out
 
 

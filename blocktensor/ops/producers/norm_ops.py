@@ -27,7 +27,7 @@ def normalized(
 ) -> Forms:
     """The forms of an RMS norm of ``x``, from one read of it.
 
-    Bytes are those of eager mode: see :func:`~.norm_reference.normalize`.
+    Bytes are those of eager mode: see :func:`~..norm.reference.normalize`.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, with any strides.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import functools
 from typing import Any
 
@@ -15,8 +16,16 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, quantize
-from blocktensor.distributed import all_to_all_fp8
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    functional,
+    quantize,
+)
+from blocktensor.distributed import all_to_all_fp8, compare_ranks
+from tests.support import ranks
 from tests.support.expert_parallel import (
     Dispatched,
     ExpertParallel,
@@ -90,6 +99,30 @@ def test_gradients_travel_back(world: int, device: str) -> None:
             send = functools.partial(all_to_all_fp8, gradient=gradient)
             send(x, received, sent, group).backward(grad)
             assert torch.equal(x.grad, wanted)
+
+
+@on_ranks(2, gpus=())
+def test_rows_at_the_limit_of_their_dtype(world: int, device: str) -> None:
+    """Power-of-two scales round them to numbers that the dtype lacks."""
+    group, _ = here()
+    for dtype in (torch.float16, torch.bfloat16):
+        limit, tiny = torch.finfo(dtype).max, 2.0**-12
+        x = torch.full((world, K), tiny, dtype=dtype, device=device)
+        x[:, 0] = limit
+        w = torch.full((1, N, K), tiny, dtype=dtype, device=device)
+        w = torch.nn.Parameter(BlockwiseFP8Weight(w, POWER_OF_TWO))
+        x.requires_grad_()
+        arrived = all_to_all_fp8(x, None, None, group, recipe=POWER_OF_TWO, gradient="fp8")
+        offs = torch.tensor([world], dtype=torch.int32, device=device)
+        functional.grouped_linear(arrived, w, offs).backward(
+            torch.full((world, N), tiny, dtype=dtype, device=device)
+        )
+        exact = limit * world * tiny
+        assert ((w.grad[0, :, 0].double() - exact).abs() <= exact / 16).all()
+        x.grad = None
+        arrived = all_to_all_fp8(x, None, None, group, recipe=POWER_OF_TWO, gradient="fp8")
+        arrived.backward(torch.full((world, K), limit, dtype=dtype, device=device))
+        assert_same(x.grad, torch.full((world, K), limit, dtype=dtype, device=device))
 
 
 @on_ranks(2, gpus=())
@@ -175,6 +208,25 @@ def test_ranks_that_disagree_raise(world: int, device: str) -> None:
     assert len(all_to_all_fp8(x, None, None, group)) == 4
 
 
+def _rank_1_sends_otherwise_later(rank: int, world: int) -> None:
+    compare_ranks.TIMEOUT = datetime.timedelta(seconds=2)
+    group, x = here()[0], randn(4, 2 * K)
+    all_to_all_fp8(x, None, None, group)
+    if rank == 0:  # has compared such tokens, and waits in the collective
+        return
+    with pytest.raises(RuntimeError) as raised:
+        all_to_all_fp8(x, None, None, group, recipe=POWER_OF_TWO)
+    assert str(raised.value) == (
+        "rank 1 waited 2 s for rank 0 to compare tokens that travel in FP8, of which it has 384 "
+        "columns of torch.bfloat16 in 1x128_pow2 blocks, gradient='high_precision': pass x of one "
+        "width and dtype, one recipe and one gradient on every rank"
+    )
+
+
+def test_a_rank_that_sends_otherwise_later_is_told() -> None:
+    ranks.run(_rank_1_sends_otherwise_later, 2)
+
+
 @on_ranks(2, gpus=())
 def test_what_is_refused(world: int, device: str) -> None:
     group, _ = here()
@@ -189,6 +241,11 @@ def test_what_is_refused(world: int, device: str) -> None:
 output_split_sizes [2, 2] and input_split_sizes [2, 3] of 4 rows: expected 2 sizes
 each, one for every rank of the group, and the latter to add up to the rows""",
     )
+    of_rank = f"one size for what rank {group.rank()} of the group sends itself"
+    for sizes in ([5, -1], [-1, 5], [3, 1], [1, 3]):
+        if sizes[group.rank()] != 2:
+            assert of_rank in text(x, sizes, [2, 2]).replace("\n", " ")
+    assert "no size below 0" in text(x, [5, -1], [5, -1]).replace("\n", " ")
     assert text(x, [4], [2, 2]).startswith("output_split_sizes [4] and input_split_sizes [2, 2]")
     assert "expected both, or None twice" in text(x, [2, 2], None)
     assert_expected_inline(

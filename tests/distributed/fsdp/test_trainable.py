@@ -311,6 +311,27 @@ def test_weights_gathered_before_the_first_forward_join_the_others(world: int, d
     assert (before, reductions(model)) == (3, 3)  # one each, and one a step of them all
 
 
+@on_ranks(2, gpus=())
+def test_a_model_that_was_in_float64(world: int, device: str) -> None:
+    """Its shards stay shards: the weights are in FP8 again when it is back."""
+    model, single = twins(device, dtype=torch.float32)
+    shard(model, mesh_of(world, device))
+    x = batch(0, device, torch.float32)
+    for each in (model, single):
+        loss_of(each, x).backward()
+    model.double()
+    with pytest.raises(TypeError, match=r"FP8 weight 'mid\.weight' has dtype torch\.float64"):
+        model(x.double())
+    model.float()
+    assert isinstance(shard_of(model.up.weight), FP8Shard)
+    for each in (model, single):
+        loss_of(each, x).backward()
+    for name, weight in single.named_parameters():
+        got = model.get_parameter(name)
+        assert got.dtype == torch.float32
+        assert torch.equal(got.grad.full_tensor(), weight.grad), name
+
+
 def test_which_tensors_are_shards_with_the_same_rows() -> None:
     master = torch.ones(3, 192)
     rows = FP8Shard(master, Recipe())

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from blocktensor import Recipe
+from blocktensor import Recipe, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor.distributed.dtensor import local_of
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import (
     Step,
@@ -173,3 +174,21 @@ def test_the_backend_adds_in_another_order(world: int, device: str, style: str) 
         limit = 8e-3 if dtype == torch.bfloat16 else 1e-6
         assert relative_error(getattr(got, summed), getattr(want, summed)) < limit
         assert_equal(got._replace(**{summed: getattr(want, summed)}), want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2, gpus=())
+def test_a_linear_that_was_in_float64(world: int, device: str, frozen: bool) -> None:
+    module = converted(K, 256 * world, True, torch.float32, Recipe()).to(device)
+    if frozen:
+        freeze(module)
+    module = parallelize_module(module, mesh_of(world, device), ColwiseParallel())
+    kind = type(local_of(module.weight))
+    x, grad = drawn((9, 256 * world), torch.float32, 1), drawn((9, K // world), torch.float32, 2)
+    before = step(module, x, grad)
+    module.double()
+    assert type(local_of(module.weight)) is kind
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        module(x.double())
+    module.float().zero_grad()
+    assert_equal(step(module, x, grad), before)

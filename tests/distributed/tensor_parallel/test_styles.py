@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -106,6 +110,28 @@ def test_a_copy_has_its_own_weights(world: int, device: str) -> None:
         other.mlp.gate.weight.mul_(2)
     assert_same(model(x), y)
     assert (other(x) != y).any()
+
+
+@on_ranks(2, gpus=())
+def test_what_is_pickled(world: int, device: str, tmp_path: Path) -> None:
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    mesh, x = mesh_of(world, device), drawn((64, 256), torch.bfloat16, 1)
+    for style in (ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())):
+        made, other = (
+            parallelize_module(converted(256, 256, True, torch.bfloat16), mesh, style)
+            for _ in range(2)
+        )
+        with torch.no_grad():
+            made.weight.mul_(2)
+        for save in (lambda model: torch.save(model, io.BytesIO()), pickle.dumps):
+            with pytest.raises(NotImplementedError, match=r"model\.state_dict\(\) with torch\.dis"):
+                save(nn.Sequential(made))
+        dcp.save(made.state_dict(), checkpoint_id=folder[0])
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=folder[0])
+        other.load_state_dict(state)
+        assert_same(other(x), made(x))
 
 
 @on_ranks(2, gpus=())

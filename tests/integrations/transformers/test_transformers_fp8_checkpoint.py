@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import (
@@ -23,6 +23,7 @@ from blocktensor import (
     save_fp8,
     unfreeze,
 )
+from blocktensor.integrations.transformers import BlockwiseFP8Quantizer
 from blocktensor.integrations.transformers.fp8_checkpoint import FP8Checkpoint
 from tests.support.checkpoint_models import assert_same, state
 from tests.support.moe_models import transformers_moe
@@ -98,8 +99,7 @@ def test_spellings_and_recipes(spelling: str, tmp_path: Path) -> None:
     model = loaded(tmp_path / "fp8", config, dtype="auto")
     assert model.model.layers[0].mlp.up_proj.weight.recipe == recipe
     assert torch.equal(logits(model), logits(source))
-    assert config == choices(frozen=True, recipe=recipe) and not config.reads_fp8
-    assert not model.hf_quantizer.quantization_config.reads_fp8
+    assert config == choices(frozen=True, recipe=recipe)
 
 
 def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
@@ -193,13 +193,6 @@ def test_a_checkpoint_of_transformers(
 # What does not fit
 
 
-def test_another_class_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "fp8"
-    written(folder)
-    with pytest.raises(CheckpointError, match=r"has another name in a LlamaModel: load it into"):
-        AutoModel.from_pretrained(folder, quantization_config=choices())
-
-
 def test_a_layer_that_the_model_lacks_is_left_out(tmp_path: Path) -> None:
     """As DeepSeek-V3's prediction of further tokens."""
     folder = tmp_path / "fp8"
@@ -209,21 +202,14 @@ def test_a_layer_that_the_model_lacks_is_left_out(tmp_path: Path) -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, BlockwiseFP8Weight)
 
 
-def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="expected safetensors"):
-        FP8Checkpoint(llama(), ["pytorch_model.bin"])
-
-
 def test_other_blocks_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "fp8"
     written(folder)
     entries = json.loads((folder / "config.json").read_text())
     entries["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(entries))
-    config = choices()
     with pytest.raises(NotImplementedError, match=r"blocks of \[64, 64\]"):
-        LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
-    assert not config.reads_fp8  # it is the caller's
+        LlamaForCausalLM.from_pretrained(folder, quantization_config=choices())
 
 
 def test_a_bad_scale_is_refused(tmp_path: Path) -> None:
@@ -239,10 +225,11 @@ def test_a_bad_scale_is_refused(tmp_path: Path) -> None:
         loaded(folder)
 
 
-def test_several_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "fp8"
     written(folder)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for device_map in ("auto", {"model": 0, "lm_head": 1}):
-        with pytest.raises(NotImplementedError, match="expected one device"):
-            loaded(folder, device_map=device_map)
+    quantizer = BlockwiseFP8Quantizer(choices())
+    (file,) = folder.glob("*.safetensors")
+    quantizer.preprocess_model(model := llama(), checkpoint_files=[str(file)])
+    with pytest.raises(NotImplementedError, match="expected one device"):
+        quantizer.before_loading(model, load_file(file), (), {"model": 0, "lm_head": 1})

@@ -42,6 +42,7 @@ def assert_autograds(x: Tensor, weight: Tensor, grad: Tensor, kind: Any) -> None
     wanted = torch.autograd.grad(y, (leaf, gain), grad)
     rstd = ops.rstd_of(x, 1e-6)
     assert_same(rstd, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
+    assert_same(ops.normalize(x, rstd, weight, kind), y.detach())
     got = ops.gradients(grad, x, rstd, weight, kind, True, True)
     for a, b in zip(got, wanted, strict=True):
         assert a is not None
@@ -111,9 +112,11 @@ def check_kernels(device: str) -> int:
                     for a, b in zip(got, want, strict=True):
                         if a is not None and b is not None:
                             same(a, b)
+                args = x, rstd, weight, kind
+                same(triton_passes.normalize(*args), reference.normalize(*args))
                 args = grad, x, rstd, of_mean, weight, kind
                 same(triton_passes.input_gradient(*args), reference.input_gradient(*args))
-                count += 5
+                count += 6
     return count
 
 
@@ -136,13 +139,13 @@ def test_kernels_in_triton_s_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 120
+    assert int(done.stdout) == 144
 
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
     assert norm_kernels(torch.empty(1, device="cuda")).launches
-    assert check_kernels("cuda") == 240
+    assert check_kernels("cuda") == 288
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (129, 576), (129, 131)])
@@ -162,9 +165,10 @@ def test_compiled_for_sm90(
     x = torch.empty(shape, dtype=dtype, device="meta")
     weight, row = x[0], torch.empty((shape[0], 1), device="meta")
     triton_passes.squares(x)
+    triton_passes.normalize(x, row, weight, kind)
     triton_passes.gradient_terms(x, x, row, weight, kind, True)
     triton_passes.input_gradient(x, x, row, row, weight, kind)
-    assert len(launches) == 3
+    assert len(launches) == 4
     for launch in launches:
         made = compile_for_sm90(launch)
         assert made.spilled_bytes == 0

@@ -1,0 +1,143 @@
+"""What models of transformers do otherwise once they hold FP8 weights.
+
+Their methods know plain parameters only. They are wrapped when a weight becomes FP8, in the class
+of all models, if transformers is imported by then; models without FP8 weights do as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.swap_in import swap_in
+from ..tensor.weight import BlockwiseFP8Weight
+from .linears import fp8_part
+from .product_weights import frozen_form
+from .state_dict import register_state_hooks
+
+
+def follow_pretrained_models() -> None:
+    """Wrap the methods of transformers' models, once."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(library, "PreTrainedModel", None)
+    if kind is None or hasattr(kind.save_pretrained, "is_of_blocktensor"):
+        return
+    _wrap(kind, "save_pretrained", _save_pretrained)
+    _wrap(kind, "resize_token_embeddings", _resize_token_embeddings)
+    _wrap(kind, "from_pretrained", _from_pretrained)
+
+
+def _wrap(kind: Any, name: str, ours: Callable[..., Any]) -> None:
+    method = vars(kind)[name]
+    theirs = method.__func__ if isinstance(method, classmethod) else method
+
+    @functools.wraps(theirs)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, self, *args, **kwargs)
+
+    wrapped.is_of_blocktensor = True  # type: ignore[attr-defined]
+    setattr(kind, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
+
+
+def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with frozen FP8 weights dequantized."""
+    return {
+        name: x.dequantize().contiguous() if isinstance(x, BlockwiseFP8Tensor) else x
+        for name, x in state.items()
+    }
+
+
+def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write high-precision values, of frozen weights too."""
+    call = inspect.signature(theirs).bind(model, *args, **kwargs)
+    is_frozen = any(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters())
+    if is_frozen and not getattr(model, "_hf_peft_config_loaded", False):
+        given = call.arguments.get("state_dict")
+        call.arguments["state_dict"] = _plain_state(model.state_dict() if given is None else given)
+    return theirs(*call.args, **call.kwargs)
+
+
+def _resize_token_embeddings(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep an FP8 head in FP8: transformers makes a plain one in its place."""
+    head = model.get_output_embeddings()
+    weight: Any = getattr(head, "weight", None)
+    if weight is None or fp8_part(weight) is not weight:
+        return theirs(model, *args, **kwargs)
+    plain = nn.Parameter(values_of(weight), requires_grad=weight.requires_grad)
+    exchange(model, weight, plain)
+    try:
+        return theirs(model, *args, **kwargs)
+    finally:
+        head = model.get_output_embeddings()
+        if head.weight is plain and plain.shape == weight.shape:
+            exchange(model, plain, weight)
+        else:
+            _cast(head, weight.recipe)
+
+
+def values_of(weight: Any) -> Tensor:
+    """Return the values of an FP8 weight in high precision: those of the master, if it has one."""
+    if isinstance(weight, BlockwiseFP8Weight):
+        return weight.master.detach()
+    values: Tensor = weight.dequantize().contiguous()
+    return values
+
+
+def exchange(model: nn.Module, old: Any, new: Any) -> None:
+    """Put a parameter in the place of another, in all modules that hold it."""
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is old:
+                module._parameters[name] = new
+
+
+def _cast(head: Any, recipe: Recipe) -> None:
+    """Convert the plain weight of a head."""
+    weight = head.weight
+    if weight.requires_grad:
+        swap_in(weight, BlockwiseFP8Weight(weight.detach(), recipe))
+    else:
+        swap_in(weight, frozen_form(head, "weight", weight, recipe))
+    register_state_hooks(head)
+
+
+def _from_pretrained(theirs: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn of a reference model in high precision that trl makes beside a policy in FP8."""
+    made = theirs(kind, *args, **kwargs)
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_of_trainer(frame):
+        frame = frame.f_back
+    trainer = None if frame is None else frame.f_locals["self"]
+    policy = getattr(trainer, "model", None)
+    is_copy = policy is not None and _source(policy) == _source(made)
+    if is_copy and _has_fp8(policy) and not _has_fp8(made):
+        warnings.warn(
+            f"{type(trainer).__name__} has made a reference model in high precision, and the "
+            f"policy is in FP8: their log-probabilities differ by the rounding of FP8, and the "
+            f"first KL is not 0. Give ref_model=copy.deepcopy(model), or to trainers without "
+            f"that argument model_init_kwargs={{'quantization_config': BlockwiseFP8Config()}} "
+            f"in their config, with the choices of the policy",
+            stacklevel=3,
+        )
+    return made
+
+
+def _is_of_trainer(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("trl.") and "self" in frame.f_locals
+
+
+def _source(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return type(config), getattr(config, "_name_or_path", None)
+
+
+def _has_fp8(model: Any) -> bool:
+    return any(fp8_part(x) is not None for x in model.parameters())

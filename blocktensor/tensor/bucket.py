@@ -1,0 +1,125 @@
+"""Buckets in which torch broadcasts a model that DDP wraps, with frozen FP8 weights in them.
+
+``torch.distributed._broadcast_coalesced`` views tensors as vectors, concatenates and broadcasts
+those, and copies the parts back. Frozen weights travel as bytes and scales.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import FP8Base, without_memory
+from .fp8_tensor import BlockwiseFP8Tensor
+from .refusals import refuse
+
+aten = torch.ops.aten
+
+
+class Bucket(FP8Base):
+    """Tensors laid end to end, as one vector that shares their memory. It can be cut between them.
+
+    Attributes:
+        parts: FP8 weights, each with one form, and plain vectors.
+    """
+
+    parts: Sequence[Tensor]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor]) -> Bucket:
+        """Lay ``parts`` end to end, which have one dtype and device."""
+        first, size = parts[0], sum(part.numel() for part in parts)
+        self: Bucket = without_memory(
+            torch.Tensor._make_wrapper_subclass(
+                cls, (size,), dtype=first.dtype, device=first.device
+            )
+        )
+        self.parts = parts
+        return self
+
+    @staticmethod
+    def of(x: BlockwiseFP8Tensor) -> Bucket:
+        """``x.view(-1)``, with one form of ``x``: ``copy_`` back makes the other of it."""
+        row, col = x.operand
+        made = BlockwiseFP8Tensor(
+            row,
+            None if row is not None else col,
+            shape=x.shape,
+            strides=x.stride(),
+            dtype=x.dtype,
+            recipe=x.recipe,
+            formats=x.formats,
+        )
+        return Bucket([made])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Bucket({self.parts!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        implementation = _OPS.get(func)
+        if implementation is None:
+            refuse(func)
+        return implementation(func, *args, **(kwargs or {}))
+
+
+def _alias(func: Any, x: Bucket) -> Bucket:
+    return Bucket(x.parts)
+
+
+def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
+    parts = [x.parts if isinstance(x, Bucket) else [x] for x in tensors]
+    return Bucket([*itertools.chain.from_iterable(parts)])
+
+
+def _slice(
+    func: Any, x: Bucket, dim: int = 0, start: int | None = None, end: int | None = None,
+    step: int = 1,
+) -> Tensor:  # fmt: skip
+    begins = [0, *itertools.accumulate(part.numel() for part in x.parts)]
+    first, last = start or 0, x.shape[0] if end is None else min(end, x.shape[0])
+    if step != 1 or first not in begins or last not in begins:
+        refuse(func)
+    parts = x.parts[begins.index(first) : begins.index(last)]
+    is_plain = len(parts) == 1 and not isinstance(parts[0], BlockwiseFP8Tensor)
+    return parts[0].detach() if is_plain else Bucket(parts)
+
+
+def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
+    if list(size) in ([-1], [x.shape[0]]):
+        return Bucket(x.parts)
+    if len(x.parts) > 1 or tuple(size) != tuple(x.parts[0].shape):
+        refuse(func)
+    return x.parts[0].detach()
+
+
+def _broadcast(func: Any, tensors: Sequence[Bucket], *args: Any) -> Any:
+    result = None
+    for part in itertools.chain.from_iterable(x.parts for x in tensors):
+        sent = [part]
+        if isinstance(part, BlockwiseFP8Tensor):
+            # data as bytes, which gloo can send
+            forms = [form for form in part.operand if form is not None]
+            sent = [t for form in forms for t in (form.data.view(torch.uint8), form.scale)]
+        for plain in sent:
+            whole = plain.contiguous()
+            _, result = func([whole], *args)
+            result.wait()
+            plain.copy_(whole)
+    return tensors, result
+
+
+_OPS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.cat.default: _cat,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+}
+
+if torch.distributed.is_available():
+    _OPS[torch.ops.c10d.broadcast_.default] = _broadcast

@@ -1,0 +1,60 @@
+"""Which module multiplies by an FP8 weight in a way that is refused: errors name it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+def name_module(error: NotImplementedError, operands: Any) -> None:
+    """Add to ``error`` the module whose code runs, and the weight that it reads, by their names.
+
+    Both are looked for on the stack: nothing is known of modules here.
+
+    Args:
+        error: raised for an op of an FP8 type.
+        operands: those of the op, one of which may be a weight or a view of one.
+    """
+    if getattr(error, "names_module", False):
+        return
+    modules: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module not in modules:
+            modules.append(module)
+        frame = frame.f_back
+    if not modules:
+        return
+    model = modules[-1]
+    name = next((name for name, x in model.named_modules() if x is modules[0]), "")
+    text = f"{error}; in {name!r}, a {type(modules[0]).__name__}" if name else str(error)
+    if weight := _weight_of(model, operands):
+        *parts, _ = weight.split(".")
+        of_layers = ["*" if part.isdigit() else part for part in parts]  # all layers alike
+        pattern = ".".join(parts if len(parts) == 1 else of_layers)
+        skip = f"convert(model, skip=[{pattern!r}])" if parts else "leave it unconverted"
+        text += f", by {weight!r}; to compute that in high precision, {skip}"
+    error.args = (text,)
+    error.names_module = True  # type: ignore[attr-defined]
+
+
+def _weight_of(model: nn.Module, operands: Any) -> str:
+    """The name of the FP8 parameter of ``model`` that an operand is a view of, if any is."""
+    read = {part for x in tree_leaves(operands) for part in _memory(x)}
+    return next((name for name, p in model.named_parameters() if read & _memory(p)), "")
+
+
+def _memory(x: Any) -> set[int]:
+    """The storages of an FP8 tensor: they stay those of a weight in its views."""
+    if hasattr(x, "counted"):
+        parts = [x.counted]
+    elif hasattr(x, "columnwise_data"):
+        parts = [part for part in (x.rowwise_data, x.columnwise_data) if part is not None]
+    else:
+        return set()
+    return {part.untyped_storage()._cdata for part in parts}
