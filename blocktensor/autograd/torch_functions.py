@@ -48,6 +48,8 @@ def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None)
         return linear(input, other.t())
     if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
         return bmm(input, other)
+    if input.ndim == 2 and other.ndim == 1 and is_weight(input):  # w v
+        return linear(other, input)
     if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
         return linear(other.t(), input).t()
     raise NotImplementedError(
@@ -171,18 +173,20 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 
 
 _PRODUCTS_WITHOUT_FP8 = {
-    torch: "einsum tensordot inner addbmm mv addmv dot vdot chain_matmul bilinear "
+    torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
     F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
     torch.sparse: "mm addmm",
-    Tensor: "inner addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
+    Tensor: "inner addbmm addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
 }
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear_override,
     torch.mm: _matmul_override,
     Tensor.mm: _matmul_override,
+    torch.mv: _matmul_override,
+    Tensor.mv: _matmul_override,
     torch.matmul: _matmul_override,
     Tensor.matmul: _matmul_override,
     Tensor.__matmul__: _matmul_override,

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    functional,
+    to_blockwise_fp8_weights,
+)
 from tests.support.models import (
     Trace,
     assert_matches,
@@ -22,6 +27,7 @@ from tests.support.models import (
     plain,
     randn,
 )
+from tests.support.numeric import relative_error
 
 # Every spelling of a product
 
@@ -109,6 +115,43 @@ def test_addmm(bias_shape: tuple[int, ...], beta: float, alpha: float, kind: str
     assert kind == "tensor" or torch.equal(w.grad, dw)
 
 
+@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("product", [torch.mv, torch.matmul, lambda w, v: w @ v, Tensor.mv])
+def test_products_with_a_vector(product: Callable[..., Tensor], kind: str) -> None:
+    """Of a row of activations, as linears multiply it."""
+    values = randn(256, 384, dtype=torch.float32)
+    w = both_kinds(values)[kind]
+    for weight, size in ((w, 384), (w.t(), 256)):
+        v = randn(size, seed=2, dtype=torch.float32, grad=True)
+        y = product(weight, v)
+        leaf = v.detach().requires_grad_()
+        wanted = F.linear(leaf, weight)
+        assert torch.equal(y, wanted)
+        (dv,), (dleaf,) = torch.autograd.grad(y.sum(), v), torch.autograd.grad(wanted.sum(), leaf)
+        assert torch.equal(dv, dleaf)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm],
+    ids=["hook", "parametrization"],
+)
+def test_spectral_norm_of_a_converted_linear(register: Callable[[nn.Module], nn.Module]) -> None:
+    """Its power iteration multiplies the weight by vectors."""
+    torch.manual_seed(0)
+    module, twin = nn.Linear(384, 256, bias=False), nn.Linear(384, 256, bias=False)
+    twin.load_state_dict(module.state_dict())
+    to_blockwise_fp8_weights(module)
+    x = randn(5, 384, dtype=torch.float32)
+    for each in (module, twin):
+        torch.manual_seed(1)
+        register(each)
+    with Trace() as trace:
+        y = module(x)
+    assert trace.count("blocktensor.gemm") > 2
+    assert relative_error(y, twin(x)) < 0.08
+
+
 # Refused: a product that would run in high precision, or lose the weight's FP8 gradient
 
 V = randn(256, seed=5, dtype=torch.float32)
@@ -120,8 +163,6 @@ def stack(w: Tensor) -> Tensor:
 
 
 PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
-    "mv": lambda w: torch.mv(w, V),
-    "@ vector": lambda w: w @ V,
     "@ batch": lambda w: w @ P.view(2, 256, 2),
     "addmv": lambda w: torch.addmv(V, w, V),
     "bmm": lambda w: torch.bmm(stack(w), stack(w)),
@@ -157,7 +198,7 @@ def test_no_product_with_a_weight_is_silently_in_high_precision(name: str) -> No
 
 def test_what_a_refused_product_says() -> None:
     w = linear(256, 256, dtype=torch.float32).weight
-    for product in ("mv", "aten.mm", "@ vector", "grouped_mm"):
+    for product in ("addmv", "aten.mm", "grouped_mm"):
         text = complaint(NotImplementedError, lambda product=product: PRODUCTS[product](w))
         assert "FP8" in text
         assert any(remedy in text for remedy in ("F.linear", ".high_precision()", "grouped"))
