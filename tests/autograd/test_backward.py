@@ -261,4 +261,6 @@ def test_a_gradient_is_freed_before_the_products(
     y = linear(256, 384)(randn(5, 384, grad=True))
     y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
     y.square().sum().backward()
-    assert gone == 2 * [way_of_linears != "sequence" and torch.__version__ >= "2.13"]
+    assert gone == 2 * [
+        way_of_linears != "sequence" and hasattr(torch.autograd.Function, "boxed_grads_call")
+    ]

@@ -225,7 +225,7 @@ def test_a_large_gradient_is_gone_when_the_products_run(
     y = functional.grouped_linear(x.requires_grad_(), w, offs, added)
     y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
     y.square().sum().backward()
-    assert gone == [torch.__version__ >= "2.13"]
+    assert gone == [hasattr(torch.autograd.Function, "boxed_grads_call")]
 
 
 @pytest.mark.parametrize("kn", [False, True])
