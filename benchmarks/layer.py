@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "norms": (
         "rms_norm",
         "norm_squares",
+        "norm_values",
         "norm_terms",
         "norm_input",
         "rmsnorm",

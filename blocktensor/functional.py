@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ def gated_mlp(
             fit together.
     """
     optional = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
-    _check(recipe, {"x": x, "w_down": w_down}, optional)
+    _check(recipe, {"x": x}, optional)
     _check_gated(w_gate, w_up, recompute, store_fp8)
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
     if any(map(_stays_whole, weights)):
@@ -151,7 +151,7 @@ def gated_experts(
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
     """
-    _check(recipe, {"x": x, "w_down": w_down, "offs": offs})
+    _check(recipe, {"x": x, "offs": offs})
     _check_gated(w_gate, w_up, recompute, store_fp8)
     weights = (w_gate, w_up, w_down)
     if any(map(_stays_whole, weights)):
@@ -302,7 +302,7 @@ def _check(
 
 
 def _check_gated(w_gate: object, w_up: object, recompute: object, store_fp8: object) -> None:
-    """Raise TypeError for weights or options of another type; ``w_gate`` is told of elsewhere."""
+    """Raise TypeError for weights or options of another type; the plan checks ``w_down``."""
     _check(None, {}, {"w_gate": w_gate, "w_up": w_up})
     for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
         if not isinstance(value, bool):
@@ -375,8 +375,9 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    many = w if isinstance(w, (list, tuple)) else ()
-    several = {f"w[{i}]": each for i, each in enumerate(many)} if many else {"w": w}
+    is_several = isinstance(w, (list, tuple))
+    many: Any = w
+    several = {f"w[{i}]": each for i, each in enumerate(many)} if is_several else {"w": w}
     _check(recipe, {"x": x, "offs": offs, **several})
     if isinstance(w, Tensor):
         if bias is not None and not isinstance(bias, Tensor):

@@ -16,6 +16,7 @@ from . import grouped_linear as grouped
 from . import linear as dense
 from .grouped_plan import GroupedPlan, plan_grouped
 from .linear_plan import LinearPlan, plan_linear
+from .split_backward import in_place_of_added
 
 
 class DenseProducts:
@@ -64,7 +65,7 @@ class DenseProducts:
         if main_grad is None:
             return gemm(g, x, None, plan.w_dtype)
         gemm_add_(main_grad, g, x)
-        return None
+        return in_place_of_added(main_grad, plan.w_dtype)
 
     def bias_gradient(self, grad: Tensor, plan: LinearPlan) -> Tensor:
         """Of the output's gradient."""

@@ -41,6 +41,7 @@ from .linear import read_weight
 from .main_grad import where_to_add
 from .no_experts import is_of_no_experts, of_no_experts
 from .shared_cast import this_thread
+from .split_backward import in_place_of_added
 
 
 def grouped_linear(
@@ -248,7 +249,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         dw = grouped_wgrad(grad, x_data, offs, plan.w_dtype)
         if main_grad is not None:
             main_grad.add_(dw)
-            dw = None
+            dw = in_place_of_added(main_grad, plan.w_dtype)
     elif needs_dw:
         assert g_col is not None
         assert plan.x_columnwise is not None
@@ -285,7 +286,7 @@ def wgrad(
         grouped_gemm_wgrad_add_(main_grad, g, x, offs, tokens)
     else:  # it lies in memory as [E, K, N]
         grouped_gemm_wgrad_add_(main_grad.transpose(1, 2), x, g, offs, tokens)
-    return None
+    return in_place_of_added(main_grad, plan.w_dtype)
 
 
 def sum_groups(x: Tensor, offs: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 from .shared_cast import this_thread
+from .split_backward import in_place_of_added
 
 
 def linear(
@@ -236,6 +237,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
             dw = wgrad(grad, x_data, plan.w_dtype)
         else:
             main_grad.add_(wgrad(grad, x_data, torch.float32))
+            dw = in_place_of_added(main_grad, plan.w_dtype)
     elif needs_dw:
         assert g_col is not None
         assert x_col is not None
@@ -243,6 +245,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
             dw = gemm(g_col, x_col, None, plan.w_dtype)
         else:
             gemm_add_(main_grad, g_col, x_col)
+            dw = in_place_of_added(main_grad, plan.w_dtype)
     return dx, dw, dbias, *rest
 
 

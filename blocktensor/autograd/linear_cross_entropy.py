@@ -30,6 +30,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from . import split_backward
 from .backward import Gradients, run_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
@@ -244,7 +245,7 @@ def _gradients(
         buffer = where_to_add(ctx, ctx.cache.main_grad)
         if buffer is not None:
             buffer.addcmul_(dw, grad)
-            dw = None
+            dw = None if not split_backward.is_running() else torch.zeros_like(dw)
     dtypes = plan.x_dtype, plan.w_dtype, plan.bias_dtype
     scaled = (
         None if x is None else (x * grad).to(dtype)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import split_backward
+
 
 def check_main_grad(tracing: bool) -> None:
     """Raise where a weight's ``main_grad`` would be ignored or stay unreduced.
@@ -14,6 +16,7 @@ def check_main_grad(tracing: bool) -> None:
     Raises:
         NotImplementedError: a compiler traces, or DDP, which reduces ``.grad`` alone, runs forward.
     """
+    split_backward.watch()
     if tracing:
         raise NotImplementedError(
             "weight.main_grad under torch.compile: a compiled backward returns gradients and adds "
@@ -60,4 +63,4 @@ def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> Tensor | None:
     try:
         return main_grad if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # its gradient is captured for the caller
-        return None
+        return main_grad if split_backward.is_running() else None

@@ -94,7 +94,9 @@ class FP8Base(Tensor):
             names = frame.f_locals
             if names.get("t1") is self and names.get("t2") is self:
                 return 1
-        caller = None if frame is None else frame.f_back
+        caller = frame
+        while caller is not None and caller.f_code.co_name == "swap_tensors":  # torch's and ours
+            caller = caller.f_back
         if caller is not None and caller.f_code.co_name == "_maybe_set":
             is_parametrize = caller.f_globals.get("__name__") == "torch.nn.utils.parametrize"
             if is_parametrize and not isinstance(caller.f_locals.get("src"), FP8Base):
@@ -186,8 +188,10 @@ _ADDING = {
 
 _PRODUCTS = {
     *_ADDING,
-    *(torch.mm, torch.matmul, torch.bmm, torch.nn.functional.linear),
-    *(Tensor.mm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__),
+    *(torch.mm, torch.mv, torch.matmul, torch.bmm, torch.einsum, torch.tensordot, torch.inner),
+    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot, torch.nn.functional.linear),
+    *(Tensor.mm, Tensor.mv, Tensor.matmul, Tensor.bmm, Tensor.inner),
+    *(Tensor.__matmul__, Tensor.__rmatmul__),
 }
 """Products that an optimizer may compute of a weight and itself."""
 

@@ -7,9 +7,11 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 
+@_disable_dynamo  # it looks at frames, which no compiler can trace
 def name_module(error: NotImplementedError, operands: Any) -> None:
     """Add to ``error`` the module whose code runs, and the weight that it reads, by their names.
 

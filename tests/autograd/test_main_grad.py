@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import stage
 
-from blocktensor import functional
+from blocktensor import Recipe, functional
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.gemm.ops import gemm_add_
@@ -223,3 +226,38 @@ def test_other_buffers_of_a_stack_are_refused() -> None:
             "\n", " "
         )
     assert w.main_grad is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "transposed", "gated", "high_precision"])
+def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
+    """As pipelining's zero-bubble schedules split it: the buffers are those of a whole backward."""
+    x, _, offs = sample("ragged")
+    leaf = x.nan_to_num().requires_grad_()
+    recipe = Recipe(wgrad_input="high_precision")
+    weights: list[Any] = [stack(len(offs), kn=kind == "transposed")]
+    run: Callable[..., Tensor] = lambda x, w: functional.grouped_linear(x, w, offs)  # noqa: E731
+    if kind == "transposed":
+        run = lambda x, w: torch._grouped_mm(x, w, offs=offs)  # noqa: E731
+    if kind in ("linear", "high_precision"):
+        made = linear(N, leaf.shape[1], **({"recipe": recipe} if kind != "linear" else {}))
+        weights, run = [made.weight], F.linear
+    if kind == "gated":
+        sizes = (N, leaf.shape[1]), (N, leaf.shape[1]), (leaf.shape[1], N)
+        weights = [linear(*size).weight for size in sizes]
+        run = functional.gated_mlp
+    found = []
+    for split in (False, True):
+        for w in weights:
+            w.main_grad = torch.ones(w.shape)
+        for step in range(2):
+            y = run(leaf, *weights)
+            grad = randn(*y.shape, seed=step, dtype=y.dtype)
+            if split:
+                _, groups = stage.stage_backward_input([y], [grad], [leaf], iter(weights))
+                stage.stage_backward_weight(iter(weights), groups)
+            else:
+                y.backward(grad)
+        assert all(w.grad is None for w in weights)
+        found.append([w.main_grad for w in weights])
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b)

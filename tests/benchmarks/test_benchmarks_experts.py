@@ -103,7 +103,8 @@ def test_every_kernel_of_the_package_has_a_kind() -> None:
     ops = Path(__file__).parents[2] / "blocktensor" / "ops"
     source = "".join(path.read_text() for path in ops.rglob("*.py"))
     kernels = set(re.findall(r"^def (\w*kernel)\(", source, re.MULTILINE)) - {"raw_kernel"}
-    norms = {"norm_squares_kernel", "norm_terms_kernel", "norm_input_kernel"}
+    passes = "squares", "values", "terms", "input"
+    norms = {f"norm_{name}_kernel" for name in passes}
     other = {k for k in kernels if profiled.kind_of(k) == profiled.OTHER}
     losses = {"cross_entropy_kernel", "sum_losses_kernel"}
     assert other == {"dequantize_kernel", *norms, *losses}

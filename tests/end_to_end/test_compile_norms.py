@@ -1,4 +1,4 @@
-"""Fused norms under torch.compile: the forms saved for backward, and those that backward makes."""
+"""Fused norms under torch.compile: the forms that are saved for backward."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ whole_functions.announce()
 
 # Dynamo itself instantiates the Functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("norm", [Norm, OfTorch])
-def test_forms(norm: Any, recompute: bool) -> None:
+def test_one_form_of_each_input_is_saved(norm: Any) -> None:
     saved: list[torch.Tensor] = []
-    made: list[str] = []
 
     def see_forward(graph: Any, example: object) -> Callable[..., object]:
         results = graph.graph.output_node().args[0]
@@ -34,21 +32,13 @@ def test_forms(norm: Any, recompute: bool) -> None:
         saved.extend(x for x in found if getattr(x, "dtype", None) == torch.float8_e4m3fn)
         return make_boxed_func(graph.forward)
 
-    def see_backward(graph: Any, example: object) -> Callable[..., object]:
-        made.extend(str(node.target).removeprefix("blocktensor.") for node in graph.graph.nodes)
-        return make_boxed_func(graph.forward)
-
-    fused = NAMES[::2] if norm is OfTorch and not recompute else NAMES
-    model, twin = fused_blocks(norm, recompute=recompute, fused=fused)
+    model, twin = fused_blocks(norm, fused=NAMES if norm is Norm else [])
     backend = aot_autograd(
         fw_compiler=see_forward,
-        bw_compiler=see_backward,
         partition_fn=min_cut_rematerialization_partition,
     )
     run = torch.compile(model, fullgraph=True, backend=backend)
     assert_bits(results(model, run=run), results(twin))
     assert graphs() == 1
     # Of each layer: the input of o_proj and two norms. That of down_proj is made by backward.
-    assert len(saved) == (2 if recompute else 6)
-    op = "quantize_columnwise.default" if norm is OfTorch else "normalized.default"
-    assert made.count(op) == (4 if recompute else 0)
+    assert len(saved) == 6

@@ -61,11 +61,6 @@ def weight_normed(m: nn.Linear, x: Tensor) -> Tensor:
         return weight_norm(m)(x)
 
 
-def spectral(m: nn.Linear, x: Tensor) -> Tensor:
-    parametrizations.spectral_norm(m)
-    return m(x)
-
-
 def orthogonal(way: str) -> Way:
     def run(m: nn.Linear, x: Tensor) -> Tensor:
         parametrizations.orthogonal(m, orthogonal_map=way)
@@ -117,6 +112,7 @@ class Tied(nn.Module):
 
 
 FP8: dict[str, Way] = {
+    "mv": lambda m, x: torch.mv(m.weight, x[0]),
     "call": lambda m, x: m(x),
     "functional": lambda m, x: F.linear(x, m.weight),
     "matmul": lambda m, x: x @ m.weight.t(),
@@ -213,12 +209,10 @@ ERRORS: dict[str, Way] = {
     "einsum": lambda m, x: torch.einsum("ij,kj->ik", x, m.weight),
     "heads by einsum": lambda m, x: torch.einsum("ij,hkj->ihk", x, m.weight.view(4, 64, K)),
     "heads by matmul": lambda m, x: x @ m.weight.view(4, 64, K).mT,
-    "mv": lambda m, x: torch.mv(m.weight, x[0]),
     "cdist": lambda m, x: torch.cdist(m.weight, m.weight + 1),
     "corrcoef": lambda m, x: torch.corrcoef(m.weight),
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
-    "spectral_norm": spectral,
     "orthogonal, Cayley": orthogonal("cayley"),
     "orthogonal, exponential": orthogonal("matrix_exp"),
     "orthogonal, Householder": orthogonal("householder"),

@@ -77,7 +77,9 @@ def test_a_recipe_by_name() -> None:
 recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g.
 Recipe(scale='power_of_two')""",
         )
-    assert refused(Model(), TypeError, everything(recipe=3)).endswith("e.g. Recipe()")
+    assert refused(Model(), TypeError, everything(recipe=3)).endswith(
+        "e.g. Recipe() or Recipe.fast()"
+    )
 
 
 def test_a_bad_filter() -> None:
@@ -181,6 +183,7 @@ def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) ->
     y = last(randn(3, 3 * DIM, dtype=torch.float32, grad=True))
     view = last.weight.view_as(last.weight)
     y.register_hook(lambda grad, held=view: None)
+    del view
     refused(model, RuntimeError, change)
     del y
     assert len(change(model)) == 4

@@ -292,10 +292,10 @@ norm pattern 'layers.0.input_layernorm' names 'layers.0.input_layernorm', whose
 parent, a Block, lacks a linear: MLP has no attribute `no`""",
     )
     assert_expected_inline(
-        complaint(ValueError, lambda: fuse(model, norm={"layers.0.input_layernorm": "mlp"})),
+        complaint(TypeError, lambda: fuse(model, norm={"layers.0.input_layernorm": "mlp"})),
         """\
-norm={'layers.0.input_layernorm': 'mlp'}: expected the names of linears relative to
-the norm's parent, e.g. ('attention.wq', 'attention.wk', 'attention.wv')""",
+norm={'layers.0.input_layernorm': 'mlp'}: expected patterns of module names, each
+with names in a tuple, e.g. {'*.norm': ('attn.q', 'attn.k', 'attn.v')}""",
     )
     assert fused_norms(model) == []
 
