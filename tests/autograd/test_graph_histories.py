@@ -213,9 +213,10 @@ class History:
         start: Tensor,
         seen: dict[str, Tensor],
     ) -> None:
-        reentrant = "reentrant" in self.runs  # which allows neither inputs nor autograd.grad
+        # checkpoints and donated buffers allow one whole backward alone
+        once = "reentrant" in self.runs or "compiled" in self.runs
         chosen = [t for i, (_, t) in enumerate(names) if self.chosen >> i & 1] or [names[0][1]]
-        if self.backward == "whole" or reentrant:
+        if self.backward == "whole" or once:
             y.backward(grad)
         elif self.backward == "inputs":
             y.backward(grad, inputs=chosen, retain_graph=True)
