@@ -1,4 +1,4 @@
-"""What the backward of every FP8 function does first: refuse, free, and ask what is wanted.
+"""The first steps of every FP8 backward: refuse, free gradients, ask which are wanted.
 
 Functions that use it set ``boxed_grads_call = True``: from torch 2.13 on, autograd then gives up
 its own references to the incoming gradients, so that the memory of one is free once it is cast.
@@ -38,7 +38,7 @@ def run_backward(
     del grads
     saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
     if not is_dynamo_compiling():
-        refuse_second_derivatives()
+        _refuse_second_derivatives()
         if any(grad is not None and _is_batched(grad) for grad in incoming):
             raise NotImplementedError(
                 "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
@@ -49,8 +49,8 @@ def run_backward(
         return gradients(ctx, saved, incoming, _asked_for(ctx, [*is_tensor]))
 
 
-def refuse_second_derivatives() -> None:
-    """Raise where a backward is to be differentiated itself.
+def _refuse_second_derivatives() -> None:
+    """Raise if this backward is to be differentiated itself.
 
     Every path of a second derivative begins with such a backward, whatever it leads to.
 

@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
+        return run_backward(ctx, grads, _gradients, ctx.plan.are_tensors)
 
 
 def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:

@@ -30,12 +30,12 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from . import split_backward
 from .backward import Gradients, run_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
 from .saved_weight import operand_of_weight
+from .split_backward import in_place_of_added
 
 CHUNK_BYTES = 2**32
 """Most bytes of temporary memory for the logits of a chunk of the default size."""
@@ -65,7 +65,9 @@ class CrossEntropy(NamedTuple):
             total: what the sum of losses is divided by.
             like: a tensor on the device of the logits.
         """
-        largest = _zeros((), like) + 1 if self.weight is None else self.weight.abs().max().float()
+        largest = torch.ones((), device=like.device)
+        if self.weight is not None:
+            largest = self.weight.abs().max().float()
         if total is not None:
             largest = largest / total
         exponent = 14 - largest.log2().ceil()
@@ -230,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
+        return run_backward(ctx, grads, _gradients, ctx.plan.are_tensors)
 
 
 def _gradients(
@@ -245,7 +247,7 @@ def _gradients(
         buffer = where_to_add(ctx, ctx.cache.main_grad)
         if buffer is not None:
             buffer.addcmul_(dw, grad)
-            dw = None if not split_backward.is_running() else torch.zeros_like(dw)
+            dw = in_place_of_added(buffer, torch.float32)
     dtypes = plan.x_dtype, plan.w_dtype, plan.bias_dtype
     scaled = (
         None if x is None else (x * grad).to(dtype)

@@ -78,6 +78,11 @@ class Plan:
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
 
+    @property
+    def are_tensors(self) -> tuple[bool, bool, bool]:
+        """Return which of x, w and the bias are tensors; the bias may be None."""
+        return True, True, self.bias_dtype is not None
+
 
 class LinearPlan(Plan):
     """One kind of linear.

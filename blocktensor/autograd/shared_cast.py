@@ -21,7 +21,7 @@ from ..ops.runtime.specialize import must_dispatch
 from .linear_plan import Plan, inner
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
-"""Of a linear or of a grouped linear."""
+"""The plan of a linear or of a grouped linear."""
 
 
 class _Thread(threading.local):

@@ -20,15 +20,15 @@ _running: list[object] = []
 
 
 def is_running() -> bool:
-    """Whether a half that computes weight gradients runs, in any thread.
+    """Return True while any thread computes the weight half of a backward.
 
-    On CUDA backward has threads of its own.
+    On CUDA autograd runs backward in threads of its own.
     """
     return bool(_running)
 
 
 def watch() -> None:
-    """Notice the halves that run from now on, if pipelining was imported."""
+    """Wrap pipelining's function, if it was imported, so that :func:`is_running` knows of it."""
     for name in ("stage", "_backward"):
         module = sys.modules.get(f"torch.distributed.pipelining.{name}")
         original = getattr(module, _NAME, None)
@@ -53,7 +53,7 @@ def _noticed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_place_of_added(main_grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return what backward returns for a gradient that it has added to ``main_grad``."""
+    """Return zeros for torch to sum in a split backward, else None: the gradient was added."""
     if not _running:
         return None
     return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)

@@ -23,7 +23,7 @@ def with_local(x: Any, local: Tensor) -> Any:
 
 
 def as_if_cut(local: Tensor) -> Tensor:
-    """A DTensor with this local part, of ranks between which nothing can be sent."""
+    """Return a DTensor with this local part, on a mesh over which nothing can be sent."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -151,9 +151,10 @@ def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[Expert
 def _with_local_parts(
     found: FoundExperts, parts: ExpertsParts, compared: _ComparedBy, drawn: Drawn
 ) -> tuple[ExpertsParts | None, str]:
-    """``parts``, and whether they are right for the local parts of stacks that ranks have cut.
+    """Verify ``parts`` on stacks that ranks have cut; return them and a reason against them.
 
-    The forward may take those, as torchtitan's does, or do anything else with a DTensor.
+    The module's forward may take the local parts, as torchtitan's does, or do anything else with a
+    DTensor.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return parts, ""
@@ -167,7 +168,7 @@ def _with_local_parts(
 
 
 def _stays_cut(stack: Any) -> bool:
-    """Whether a stack is a DTensor in forward too, where FSDP2 has gathered what it has cut."""
+    """Return True for a stack that is a DTensor in forward too, where FSDP2 has gathered it."""
     local = local_of(stack)
     if local is None:
         return False

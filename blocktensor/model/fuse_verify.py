@@ -75,7 +75,7 @@ class Drawn:
 
 
 def why_not_one_function(recipes: Sequence[Recipe], weights: str) -> str:
-    """Why no function with casts in it serves weights of these recipes; empty if one does."""
+    """Return the reason why no fused function serves weights of these recipes, or ""."""
     if reason := why_mixed(recipes, weights):
         return reason
     if recipes[0].wgrad_input_format is None:

@@ -51,10 +51,10 @@ class Fused(nn.Module):
     _class_before: type[nn.Module]
 
     def parts_to_run(self) -> Any:
-        """What was set by :func:`set_parts`; None if the module's own forward is to run.
+        """Return the parts of :func:`set_parts`; None if the module's own forward has to run.
 
-        That is to run where the code that was verified has been replaced since, on a class of this
-        module or of one in it, and where a TorchFunctionMode is on, which may change what ops do.
+        It has to run if the code that was verified was replaced since, on the class of this module
+        or of one in it, and under a TorchFunctionMode, which may change what ops do.
         """
         code = None if self._fused_code is None else self._fused_code.functions
         if code is None or _function_modes():
@@ -115,14 +115,14 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def _functions(module: Any) -> tuple[Any, ...]:
-    """What the forward of a fused module runs: its own, and how the modules in it are called."""
+    """Return the module's own forward, and the methods by which it calls the modules in it."""
     inner = [type(child) for child in module._modules.values()]
     calls = [getattr(kind, name, None) for kind in inner for name in ("forward", "__call__")]
     return (module._class_before.forward, *calls)
 
 
 def _function_modes() -> bool:
-    """Whether a mode is on that sees torch functions, other than ``torch.device`` as a context."""
+    """Return True under a mode that sees torch functions, except ``with torch.device(...)``."""
     if not torch._C._len_torch_function_stack():
         return False
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

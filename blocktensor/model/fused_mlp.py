@@ -135,7 +135,7 @@ def why_apart(module: nn.Module, parts: GatedParts, sharded: bool = False) -> st
 
 
 def why_mixed(recipes: Sequence[Recipe], weights: str) -> str | None:
-    """Why one function cannot serve weights of these recipes; None if it can."""
+    """Return the reason why one function cannot serve weights of these recipes, if any."""
     for setting in ("scale", "wgrad_input"):
         values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
         if len(values) > 1:

@@ -47,7 +47,7 @@ class FusedNorm(Fused):
 
 
 def _serves(norm: nn.Module, parts: NormParts, x: Tensor) -> bool:
-    """Whether the fused norm of ``x`` has the bits of the norm.
+    """Return True if the fused norm of ``x`` has the bits of the norm.
 
     Checked in every forward: dtypes and epsilons may change after the fusion.
     """

@@ -1,4 +1,4 @@
-"""What a module and the code of its forward hold beside parameters, kept while that is tried.
+"""Keep the state of a module, and of the code of its forward, while the forward is tried.
 
 A forward that counts calls or gathers statistics would gather those of drawn weights, and its fused
 form would gather none.
@@ -55,7 +55,7 @@ def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
-    """All that can change, each once, with the name of the attribute that leads there.
+    """Return each object that may change, with the name of the attribute that leads to it.
 
     Searched are the modules and their classes, with the globals and closures that methods read; in
     these containers and objects, but no other module or class.
@@ -89,7 +89,7 @@ def _is_of_users(kind: type) -> bool:
 
 
 def _read_by(function: FunctionType) -> list[tuple[str, Any]]:
-    """The variables of a function's closure, and the globals that are no functions."""
+    """Return the variables of a function's closure, and the globals it reads, with names."""
     code = function.__code__
     names = [(name, function.__globals__.get(name)) for name in code.co_names]
     read = [(name, x) for name, x in names if not isinstance(x, FunctionType)]
@@ -100,7 +100,7 @@ def _read_by(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def _items(holder: Any) -> dict[Any, Any]:
-    """What ``holder`` holds, by key."""
+    """Return the contents of ``holder`` by key; of a tensor its version."""
     if isinstance(holder, Tensor):
         return {"": 0 if holder.is_inference() else holder._version}
     if isinstance(holder, type):
@@ -119,7 +119,7 @@ def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
 
 
 def _restore(holder: Any, items: dict[Any, Any]) -> None:
-    """Let ``holder`` hold ``items`` again; the values of tensors are another matter."""
+    """Put ``items`` back into ``holder``; values of tensors are restored elsewhere."""
     changed = _differing(items, _items(holder))
     if not changed or isinstance(holder, Tensor):
         return

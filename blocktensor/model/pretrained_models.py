@@ -1,6 +1,6 @@
-"""What models of transformers do otherwise once they hold FP8 weights.
+"""Let methods of transformers' models work on FP8 weights.
 
-Their methods know plain parameters only. They are wrapped when a weight becomes FP8, in the class
+They know plain parameters only. They are wrapped when a weight becomes FP8, in the class
 of all models, if transformers is imported by then; models without FP8 weights do as before.
 """
 

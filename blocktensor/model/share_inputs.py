@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -90,10 +89,10 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
 def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
     """Share the inputs of the modules that own these linears, until :func:`stop_sharing`."""
-    read = {id(linear) for linear in readers}
+    ids = {id(linear) for linear in readers}
+    read = {name for name, module in model.named_modules() if id(module) in ids}
     for name, names in _owned(model).items():
-        owner = model.get_submodule(name)
-        if any(id(_found(owner, x)) in read for x in names):
+        if any(f"{name}.{x}".lstrip(".") in read for x in names):
             _group_of(model, name, names, of_fuse=True)
 
 
@@ -120,14 +119,6 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
             stacks = fp8_weights(module)
             owned[name] += stacks if len(stacks) > 1 else ()
     return {name: names for name, names in owned.items() if names}
-
-
-def _found(owner: nn.Module, name: str) -> Any:
-    """The linear of this name, or the parameter."""
-    found: Any = owner
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _group_of(

@@ -14,7 +14,7 @@ HIGH_PRECISION = (bf16, float16, float32)
 
 
 def local(x: Tensor, what: str) -> None:
-    """``x`` is no DTensor, else NotImplementedError: what an op does with one nobody has told it.
+    """Raise NotImplementedError if ``x`` is a DTensor, for which our ops have no rule.
 
     Linears that tensor parallel styles have cut take local parts before they get here.
     """

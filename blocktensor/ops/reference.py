@@ -134,7 +134,7 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def largest_fp32(dtype: torch.dtype) -> float:
-    """The largest finite fp32 number that is finite in ``dtype`` too."""
+    """Return the largest finite number of fp32 that is finite in ``dtype`` too."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 

@@ -103,7 +103,7 @@ def _addmm(
 
 
 def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product of plain tensors, added to a weight: arithmetic on a weight."""
+    """Add a product of plain tensors to a weight, as arithmetic on the weight."""
     if any(isinstance(x, FP8Base) for x in args[1:]):
         _unsupported_product(func)
     if isinstance(args[0], BlockwiseFP8Weight):
@@ -113,7 +113,7 @@ def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def computed(func: Any, *args: Any, **kwargs: Any) -> BlockwiseFP8Weight:
-    """The sum of a frozen weight and plain values, such as an adapter's, as a weight.
+    """Return the sum of a frozen weight and plain values, such as an adapter's, as a weight.
 
     With no gradient too, so that products with it run in FP8.
     """

@@ -160,9 +160,10 @@ class FP8Base(Tensor):
                 override = TORCH_FUNCTIONS.get(str(getattr(func, "overloadpacket", func)))
             if override is not None and kwargs and kwargs.get("out") is not None:
                 return _into(func, args, **kwargs)
-            if override is not None and (func in _ADDING or not torch.is_grad_enabled()):
+            is_product = override is not None and func in _PRODUCTS
+            if is_product and (func in _ADDING or not torch.is_grad_enabled()):
                 factors = _factors(func, args, kwargs)
-                if func in _PRODUCTS and _is_one_weight(factors):
+                if _is_one_weight(factors):
                     args, kwargs = torch.utils._pytree.tree_map(_readable, (args, kwargs or {}))
                     return func(*args, **kwargs)
                 if func in _ADDING and not factors:
@@ -197,7 +198,7 @@ _PRODUCTS = {
 
 
 def _factors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[FP8Base]:
-    """The FP8 operands of a product, without what it is added to, such as to a LoRA's base."""
+    """Return the FP8 factors of a product, without the term it is added to (a LoRA's base)."""
     named = kwargs or {}
     if func in _ADDING:
         args, named = args[1:], {name: x for name, x in named.items() if name != "input"}
@@ -206,7 +207,7 @@ def _factors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
 
 
 def _is_one_weight(factors: list[FP8Base]) -> bool:
-    """Whether a product without gradients is one of a trainable weight with itself.
+    """Return True for a product, without gradients, of a trainable weight with itself.
 
     Such a product is an optimizer's, and no layer's: it runs in high precision.
     """
@@ -221,7 +222,7 @@ def _readable(x: Any) -> Any:
 
 
 def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
-    """``func(..., out=out)`` of a product.
+    """Compute ``func(..., out=out)`` of a product.
 
     Raises:
         RuntimeError: with gradients, as torch.

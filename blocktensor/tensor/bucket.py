@@ -43,7 +43,7 @@ class Bucket(FP8Base):
 
     @staticmethod
     def of(x: BlockwiseFP8Tensor) -> Bucket:
-        """``x.view(-1)``, with one form of ``x``: ``copy_`` back makes the other of it."""
+        """Return ``x.view(-1)`` with one form of ``x``; ``copy_`` back makes the other form."""
         row, col = x.operand
         made = BlockwiseFP8Tensor(
             row,

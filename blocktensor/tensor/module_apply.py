@@ -11,7 +11,7 @@ _APPLY = nn.Module._apply.__code__
 
 
 def converts_a_model() -> bool:
-    """Whether ``nn.Module._apply`` calls, which replaces one parameter after the other.
+    """Return True if ``nn.Module._apply`` calls, which replaces one parameter after the other.
 
     An error then would leave a model of which some parameters are converted, and a plain result a
     model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; products refuse it

@@ -1,4 +1,4 @@
-"""Which module multiplies by an FP8 weight in a way that is refused: errors name it."""
+"""Name the module and the weight in the error of a refused product."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ _swap_tensors = torch.utils.swap_tensors
 
 @functools.wraps(_swap_tensors)
 def swap_tensors(t1: Any, t2: Any) -> None:
-    """Of FP8 parameters that ``nn.Module._apply`` moves, set ``.data``, as it does of plain ones.
+    """Swap two tensors, but set ``.data`` of FP8 parameters that ``nn.Module._apply`` moves.
 
     ``torch.utils.swap_tensors`` refuses a tensor with weak references, which EMA helpers and
     ``torch.export`` hold, even where it would swap a tensor with itself.

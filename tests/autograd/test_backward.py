@@ -17,23 +17,11 @@ from blocktensor import functional
 from blocktensor.ops import reference
 from tests.support.groups import ends
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import Trace, linear, randn
+from tests.support.models import Ends, Trace, linear, randn
 from tests.support.numeric import assert_same
 from tests.support.reference_ops import replace_op
 
 __all__ = ["way_of_linears"]
-
-
-class Ends(torch.autograd.Function):
-    """The identity, whose gradient is None."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 @pytest.mark.parametrize("bias", [False, True])

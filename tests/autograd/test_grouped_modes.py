@@ -17,7 +17,7 @@ import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.ops import reference
 from tests.support.experts import N, grads, sample, stack
-from tests.support.models import SQUARE, complaint, plain, randn
+from tests.support.models import SQUARE, Ends, complaint, plain, randn
 from tests.support.numeric import assert_same
 from tests.support.reference_ops import replace_op
 
@@ -93,18 +93,6 @@ def test_an_expanded_gradient() -> None:
     run(leaf).sum().backward()
     for a, b in zip((leaf.grad, w.grad, bias.grad), want[1:], strict=True):
         assert_same(a, b)
-
-
-class Ends(torch.autograd.Function):
-    """The identity, whose gradient is None."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 def test_where_no_gradient_arrives_none_leaves() -> None:

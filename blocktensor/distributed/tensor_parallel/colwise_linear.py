@@ -117,7 +117,7 @@ class _Colwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
+        return run_backward(ctx, grads, _gradients, ctx.plan.are_tensors)
 
 
 def _cast(x: Tensor, plan: LinearPlan, tokens: TokenShards | None) -> tuple[Any, Saved]:

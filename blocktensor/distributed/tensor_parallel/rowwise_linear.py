@@ -122,7 +122,7 @@ class _Rowwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, (True, True, ctx.plan.bias_dtype is not None))
+        return run_backward(ctx, grads, _gradients, ctx.plan.are_tensors)
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:

@@ -137,7 +137,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """What ``save_pretrained`` writes: what it was given to write."""
+        """Return the state that ``save_pretrained`` was given, unchanged."""
         return state_given_to_save(sys._getframe(1)), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
