@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import profiled
+from . import profiled, results
 from .block import variant
 from .llama import Shape, stack, step
 from .timing import Call, round_robin
@@ -52,8 +52,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 REST = "rest"
 CASTS = ("activation_casts", "weight_casts", "weight_transposes")
 
-BF16_FLOPS, FP8_FLOPS, BYTES = 989e12, 1979e12, 4.8e12
-"""Peaks of an H200 in a second: dense tensor cores, HBM."""
+BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12
+"""Dense peaks of an H100's and an H200's tensor cores, in a second."""
+
+BYTES = {"h100": 3.35e12, "h200": 4.8e12}
+"""Peaks of their memory, in a second."""
 
 
 def part_of(kernel: str) -> str:
@@ -83,7 +86,7 @@ def attention_kernel(spent: Mapping[str, float]) -> str:
     return name.removeprefix("void ").partition("<")[0].partition("(")[0]
 
 
-def limits(shape: Shape, tokens: int, fp8: bool) -> dict[str, float]:
+def limits(shape: Shape, tokens: int, fp8: bool, card: str) -> dict[str, float]:
     """The least microseconds of forward and backward: GEMMs, causal attention, casts.
 
     Casts: each input and output gradient of a linear read in bf16 and written twice, each weight
@@ -98,7 +101,7 @@ def limits(shape: Shape, tokens: int, fp8: bool) -> dict[str, float]:
     return {
         "gemms": flops / (FP8_FLOPS if fp8 else BF16_FLOPS) * 1e6,
         "attention": attention / BF16_FLOPS * 1e6,
-        "casts": cast / BYTES * 1e6 if fp8 else 0.0,
+        "casts": cast / BYTES[card] * 1e6 if fp8 else 0.0,
     }
 
 
@@ -152,5 +155,5 @@ def measure(shape: Shape | None = None, rounds: int = 20) -> Iterator[dict[str, 
     ms = round_robin({f"{a}/{b}": [call] for (a, b), call in calls.items()}, rounds)
     for (name, mode), call in calls.items():
         busy = profiled.busy(call)
-        least = limits(shape, TIME, fp8=name != "bf16")
+        least = limits(shape, TIME, name != "bf16", results.card())
         yield row_of(name, mode, ms[f"{name}/{mode}"], busy, least)

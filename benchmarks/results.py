@@ -28,10 +28,15 @@ def of_card(card: str, folder: Path | None = None) -> Path:
     return folder if card == CARDS[0] else folder / card
 
 
-def here() -> Path:
-    """The folder for results of the current GPU; that of an H200 for any other."""
+def card() -> str:
+    """The one of :data:`CARDS` that is the current GPU; the first for any other."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return of_card(next((card for card in CARDS if card in name), CARDS[0]))
+    return next((card for card in CARDS if card in name), CARDS[0])
+
+
+def here() -> Path:
+    """The folder for results of the current GPU."""
+    return of_card(card())
 
 
 def command(name: str) -> str:

@@ -69,7 +69,7 @@ def test_wall_and_idle_of_overlapping_kernels() -> None:
 
 def test_limits_of_llama_8b() -> None:
     """218 million parameters a layer, 8,192 tokens."""
-    bf16, fp8 = (layer.limits(Shape(), 8192, fp8) for fp8 in (False, True))
+    bf16, fp8 = (layer.limits(Shape(), 8192, fp8, "h200") for fp8 in (False, True))
     parameters = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert bf16["gemms"] == pytest.approx(6 * parameters * 8192 / 989e12 * 1e6)
     assert fp8["gemms"] == pytest.approx(bf16["gemms"] * 989 / 1979)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..devices import sms
 from ..formats import BLOCK, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
+from ..runtime.triton_compat.compiler import default_allocation
 from ..runtime.triton_compat.gluon import async_load, barrier
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
@@ -180,7 +181,7 @@ def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) ->
             "THIRD": third is not None,
             "THIRD_SQUARE": third is not None and third.format.transposes,
         },
-        _OPTIONS,
+        _OPTIONS | default_allocation(),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
+from ..runtime.triton_compat.compiler import default_allocation
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
 from .gluon_words import patch_layouts, per_word
@@ -190,7 +191,7 @@ def plan_columnwise(
             "PATCH_ROWS": patch_rows,
             **producer.constants(),
         },
-        options,
+        options | default_allocation(),
     )  # fmt: skip
 
 

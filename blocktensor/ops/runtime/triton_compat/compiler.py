@@ -7,14 +7,20 @@
   yield at every multiply-add; the newer one in the same folder does not. Where promotion is one
   multiply-add an element (128x128 blocks) it is 3-8% faster; where it is two operations (1x128),
   12.8 is faster. Triton 3.8 and later have no ptxas 12.8, and one for both.
+- **Registers.** Triton after 3.6 limits how ptxas allocates them, because of a fault that it does
+  not describe. ptxas 13.4 then spills four times as much in casts of several tensors, and SwiGLU's
+  backward takes 1.22 times as long. ``default_allocation`` restores what ptxas does by itself, for
+  casts alone, which are compared with the reference byte for byte; GEMMs are no faster with it.
 
-A kernel requests a change by a comment in its assembly. The passes are installed while such a
-kernel is compiled or launched, and no longer: kernels of others, and their entries in the compiler
-cache, do not change.
+A kernel requests one of the first two changes by a comment in its assembly. Their passes are
+installed while such a kernel is compiled or launched, and no longer: kernels of others, and their
+entries in the compiler cache, do not change.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -85,6 +91,16 @@ def _ptxas_of_sm90() -> Any:
     from triton.backends.nvidia.compiler import get_ptxas
 
     return get_ptxas(90)
+
+
+@functools.cache
+def default_allocation() -> dict[str, str]:
+    """Return options of a launch: registers are allocated as ptxas does by default."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if "--regAllocOptLevel" not in inspect.getsource(CUDABackend.make_cubin):
+        return {}
+    return {"ptx_options": "--regAllocOptLevel=4"}  # the last such option counts
 
 
 _installed = threading.RLock()

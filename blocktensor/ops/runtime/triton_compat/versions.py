@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...registry import last_line
 from ..launch import not_recorded
 
-TESTED = ("3.6", "3.9")
+TESTED = ("3.6", "3.7", "3.8", "3.9")
 """Versions whose kernels are used without a trial: ``pytest -m gpu`` ran with them (README.md)."""
 
 Trial = Callable[[torch.device], str | None]

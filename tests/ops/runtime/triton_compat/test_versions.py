@@ -37,7 +37,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "tested"),
-    [("3.6.0", True), ("3.9.1+git", True), ("3.8.0", False), ("3.10.0", False), ("4.0.0", False)],
+    [("3.6.0", True), ("3.7.1", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0.0", False)],
 )
 def test_what_is_tested(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.triton, "__version__", version)
@@ -63,7 +63,7 @@ def test_another_is_tried_once(wrong: str | None) -> None:
         calls.append(device)
         return wrong
 
-    said = "Triton 4.2.0 is not among those tested (3.6, 3.9): sums differ"
+    said = "Triton 4.2.0 is not among those tested (3.6, 3.7, 3.8, 3.9): sums differ"
     assert [trial(CPU) for _ in range(3)] == [wrong and said] * 3
     assert calls == [CPU]
 
@@ -74,7 +74,7 @@ def test_what_a_trial_raises_is_a_failure() -> None:
     def trial(device: torch.device) -> str | None:
         raise RuntimeError("first line\nlast line")
 
-    assert trial(CPU) == "Triton 4.2.0 is not among those tested (3.6, 3.9): last line"
+    assert trial(CPU) == "Triton 4.2.0 is not among those tested (3.6, 3.7, 3.8, 3.9): last line"
 
 
 @pytest.mark.usefixtures("newer")
