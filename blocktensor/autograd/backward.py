@@ -1,8 +1,4 @@
-"""The first steps of every FP8 backward: refuse, free gradients, ask which are wanted.
-
-Functions that use it set ``boxed_grads_call = True``: from torch 2.13 on, autograd then gives up
-its own references to the incoming gradients, so that the memory of one is free once it is cast.
-"""
+"""The first steps of every FP8 backward: refuse, free gradients, ask which are wanted."""
 
 from __future__ import annotations
 
@@ -14,6 +10,22 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 Gradients = tuple[Tensor | None, ...]
+
+
+class FP8Function(torch.autograd.Function):
+    """Base class of functions whose backward is :func:`run_backward`.
+
+    From torch 2.13 on, autograd gives up its own references to the incoming gradients of a function
+    whose ``boxed_grads_call`` is True: the memory of one is free once it is cast.
+    """
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        """Compiled autograd begins with this, and refuses functions that get gradients boxed."""
+        FP8Function.boxed_grads_call = False
+        return torch.autograd.Function._compiled_autograd_key(ctx)
 
 
 def run_backward(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -12,7 +11,7 @@ from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .quantize import quantize
 
 
@@ -35,9 +34,7 @@ def gated_activation(
     return made
 
 
-class _GatedActivation(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _GatedActivation(FP8Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe

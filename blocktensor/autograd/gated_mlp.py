@@ -30,7 +30,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight, stored_gate
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .gated_forms import H, Sources, forms_in_backward, halves
 from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
 from .gated_products import Products, products_of
@@ -115,9 +115,7 @@ def _fprop(
     return products.fprop(x, w_row, bias, read.plan), saved if read.plan.needs[0] else ()
 
 
-class _GatedMLP(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _GatedMLP(FP8Function):
     @staticmethod
     def forward(
         ctx: Any,

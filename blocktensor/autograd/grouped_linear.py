@@ -33,7 +33,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .check_operands import refuse_prepared
 from .grouped_plan import GroupedPlan, plan_grouped
 from .high_precision import grouped_wgrad
@@ -176,9 +176,7 @@ def forms_of(
     )
 
 
-class _GroupedLinear(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _GroupedLinear(FP8Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -27,7 +27,7 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import saved_weight
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .check_operands import refuse_prepared
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, Plan, plan_linear
@@ -115,9 +115,7 @@ def _dgrad_and_wgrad(
     return dx, gemm(g_col, x, None, w_dtype)
 
 
-class _Linear(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _Linear(FP8Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, *cast: Tensor

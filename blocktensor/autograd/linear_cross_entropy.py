@@ -30,7 +30,7 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .high_precision import wgrad
 from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
@@ -144,6 +144,9 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
         )
     if chunk is not None and (type(chunk) is not int or chunk < 1 or chunk % BLOCK):
         raise ValueError(f"chunk_size={chunk!r}: expected a positive multiple of {BLOCK} tokens")
+    if not isinstance(loss.ignore_index, int):
+        kind = type(loss.ignore_index).__name__
+        raise TypeError(f"ignore_index is a {kind}: expected the index of a class, an int")
     smoothing: Any = loss.label_smoothing
     if not isinstance(smoothing, Real):
         raise TypeError(
@@ -160,9 +163,7 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
         )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _LinearCrossEntropy(FP8Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -243,17 +244,18 @@ def _gradients(
     grads.clear()
     dx, dw, dbias = (x if needed else None for x, needed in zip(made, asked, strict=False))
     grad = grad if unit is None else grad / unit
+    added = None
     if dw is not None and ctx.cache is not None and ctx.cache.main_grad is not None:
         buffer = where_to_add(ctx, ctx.cache.main_grad)
         if buffer is not None:
             buffer.addcmul_(dw, grad)
-            dw = in_place_of_added(buffer, torch.float32)
+            dw, added = None, in_place_of_added(buffer, plan.w_dtype)
     dtypes = plan.x_dtype, plan.w_dtype, plan.bias_dtype
-    scaled = (
+    dx, dw, dbias = (
         None if x is None else (x * grad).to(dtype)
         for x, dtype in zip((dx, dw, dbias), dtypes, strict=True)
     )
-    return *scaled, None, None, None, None, None
+    return dx, added if dw is None else dw, dbias, None, None, None, None, None
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

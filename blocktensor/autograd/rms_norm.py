@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from ..ops.norm.ops import gradients, normalize, rstd_of
@@ -18,7 +17,7 @@ from ..ops.producers.norm_ops import normalized
 from ..ops.producers.norm_reference import rms_norm as eager
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .backward import Gradients, run_backward
+from .backward import FP8Function, Gradients, run_backward
 from .quantize import quantize
 
 
@@ -56,10 +55,8 @@ def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     return made
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(FP8Function):
     """The norm: in FP8 if there is a recipe, else plain."""
-
-    boxed_grads_call = True
 
     @staticmethod
     def forward(

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import functional
+from blocktensor.autograd.backward import FP8Function
 from blocktensor.ops import reference
 from tests.support.groups import ends
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
@@ -214,6 +216,24 @@ def test_every_hook_of_the_node_sees_the_gradient_and_may_change_it(name: str) -
     got = torch.autograd.grad(y, leaves, grad)
     for a, b in zip((*seen, *got), (grad, 2 * grad, *wanted), strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_autograd_gives_the_bits_of_autograd(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FP8Function, "boxed_grads_call", True)  # from its first use on False
+    run, leaves, _ = samples()[name]
+    grad = randn(*run(*leaves).shape, seed=5)
+    run(*leaves).backward(grad)
+    wanted = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    y = run(*leaves)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        y.backward(grad)
+    for x, each in zip(leaves, wanted, strict=True):
+        assert_same(x.grad, each)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "linear_cross_entropy"])

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import stage
 
 from blocktensor import Recipe, functional
 from blocktensor.ops.cast.ops import quantize_both
@@ -22,6 +21,7 @@ from tests.support.experts import grads, sample, stack
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.ranks import on_ranks
+from tests.support.split_backward import backward_in_halves, needs_halves
 
 N, K, M = 200, 300, 40
 
@@ -228,7 +228,13 @@ def test_other_buffers_of_a_stack_are_refused() -> None:
     assert w.main_grad is None
 
 
-@pytest.mark.parametrize("kind", ["linear", "grouped", "transposed", "gated", "high_precision"])
+# Split backwards
+
+
+@needs_halves
+@pytest.mark.parametrize(
+    "kind", ["linear", "grouped", "transposed", "a transpose", "gated", "high_precision"]
+)
 def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
     """As pipelining's zero-bubble schedules split it: the buffers are those of a whole backward."""
     x, _, offs = sample("ragged")
@@ -238,6 +244,8 @@ def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
     run: Callable[..., Tensor] = lambda x, w: functional.grouped_linear(x, w, offs)  # noqa: E731
     if kind == "transposed":
         run = lambda x, w: torch._grouped_mm(x, w, offs=offs)  # noqa: E731
+    if kind == "a transpose":
+        run = lambda x, w: F.grouped_mm(x, w.transpose(-2, -1), offs=offs)  # noqa: E731
     if kind in ("linear", "high_precision"):
         made = linear(N, leaf.shape[1], **({"recipe": recipe} if kind != "linear" else {}))
         weights, run = [made.weight], F.linear
@@ -253,11 +261,60 @@ def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
             y = run(leaf, *weights)
             grad = randn(*y.shape, seed=step, dtype=y.dtype)
             if split:
-                _, groups = stage.stage_backward_input([y], [grad], [leaf], iter(weights))
-                stage.stage_backward_weight(iter(weights), groups)
+                backward_in_halves(y, grad, leaf, weights)
             else:
                 y.backward(grad)
         assert all(w.grad is None for w in weights)
         found.append([w.main_grad for w in weights])
     for a, b in zip(*found, strict=True):
         assert_same(a, b)
+
+
+USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
+    "a linear": F.linear,
+    "a view": lambda x, w, bias: x @ w + bias,
+    "a linear and a view": lambda x, w, bias: F.linear(x, w, bias) @ w,
+    "a linear and a penalty": lambda x, w, bias: (
+        F.linear(x, w, bias) + w.high_precision().square().mean()
+    ),
+    "two linears": lambda x, w, bias: F.linear(torch.tanh(F.linear(x, w)), w, bias),
+    "two linears of a copy": lambda x, w, bias: F.linear(
+        F.linear(x.float(), w.float()), w.float(), bias.float()
+    ),
+}
+"""Of a weight and a bias that have a ``main_grad``."""
+
+
+@needs_halves
+@pytest.mark.parametrize("use", USES)
+def test_a_split_backward_adds_to_grad_what_a_whole_one_does(use: str) -> None:
+    """The gradients that no buffer takes."""
+    found = []
+    for split in (False, True):
+        module, x = linear(K, K, bias=True), randn(M, K, grad=True)
+        parameters: list[Any] = [module.weight, module.bias]
+        for p in parameters:
+            p.main_grad = torch.zeros(p.shape)
+        for step in range(2):
+            y = USES[use](x, *parameters)
+            grad = randn(M, K, seed=step, dtype=y.dtype)
+            if split:
+                backward_in_halves(y, grad, x, parameters)
+            else:
+                y.backward(grad)
+        found.append([x.grad, *(t for p in parameters for t in (p.grad, p.main_grad))])
+    for whole, halves in zip(*found, strict=True):
+        assert whole is halves is None or torch.equal(whole, halves)
+
+
+@needs_halves
+def test_a_hook_of_a_split_backward_gets_zeros() -> None:
+    """In place of a gradient that went to a buffer."""
+    module, x, seen = linear(N, K), randn(M, K, grad=True), []
+    module.weight.main_grad = torch.zeros(N, K)
+    module.weight.register_hook(lambda grad: seen.append(grad.abs().sum() + grad.numel()))
+    y = module(x)
+    backward_in_halves(y, randn(*y.shape), x, [module.weight])
+    assert seen == [N * K]
+    assert module.weight.grad is None
+    assert module.weight.main_grad.any()

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.backward import Gradients, run_backward
+from ...autograd.backward import FP8Function, Gradients, run_backward
 from ...autograd.linear import (
     dgrad,
     forms_of,
@@ -78,9 +78,7 @@ def colwise_linear(
         return y
 
 
-class _Colwise(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _Colwise(FP8Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.backward import Gradients, run_backward
+from ...autograd.backward import FP8Function, Gradients, run_backward
 from ...autograd.linear import (
     dgrad,
     forms_of,
@@ -83,9 +83,7 @@ def rowwise_linear(
         return y
 
 
-class _Rowwise(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _Rowwise(FP8Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...autograd.backward import Gradients, run_backward
+from ...autograd.backward import FP8Function, Gradients, run_backward
 from ...autograd.check_operands import autocast_dtype
 from ...autograd.quantize import cast_activation
 from ...ops.cast.ops import quantize_forms
@@ -100,9 +99,7 @@ def prepare(
     return made
 
 
-class _Prepare(torch.autograd.Function):
-    boxed_grads_call = True
-
+class _Prepare(FP8Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, recipe: Recipe, tokens: TokenShards | None, reduction: Reduction

@@ -30,6 +30,7 @@ from tests.support.expert_parallel import (
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
+from tests.support.split_backward import backward_in_halves, needs_halves
 
 K, N = 192, 256
 FLOAT = torch.float32
@@ -161,6 +162,32 @@ def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
         before = [buffer.clone() for buffer in buffers]
         blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
         assert all(map(torch.equal, buffers, before))
+
+
+@needs_halves
+@pytest.mark.parametrize("of_local_part", [False, True])
+@on_ranks(2, gpus=())
+def test_main_grad_of_a_cut_stack_in_a_split_backward(
+    world: int, device: str, of_local_part: bool
+) -> None:
+    found = []
+    for split in (False, True):
+        model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh_of(world, device))
+        weights = list(model.parameters())
+        buffers = [torch.zeros_like(local_values(p)) for p in weights]
+        for p, buffer in zip(weights, buffers, strict=True):
+            (p.to_local() if of_local_part else p).main_grad = buffer
+        x = randn(40, K, dtype=FLOAT, grad=True)
+        for seed in range(2):
+            y = model(x, torch.tensor([20, 20]))
+            grad = randn(*y.shape, seed=seed, dtype=y.dtype)
+            if split:
+                backward_in_halves(y, grad, x, weights)
+            else:
+                y.backward(grad)
+        assert all(p.grad is None for p in weights)
+        found.append(buffers)
+    assert all(map(torch.equal, *found))
 
 
 def by_sgd(p: Any) -> None:
