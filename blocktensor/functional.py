@@ -226,6 +226,7 @@ def rms_norm(
         TypeError, ValueError: an unknown kind; shapes, dtypes or devices that do not fit.
     """
     _check(recipe, {"x": x, "weight": weight})
+    checks.number(eps, "eps")
     recipe = recipe or DEFAULT_RECIPE
     checks.high_precision(x, "x")
     checks.high_precision(weight, "the weight of a norm")
@@ -296,8 +297,8 @@ def _check(
 ) -> None:
     """Raise TypeError for what is no tensor, or no recipe; ``optional`` may be None."""
     for name, x in (*needed.items(), *(optional or {}).items()):
-        if not isinstance(x, Tensor) and (x is not None or name in needed):
-            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+        if x is not None or name in needed:
+            checks.tensor(x, name)
     is_recipe(recipe)
 
 

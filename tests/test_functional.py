@@ -180,6 +180,16 @@ def test_operands_that_are_no_tensors_are_refused(name: str) -> None:
     assert torch.equal(*values)
 
 
+def test_a_cast_of_what_is_no_tensor() -> None:
+    for x in (None, [1.0]):
+        with pytest.raises(TypeError, match=rf"x is a {type(x).__name__}: expected a tensor"):
+            functional.quantize(x)
+    with pytest.raises(TypeError, match=r"recipe='fast' is a str: expected a blocktensor\.Recipe"):
+        functional.quantize(X, "fast")
+    made, wanted = functional.quantize(X, None), functional.quantize(X)
+    assert torch.equal(made.dequantize(), wanted.dequantize())
+
+
 @pytest.mark.parametrize("option", ["recompute", "store_fp8"])
 def test_options_of_gated_functions_are_booleans(option: str) -> None:
     for run in (
@@ -191,6 +201,10 @@ def test_options_of_gated_functions_are_booleans(option: str) -> None:
 
 
 def test_dtypes_that_a_norm_and_a_loss_do_not_take() -> None:
+    with pytest.raises(TypeError, match=r"eps='x' is a str: expected a number"):
+        functional.rms_norm(X, NORM, eps="x")
+    with pytest.raises(TypeError, match=r"ignore_index is a float: expected the index of a class"):
+        functional.linear_cross_entropy(X, W, TARGET, ignore_index=0.5)
     with pytest.raises(TypeError, match=r"x has dtype torch\.int32"):
         functional.rms_norm(X.int(), NORM)
     with pytest.raises(TypeError, match=r"the weight of a norm has dtype torch\.int32"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .grouped_linear import grouped_linear
+from .product_calls import plus
 
 
 def is_weight(x: Tensor) -> bool:
@@ -60,38 +61,26 @@ def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(input, weight, offs.to(torch.int32))
 
 
-def bmm(input: Tensor, mat2: Tensor, *, out: Any = None, out_dtype: Any = None) -> Tensor:
+def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
     """``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
-    return _bmm(input, mat2, None, out, out_dtype)
+    return _bmm(input, mat2, None)
 
 
 def baddbmm(
-    input: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-    out: Any = None,
-    out_dtype: Any = None,
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
 ) -> Tensor:
     """``torch.baddbmm``; one row ``[E, 1, N]`` that is added as it is joins the product."""
     as_bias = is_stack(batch2) and input.shape == (len(batch2), 1, batch2.shape[2])
     if as_bias and beta == 1 and alpha == 1:
-        return _bmm(batch1, batch2, input.squeeze(1), out, out_dtype)
-    return _bmm(batch1, batch2, None, out, out_dtype).mul(alpha).add(input, alpha=beta)
+        return _bmm(batch1, batch2, input.squeeze(1))
+    return plus(_bmm(batch1, batch2, None), input, beta, alpha)
 
 
-def _bmm(a: Tensor, b: Tensor, bias: Tensor | None, out: Any, out_dtype: Any) -> Tensor:
-    if out is not None or out_dtype is not None:
-        raise NotImplementedError(
-            "FP8 products return a new tensor of the input's dtype: out= and out_dtype= are not "
-            "supported"
-        )
+def _bmm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if a.ndim != 3 or b.ndim != 3 or is_stack(a) == is_stack(b):
         _refuse(a, b)
     if is_stack(a):  # a stack on the left: (bᵀ aᵀ)ᵀ
-        return _bmm(b.transpose(1, 2), a.transpose(1, 2), None, None, None).transpose(1, 2)
+        return _bmm(b.transpose(1, 2), a.transpose(1, 2), None).transpose(1, 2)
     (experts, tokens, k), n = a.shape, b.shape[2]
     if b.shape[:2] != (experts, k):
         raise ValueError(

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ..ops import checks
 from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import must_dispatch
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
-def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
+def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
     """Cast an activation ``x[..., K]`` once, for several linears to share (q, k, v; gate, up).
 
     Both forms are made from one read. Differentiable: the gradient passes straight through.
@@ -23,14 +24,16 @@ def quantize(x: Tensor, recipe: Recipe = DEFAULT_RECIPE) -> BlockwiseFP8Tensor:
         x: bf16, fp16 or fp32, ``[..., K]``. With ``Recipe(wgrad_input="high_precision")`` the
             result refers to it, and it must not be changed in place before the linears run.
         recipe: that of the weights it will meet, at least in ``scale`` and, if they are trained,
-            in ``wgrad_input``.
+            in ``wgrad_input``; default ``Recipe()``.
 
     Raises:
-        TypeError, ValueError: another dtype, or a scalar.
+        TypeError, ValueError: another type or dtype, or a scalar.
     """
+    is_recipe(recipe)
     if isinstance(x, BlockwiseFP8Tensor):
         return x
-    return _Quantize.apply(x, recipe)
+    checks.tensor(x, "x")
+    return _Quantize.apply(x, recipe or DEFAULT_RECIPE)
 
 
 def cast_activation(x: Tensor, recipe: Recipe, columnwise: bool = True) -> BlockwiseFP8Tensor:

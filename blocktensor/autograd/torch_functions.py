@@ -34,6 +34,7 @@ from .grouped_functions import (
 )
 from .linear import linear
 from .linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from .product_calls import IN_PLACE, in_all_forms, plus
 from .torch_callers import BY_CALLER
 
 
@@ -41,17 +42,16 @@ def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return linear(input, weight, bias)
 
 
-def _matmul_override(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    if out is not None:
-        raise NotImplementedError("FP8 products return a new tensor: out= is not supported")
+def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
     if other.ndim == 2 and not is_weight(input):
         return linear(input, other.t())
     if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
         return bmm(input, other)
     if input.ndim == 2 and other.ndim == 1 and is_weight(input):  # w v
         return linear(other, input)
-    if input.ndim == 2 and other.ndim == 2:  # a weight on the left: (bᵀ wᵀ)ᵀ
-        return linear(other.t(), input).t()
+    if input.ndim == 2 and other.ndim > 1 and is_weight(input) and not is_stack(other):
+        # a weight on the left: (bᵀ wᵀ)ᵀ
+        return linear(other.transpose(-1, -2), input).transpose(-1, -2)
     raise NotImplementedError(
         f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
         f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
@@ -65,13 +65,11 @@ def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
 
 
 def _addmm_override(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
 ) -> Tensor:
-    as_bias = input.ndim == 1 and beta == 1 and alpha == 1
-    if as_bias and out is None and not is_weight(mat1):
+    if input.ndim == 1 and beta == 1 and alpha == 1 and not is_weight(mat1):
         return linear(mat1, mat2.t(), input)
-    product = _matmul_override(mat1, mat2, out=out)
-    return product.mul(alpha).add(input, alpha=beta)
+    return plus(_matmul_override(mat1, mat2), input, beta, alpha)
 
 
 def _linear_cross_entropy_override(
@@ -178,10 +176,10 @@ _PRODUCTS_WITHOUT_FP8 = {
     F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
     torch.linalg: "matmul multi_dot vecdot",
     torch.sparse: "mm addmm",
-    Tensor: "inner addbmm addmv dot vdot addmm_ addmv_ baddbmm_ addbmm_",
+    Tensor: "inner addbmm addmv dot vdot addmv_ addbmm_",
 }
 
-OVERRIDES: dict[Any, Callable[..., Any]] = {
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear_override,
     torch.mm: _matmul_override,
     Tensor.mm: _matmul_override,
@@ -193,6 +191,21 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: _rmatmul_override,
     torch.addmm: _addmm_override,
     Tensor.addmm: _addmm_override,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.baddbmm: baddbmm,
+    Tensor.baddbmm: baddbmm,
+    **IN_PLACE,
+    **{
+        getattr(namespace, name): _no_fp8_path(name)
+        for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
+        for name in names.split()
+        if hasattr(namespace, name)  # torch versions differ
+    },
+}
+
+OVERRIDES: dict[Any, Callable[..., Any]] = {
+    **{func: in_all_forms(func, override) for func, override in _PRODUCTS.items()},
     # torch 2.13
     **(
         {F.linear_cross_entropy: _linear_cross_entropy_override}
@@ -200,10 +213,6 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
         else {}
     ),
     torch._grouped_mm: grouped_mm,
-    torch.bmm: bmm,
-    Tensor.bmm: bmm,
-    torch.baddbmm: baddbmm,
-    Tensor.baddbmm: baddbmm,
     TRANSFORMERS_FALLBACK: grouped_mm_fallback,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
@@ -214,11 +223,5 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     },
     **BY_CALLER,
     **BACKWARD_CALLS,
-    **{
-        getattr(namespace, name): _no_fp8_path(name)
-        for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
-        for name in names.split()
-        if hasattr(namespace, name)  # torch versions differ
-    },
 }
 """Torch functions of all FP8 types."""

@@ -50,6 +50,22 @@ def staging(folder: Path) -> Iterator[Path]:
             shutil.rmtree(made, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Name ``folder`` in errors of a full disk, which name no file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(
+            f"{folder} was not written ({error}), and nothing has changed there: free space on its "
+            f"disk, or choose another folder"
+        ) from error
+
+
 def holds_nothing(folder: Path) -> bool:
     """Whether a folder is empty, or holds only what a killed save has left."""
     names = set(os.listdir(folder))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.module_names import is_module
 from ..model.pretrained_models import follow_pretrained_models
 from ..model.state_dict import register_state_hooks
 from ..ops import checks
@@ -78,6 +79,7 @@ def load_fp8(
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
     """
     require_safetensors()
+    is_module(model, "load_fp8")
     folder = Path(path)
     entries = entries_of(folder)
     return load_entries(model, folder, entries, strict=strict, device=device, recipe=recipe)

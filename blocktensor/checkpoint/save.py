@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..model.experts import stacks_of
+from ..model.module_names import is_module
 from ..ops.cast.ops import quantize_rowwise
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .digests import THREADS, header_digest, tensor_digest
-from .in_place import flush, holds_nothing, put_in_place, staging, umask, write_json
+from .in_place import flush, holds_nothing, naming, put_in_place, staging, umask, write_json
 from .names import EXPERT_NAMES, Spelling, chosen, module_names, spellings
 from .on_disk import (
     CONFIG,
@@ -113,9 +114,11 @@ def save_fp8(
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
         NotImplementedError: a sharded model.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
+        OSError: it cannot be written: the disk is full, say. Nothing has changed then.
         TimeoutError: other processes kept on replacing the same checkpoint for a minute.
     """
     require_safetensors()
+    is_module(model, "save_fp8")
     if spelling not in SCALE_SUFFIXES:
         raise ValueError(f"spelling={spelling!r}: expected one of {', '.join(SCALE_SUFFIXES)}")
     if expert_names not in EXPERT_NAMES:
@@ -140,12 +143,13 @@ def save_fp8(
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging(folder) as made:
-        _write_parts(made, _parts(tensors, names), spelling, max_shard_bytes)
-        formats = [x.format for x in fp8.values()]
-        plain = module_names(names, _plain_weights(model, fp8))
-        described = quantization_config(spelling, plain, formats)
-        entries = _config_of(model) if config is None else dict(config)
-        write_json(made / CONFIG, {**entries, "quantization_config": described})
+        with naming(folder):
+            _write_parts(made, _parts(tensors, names), spelling, max_shard_bytes)
+            formats = [x.format for x in fp8.values()]
+            plain = module_names(names, _plain_weights(model, fp8))
+            described = quantization_config(spelling, plain, formats)
+            entries = _config_of(model) if config is None else dict(config)
+            write_json(made / CONFIG, {**entries, "quantization_config": described})
         put_in_place(made, folder)
     return Path(path)
 

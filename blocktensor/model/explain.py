@@ -128,9 +128,10 @@ def explain(
                 products += _products(label, shape, kinds, casts, bias, dtype, weight.dtype, where)
         return Explanation(tuple(products), _fast_path(devices))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for shape in model_or_shapes:
-        if len(shape) != 3:
-            raise ValueError(f"shape {tuple(shape)}: expected (M tokens, N out, K in)")
+    shapes: Sequence[Any] = model_or_shapes
+    for shape in shapes:
+        if not isinstance(shape, Sequence) or len(shape) != 3:
+            raise ValueError(f"shape {shape!r}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
         products += _products(label, shape, kinds, recipe, None, dtype, dtype, where)
     return Explanation(tuple(products), _fast_path({where}))

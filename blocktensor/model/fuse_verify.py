@@ -9,6 +9,7 @@ module that reads its own sizes, and raises for others, runs with them.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -221,6 +222,10 @@ def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def kept_random_numbers(x: Tensor) -> Iterator[None]:
-    """Leave torch's random numbers as they were."""
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        yield
+    """Leave the random numbers of torch and Python as they were."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            yield
+    finally:
+        random.setstate(state)

@@ -13,31 +13,44 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..autograd import whole_functions
+from .forward_reads import Read, described, has_changed, is_traced, reads_of
 
 
 class Code:
-    """The functions that the forward of a module ran when it was verified.
+    """What the forward of a module ran and read when it was verified.
 
     Attributes:
-        functions: those; None in a pickled copy.
-        names: their modules and names.
+        functions: the methods that it ran; None in a pickled copy.
+        reads: what they read by name; empty in a pickled copy.
+        is_traced: whether Dynamo can compare and guard that.
+        names: what copies in other processes have in common with both.
     """
 
-    def __init__(self, functions: tuple[Any, ...] | None, names: Any = None) -> None:
-        self.functions = functions
+    def __init__(
+        self, functions: tuple[Any, ...] | None, reads: tuple[Read, ...] = (), names: Any = None
+    ) -> None:
+        self.functions, self.reads = functions, reads
+        self.is_traced = all(map(is_traced, reads))
         self.names = names or [
-            (getattr(x, "__module__", ""), getattr(x, "__qualname__", "")) for x in functions or ()
+            *(
+                (getattr(x, "__module__", ""), getattr(x, "__qualname__", ""))
+                for x in functions or ()
+            ),
+            *map(described, reads),
         ]
 
     def __deepcopy__(self, memo: Any) -> Code:
-        return self
+        """Of a copy of a module, which holds what was copied before: its modules and settings."""
+        reads = [Read(memo.get(id(x), x), name, memo.get(id(y), y)) for x, name, y in self.reads]
+        return Code(self.functions, tuple(reads), self.names)
 
     def __reduce__(self) -> Any:
-        return Code, (None, self.names)
+        return Code, (None, (), self.names)
 
 
 class Fused(nn.Module):
@@ -53,21 +66,26 @@ class Fused(nn.Module):
     def parts_to_run(self) -> Any:
         """Return the parts of :func:`set_parts`; None if the module's own forward has to run.
 
-        It has to run if the code that was verified was replaced since, on the class of this module
-        or of one in it, and under a TorchFunctionMode, which may change what ops do.
+        It has to run if the code that was verified, or what that reads, has changed since, and
+        under a TorchFunctionMode, which may change what ops do.
         """
-        code = None if self._fused_code is None else self._fused_code.functions
-        if code is None or _function_modes():
+        code = self._fused_code
+        if code is None or code.functions is None or _function_modes():
             return None
-        for was, now in zip(code, _functions(self), strict=False):
+        for was, now in zip(code.functions, _functions(self), strict=False):
             if was is not now:
+                return None
+        if is_dynamo_compiling() and not code.is_traced:
+            return None
+        for read in code.reads:
+            if has_changed(read):
                 return None
         return self._fused_parts
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         if self._fused_parts is not None:
-            was, now = self._fused_code, Code(_functions(self))
+            was, now = self._fused_code, _code(self)
             if was is None or (was.functions is None and was.names == now.names):
                 self.__dict__["_fused_code"] = now
 
@@ -88,7 +106,7 @@ def set_parts(module: nn.Module, kind: type[Fused], parts: Any) -> None:
     if not isinstance(module, kind):
         module.__class__ = _fused(type(module), kind)
     module.__dict__["_fused_parts"] = parts
-    module.__dict__["_fused_code"] = Code(_functions(module))
+    module.__dict__["_fused_code"] = _code(module)
 
 
 def remove_parts(module: nn.Module) -> None:
@@ -114,6 +132,10 @@ def own_forward(module: nn.Module) -> Any:
     return module.forward
 
 
+def _code(module: Any) -> Code:
+    return Code(_functions(module), reads_of(module, module._class_before.forward))
+
+
 def _functions(module: Any) -> tuple[Any, ...]:
     """Return the module's own forward, and the methods by which it calls the modules in it."""
     inner = [type(child) for child in module._modules.values()]
@@ -136,7 +158,13 @@ def _fused(before: type[nn.Module], kind: type[Fused]) -> type[Fused]:
     if found is not None:
         return found
     names = {name: getattr(before, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(before.__name__, (kind, before), {**names, "_class_before": before})
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # a wrapper may hold this, bound to a module that has left the class since
+        return (kind if isinstance(self, kind) else before).forward(self, *args, **kwargs)
+
+    own = {**names, "forward": forward, "_class_before": before}
+    made = type(before.__name__, (kind, before), own)
     return _FUSED.setdefault((before, kind), made)
 
 

@@ -151,6 +151,8 @@ def why_other_activation(module: nn.Module, parts: GatedParts) -> str | None:
         if act is not parts.act_value:
             return f"{name} was replaced"
         if isinstance(act, nn.Module):
+            if "forward" in act.__dict__:
+                return f"{name} has a forward of its own"
             for kind in _HOOKS:
                 if any(map(_is_of_users, act.__dict__[kind].values())):
                     return f"{name} has hooks"

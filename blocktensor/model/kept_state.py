@@ -6,21 +6,25 @@ form would gather none.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .forward_reads import closure_of, names_in
 from .fused_class import Fused
 
 _CONTAINERS = dict, list, deque, set
 _NOT_SEARCHED = nn.Module, type, ModuleType, logging.Logger
 _MISSING = object()
+_CONTENT = object()
+"""The key of what a tensor, an array or a generator holds."""
 
 
 @contextmanager
@@ -31,7 +35,8 @@ def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
         A function that names what has changed so far, other than modes; empty if nothing has.
     """
     before = [(name, holder, _items(holder)) for name, holder in _holders(module)]
-    values = [
+    values = [(x, copy.deepcopy(x)) for _, x, _ in before if _is_array(x)]
+    values += [
         (x, x.clone())
         for _, x, _ in before
         if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
@@ -51,7 +56,7 @@ def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
             _restore(holder, items)
         for x, old in values:
             with torch.no_grad():
-                x.copy_(old)
+                x.copy_(old) if isinstance(x, Tensor) else x.__setitem__(..., old)
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
@@ -78,9 +83,26 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
             todo += [(name, held) for held in x]
         elif isinstance(x, FunctionType):
             todo += _read_by(x)
-        elif not isinstance(x, _NOT_SEARCHED) and hasattr(x, "__dict__"):
-            todo.append((name, vars(x)))
+        elif _is_array(x) or isinstance(x, torch.Generator):
+            found[id(x)] = name, x
+        elif not isinstance(x, _NOT_SEARCHED):
+            todo.append((name, getattr(x, "__dict__", None)))
+            if slots := _slots(x):
+                found[id(x)] = name, x
+                todo += [(name, getattr(x, slot)) for slot in slots]
     return list(found.values())
+
+
+def _is_array(x: Any) -> bool:
+    """Whether ``x`` is an array of NumPy, which may not be installed."""
+    return type(x).__module__ == "numpy" and type(x).__name__ == "ndarray"
+
+
+def _slots(x: Any) -> list[str]:
+    """The attributes of an object that are in no dictionary."""
+    named = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [y for each in named for y in ([each] if isinstance(each, str) else each)]
+    return [name for name in names if not name.startswith("__") and hasattr(x, name)]
 
 
 def _is_of_users(kind: type) -> bool:
@@ -90,40 +112,48 @@ def _is_of_users(kind: type) -> bool:
 
 def _read_by(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of a function's closure, and the globals it reads, with names."""
-    code = function.__code__
-    names = [(name, function.__globals__.get(name)) for name in code.co_names]
-    read = [(name, x) for name, x in names if not isinstance(x, FunctionType)]
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it may be empty
-            read.append((name, cell.cell_contents))
-    return read
+    names = names_in(function.__code__)
+    read = [(name, x) for name, x in function.__globals__.items() if name in names]
+    return [
+        *((name, x) for name, x in read if not isinstance(x, FunctionType)),
+        *closure_of(function),
+    ]
 
 
 def _items(holder: Any) -> dict[Any, Any]:
-    """Return the contents of ``holder`` by key; of a tensor its version."""
+    """Return what ``holder`` holds, by key; of a tensor its version."""
     if isinstance(holder, Tensor):
-        return {"": 0 if holder.is_inference() else holder._version}
+        return {_CONTENT: 0 if holder.is_inference() else holder._version}
     if isinstance(holder, type):
         return {key: x for key, x in vars(holder).items() if not key.startswith("__")}
+    if _is_array(holder):
+        return {_CONTENT: holder.tobytes()}
+    if isinstance(holder, torch.Generator):
+        return {_CONTENT: tuple(holder.get_state().tolist())}
+    if not isinstance(holder, _CONTAINERS):
+        return {key: getattr(holder, key) for key in _slots(holder)}
     return dict(holder if isinstance(holder, dict) else enumerate(holder))
 
 
 def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
-    """The keys of what is not the same object or number in both."""
+    """The keys of what is not the same object, number or content in both."""
 
     def same(key: Any) -> bool:
         a, b = old.get(key, _MISSING), new.get(key, _MISSING)
-        return a is b or (type(a) is type(b) is int and a == b)
+        return a is b or ((type(a) is type(b) is int or key is _CONTENT) and a == b)
 
     return [key for key in dict.fromkeys((*old, *new)) if not same(key)]
 
 
 def _restore(holder: Any, items: dict[Any, Any]) -> None:
-    """Put ``items`` back into ``holder``; values of tensors are restored elsewhere."""
+    """Put ``items`` back into ``holder``; values of tensors and arrays are restored elsewhere."""
     changed = _differing(items, _items(holder))
-    if not changed or isinstance(holder, Tensor):
+    if not changed or isinstance(holder, Tensor) or _is_array(holder):
         return
-    if isinstance(holder, type):
+    if isinstance(holder, torch.Generator):
+        holder.set_state(torch.tensor(items[_CONTENT], dtype=torch.uint8))
+        return
+    if not isinstance(holder, _CONTAINERS):  # attributes of a class, or slots
         for key in changed:
             setattr(holder, key, items[key]) if key in items else delattr(holder, key)
         return

@@ -11,6 +11,7 @@ from torch import nn
 from ..text_table import collapse, text_table
 from .input_group import InputGroup
 from .linears import fp8_part, is_linear
+from .module_names import is_module
 from .product_weights import fp8_weights
 
 
@@ -72,8 +73,10 @@ def share_inputs(model: nn.Module) -> SharingReport:
         The report; ``print`` it after a run. Its ``.remove()`` ends the sharing.
 
     Raises:
+        TypeError: what is no module.
         ValueError: no linear of the model is converted.
     """
+    is_module(model, "share_inputs")
     owned = _owned(model)
     if not owned:
         raise ValueError(

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -29,11 +30,14 @@ def weights_to_skip(
         TypeError: patterns that are not a sequence of str.
         ValueError: a pattern that names no weight that could be converted.
     """
-    if isinstance(patterns, str):
+    given: Any = patterns
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        example = given if isinstance(given, str) else "*.router"
         raise TypeError(
-            f"skip={patterns!r} is a str: expected a list of patterns, e.g. [{patterns!r}]"
+            f"skip={given!r} is a {type(given).__name__}: expected a list of patterns, e.g. "
+            f"[{example!r}]"
         )
-    patterns = tuple(patterns)
+    patterns = tuple(given)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(

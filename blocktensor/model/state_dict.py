@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.trainable import FP8Shard
@@ -25,6 +26,15 @@ def register_state_hooks(module: nn.Module) -> None:
     if _plain_shards not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_plain_shards)
         module.register_load_state_dict_pre_hook(_wrap_loaded_weights)
+
+
+def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Of every parameter that a module is given: a new linear may take over an FP8 weight."""
+    if fp8_part(parameter) is not None:
+        register_state_hooks(module)
+
+
+register_module_parameter_registration_hook(_join)
 
 
 def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

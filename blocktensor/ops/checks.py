@@ -121,6 +121,18 @@ def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
         )
 
 
+def tensor(x: object, name: str) -> None:
+    """``x`` is a tensor, else TypeError."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+
+
+def number(x: object, name: str) -> None:
+    """``x`` is a number, else TypeError."""
+    if not isinstance(x, (int, float)):
+        raise TypeError(f"{name}={x!r} is a {type(x).__name__}: expected a number")
+
+
 def gemm_output(out_dtype: dtype) -> None:
     """The output dtype is bf16, fp16 or fp32, else TypeError."""
     if out_dtype not in HIGH_PRECISION:

@@ -14,7 +14,7 @@ from ..ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from .base import only_dtype
 from .fp8_tensor import BlockwiseFP8Tensor
 from .module_apply import converts_a_model
-from .refusals import refuse, refuse_to_pick
+from .refusals import refuse, refuse_bytes, refuse_to_pick
 
 aten = torch.ops.aten
 
@@ -94,6 +94,7 @@ def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
 
 def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, BlockwiseFP8Tensor):
+        refuse_bytes(x, source)
         refuse(func)
     if not isinstance(x, BlockwiseFP8Tensor):
         if not source.format.transposes:
@@ -106,7 +107,8 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     if x.shape != source.shape or x.formats != source.formats:
         raise ValueError(
             f"copy_ between BlockwiseFP8Tensors needs one shape, block_shape and scale rounding: "
-            f"got {source!r} for {x!r}"
+            f"got {source!r} for {x!r}; convert both models with one recipe, or copy "
+            f"source.dequantize()"
         )
     if x.rowwise_data is not None:
         _copy_form(x.rowwise(), source.rowwise(), non_blocking)

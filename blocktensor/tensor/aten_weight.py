@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
+from ..ops.runtime.specialize import PLAIN
 from .aot_autograd import share_storage
-from .base import on_master, only_dtype, view_of_its_kind
+from .base import FP8Base, on_master, only_dtype, view_of_its_kind
 from .late_copy import LateCopy
 from .module_apply import converts_a_model
-from .refusals import refuse_to_pick
+from .refusals import refuse_bytes, refuse_to_pick
 from .weight import BlockwiseFP8Weight
 from .weight_cache import FP8Cache
 
@@ -62,7 +63,10 @@ def _swapped(w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
 def _late(cache: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
     like = cache.source.master  # a copy is laid out as its dense source
     like = like.transpose(-1, -2) if transposed else like
-    return BlockwiseFP8Weight.without_master(like, cache.dtype, cache, transposed)
+    made = BlockwiseFP8Weight.without_master(like, cache.dtype, cache, transposed)
+    if transposed and type(like) not in PLAIN:
+        made.traced = cache.values().transpose(-1, -2)
+    return made
 
 
 @_view
@@ -167,6 +171,13 @@ def _joined(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return BlockwiseFP8Weight(out, weights[0].recipe)
 
 
+def _copied(func: Any, w: Tensor, source: Tensor, *args: Any) -> Tensor:
+    if isinstance(w, BlockwiseFP8Weight) and not isinstance(source, FP8Base):
+        refuse_bytes(w, source)
+    written: Tensor = on_master(func, (w, source, *args), {})
+    return written
+
+
 def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
     source = args[0] if args else None
     if not isinstance(source, Tensor) or source.shape != w.shape:
@@ -233,6 +244,7 @@ WEIGHT_VIEWS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _joined,
     aten.stack.default: _joined,
     aten.clone.default: _copy,
+    aten.copy_.default: _copied,
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _copy,
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.compiler import is_compiling
 from .accelerate_internals import address_of_bytes, names_by_address
 from .aot_autograd import plain_tangent
 from .module_of_error import name_module
+from .package_source import source_key
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
@@ -26,15 +26,6 @@ An op of another library, which may not be imported yet, goes by its name.
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 _GRAD: Any = Tensor.grad  # the descriptor
-
-
-@functools.cache
-def _version() -> str:
-    """Version of this package, on which the code that compilers make of it depends."""
-    try:
-        return importlib.metadata.version("blocktensor")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def without_memory(wrapper: Any) -> Any:
@@ -109,12 +100,16 @@ class FP8Base(Tensor):
         return count
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce as any tensor does, but for the device: that of the parts, as they are loaded."""
+        """Reduce as any tensor does, but for the device: that of the parts, as they are loaded.
+
+        Data is written as bytes: torch pickles e4m3, but cannot load it.
+        """
         rebuild, args = super().__reduce_ex__(protocol)
         if args[0] is not torch._utils._rebuild_wrapper_subclass:
             return rebuild, args
         _, _, wrapper, state = args
-        return rebuilt, (wrapper, state)
+        names = [n for n, x in state.items() if isinstance(x, Tensor) and x.dtype == _E4M3]
+        return rebuilt, (wrapper, _viewed(state, names, torch.uint8), names)
 
     def element_size(self) -> int:
         """Return the bytes an element takes: 1 of a frozen weight (``get_memory_footprint``)."""
@@ -145,12 +140,12 @@ class FP8Base(Tensor):
         return plain_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of torch's compile cache: structure and layouts, never values."""
+        """The key of torch's compile cache: structure, layouts and our code, never values."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(self, name) for name in names]
         layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
         known = (type(self).__name__, self.dtype, self.requires_grad, names, layouts, context)
-        return repr((known, _version()))
+        return repr((known, source_key()))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,104 +153,34 @@ class FP8Base(Tensor):
             override = TORCH_FUNCTIONS.get(func)
             if override is None and isinstance(func, _OPS):
                 override = TORCH_FUNCTIONS.get(str(getattr(func, "overloadpacket", func)))
-            if override is not None and kwargs and kwargs.get("out") is not None:
-                return _into(func, args, **kwargs)
-            is_product = override is not None and func in _PRODUCTS
-            if is_product and (func in _ADDING or not torch.is_grad_enabled()):
-                factors = _factors(func, args, kwargs)
-                if _is_one_weight(factors):
-                    args, kwargs = torch.utils._pytree.tree_map(_readable, (args, kwargs or {}))
-                    return func(*args, **kwargs)
-                if func in _ADDING and not factors:
-                    override = None
             if override is not None:
                 return override(*args, **kwargs) if kwargs else override(*args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        except NotImplementedError as error:
+        except (NotImplementedError, TypeError, ValueError) as error:
             if not is_compiling():
                 name_module(error, (args, kwargs))
             raise
 
 
-_ADDING = {
-    getattr(namespace, name)
-    for namespace in (torch, Tensor)
-    for name in ("addmm", "addbmm", "baddbmm", "addr", "addmm_", "addbmm_", "baddbmm_", "addr_")
-    if hasattr(namespace, name)
-}
-"""Products that are added to their first argument."""
+_E4M3 = torch.float8_e4m3fn
 
 
-_PRODUCTS = {
-    *_ADDING,
-    *(torch.mm, torch.mv, torch.matmul, torch.bmm, torch.einsum, torch.tensordot, torch.inner),
-    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot, torch.nn.functional.linear),
-    *(Tensor.mm, Tensor.mv, Tensor.matmul, Tensor.bmm, Tensor.inner),
-    *(Tensor.__matmul__, Tensor.__rmatmul__),
-}
-"""Products that an optimizer may compute of a weight and itself."""
+def _viewed(state: dict[str, Any], names: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+    """The attributes, with the bytes of some in another dtype."""
+    return {**state, **{name: state[name].view(dtype) for name in names}}
 
 
-def _factors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[FP8Base]:
-    """Return the FP8 factors of a product, without the term it is added to (a LoRA's base)."""
-    named = kwargs or {}
-    if func in _ADDING:
-        args, named = args[1:], {name: x for name, x in named.items() if name != "input"}
-    lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *named.values())]
-    return [x for operands in lists for x in operands if isinstance(x, FP8Base)]
-
-
-def _is_one_weight(factors: list[FP8Base]) -> bool:
-    """Return True for a product, without gradients, of a trainable weight with itself.
-
-    Such a product is an optimizer's, and no layer's: it runs in high precision.
-    """
-    if len(factors) < 2 or torch.is_grad_enabled():
-        return False
-    weights = [x for x in factors if isinstance(x, MasterBase)]
-    return len(weights) == len(factors) and all(x.counted is weights[0].counted for x in weights)
-
-
-def _readable(x: Any) -> Any:
-    return x.readable if isinstance(x, MasterBase) else x
-
-
-def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
-    """Compute ``func(..., out=out)`` of a product.
-
-    Raises:
-        RuntimeError: with gradients, as torch.
-        TypeError, ValueError: another dtype, or another shape unless ``out`` is empty.
-    """
-    given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    name = getattr(func, "__name__", func)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, out)):
-        raise RuntimeError(
-            f"{name}(..., out=...) has no gradient, and one of its arguments requires one: use the "
-            f"result, or run it under torch.no_grad()"
-        )
-    made: Tensor = func(*args, **kwargs)
-    if out.dtype != made.dtype:
-        raise TypeError(f"{name}(..., out=...) makes {made.dtype}, and out has {out.dtype}")
-    if out.shape != made.shape:
-        if out.numel():
-            raise ValueError(
-                f"{name}(..., out=...) makes {list(made.shape)}, and out has {list(out.shape)}: "
-                f"expected one of them, or an empty tensor"
-            )
-        out.resize_(made.shape)
-    return out.copy_(made)
-
-
-def rebuilt(wrapper: tuple[Any, ...], state: dict[str, Any]) -> Any:
+def rebuilt(wrapper: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] = ()) -> Any:
     """Return a tensor from a file: torch's function cannot ask a ``map_location`` for a device.
 
     Args:
         wrapper: the arguments of ``torch._utils._rebuild_wrapper_subclass``.
         state: the attributes.
+        e4m3: the names of those that are written as bytes.
     """
     kind, dtype, size, strides, offset, layout, device, requires_grad = wrapper
+    state = _viewed(state, e4m3, _E4M3)
     parts = [x for x in state.values() if isinstance(x, Tensor)]
 
     def make() -> Any:

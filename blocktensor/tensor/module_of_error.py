@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 
 @_disable_dynamo  # it looks at frames, which no compiler can trace
-def name_module(error: NotImplementedError, operands: Any) -> None:
-    """Add to ``error`` the module whose code runs, and the weight that it reads, by their names.
+def name_module(error: Exception, operands: Any) -> None:
+    """Add to ``error`` the module whose code runs, and the weights that a refused op reads.
 
-    Both are looked for on the stack: nothing is known of modules here.
+    They are looked for on the stack, for their names: nothing is known of modules here.
 
     Args:
-        error: raised for an op of an FP8 type.
+        error: raised for an op of an FP8 type; NotImplementedError of one that is refused.
         operands: those of the op, one of which may be a weight or a view of one.
     """
     if getattr(error, "names_module", False):
@@ -35,20 +35,26 @@ def name_module(error: NotImplementedError, operands: Any) -> None:
     model = modules[-1]
     name = next((name for name, x in model.named_modules() if x is modules[0]), "")
     text = f"{error}; in {name!r}, a {type(modules[0]).__name__}" if name else str(error)
-    if weight := _weight_of(model, operands):
-        *parts, _ = weight.split(".")
-        of_layers = ["*" if part.isdigit() else part for part in parts]  # all layers alike
-        pattern = ".".join(parts if len(parts) == 1 else of_layers)
-        skip = f"convert(model, skip=[{pattern!r}])" if parts else "leave it unconverted"
-        text += f", by {weight!r}; to compute that in high precision, {skip}"
+    is_refused = isinstance(error, NotImplementedError)
+    if is_refused and (weights := _weights_of(model, operands)):
+        text += f", by {' and '.join(map(repr, weights))}; to compute that in high precision, "
+        patterns = list(dict.fromkeys(map(_pattern, weights)))
+        text += f"convert(model, skip={patterns})" if all(patterns) else "leave it unconverted"
     error.args = (text,)
     error.names_module = True  # type: ignore[attr-defined]
 
 
-def _weight_of(model: nn.Module, operands: Any) -> str:
-    """The name of the FP8 parameter of ``model`` that an operand is a view of, if any is."""
+def _pattern(weight: str) -> str:
+    """A skip pattern for the module of a weight, in all layers alike."""
+    *parts, _ = weight.split(".")
+    of_layers = ["*" if part.isdigit() else part for part in parts]
+    return ".".join(parts if len(parts) == 1 else of_layers)
+
+
+def _weights_of(model: nn.Module, operands: Any) -> list[str]:
+    """The names of the FP8 parameters of ``model`` that operands are views of."""
     read = {part for x in tree_leaves(operands) for part in _memory(x)}
-    return next((name for name, p in model.named_parameters() if read & _memory(p)), "")
+    return [name for name, p in model.named_parameters() if read & _memory(p)]
 
 
 def _memory(x: Any) -> set[int]:

@@ -30,6 +30,16 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def refuse_bytes(weight: Tensor, source: Tensor) -> None:
+    """Raise TypeError for FP8 values that are to be copied into an FP8 weight without scales."""
+    if source.is_floating_point() and source.dtype.itemsize == 1:
+        raise TypeError(
+            f"{source.dtype} {list(source.shape)} is copied into an FP8 weight "
+            f"{list(weight.shape)} without the scales of a checkpoint in FP8: load that with "
+            f"blocktensor.load_fp8; if these are the values, pass .to({weight.dtype})"
+        )
+
+
 def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
     """Raise for an index that copies matrices of a stack, with which products would run then."""
     raise NotImplementedError(

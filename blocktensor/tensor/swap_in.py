@@ -17,11 +17,9 @@ from .weight import BlockwiseFP8Weight
 _FP8 = BlockwiseFP8Weight, BlockwiseFP8Tensor
 _DATA: Any = Tensor.data  # the descriptor
 
-_FP8_ATTRIBUTES = {
-    *("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "format"),
-    "generation",
-    *("recipe", "master", "cache", "transposed", "_is_param"),
-}
+_FP8_ATTRIBUTES = {"_is_param"}.union(
+    *(getattr(kind, "__annotations__", ()) for fp8 in _FP8 for kind in fp8.__mro__)
+)
 """Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
 
 
@@ -101,7 +99,7 @@ def carry_over(old: Tensor, new: Tensor) -> None:
         if name not in _FP8_ATTRIBUTES:
             new.__dict__.setdefault(name, value)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, hooks):
+        if getattr(old, hooks) is not None:  # an empty dictionary takes hooks later
             setattr(new, hooks, getattr(old, hooks))
     _carry_main_grad(old, new)
 

@@ -50,6 +50,9 @@ class BlockwiseFP8Weight(MasterBase):
 
     cache: FP8Cache
     transposed: bool
+    traced: Tensor | None = None
+    """The master of a transpose :meth:`without_master` that a compiler traces: it reads the master
+    after the trace, when no view can be taken."""
 
     @staticmethod
     def __new__(
@@ -104,7 +107,8 @@ class BlockwiseFP8Weight(MasterBase):
     @functools.cached_property
     def master(self) -> Tensor:  # type: ignore[override]
         """The master of a weight that is made :meth:`without_master`; others hold theirs."""
-        return self.oriented(self.cache.own().master)
+        own = self.cache.own().master
+        return self.oriented(own) if self.traced is None else self.traced
 
     @property
     def readable(self) -> Tensor:

@@ -50,6 +50,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "__rmatmul__": lambda x, w: w.t().__rmatmul__(x),
     "on the left": lambda x, w: (w @ x.t()).t(),
     "mm on the left": lambda x, w: torch.mm(w, x.t()).t(),
+    "on the left of a batch": lambda x, w: (w @ x.t()[None])[0].t(),
     "alias": lambda x, w: F.linear(x, torch.ops.aten.alias(w)),
 }
 
@@ -163,7 +164,6 @@ def stack(w: Tensor) -> Tensor:
 
 
 PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
-    "@ batch": lambda w: w @ P.view(2, 256, 2),
     "addmv": lambda w: torch.addmv(V, w, V),
     "bmm": lambda w: torch.bmm(stack(w), stack(w)),
     "baddbmm": lambda w: torch.baddbmm(P[None], stack(w), stack(w)),
@@ -173,7 +173,8 @@ PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
     "inner": lambda w: torch.inner(P, w),
     "linalg.matmul": lambda w: torch.linalg.matmul(P, w),
     "multi_dot": lambda w: torch.linalg.multi_dot([P, w]),
-    "addmm_": lambda w: P.detach().clone().addmm_(P.detach(), w),
+    "addbmm_": lambda w: P.detach().clone().addbmm_(P.detach()[None], stack(w)),
+    "@ stack": lambda w: w @ stack(w),
     "sparse.mm": lambda w: torch.sparse.mm(P, w),
     "bilinear": lambda w: F.bilinear(P, P, stack(w)),
     "conv1d": lambda w: F.conv1d(P[:, :, None], stack(w).mT),

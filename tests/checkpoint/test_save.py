@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import blocktensor
@@ -153,7 +154,33 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     convert(model, auto_filter_small_kn=False)
     with pytest.raises(ValueError, match="on the meta device"):
         save_fp8(model, tmp_path / "a")
+    with pytest.raises(TypeError, match=r"save_fp8 takes a model, an nn\.Module: got a dict"):
+        save_fp8({}, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "full", ["safetensors.torch.save_file", "pathlib.Path.write_text", "os.fsync"]
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_full_disk(
+    is_there: bool, full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = tmp_path / "a", filled()
+    before = read(save_fp8(model, folder)) if is_there else {}
+    error = SafetensorError if full.startswith("safetensors") else OSError
+
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise error("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(full, raises)
+        message = rf"^{folder} was not written \(No space left.*\), .*: free space on its disk"
+        with pytest.raises(OSError, match=message):
+            save_fp8(model, folder, overwrite=True)
+    assert [x.name for x in tmp_path.iterdir()] == (["a"] if is_there else [])
+    assert not is_there or read(folder).keys() == before.keys()
+    save_fp8(model, folder, overwrite=True)
 
 
 def test_stacks_of_experts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""trl's DPO and GRPO with a policy in FP8: a first step that compares it with itself is exact."""
+"""trl with a policy in FP8: a first step that compares it with itself is exact."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytest.importorskip("datasets")
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from blocktensor import BlockwiseFP8Weight
 from tests.support.pretrained import VOCABULARY, choices, llama, loaded, quiet, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:.*reference model.*:UserWarning")
@@ -41,11 +42,18 @@ def folder(tmp_path: Path) -> Any:
         yield saved(tmp_path, llama().bfloat16())
 
 
-def first(trainer: type, arguments: Any, name: str, model: Any, **options: Any) -> float:
-    """What the first step logs."""
-    made = trainer(model, args=arguments, train_dataset=Dataset.from_list(ROWS), **options)
+def logged(
+    trainer: type, arguments: Any, name: str, model: Any, rows: Any = ROWS, **options: Any
+) -> list[float]:
+    """What every step logs."""
+    made = trainer(model, args=arguments, train_dataset=Dataset.from_list(rows), **options)
     made.train()
-    (value,) = (float(entry[name]) for entry in made.state.log_history if name in entry)
+    return [float(entry[name]) for entry in made.state.log_history if name in entry]
+
+
+def first(*args: Any, **options: Any) -> float:
+    """What the first step logs."""
+    (value,) = logged(*args, **options)
     return value
 
 
@@ -91,3 +99,51 @@ def test_the_first_divergence_of_grpo(folder: Path) -> None:
 def test_a_plain_reference_warns(folder: Path) -> None:
     with pytest.warns(UserWarning, match="DPOTrainer has made a reference model in high"):
         assert abs(dpo(folder, policy(folder)) - math.log(2)) > 1e-4
+
+
+# A head in FP8, by which trl multiplies chunks of its rows
+
+TEXTS = [{"text": f"w{i} w5 w6 w{i + 3}"} for i in range(4)]
+
+
+def with_head(folder: Path, head: Any, dtype: torch.dtype) -> Any:
+    """A policy, and a weight of it that trains."""
+    model = loaded(folder, choices(head=head), dtype=dtype)
+    kind = type(model.get_output_embeddings().weight)
+    assert (kind is BlockwiseFP8Weight) == (head is not None)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supervised(dtype: torch.dtype, folder: Path) -> None:
+    arguments = SFTConfig(str(folder / "out"), **{**COMMON, "max_steps": 3}, learning_rate=1e-3)
+    losses = []
+    for head in ("fp8", None):
+        model = with_head(folder, head, dtype)
+        before = model.lm_head.weight.detach().clone()
+        losses.append(logged(SFTTrainer, arguments, "loss", model, TEXTS))
+        assert not torch.equal(model.lm_head.weight.detach(), before)
+    got, want = losses
+    assert got == pytest.approx(want, rel=0.02)
+    assert got[2] < got[0]
+    assert got != want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_preferences_with_a_head_in_fp8(dtype: torch.dtype, folder: Path) -> None:
+    model = with_head(folder, "fp8", dtype)
+    steps = {**COMMON, "max_steps": 2}
+    arguments = DPOConfig(str(folder / "out"), **steps, learning_rate=1e-2)
+    found = logged(DPOTrainer, arguments, "loss", model, ref_model=copy.deepcopy(model))
+    assert found[0] == pytest.approx(math.log(2), abs=2e-6)
+    assert found[1] != found[0]
+
+
+def test_rewards_with_a_head_in_fp8(folder: Path) -> None:
+    numbers = {"num_generations": 4, "max_completion_length": 4, "learning_rate": 1e-2}
+    arguments = GRPOConfig(str(folder / "out"), **{**COMMON, "max_steps": 2}, **numbers)
+    model = with_head(folder, "fp8", torch.float32)
+    before = model.lm_head.weight.detach().clone()
+    rewards: Any = lambda completions, **_: [float(i) for i in range(len(completions))]  # noqa: E731
+    assert len(logged(GRPOTrainer, arguments, "loss", model, reward_funcs=rewards)) == 2
+    assert not torch.equal(model.lm_head.weight.detach(), before)

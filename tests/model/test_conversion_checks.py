@@ -20,6 +20,7 @@ from blocktensor import (
     explain,
     freeze,
     memory_report,
+    share_inputs,
     to_blockwise_fp8_weights,
     unfreeze,
     unfuse,
@@ -339,7 +340,8 @@ if dist.is_available():
 @pytest.mark.parametrize("given", [None, 5, [nn.Linear(2, 2)]])
 def test_what_is_no_module(given: Any) -> None:
     kind = type(given).__name__
-    for call in (convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit, memory_report):
+    alone = convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit, memory_report
+    for call in (*alone, share_inputs):
         with pytest.raises(TypeError, match=rf"^{call.__name__} takes a model.*: got a {kind}"):
             call(given)
     if kind != "list":  # of shapes

@@ -284,6 +284,10 @@ def test_bad_shapes() -> None:
         complaint(ValueError, lambda: explain([(128, 256)])),
         """shape (128, 256): expected (M tokens, N out, K in)""",
     )
+    assert_expected_inline(
+        complaint(ValueError, lambda: explain([128.0, 256.0])),
+        """shape 128.0: expected (M tokens, N out, K in)""",
+    )
 
 
 def test_a_stack_of_experts_is_one_product_of_each_kind() -> None:

@@ -19,7 +19,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.ops import reference
-from tests.support.models import DIM, RECIPES, linear, plain, randn
+from tests.support.models import DIM, POWER_OF_TWO, RECIPES, linear, plain, randn
 from tests.support.reference_ops import replace_op
 
 N, K = 200, 300
@@ -97,6 +97,17 @@ def test_the_columnwise_form_of_a_frozen_weight_is_made_by_policy(
     assert len(calls) == transposes
     assert (made[0].weight.columnwise_data is not None) == (policy == "keep")
     assert torch.equal(grads[0], grads[2])
+
+
+def test_a_weight_that_is_frozen_again_with_another_recipe() -> None:
+    module = linear(N, K)
+    freeze(module)
+    unfreeze(module)
+    convert(module, POWER_OF_TWO, auto_filter_small_kn=False)
+    wanted, x = module(randn(5, K)), randn(5, K)
+    freeze(module)
+    assert module.weight.format == POWER_OF_TWO.weight_format
+    assert torch.equal(module(x), wanted)
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +67,57 @@ class Objects(MLP):
     def state(self) -> Any:
         held = vars(self.statistics[0]).values()
         return [x.item() if isinstance(x, Tensor) else repr(x) for x in held]
+
+
+class Slots:
+    __slots__ = ("calls", "later")
+
+    def __init__(self) -> None:
+        self.calls = [0]
+
+
+class InSlots(MLP):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.counts, self.name = Slots(), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.name == "list":
+            self.counts.calls.append(1)
+        else:
+            self.counts.later = len(x)
+        return super().forward(x)
+
+    def state(self) -> Any:
+        return len(self.counts.calls), hasattr(self.counts, "later")
+
+
+class InArray(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros((2, 3))[:, ::2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[1, 0] += 1
+        return super().forward(x)
+
+    def state(self) -> Any:
+        return self.counts.tolist()
+
+
+class Draws(MLP):
+    """Numbers that it does not use, from generators of its own and of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(3, generator=self.generator), random.random()
+        return super().forward(x)
+
+    def state(self) -> Any:
+        return self.generator.get_state().tolist(), random.getstate()
 
 
 class OfClass(MLP):
@@ -132,6 +185,9 @@ MAKE: dict[str, Any] = {
     "latest": Latest,
     **{f"statistics {x}": (lambda x=x: Objects(x))
        for x in ("tensor", "by_name", "last", "kinds", "calls")},
+    **{f"counts in {x}": (lambda x=x: InSlots(x)) for x in ("list", "slot")},
+    "counts in an array": InArray,
+    "generator": Draws,
     "calls of the class": OfClass,
     "SEEN": Global,
     "seen": of_closure,

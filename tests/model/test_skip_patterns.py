@@ -102,6 +102,10 @@ def test_patterns_of_another_type() -> None:
         """skip='lm_head' is a str: expected a list of patterns, e.g. ['lm_head']""",
     )
     assert_expected_inline(
+        complaint(TypeError, lambda: convert(model, skip=5)),
+        """skip=5 is a int: expected a list of patterns, e.g. ['*.router']""",
+    )
+    assert_expected_inline(
         complaint(TypeError, lambda: convert(model, skip=[model.lm_head])),
         """\
 skip holds Linear(in_features=64, out_features=50, bias=False), a Linear: expected

@@ -88,6 +88,19 @@ def test_assigning_a_state_dict_keeps_weights_fp8() -> None:
     assert torch.equal(up(x), wanted)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_linear_that_takes_over_an_fp8_weight_keeps_it_fp8(frozen: bool) -> None:
+    """Also if it was no linear of the model when that was converted."""
+    source, target = linear(N, K, frozen=frozen), nn.Linear(K, N, bias=False)
+    target.weight = source.weight
+    state = {"weight": randn(N, K)}
+    for assign in (False, True):
+        target.load_state_dict(state, assign=assign)
+        source.load_state_dict(state, assign=assign)
+        assert type(target.weight) is type(source.weight)
+        assert torch.equal(target(randn(5, K)), source(randn(5, K)))
+
+
 def test_assigning_a_converted_models_weights() -> None:
     source = linear(N, K, dtype=torch.float32)
     target = linear(N, K, dtype=torch.float32)

@@ -190,6 +190,19 @@ def test_high_precision_passes_the_gradient_on() -> None:
     assert torch.equal(w.grad, leaf.grad)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bytes_of_a_checkpoint_are_no_values(dtype: torch.dtype, frozen: bool) -> None:
+    module = linear(256, 256, frozen=frozen)
+    before, state = module.weight.dequantize(), {"weight": randn(256, 256).to(dtype)}
+    message = r"without the scales of a checkpoint in FP8: load that with blocktensor\.load_fp8"
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(state)
+    with pytest.raises(TypeError, match=rf"values, pass \.to\({torch.bfloat16}\)$"):
+        module.weight.detach().copy_(state["weight"])
+    assert torch.equal(module.weight.dequantize(), before)
+
+
 def test_copies_and_casts_of_a_weight_are_weights() -> None:
     w = linear(128, 192, dtype=torch.float32, recipe=POWER_OF_TWO).weight
     x = randn(5, 192, dtype=torch.float32)

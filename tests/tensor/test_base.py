@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tests.support.compiling import afresh  # noqa: F401
-from tests.support.models import POWER_OF_TWO, Trace, linear, plain, quantized, randn
+from tests.support.models import POWER_OF_TWO, linear, quantized
 
 
 def test_a_weights_gradient_is_a_tensors() -> None:
@@ -63,103 +61,3 @@ def test_what_the_keys_of_compile_caches_tell_apart() -> None:
     assert len(set(keys)) == len(keys)
     for other in (linear(256, 384).weight * 2, linear(256, 384).weight):
         assert other.detach().requires_grad_()._stable_hash_for_caching() == keys[0]
-
-
-INTO: dict[str, Callable[..., Any]] = {
-    "mm": lambda x, w, **out: torch.mm(x, w.t(), **out),
-    "matmul": lambda x, w, **out: torch.matmul(x, w.mT, **out),
-    "matmul, a weight on the left": lambda x, w, **out: torch.matmul(w, x.t(), **out),
-    "addmm": lambda x, w, **out: torch.addmm(x[:, :256], x, w.t(), beta=2, **out),
-    "addmm, a bias": lambda x, w, **out: torch.addmm(x[0, :256], x, w.t(), **out),
-    "bmm": lambda x, w, **out: torch.bmm(x[None], w[None].mT, **out),
-    "baddbmm": lambda x, w, **out: torch.baddbmm(x[None, :, :256], x[None], w[None].mT, **out),
-    "addmm, a weight that is added to": lambda x, w, **out: torch.addmm(
-        w, x.new_ones(256, 1), x[:1], **out
-    ),
-}
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", INTO)
-def test_products_into_a_given_tensor(name: str, frozen: bool) -> None:
-    if frozen and "bmm" in name:
-        return  # a frozen matrix is no stack
-    w, x = linear(256, 384, frozen=frozen).weight, randn(5, 384)
-    with torch.no_grad():
-        wanted = plain(INTO[name](x, w))
-        for out in (torch.full_like(wanted, 7), wanted.new_empty(0)):
-            address = out.data_ptr()
-            assert INTO[name](x, w, out=out) is out
-            assert torch.equal(out, wanted)
-            assert not address or out.data_ptr() == address
-        assert torch.equal(plain(INTO[name](x, w, out=None)), wanted)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_tensor_that_a_product_does_not_fit_into_is_refused(frozen: bool) -> None:
-    w, x = linear(256, 384, frozen=frozen).weight, randn(5, 384)
-    with torch.no_grad():
-        for out, error, message in (
-            (torch.zeros(5, 256), TypeError, "makes torch.bfloat16, and out has torch.float32"),
-            (randn(5, 384), ValueError, r"makes \[5, 256\], and out has \[5, 384\]"),
-        ):
-            before = out.clone()
-            with pytest.raises(error, match=message):
-                torch.mm(x, w.t(), out=out)
-            assert torch.equal(out, before)
-        with pytest.raises(NotImplementedError, match="no FP8 path"):
-            torch.tensordot(x, w, 1, out=randn(5, 256))
-    for given, out in ((x.requires_grad_(), randn(5, 256)), (x.detach(), randn(5, 256, grad=True))):
-        with pytest.raises(RuntimeError, match=r"mm\(\.\.\., out=\.\.\.\) has no gradient"):
-            torch.mm(given, w.t(), out=out)
-
-
-def test_a_plain_product_into_a_weight_is_written_to_its_master() -> None:
-    w, a, b = linear(256, 384).weight, randn(256, 64), randn(64, 384, seed=1)
-    with torch.no_grad():
-        assert torch.mm(a, b, out=w) is w
-    assert torch.equal(w.master, a @ b)
-
-
-OWN: dict[str, Callable[[Any], Any]] = {
-    "p.detach() @ p.T": lambda p: p.detach() @ p.T,
-    "in fp32": lambda p: p.data.float() @ p.data.float().T,
-    "of a copy": lambda p: (lambda x: x @ x.T)(p.clone()),
-    "of a normalised copy": lambda p: (lambda x: x @ x.T)(p / p.norm()),
-    "mm": lambda p: torch.mm(p.t(), p),
-    "addmm": lambda p: torch.addmm(torch.eye(256, dtype=p.dtype), p, p.t(), beta=-1),
-    "F.linear": lambda p: F.linear(p, p),
-    "einsum": lambda p: torch.einsum("ij,ik->jk", p, p),
-    "multi_dot": lambda p: torch.linalg.multi_dot([p, p.T, p]),
-    "a part": lambda p: p[:128] @ p[:128].T,
-    "stacks": lambda p: torch.bmm(p[None], p[None].mT),
-    "matmul of stacks": lambda p: p[None].mT @ p[None],
-}
-"""An optimizer's products of a weight with itself."""
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", OWN)
-def test_products_of_a_weight_with_itself_are_in_high_precision(name: str, off: Any) -> None:
-    p = linear(256, 384).weight
-    values = plain(p)
-    with off():
-        assert torch.equal(OWN[name](p), OWN[name](values))
-        compiled = torch.compile(OWN[name], backend="aot_eager", fullgraph=True)
-        if off is torch.no_grad:
-            assert torch.equal(compiled(p), OWN[name](values))
-        x, other = randn(5, 384), linear(256, 384).weight
-        with Trace() as trace:  # other products are not
-            x @ p.t(), p @ x.t(), torch.addmm(p, p, randn(384, 384)), other @ p.t()
-    assert trace.count("blocktensor.gemm") == 4
-    with Trace() as trace:
-        p @ p.t()
-    assert trace.count("blocktensor.gemm") == 1  # it may have a gradient
-
-
-def test_a_weight_that_two_layers_share_stays_in_fp8() -> None:
-    """Checkpointing runs its first pass under no_grad: one weight, not multiplied by itself."""
-    p, x = linear(256, 256).weight, randn(5, 256)
-    with torch.no_grad(), Trace() as trace:
-        F.linear(F.linear(x, p), p)
-    assert trace.count("blocktensor.gemm") == 2

@@ -361,6 +361,27 @@ def test_compiled_products_have_eager_s_bits(how: str) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@pytest.mark.parametrize("how", ["bfloat16", "before a transpose", "after a transpose", "a part"])
+def test_a_copy_that_a_graph_returns_is_what_products_cast(how: str) -> None:
+    """It has been written by then; no longer is it known whether its memory is handed out."""
+    w = fp32_weight()
+    copies = {**COPIES, "a part": lambda w: w.bfloat16()[:100]}
+
+    def broken(x: Tensor) -> Tensor:
+        late = copies[how](w)
+        torch._dynamo.graph_break()
+        return F.linear(x, late)
+
+    values = plain(w).requires_grad_()
+    y = torch.compile(broken, backend="aot_eager")(X)
+    wanted = functional.linear(X, copies[how](values))
+    assert torch.equal(y, wanted)
+    y.sum().backward(), wanted.sum().backward()
+    assert torch.equal(w.grad, values.grad)
+
+
 def test_a_frozen_weight_shares_its_bytes() -> None:
     frozen = BlockwiseFP8Tensor.quantize(randn(3, N, K, dtype=torch.float32), SQUARE)
     frozen.generation = Generation()  # as of a weight that FSDP2 has gathered

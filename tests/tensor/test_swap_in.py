@@ -72,6 +72,17 @@ def test_attributes_of_a_parameter_survive() -> None:
     assert module.weight.tensor_model_parallel
 
 
+def test_hooks_run_that_come_after_conversion_of_a_parameter_that_had_some() -> None:
+    module, seen = nn.Linear(DIM, DIM), []
+    module.weight.register_hook(seen.append).remove()
+    module.weight.register_post_accumulate_grad_hook(seen.append).remove()
+    module.apply(to_blockwise_fp8_weights)
+    module.weight.register_hook(lambda g: seen.append("grad"))
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    module(randn(5, DIM, dtype=torch.float32)).sum().backward()
+    assert seen == ["grad", "accumulated"]
+
+
 def test_an_optimizer_made_before_conversion_keeps_working() -> None:
     models = Model(), Model()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]

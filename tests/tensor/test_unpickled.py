@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,13 @@ def test_what_belongs_together_loads(kind: str, weights_only: bool) -> None:
     assert_same(loaded, x)
     assert loaded.stride() == x.stride()
     assert vars(loaded).keys() == vars(x).keys()
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_a_plain_pickle_loads(kind: str) -> None:
+    """As ``broadcast_object_list`` sends it; torch cannot load one of a tensor in e4m3."""
+    x = SOUND[kind]()
+    assert_same(pickle.loads(pickle.dumps(x)), x)
 
 
 def stays(storage: Any, location: str) -> Any:

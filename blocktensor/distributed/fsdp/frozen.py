@@ -43,10 +43,13 @@ class FrozenShard(GatheredInFP8):
         """The e4m3 rows."""
         return self.data_rows
 
-    def with_rows(self, rows: Tensor) -> FrozenShard:
-        """A shard of the same weight with other rows, or with these on another device."""
+    def with_rows(self, rows: Tensor, dtype: torch.dtype | None = None) -> FrozenShard:
+        """A shard of the same weight with other rows, or with these on another device.
+
+        ``dtype``: that it shows, if another.
+        """
         scale = self.scale.to(rows.device)
-        return FrozenShard(rows, scale, self.recipe, self.dtype)
+        return FrozenShard(rows, scale, self.recipe, dtype or self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["data_rows", "scale"], (self.recipe, self.dtype)
@@ -62,7 +65,8 @@ class FrozenShard(GatheredInFP8):
         if is_composite(func):
             return func.decompose(*args, **(kwargs or {}))
         first, *others = args
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}  # the rows stay e4m3
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.pop("dtype", None)  # the rows stay e4m3
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
             first.data_rows.copy_(others[0].data_rows)
             return first
@@ -71,7 +75,7 @@ class FrozenShard(GatheredInFP8):
         if not isinstance(first, FrozenShard) or func not in _ROWS:
             _refuse_values(str(func))
         rows = func(first.data_rows, *others, **kwargs)
-        return first.with_rows(rows) if rows.ndim == first.ndim else rows
+        return first.with_rows(rows, dtype) if rows.ndim == first.ndim else rows
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Raise: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision."""

@@ -53,6 +53,23 @@ def test_moves_under_inference_mode() -> None:
     assert torch.equal(moved.data_rows.float(), rows.data_rows.float())
 
 
+def test_moves_to_another_dtype() -> None:
+    rows = chunks(adapters_on_a_frozen_base("cpu")[0].up.weight, 2)[0]
+    assert (rows.dtype, rows.to(torch.float32).dtype) == (torch.bfloat16, torch.float32)
+    assert rows.float().new_zeros(2, 3).dtype == torch.float32
+    assert torch.equal(rows.float().data_rows.float(), rows.data_rows.float())
+
+
+@on_ranks(2)
+def test_a_sharded_model_changes_its_dtype(world: int, device: str) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model, single = adapters_on_a_frozen_base(device)
+        shard_base(model, world, device)
+        model.double().to(dtype), single.to(dtype)
+        x = batch(0, device).to(dtype)
+        assert torch.equal(model(x), single(x))
+
+
 @on_ranks(2)
 def test_adapters_train_and_the_base_stays(world: int, device: str) -> None:
     model, single = adapters_on_a_frozen_base(device)
