@@ -45,9 +45,10 @@ class Plan:
         tracing: True while a compiler or functorch traces.
         x_shape: of the input.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
+        are_tensors: which of x, w and the bias are tensors.
     """
 
-    __slots__ = ("bias_dtype", "casts_x", "format", "grad_formats", "needs",
+    __slots__ = ("are_tensors", "bias_dtype", "casts_x", "format", "grad_formats", "needs",
                  "out_dtype", "saves_x", "tracing", "w_dtype", "weight_format", "wgrad_input",
                  "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
@@ -77,11 +78,7 @@ class Plan:
         self.x_shape, self.x_dtype = x.shape, out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
-
-    @property
-    def are_tensors(self) -> tuple[bool, bool, bool]:
-        """Return which of x, w and the bias are tensors; the bias may be None."""
-        return True, True, self.bias_dtype is not None
+        self.are_tensors = True, True, bias is not None
 
 
 class LinearPlan(Plan):

@@ -39,7 +39,12 @@ from .torch_callers import BY_CALLER
 
 
 def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(input, MasterBase):
+        return _linear_of_a_weight(input, weight, bias)
     return linear(input, weight, bias)
+
+
+_linear_of_a_weight = in_all_forms(F.linear, linear)
 
 
 def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
@@ -180,7 +185,6 @@ _PRODUCTS_WITHOUT_FP8 = {
 }
 
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear_override,
     torch.mm: _matmul_override,
     Tensor.mm: _matmul_override,
     torch.mv: _matmul_override,
@@ -205,6 +209,7 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
 }
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear_override,
     **{func: in_all_forms(func, override) for func, override in _PRODUCTS.items()},
     # torch 2.13
     **(

@@ -189,17 +189,19 @@ def test_a_module_says_what_is_wrong_with_its_input() -> None:
         complaint(TypeError, lambda: module(X.float())),
         """\
 the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
-run under torch.autocast""",
+run under torch.autocast; in '0', a Linear""",
     )
     assert_expected_inline(
         complaint(ValueError, lambda: module(X[:, :5])),
         """\
 cannot contract input [5, 5] with weight [256, 384]: K is 5 in one and 384 in the
-other""",
+other; in '0', a Linear""",
     )
     assert_expected_inline(
         complaint(ValueError, lambda: module(X.to("meta"))),
-        """the input is on meta and the weight on cpu: move them to one device""",
+        """\
+the input is on meta and the weight on cpu: move them to one device; in '0', a
+Linear""",
     )
 
 

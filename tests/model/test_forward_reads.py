@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 from collections.abc import Callable
@@ -14,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import fuse
+from blocktensor import fuse, unfuse
 from blocktensor.model.forward_reads import reads_of
 from blocktensor.model.fused_class import own_forward
 from tests.support.compiling import afresh
 from tests.support.gated import assert_bits
-from tests.support.mlps import MLP, Model, X, converted, results
+from tests.support.mlps import MLP, Model, X, converted, fused_in, results
+from tests.support.model_changes import TwiceMLP, twice
 from tests.support.models import Trace
 
 __all__ = ["afresh"]
@@ -212,3 +214,20 @@ def test_compilers_see_the_fused_function(make: type[MLP]) -> None:
     fuse(model)
     torch.compile(model, fullgraph=True, backend=backend)(X.bfloat16())
     assert ("_gated_mlp_whole" in seen[0]) == (make is MLP)
+
+
+@pytest.mark.parametrize("later", ["unfuse", "another class"])
+def test_a_forward_that_was_wrapped_while_it_was_fused(later: str) -> None:
+    """As accelerate wraps it: the wrapper holds the bound forward of the fused class."""
+    model, twin = (converted(Model()) for _ in range(2))
+    fuse(model)
+    for each in (model, twin):
+        for layer in each.layers:
+            layer["mlp"].forward = functools.partial(twice, layer["mlp"].forward)
+    if later == "unfuse":
+        unfuse(model)
+    else:
+        for layer in (*model.layers, *twin.layers):
+            layer["mlp"].__class__ = TwiceMLP
+    assert_bits(results(model), results(twin))
+    assert fused_in(model) == []

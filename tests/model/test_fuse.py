@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 from typing import Any
@@ -28,7 +27,6 @@ from tests.support.mlps import (
     planted,
     results,
 )
-from tests.support.model_changes import TwiceMLP, twice
 from tests.support.models import Trace, complaint, randn
 from tests.support.norms import runs_fused
 from tests.support.numeric import relative_error
@@ -269,23 +267,6 @@ def test_undone() -> None:
     with Trace() as trace:
         results(model)
     assert trace.count("gated") == 0
-
-
-@pytest.mark.parametrize("later", ["unfuse", "another class"])
-def test_a_forward_that_was_wrapped_while_it_was_fused(later: str) -> None:
-    """As accelerate wraps it: the wrapper holds the bound forward of the fused class."""
-    model, twin = (converted(Model()) for _ in range(2))
-    fuse(model)
-    for each in (model, twin):
-        for layer in each.layers:
-            layer["mlp"].forward = functools.partial(twice, layer["mlp"].forward)
-    if later == "unfuse":
-        unfuse(model)
-    else:
-        for layer in (*model.layers, *twin.layers):
-            layer["mlp"].__class__ = TwiceMLP
-    assert_bits(results(model), results(twin))
-    assert fused_in(model) == []
 
 
 def test_once_more() -> None:

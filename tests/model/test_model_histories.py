@@ -109,8 +109,9 @@ def differences(seed: int) -> list[str]:
     history = History(seed)
     kinds = {**EVENTS, differing_run: 6}
     drawn = history.draw.choices(list(kinds), list(kinds.values()), k=history.draw.randint(2, 14))
+    first = (History.convert, History.fuse) if seed % 3 else (History.convert,)
     with history.patches:
-        for event in (History.convert, History.fuse, *drawn)[seed % 3 == 0 :]:
+        for event in (*first, *drawn):
             history.log.append(event.__name__)
             try:
                 found = event(history)
