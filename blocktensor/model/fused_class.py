@@ -41,7 +41,7 @@ class Code:
                 (getattr(x, "__module__", ""), getattr(x, "__qualname__", ""))
                 for x in functions or ()
             ),
-            *map(described, reads),
+            *sorted(map(described, reads), key=repr),  # names of code come in no order
         ]
 
     def __deepcopy__(self, memo: Any) -> Code:

@@ -22,6 +22,7 @@ from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
 from tests.support.models import Ends, Trace, linear, randn
 from tests.support.numeric import assert_same
 from tests.support.reference_ops import replace_op
+from tests.support.split_backward import needs_halves
 
 __all__ = ["way_of_linears"]
 
@@ -236,6 +237,7 @@ def test_compiled_autograd_gives_the_bits_of_autograd(
         assert_same(x.grad, each)
 
 
+@needs_halves
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "linear_cross_entropy"])
 def test_a_split_backward_computes_each_product_once(name: str) -> None:
     """As pipelining's zero-bubble schedules split it: the input's half, then the weights'."""
