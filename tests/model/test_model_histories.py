@@ -8,6 +8,7 @@ fresh conversion of a copy of it is what the model has to equal bit for bit: out
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +28,7 @@ STORED = 0.4
 It is 0.09 in most histories, and 0.26 of attention's q and k.
 """
 
-EVENTS = {
+EVENTS: dict[Callable[[History], Any], float] = {
     History.convert: 4, History.fuse: 5, History.unfuse: 1, History.share: 2, History.unshare: 1,
     History.freeze: 1, History.unfreeze: 1, History.change: 12, History.unhook: 1,
     History.class_forward: 0.3, History.requires_grad: 1, History.set_values: 2,
@@ -67,14 +68,18 @@ def differing_run(history: History) -> list[str]:
 
 def differing_weights(history: History) -> list[str]:
     """The weights that are not FP8, or plain, or frozen, as they should be."""
-    mirrored = {name: module._parameters[key] for name, module, key in weights(history.mirror)}
+    mirrored: dict[str, Any] = {
+        name: module._parameters[key] for name, module, key in weights(history.mirror)
+    }
     found = []
     for name, module, key in weights(history.model):
         weight: Any = module._parameters[key]
-        wanted, kind = expected(mirrored[name]), nn.Parameter
+        wanted = expected(mirrored[name])
+        kind: type[Tensor] = nn.Parameter
         if wanted:
             kind = BlockwiseFP8Tensor if wanted.frozen else BlockwiseFP8Weight
-        if type(weight) is not kind or (wanted and weight.recipe != wanted.recipe):
+        held = type(weight), getattr(weight, "recipe", None)
+        if held != (kind, wanted and wanted.recipe):
             found.append(f"{name} is a {type(weight).__name__}: expected {kind.__name__}, {wanted}")
         if weight.requires_grad != mirrored[name].requires_grad:
             found.append(f"{name} has requires_grad={weight.requires_grad}")
@@ -101,29 +106,37 @@ def differing_state(history: History, fresh: nn.Module) -> list[str]:
 def differing_now(history: History) -> list[str]:
     """What differs from a fresh conversion of the mirror."""
     fresh = converted(copied(history.mirror))
-    want, found = history.results(fresh), []
+    want, found = history.results(fresh), list[str]()
     for _ in range(2):  # the first run tells which linears share inputs
         found += found or differing(history.results(history.model), want, history.stored)
     return found + differing_weights(history) + differing_state(history, fresh)
 
 
-def differences(seed: int) -> list[str]:
-    """What differs in one history: in a run, after an event that was refused, or at the end."""
-    history = History(seed)
-    kinds = {**EVENTS, differing_run: 6}
+def found_in(history: History) -> list[str]:
+    """What differs in a run, after an event that was refused, or at the end."""
+    kinds: dict[Callable[[History], Any], float] = {**EVENTS, differing_run: 6}
     drawn = history.draw.choices(list(kinds), list(kinds.values()), k=history.draw.randint(2, 14))
-    first = (History.convert, History.fuse) if seed % 3 else (History.convert,)
-    with history.patches:
-        for event in (*first, *drawn):
-            history.log.append(event.__name__)
-            try:
-                found = event(history)
-            except REFUSALS as error:
-                history.log[-1] += f": {error!r}"
-                found = differing_now(history)
-            if found:
-                break
-        found = found or differing_now(history)
+    first = (History.convert, History.fuse) if history.seed % 3 else (History.convert,)
+    for event in (*first, *drawn):
+        history.log.append(event.__name__)
+        try:
+            found = event(history)
+        except REFUSALS as error:
+            history.log[-1] += f": {error!r}"
+            found = differing_now(history)
+        if found:
+            return found
+    return differing_now(history)
+
+
+def differences(seed: int) -> list[str]:
+    """What differs in one history, after what was done."""
+    history = History(seed)
+    try:
+        with history.patches:
+            found = found_in(history)
+    except Exception as error:
+        raise AssertionError("\n".join(history.log)) from error
     return found and [*history.log, *sorted(found)]
 
 

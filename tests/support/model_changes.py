@@ -37,7 +37,9 @@ def layers(kind: str, checkpointed: bool) -> Model:
     """A model: one block, two, a block and experts, or transformers' Llama."""
     if kind == "llama":
         return pytest.importorskip("tests.support.pretrained").llama()
-    more = {"block": [], "blocks": [Block()], "experts": [TitanMoE(k=K, n=K)]}[kind]
+    more: list[nn.Module] = []
+    if kind != "block":
+        more = [Block() if kind == "blocks" else TitanMoE(k=K, n=K)]
     return Layers(Block(), *more, checkpointed=checkpointed)
 
 
@@ -92,7 +94,7 @@ class TwiceExperts(GroupedExperts):
         return 2 * super().forward(x, sizes)
 
 
-_TWICE = TwiceLinear, TwiceMLP, TwiceNorm, TwiceAttention, TwiceExperts
+_TWICE: Any = TwiceLinear, TwiceMLP, TwiceNorm, TwiceAttention, TwiceExperts
 
 CLASS_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Linear: lambda self, x: 2 * F.linear(x, self.weight, self.bias),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import random
@@ -68,6 +69,10 @@ def copied(mirror: Model) -> Model:
     return other
 
 
+def _is_chosen(chosen: set[str], module: nn.Module, name: str) -> bool:
+    return name in chosen
+
+
 def converted(mirror: Model) -> Model:
     """A mirror, converted and frozen as is expected of its model."""
     wanted = {
@@ -79,13 +84,8 @@ def converted(mirror: Model) -> Model:
         p.requires_grad_(not is_frozen(p))
     for recipe in {each.recipe for each in wanted.values() if each}:
         chosen = {name for name, each in wanted.items() if each and each.recipe == recipe}
-        blocktensor.convert(
-            mirror,
-            recipe,
-            lambda module, name, chosen=chosen: name in chosen,
-            auto_filter_small_kn=False,
-            head="fp8",
-        )
+        of_recipe = functools.partial(_is_chosen, chosen)
+        blocktensor.convert(mirror, recipe, of_recipe, auto_filter_small_kn=False, head="fp8")
     for p, requires_grad in grads:
         p.requires_grad_(requires_grad)
     return mirror
@@ -283,7 +283,8 @@ class History:
                 plain[name] = state[name].dequantize()
         self.mirror.load_state_dict(plain, assign=assign)
         for _, module, key, p in of_old:
-            module._parameters[key].expected = expected(p)
+            new: Any = module._parameters[key]
+            new.expected = expected(p)
 
     def duplicate(self) -> None:
         how = self.say(self.draw.choice(("deepcopy", "pickle", "file")))
