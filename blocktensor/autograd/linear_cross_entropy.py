@@ -65,8 +65,9 @@ class CrossEntropy(NamedTuple):
             total: what the sum of losses is divided by.
             like: a tensor on the device of the logits.
         """
-        largest = torch.ones((), device=like.device)
-        if self.weight is not None:
+        if self.weight is None:
+            largest = torch.ones((), device=like.device)
+        else:
             largest = self.weight.abs().max().float()
         if total is not None:
             largest = largest / total

@@ -1,4 +1,4 @@
-"""What all overrides of products have in common, whichever product it is.
+"""Complete the overrides of products: handle the options that all products share.
 
 ``out=``, ``out_dtype=`` and products that are added in place come down to the product that returns
 a new tensor. A product of a weight and itself without gradients, as optimizers compute it, is in
@@ -38,7 +38,7 @@ _OWN = {
 
 
 def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the override of a product for all that may be asked of ``func``.
+    """Return the override of a product, with the options of ``func`` and its high precision case.
 
     Args:
         func: a torch function.
@@ -136,10 +136,10 @@ def _added_in_place(func: Any) -> Callable[..., Tensor]:
 IN_PLACE: dict[Any, Callable[..., Any]] = {
     in_place: _added_in_place(func) for in_place, func in _IN_PLACE.items()
 }
-"""Overrides."""
+"""Overrides of the products that are added in place."""
 
 
 def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """``beta * term + alpha * product``, where a ``beta`` of 0 ignores what ``term`` holds."""
+    """Return ``beta * term + alpha * product``; a ``beta`` of 0 ignores nan and inf in ``term``."""
     term = term.nan_to_num(0, 0, 0) if beta == 0 else term
     return product.mul(alpha).add(term, alpha=beta)

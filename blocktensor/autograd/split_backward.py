@@ -1,9 +1,9 @@
-"""What torch's pipelining does to ``.grad`` after backward, done to ``main_grad`` buffers too.
+"""Treat ``main_grad`` buffers as torch's pipelining treats ``.grad`` after a backward.
 
 The zero-bubble schedules split a backward. In the half that computes weight gradients, torch
-captures these and adds them to ``.grad`` itself. For a weight with a ``main_grad`` they go there:
-while that code runs, backward adds to the buffer and returns :class:`Nothing`, which ``.grad`` does
-not keep. What reaches the weight in other ways is added to ``.grad`` as always.
+captures these and adds them to ``.grad`` itself. Those of a weight with a ``main_grad`` go to that
+buffer: while torch's code runs, backward adds to it and returns :class:`Nothing`, which ``.grad``
+does not keep. Gradients that reach the weight in other ways are added to ``.grad``.
 
 After its microbatches a schedule divides ``.grad`` by their number, unless ``scale_grads=False``.
 """

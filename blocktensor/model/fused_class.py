@@ -22,13 +22,13 @@ from .forward_reads import Read, described, has_changed, is_traced, reads_of
 
 
 class Code:
-    """What the forward of a module ran and read when it was verified.
+    """The code that the forward of a module ran, and the names it read, when it was verified.
 
     Attributes:
         functions: the methods that it ran; None in a pickled copy.
-        reads: what they read by name; empty in a pickled copy.
-        is_traced: whether Dynamo can compare and guard that.
-        names: what copies in other processes have in common with both.
+        reads: the names that these methods read; empty in a pickled copy.
+        is_traced: True if Dynamo can compare and guard the values of all names.
+        names: a description of functions and reads, equal in every process.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Code:
         ]
 
     def __deepcopy__(self, memo: Any) -> Code:
-        """Of a copy of a module, which holds what was copied before: its modules and settings."""
+        """Let the copy look at what was copied before it: the modules and settings of the copy."""
         reads = [Read(memo.get(id(x), x), name, memo.get(id(y), y)) for x, name, y in self.reads]
         return Code(self.functions, tuple(reads), self.names)
 

@@ -24,7 +24,7 @@ _CONTAINERS = dict, list, deque, set
 _NOT_SEARCHED = nn.Module, type, ModuleType, logging.Logger
 _MISSING = object()
 _CONTENT = object()
-"""The key of what a tensor, an array or a generator holds."""
+"""The key under which :func:`_items` returns the content of a tensor, an array or a generator."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _is_array(x: Any) -> bool:
-    """Whether ``x`` is an array of NumPy, which may not be installed."""
+    """Return True for an array of NumPy, which may not be installed."""
     return type(x).__module__ == "numpy" and type(x).__name__ == "ndarray"
 
 

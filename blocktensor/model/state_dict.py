@@ -29,7 +29,7 @@ def register_state_hooks(module: nn.Module) -> None:
 
 
 def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Of every parameter that a module is given: a new linear may take over an FP8 weight."""
+    """Register the hooks of a module that is given an FP8 weight: it may come from another one."""
     if fp8_part(parameter) is not None:
         register_state_hooks(module)
 

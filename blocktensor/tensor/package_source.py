@@ -1,4 +1,4 @@
-"""The source of this package, on which the code that compilers make of it depends."""
+"""Identify the source of this package for compile caches, whose code depends on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _IMPORTED = time.time()
 
 @functools.cache
 def source_key() -> str:
-    """Return what tells this source from any other: its version and a digest of its files.
+    """Return the version of this package and a digest of its files.
 
     torch's compile cache finds a graph by what Dynamo has traced, which is a call of ``F.linear``
     with a weight; what AOTAutograd makes of that call is this package's. The version of a checkout
-    stays as its files change. It takes some 10 ms, when something is compiled first.
+    stays as its files change. The first call, at the first compilation, takes some 10 ms.
 
-    Where files have changed since this was imported, they are not what runs: such a process shares
-    no graph with another.
+    A process whose files have changed since the import runs code that is not in them: it shares no
+    graph with another process.
     """
     try:
         version = importlib.metadata.version("blocktensor")

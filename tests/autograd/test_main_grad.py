@@ -21,7 +21,7 @@ from tests.support.experts import grads, sample, stack
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.ranks import on_ranks
-from tests.support.split_backward import backward_in_halves, needs_halves
+from tests.support.split_backward import backward, needs_halves
 
 N, K, M = 200, 300, 40
 
@@ -260,10 +260,7 @@ def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
         for step in range(2):
             y = run(leaf, *weights)
             grad = randn(*y.shape, seed=step, dtype=y.dtype)
-            if split:
-                backward_in_halves(y, grad, leaf, weights)
-            else:
-                y.backward(grad)
+            backward(y, grad, leaf, weights, in_halves=split)
         assert all(w.grad is None for w in weights)
         found.append([w.main_grad for w in weights])
     for a, b in zip(*found, strict=True):
@@ -282,7 +279,7 @@ USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
         F.linear(x.float(), w.float()), w.float(), bias.float()
     ),
 }
-"""Of a weight and a bias that have a ``main_grad``."""
+"""Functions of a weight and a bias that have a ``main_grad``."""
 
 
 @needs_halves
@@ -298,10 +295,7 @@ def test_a_split_backward_adds_to_grad_what_a_whole_one_does(use: str) -> None:
         for step in range(2):
             y = USES[use](x, *parameters)
             grad = randn(M, K, seed=step, dtype=y.dtype)
-            if split:
-                backward_in_halves(y, grad, x, parameters)
-            else:
-                y.backward(grad)
+            backward(y, grad, x, parameters, in_halves=split)
         found.append([x.grad, *(t for p in parameters for t in (p.grad, p.main_grad))])
     for whole, halves in zip(*found, strict=True):
         assert whole is halves is None or torch.equal(whole, halves)
@@ -309,12 +303,12 @@ def test_a_split_backward_adds_to_grad_what_a_whole_one_does(use: str) -> None:
 
 @needs_halves
 def test_a_hook_of_a_split_backward_gets_zeros() -> None:
-    """In place of a gradient that went to a buffer."""
+    """The gradient itself went to the buffer."""
     module, x, seen = linear(N, K), randn(M, K, grad=True), []
     module.weight.main_grad = torch.zeros(N, K)
     module.weight.register_hook(lambda grad: seen.append(grad.abs().sum() + grad.numel()))
     y = module(x)
-    backward_in_halves(y, randn(*y.shape), x, [module.weight])
+    backward(y, randn(*y.shape), x, [module.weight])
     assert seen == [N * K]
     assert module.weight.grad is None
     assert module.weight.main_grad.any()

@@ -1,4 +1,4 @@
-"""What is asked of products beside their operands: ``out=``, ``out_dtype=``, a sum in place."""
+"""Options of products: ``out=``, ``out_dtype=``, a sum in place, a weight multiplied by itself."""
 
 from __future__ import annotations
 

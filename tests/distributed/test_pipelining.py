@@ -106,7 +106,7 @@ def results(model: nn.Module, losses: list[Tensor]) -> Results:
 
 
 def one_by_one(model: Any, tokens: int, seed: int = 0) -> Results:
-    """What one process computes of the microbatches, one after another."""
+    """Run the microbatches one after another in this process."""
     losses = []
     for x, target in zip(*(t.split(1) for t in batch(tokens, seed)), strict=True):
         losses.append(model[-1].loss(model(x), target))

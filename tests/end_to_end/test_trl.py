@@ -45,14 +45,14 @@ def folder(tmp_path: Path) -> Any:
 def logged(
     trainer: type, arguments: Any, name: str, model: Any, rows: Any = ROWS, **options: Any
 ) -> list[float]:
-    """What every step logs."""
+    """Return the log of every step."""
     made = trainer(model, args=arguments, train_dataset=Dataset.from_list(rows), **options)
     made.train()
     return [float(entry[name]) for entry in made.state.log_history if name in entry]
 
 
 def first(*args: Any, **options: Any) -> float:
-    """What the first step logs."""
+    """Return the log of the first step."""
     (value,) = logged(*args, **options)
     return value
 

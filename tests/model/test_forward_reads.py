@@ -107,7 +107,7 @@ OF_INSTANCES = {
 
 
 UNSEEN = {"the code of a method", "F.silu"}
-"""By Dynamo; F.silu it takes for torch's."""
+"""Changes that Dynamo does not see; it takes a replaced F.silu for torch's."""
 
 
 def runs_fused(model: nn.Module) -> bool:
@@ -225,7 +225,7 @@ def test_compilers_see_the_fused_function(make: type[MLP]) -> None:
 
 @pytest.mark.parametrize("later", ["unfuse", "another class"])
 def test_a_forward_that_was_wrapped_while_it_was_fused(later: str) -> None:
-    """As accelerate wraps it: the wrapper holds the bound forward of the fused class."""
+    """The wrapper holds the bound forward of the fused class, as those of accelerate do."""
     model, twin = (converted(Model()) for _ in range(2))
     fuse(model)
     for each in (model, twin):

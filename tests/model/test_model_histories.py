@@ -52,7 +52,7 @@ def differing(got: dict[str, Tensor], want: dict[str, Tensor], stored: bool) -> 
 
 
 def differing_run(history: History) -> list[str]:
-    """What differs in a forward and a backward with an event between the two."""
+    """Return what differs in a forward and a backward with an event between the two."""
     want = history.results(converted(copied(history.mirror)))
     # checkpoints compare what is saved
     event = history.draw.choice(BETWEEN[:4] if history.checkpointed else BETWEEN)
@@ -104,7 +104,7 @@ def differing_state(history: History, fresh: nn.Module) -> list[str]:
 
 
 def differing_now(history: History) -> list[str]:
-    """What differs from a fresh conversion of the mirror."""
+    """Return what differs from a fresh conversion of the mirror."""
     fresh = converted(copied(history.mirror))
     want, found = history.results(fresh), list[str]()
     for _ in range(2):  # the first run tells which linears share inputs
@@ -113,7 +113,7 @@ def differing_now(history: History) -> list[str]:
 
 
 def found_in(history: History) -> list[str]:
-    """What differs in a run, after an event that was refused, or at the end."""
+    """Return what differs in a run, after an event that was refused, or at the end."""
     kinds: dict[Callable[[History], Any], float] = {**EVENTS, differing_run: 6}
     drawn = history.draw.choices(list(kinds), list(kinds.values()), k=history.draw.randint(2, 14))
     first = (History.convert, History.fuse) if history.seed % 3 else (History.convert,)
@@ -130,7 +130,7 @@ def found_in(history: History) -> list[str]:
 
 
 def differences(seed: int) -> list[str]:
-    """What differs in one history, after what was done."""
+    """Return what differs in one history, after the log of its events."""
     history = History(seed)
     try:
         with history.patches:

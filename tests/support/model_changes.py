@@ -101,7 +101,7 @@ CLASS_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     MLP: lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)),
     Norm: lambda self, x: self.weight * x,
 }
-"""What the forward of a class may be replaced by."""
+"""Replacements for the forward of a class."""
 
 
 def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _unwrap_forward(model: Model, name: str) -> None:
 
 
 def _derive_class(model: Model, name: str) -> None:
-    """Of a fused module too, whose class then is no longer that of the library."""
+    """Set a derived class; a fused module then no longer has the class that ``fuse`` gave it."""
     module = model.get_submodule(name)
     for kind in _TWICE:
         if isinstance(module, kind.__base__) and not isinstance(module, (*_TWICE, OtherLinear)):
@@ -207,4 +207,4 @@ CHANGES: dict[str, tuple[tuple[type[nn.Module], ...], Callable[[Model, str], Any
         for how in ("forward", "prehook", "backward", "tensor", "accumulated")
     },
 }
-"""Of modules of these classes, what may be done to the one of a name; hooks return handles."""
+"""By name: the classes of modules that a change applies to, and the change (hooks: a handle)."""

@@ -1,4 +1,4 @@
-"""What happens to a model, and to a plain mirror of it, in an order that a seed draws."""
+"""Events of a model, and of a plain mirror of it, in an order that a seed draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RECIPES = (None, None, Recipe(), Recipe(scale="power_of_two"), Recipe(cache_wei
 
 
 class Expected(NamedTuple):
-    """How a weight is to be held, where it is not plain: an attribute of that of the mirror.
+    """The recipe and state that an FP8 weight has to have, as an attribute of its mirror's weight.
 
     The mirror has the values that were cast, also of a frozen weight.
     """
@@ -38,13 +38,13 @@ class Expected(NamedTuple):
 
 
 def expected(parameter: Any) -> Expected | None:
-    """How the weight of the model is to be held whose mirror this is; None: it is plain."""
+    """Return :class:`Expected` of the weight that this one mirrors; None if that is plain."""
     found: Expected | None = getattr(parameter, "expected", None)
     return found
 
 
 def is_frozen(parameter: Any) -> bool:
-    """Whether it is to be frozen in FP8."""
+    """Return True if the weight that this one mirrors has to be frozen in FP8."""
     found = expected(parameter)
     return found is not None and found.frozen
 
@@ -326,7 +326,7 @@ class History:
             str(repr(self.model) if how == "repr" else getattr(blocktensor, how)(self.model))
 
     def input(self) -> Tensor:
-        """What the model is given."""
+        """Return the input of the model."""
         if self.kind == "llama":
             return torch.arange(6).view(2, 3)
         return X.to(self.dtype).clone().requires_grad_()

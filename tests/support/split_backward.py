@@ -16,7 +16,12 @@ needs_halves = pytest.mark.skipif(
 )
 
 
-def backward_in_halves(y: Tensor, grad: Tensor, x: Tensor, weights: Sequence[Any]) -> None:
-    """``y.backward(grad)``: the gradient of ``x`` first, then those of ``weights``."""
+def backward(
+    y: Tensor, grad: Tensor, x: Tensor, weights: Sequence[Any], in_halves: bool = True
+) -> None:
+    """Run ``y.backward(grad)``; in halves, for the gradient of ``x`` first, then of ``weights``."""
+    if not in_halves:
+        y.backward(grad)
+        return
     _, groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
     stage.stage_backward_weight(iter(weights), groups)

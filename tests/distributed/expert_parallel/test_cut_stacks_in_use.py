@@ -30,7 +30,7 @@ from tests.support.expert_parallel import (
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
-from tests.support.split_backward import backward_in_halves, needs_halves
+from tests.support.split_backward import backward, needs_halves
 
 K, N = 192, 256
 FLOAT = torch.float32
@@ -181,10 +181,7 @@ def test_main_grad_of_a_cut_stack_in_a_split_backward(
         for seed in range(2):
             y = model(x, torch.tensor([20, 20]))
             grad = randn(*y.shape, seed=seed, dtype=y.dtype)
-            if split:
-                backward_in_halves(y, grad, x, weights)
-            else:
-                y.backward(grad)
+            backward(y, grad, x, weights, in_halves=split)
         assert all(p.grad is None for p in weights)
         found.append(buffers)
     assert all(map(torch.equal, *found))
