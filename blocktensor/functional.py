@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import gated_activation as _gated_activation
 from .autograd import gated_mlp as _gated_mlp
-from .autograd import grouped_linear as _grouped_linear
 from .autograd import linear as _linear
 from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import rms_norm as _rms_norm
@@ -386,7 +385,7 @@ def grouped_linear(
         if _stays_whole(w):
             made: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs, bias)
             return made
-        return _grouped_linear.grouped_linear(x, w, offs, bias, recipe=recipe)
+        return _linear.grouped_linear(x, w, offs, bias, recipe=recipe)
     biases = [None] * len(w) if bias is None else bias
     if isinstance(biases, Tensor) or len(biases) != len(w) or not len(w):
         raise ValueError(
@@ -397,4 +396,4 @@ def grouped_linear(
     if any(map(_stays_whole, w)):  # compilers find that the casts of x are one
         pairs = zip(w, biases, strict=True)
         return tuple(grouped_linear(x, each, offs, b, recipe=recipe) for each, b in pairs)
-    return _grouped_linear.grouped_linears(x, w, offs, biases, recipe)
+    return _linear.grouped_linears(x, w, offs, biases, recipe)

@@ -16,8 +16,10 @@ from ..ops.formats import Quantized
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..ops.producers.with_h_ops import gated_backward_with_h
-from . import linear_plan, stored_gate
+from . import plan as plans
+from . import stored_gate
 from .gated_plan import Formats, GatedPlan
+from .products import Dense
 
 GATE, UP, H = range(3)
 """Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
@@ -60,7 +62,7 @@ class Sources:
 
 
 def forms_in_backward(
-    products: Any,
+    product: Dense,
     plan: GatedPlan,
     sources: Sources,
     needs_h: bool,
@@ -87,12 +89,12 @@ def forms_in_backward(
             made.append((None, Quantized(data, scale, format)))
         else:
             both = halves(*sources.gate_and_up())
-            made.append(gated(*both, plan.activation, None, format, products.offs))
+            made.append(gated(*both, plan.activation, None, format, product.offs))
             del both
         del data, scale
         yield H, made.pop()
     if sources.has_gradient:
-        yield from _gradients_of_h(products, plan, sources, formats, needs_dbias, dbiases)
+        yield from _gradients_of_h(product, plan, sources, formats, needs_dbias, dbiases)
 
 
 def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms]]:
@@ -111,7 +113,7 @@ def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms
 
 
 def _gradients_of_h(
-    products: Any,
+    product: Dense,
     plan: GatedPlan,
     sources: Sources,
     formats: Formats,
@@ -119,10 +121,10 @@ def _gradients_of_h(
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
     gate, up, dh = sources.take_all()
-    activation, offs = plan.activation, products.offs
+    activation, offs = plan.activation, product.offs
     made: list[Forms]
     if plan.up is None:
-        made = [_joint_gradient(products, plan, dh, gate, formats, needs_dbias[0], dbiases)]
+        made = [_joint_gradient(product, plan, dh, gate, formats, needs_dbias[0], dbiases)]
         del gate, dh
         yield GATE, made.pop()
         return
@@ -130,10 +132,10 @@ def _gradients_of_h(
         both = gradients(dh, gate, up, activation)
         for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
             if needs_dbias[i]:
-                dbiases[i] = products.bias_gradient(grad, of)
+                dbiases[i] = product.dbias(grad, of)
         made = [(None, None), (None, None)]
         if formats != (None, None):
-            made = [products.forms(grad, *formats) for grad in both]
+            made = [product.forms(grad, *formats) for grad in both]
         del both, grad
     elif plan.recompute or _is_large(plan, gate, offs):
         # less memory at once, for another read of dh and gate
@@ -154,11 +156,11 @@ def _gradients_of_h(
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
     # A compiler cannot compare sizes; of rows in groups, no kernel makes both gradients in much
     # less time than one after the other.
-    return offs is not None if plan.tracing else gate.nbytes >= linear_plan.LARGE_BYTES
+    return offs is not None if plan.tracing else gate.nbytes >= plans.LARGE_BYTES
 
 
 def _joint_gradient(
-    products: Any,
+    product: Dense,
     plan: GatedPlan,
     dh: Tensor,
     gate_up: Tensor,
@@ -168,10 +170,10 @@ def _joint_gradient(
 ) -> Forms:
     """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
     if not needs_dbias:
-        return joint_gated_backward(dh, gate_up, plan.activation, *formats, products.offs)
+        return joint_gated_backward(dh, gate_up, plan.activation, *formats, product.offs)
     grad = torch.cat(gradients(dh, *halves(gate_up, None), plan.activation), -1)
-    dbiases[0] = products.bias_gradient(grad, plan.gate)
-    return (None, None) if formats == (None, None) else products.forms(grad, *formats)
+    dbiases[0] = product.dbias(grad, plan.gate)
+    return (None, None) if formats == (None, None) else product.forms(grad, *formats)
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -29,14 +29,16 @@ from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from . import saved_weight, stored_gate
+from . import stored_gate
 from .backward import FP8Function, Gradients, run_backward
 from .gated_forms import H, Sources, forms_in_backward, halves
-from .gated_plan import AnyPlan, GatedPlan, features_of_h, plan_gated
-from .gated_products import Products, products_of
-from .linear import read_weight, with_leading
+from .gated_plan import GatedPlan, features_of_h, plan_gated
+from .linear import grouped_linears, has_no_experts, linear, with_leading
 from .main_grad import where_to_add
-from .no_experts import is_of_no_experts
+from .plan import Plan
+from .products import Dense, product_of
+from .saved_weight import SavedWeight
+from .split_backward import in_place_of_added
 
 
 def gated_mlp(
@@ -61,13 +63,12 @@ def gated_mlp(
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-        products = products_of(offs)
-        if offs is not None and is_of_no_experts(x, w_gate, offs):
+        if offs is not None and has_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
-            return _one_by_one(products, x, weights, biases, activation, recipe)
-        plan = plan_gated(products, x, weights, biases, activation, recompute, store_fp8, recipe)
-        if plan.apart:
-            return _one_by_one(products, x, weights, biases, activation, recipe)
+            return _one_by_one(offs, x, weights, biases, activation, recipe)
+        plan = plan_gated(offs, x, weights, biases, activation, recompute, store_fp8, recipe)
+        if plan.one_by_one:
+            return _one_by_one(offs, x, weights, biases, activation, recipe)
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again: Tensor | None = None
@@ -79,40 +80,25 @@ def gated_mlp(
 
 
 def _one_by_one(
-    products: Products,
+    offs: Tensor | None,
     x: Tensor,
     weights: tuple[Tensor, Tensor | None, Tensor],
     biases: Sequence[Tensor | None],
     activation: str,
     recipe: Recipe | None,
 ) -> Tensor:
+    def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        if offs is not None:
+            return grouped_linears(x, ws, offs, bs, recipe)
+        return [linear(x, w, b, recipe=recipe) for w, b in zip(ws, bs, strict=True)]
+
     w_gate, w_up, w_down = weights
     if w_up is None:
-        gate, up = products.linears(x, [w_gate], biases[:1], recipe)[0].chunk(2, -1)
+        gate, up = linears(x, [w_gate], biases[:1])[0].chunk(2, -1)
     else:
-        gate, up = products.linears(x, [w_gate, w_up], biases[:2], recipe)
-    h = ACTIVATIONS[activation].value(gate) * up
-    (y,) = products.linears(h, [w_down], biases[2:], recipe)
+        gate, up = linears(x, [w_gate, w_up], biases[:2])
+    (y,) = linears(ACTIVATIONS[activation].value(gate) * up, [w_down], biases[2:])
     return y
-
-
-class _Read:
-    """What backward has to know of a weight that forward read (``linear.read_weight``)."""
-
-    cache: Any
-    cast: Any
-    names: saved_weight.Names
-
-    def __init__(self, plan: AnyPlan) -> None:
-        self.plan = plan
-
-
-def _fprop(
-    products: Any, read: _Read, x: Quantized, w: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """``y = x wᵀ (+ bias)`` of rowwise x, and what to save of the weight; its form is freed."""
-    w_row, saved = read_weight(read, w, read.plan)
-    return products.fprop(x, w_row, bias, read.plan), saved if read.plan.needs[0] else ()
 
 
 class _GatedMLP(FP8Function):
@@ -130,22 +116,22 @@ class _GatedMLP(FP8Function):
         offs: Tensor | None,
         plan: GatedPlan,
     ) -> Tensor:
-        ctx.plan, products = plan, products_of(offs)
+        ctx.plan, product = plan, product_of(offs)
         ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
                                                    bias_up, bias_down)]  # fmt: skip
-        of_gate, of_down = _Read(plan.gate), _Read(plan.down)
-        of_up = None if plan.up is None else _Read(plan.up)
-        ctx.reads = of_gate, of_up, of_down
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        x_row, x_col = products.input_forms(x, plan.gate.format, plan.x_columnwise)
-        assert x_row is not None
-        gate, gate_saved = _fprop(products, of_gate, x_row, w_gate, bias_gate)
+        x_row, x_col = product.input_forms(x, plan.gate.format, plan.x_columnwise)
+        w_row, gate_saved, of_gate = product.weight(w_gate, plan.gate)
+        gate = product.fprop(x_row, w_row, bias_gate, plan.gate)
         up: Tensor | None = None
         up_saved: Sequence[Tensor] = ()
-        if of_up is not None:
+        of_up: SavedWeight | None = None
+        if plan.up is not None:
             assert w_up is not None
-            up, up_saved = _fprop(products, of_up, x_row, w_up, bias_up)
+            w_row, up_saved, of_up = product.weight(w_up, plan.up)
+            up = product.fprop(x_row, w_row, bias_up, plan.up)
+        del w_row
         del x_row
         makes_again = plan.h_beside or (plan.recompute and plan.needs_dh)
         h_columnwise = None if makes_again else plan.down.x_columnwise
@@ -156,7 +142,9 @@ class _GatedMLP(FP8Function):
         sources = [gate, up]
         del gate, up
         gate_and_up = [*stored_gate.save(plan, sources)]
-        y, down_saved = _fprop(products, of_down, h_row, w_down, bias_down)
+        w_row, down_saved, of_down = product.weight(w_down, plan.down)
+        y = product.fprop(h_row, w_row, bias_down, plan.down)
+        ctx.reads = of_gate, of_up, of_down
         ctx.counts = len(gate_saved), len(up_saved)
         ctx.save_for_backward(
             offs,
@@ -179,8 +167,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
-    of_down = ctx.reads[2]
-    products: Any = products_of(saved.pop(0))
+    of_down: SavedWeight = ctx.reads[2]
+    product = product_of(saved.pop(0))
     x_data, x_scale, *of_h = saved[:8]
     weights = saved[8:]
     saved.clear()
@@ -191,17 +179,17 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     dws: list[Tensor | None] = [None, None, None]
     dbiases: list[Tensor | None] = [None, None, None]
     if needs_dbias[2] and grad is not None:
-        dbiases[2] = products.bias_gradient(grad, plan.down)
+        dbiases[2] = product.dbias(grad, plan.down)
 
     needs_dh = needs_dx or any(needs_dw[:2]) or any(needs_dbias[:2])
     row, col = plan.down.grad_formats
     row, col = row if needs_dh else None, col if needs_dw[2] else None
     g = None
     if grad is not None and (row or col):
-        g = products.forms(grad, row, col)
+        g = product.forms(grad, row, col)
     del grad
     has_dh = needs_dh and g is not None
-    w_col = saved_weight.read_in_backward(of_down, w_down, has_dh)
+    w_col = of_down.columnwise(w_down, has_dh)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
         _read_no_firsts(ctx.reads, (w_gate, w_up))
         return None, None, *dws, *dbiases, None, None
@@ -210,8 +198,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     del g
     dh: Tensor | None = None
     if has_dh:
-        assert g_row is not None
-        dh = products.dgrad(of_down, g_row, w_down, w_col)
+        assert w_col is not None
+        dh = product.dgrad(g_row, w_col, plan.down)
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
@@ -220,25 +208,24 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
-    made = forms_in_backward(products, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
+    made = forms_in_backward(product, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
         if i == H:
             assert g_col is not None
             assert d_col is not None
-            dws[2] = products.wgrad(plan.down, g_col, d_col, buffers[2])
+            dws[2] = _wgrad(product, plan.down, g_col, d_col, buffers[2])
             del d_row, d_col, g_col
             continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
-        w_col = saved_weight.read_in_backward(read, w, needs_dx)
+        w_col = read.columnwise(w, needs_dx)
         if needs_dx:
-            assert d_row is not None
-            dxs[i] = products.dgrad(read, d_row, w, w_col).view(read.plan.x_shape)
+            dxs[i] = product.dgrad(d_row, w_col, read.plan).view(read.plan.x_shape)
         del w_col, d_row
         if needs_dw[i]:
             assert d_col is not None
             assert plan.x_columnwise is not None
             x_col = Quantized(x_data, x_scale, plan.x_columnwise)
-            dws[i] = products.wgrad(read.plan, d_col, x_col, buffers[i])
+            dws[i] = _wgrad(product, read.plan, d_col, x_col, buffers[i])
         del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
@@ -249,7 +236,17 @@ def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -
     """Tell the weights of gate and up that this backward does not read them."""
     for read, w in zip(reads[:2], weights, strict=True):
         if read is not None:
-            saved_weight.read_in_backward(read, w, False)
+            read.columnwise(w, False)
+
+
+def _wgrad(
+    product: Dense, plan: Plan, g: Quantized, x: Quantized, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return ``dw = gᵀ x`` of columnwise forms, or add it to ``main_grad``."""
+    if main_grad is None:
+        return product.wgrad(g, x, plan)
+    product.wgrad_add_(main_grad, g, x, plan)
+    return in_place_of_added(main_grad, plan.w_dtype)
 
 
 def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
@@ -261,7 +258,7 @@ def _where_to_add(ctx: Any, needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the buffer that each weight's gradient is added to, if it is needed and has one."""
     buffers: list[Tensor | None] = [None, None, None]
     for i, read in enumerate(ctx.reads):
-        main_grad = None if read is None or read.cache is None else read.cache.main_grad
+        main_grad = None if read is None else read.main_grad
         if main_grad is not None and needed[i]:
             places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
             buffers[i] = where_to_add(ctx, main_grad, places[i])

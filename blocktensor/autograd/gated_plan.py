@@ -13,12 +13,7 @@ from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
 from ..ops.producers.with_h_ops import is_from_one_read
 from ..recipe import Recipe
-from .gated_products import Products
-from .grouped_plan import GroupedPlan
-from .linear_plan import FP8_TYPES, LinearPlan
-
-AnyPlan = LinearPlan | GroupedPlan
-"""Of one of the three linears."""
+from .plan import FP8_TYPES, Plan, plan_matmul
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 """Of a rowwise and of a columnwise form; None for one that no product reads."""
@@ -34,21 +29,21 @@ class GatedPlan(NamedTuple):
         store_fp8: whether gate and up are saved in FP8.
         h_beside: whether backward makes the columnwise form of h beside the gradients of gate and
             up, at no read of its own.
-        apart: whether h or a gradient is needed in high precision, so that the linears run one by
-            one.
+        one_by_one: True if h or a gradient is needed in high precision, so that the linears run one
+            by one.
         needs_dh: whether the gradient of h will be asked for.
         x_columnwise: the format of x columnwise; None where no product reads it.
         dh_formats: of the gradients of gate and up.
     """
 
-    gate: AnyPlan
-    up: AnyPlan | None
-    down: AnyPlan
+    gate: Plan
+    up: Plan | None
+    down: Plan
     activation: ActivationName
     recompute: bool
     store_fp8: bool
     h_beside: bool
-    apart: bool
+    one_by_one: bool
     needs_dh: bool
     x_columnwise: BlockFormat | None
     dh_formats: Formats
@@ -60,7 +55,7 @@ class GatedPlan(NamedTuple):
 
 
 def plan_gated(
-    products: Products,
+    offs: Tensor | None,
     x: Tensor,
     weights: tuple[Tensor, Tensor | None, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -81,20 +76,20 @@ def plan_gated(
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     w_gate, w_up, w_down = weights
     _check_weights(weights)
-    gate = products.plan(x, w_gate, biases[0], recipe)
-    up = None if w_up is None else products.plan(x, w_up, biases[1], recipe)
+    gate = plan_matmul(x, w_gate, biases[0], recipe, offs)
+    up = None if w_up is None else plan_matmul(x, w_up, biases[1], recipe, offs)
     features = features_of_h(w_gate, w_up, biases[1])
     differentiable: tuple[Tensor | None, ...] = x, w_gate, w_up, *biases[:2]
     of_h = [t for t in differentiable if t is not None and t.requires_grad]
     needs_dh = torch.is_grad_enabled() and len(of_h) > 0
     h = _like_h(x, gate, features, of_h[0] if needs_dh else None)
-    down = products.plan(h, w_down, biases[2], recipe)
+    down = plan_matmul(h, w_down, biases[2], recipe, offs)
     firsts = [gate] if up is None else [gate, up]
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
     h_beside = (
         not (recompute or store_fp8)
-        and products.offs is None
+        and offs is None
         and up is not None
         and None not in dh_formats
         and down.x_columnwise is not None
@@ -109,7 +104,7 @@ def plan_gated(
         recompute,
         store_fp8,
         h_beside,
-        apart=any(plan.saves_x for plan in (*firsts, down)),
+        one_by_one=any(plan.saves_x for plan in (*firsts, down)),
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),
         dh_formats=dh_formats,
@@ -156,7 +151,7 @@ def _check_weights(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
             )
 
 
-def _like_h(x: Tensor, gate: AnyPlan, features: int, leaf: Tensor | None) -> Tensor:
+def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor:
     """One element in the shape of h, for the plan of down, which looks at no value.
 
     ``leaf``: a tensor that needs a gradient of h, if there is one.

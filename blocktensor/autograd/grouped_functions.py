@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .grouped_linear import grouped_linear
+from .linear import grouped_linear
 from .product_calls import plus
 
 

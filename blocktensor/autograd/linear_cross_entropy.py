@@ -31,9 +31,9 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .high_precision import wgrad
-from .linear_plan import LinearPlan, plan_linear
 from .main_grad import check_main_grad, where_to_add
+from .plan import Plan, plan_matmul
+from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
 from .split_backward import in_place_of_added
 
@@ -104,7 +104,7 @@ def linear_cross_entropy(
     """:func:`blocktensor.functional.linear_cross_entropy`."""
     _check(x, w, target, loss, chunk)
     with torch._C.DisableTorchFunctionSubclass():
-        plan = plan_linear(x, w, bias, recipe)
+        plan = plan_matmul(x, w, bias, recipe)
         if plan.tracing:
             raise NotImplementedError(
                 f"linear_cross_entropy of a {type(x).__name__} and a {type(w).__name__}, or while "
@@ -172,7 +172,7 @@ class _LinearCrossEntropy(FP8Function):
         w: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        plan: LinearPlan,
+        plan: Plan,
         needs_dbias: bool,
         loss: CrossEntropy,
         rows: int,
@@ -263,7 +263,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
-def _forms_of_weight(w: Tensor, plan: LinearPlan, both: bool) -> tuple[Quantized, Quantized | None]:
+def _forms_of_weight(w: Tensor, plan: Plan, both: bool) -> tuple[Quantized, Quantized | None]:
     """The rowwise form of the weight, and the columnwise one if it is needed."""
     if both and isinstance(w, BlockwiseFP8Weight) and not w.cache.reuses():
         return w.both_forms()
@@ -282,7 +282,7 @@ def _sum_wgrad(
     """``dw`` of the chunks before, if any, and of this one: in fp32, or in ``dtype`` if first."""
     if x_col is None:  # Recipe(wgrad_input="high_precision")
         assert grad is not None
-        made = wgrad(grad, x, dtype)
+        made = wgrad_in_high_precision(grad, x, dtype)
         return made if dw is None else dw.add_(made)
     assert g_col is not None
     if dw is None:

@@ -8,53 +8,22 @@ saved itself, and the graph holds the FP8 form of its forward (``ForwardCast``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_rowwise
+from ..ops.cast.ops import quantize_rowwise, quantize_transpose
 from ..ops.formats import BlockFormat, Quantized
-from ..ops.gemm.dgrad_ops import dgrad_of_master, dgrad_of_rowwise
-from ..ops.gemm.ops import gemm
-from ..ops.grouped_gemm.dgrad_ops import grouped_dgrad_of_master, grouped_dgrad_of_rowwise
-from ..ops.grouped_gemm.ops import grouped_gemm
+from ..tensor.aot_autograd import kept_in_backward
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..tensor.operand import Operand, operand_of
 from ..tensor.weight import BlockwiseFP8Weight
-from ..tensor.weight_cache import ForwardCast
+from ..tensor.weight_cache import ForwardCast, FP8Cache
+from .main_grad import check_main_grad
+from .plan import Plan
 
-Names = tuple[str, ...]
-"""Names of the inner tensors that were saved; none if the weight itself was."""
-
-
-ROWWISE: Names = ("rowwise_data", "rowwise_scale")
-"""Names of the cast of a plain weight."""
-
-COLUMNWISE: Names = ("columnwise_data", "columnwise_scale")
-"""Names of what dgrad reads of a cast, where a compiled forward has made it."""
-
-
-def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], Names]:
-    """The inner tensors of a frozen weight, and their names."""
-    if w.recipe.columnwise == "keep":
-        w.columnwise()  # made once, kept by the weight, found by every backward
-    names = w.__tensor_flatten__()[0]
-    return [getattr(w, name) for name in names], tuple(names)
-
-
-def _operand(saved: Sequence[Tensor], names: Names, format: BlockFormat) -> Operand:
-    if names:
-        return operand_of(dict(zip(names, saved, strict=True)), format, format)
-    (w,) = saved
-    return operand_of_weight(w, format)
-
-
-def operand_of_weight(w: Tensor, format: BlockFormat) -> Operand:
-    """The FP8 forms of a weight as it is now; a plain one is cast in ``format``."""
-    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
-        return w.operand
-    return Operand(quantize_rowwise(w, format), None)
+ROWWISE = ("rowwise_data", "rowwise_scale")
+COLUMNWISE = ("columnwise_data", "columnwise_scale")
 
 
 class GatheredCast(NamedTuple):
@@ -64,8 +33,128 @@ class GatheredCast(NamedTuple):
     of: object
 
 
-def gathered_cast(generation: Generation) -> GatheredCast:
-    """What backward compares of a gathered weight that this forward reads.
+class SavedWeight:
+    """The weight that one forward has read, for its backward.
+
+    Attributes:
+        plan: of the linear.
+        cache: of a trainable weight.
+        cast: the FP8 form of the forward, which the graph holds, or the generation of a gather.
+        names: of the inner tensors that were saved; none if the weight itself was.
+    """
+
+    __slots__ = ("cache", "cast", "names", "plan")
+
+    def __init__(self, plan: Plan, names: tuple[str, ...] = ()) -> None:
+        self.plan, self.names = plan, names
+        self.cache: FP8Cache | None = None
+        self.cast: ForwardCast | GatheredCast | None = None
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """The buffer that the gradient of the weight is added to, if any."""
+        return None if self.cache is None else self.cache.main_grad
+
+    def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
+        """Return the columnwise form of the weight, if dgrad needs it.
+
+        The graph holds no form of it any more: the caller alone holds the result, and frees it
+        after dgrad. While a compiler traces, the form is made by ops that stay in the backward, so
+        that the forward saves no form, which takes a byte a parameter.
+
+        Args:
+            saved: the tensors that forward saved of the weight.
+            needed: False where this backward computes no dgrad.
+
+        Raises:
+            RuntimeError: the weight was written to, or gathered of other values, since its forward.
+        """
+        made = None
+        if needed and self.plan.tracing:
+            with kept_in_backward():
+                made = self._columnwise(saved)
+        elif needed:
+            made = self._columnwise(saved)
+        if isinstance(self.cast, ForwardCast):
+            self.cast.waiting = None
+        if self.cache is not None:
+            self.cache.after_backward()
+        return made
+
+    def _columnwise(self, saved: Sequence[Tensor]) -> Quantized:
+        cast, (w, *_), format = self.cast, saved, self.plan.weight_format
+        if isinstance(cast, GatheredCast):
+            if cast.generation.of != cast.of:
+                raise RuntimeError(
+                    "an FP8 weight that FSDP2 gathers was changed or moved on this rank between a "
+                    "forward and its backward, which gathers it again: run backward before, or "
+                    "forward again after"
+                )
+            cast = None
+        if self.names:
+            named = dict(zip(self.names, saved, strict=True))
+            return operand_of(named, format, format).need_columnwise()
+        if isinstance(w, BlockwiseFP8Weight):
+            if self.plan.tracing:
+                return quantize_transpose(w.cast_from, w.format)
+            return w.columnwise(cast)
+        if isinstance(w, BlockwiseFP8Tensor) and not self.plan.tracing:
+            return w.columnwise()
+        # saved-tensor hooks that offload return a plain weight
+        return operand_of_weight(w, format).need_columnwise()
+
+
+WeightRead: TypeAlias = tuple[Quantized, Sequence[Tensor], SavedWeight]
+"""The rowwise form of a weight, the tensors to save for dgrad, and how backward reads them."""
+
+
+def read_weight(w: Tensor, plan: Plan) -> WeightRead:
+    """Read a weight in a forward."""
+    needs_dx, needs_dw = plan.needs
+    read = SavedWeight(plan)
+    if isinstance(w, BlockwiseFP8Weight):
+        read.cache = w.cache
+        if w.cache.main_grad is not None and needs_dw:
+            check_main_grad(plan.tracing)
+        if needs_dx and not plan.tracing:
+            w_row, read.cast = w.rowwise_for_backward()
+        elif needs_dx and w.recipe.cache_weight == "step":  # backward casts nothing then
+            if w.cache.reuses():  # in eager mode, of an x of another type
+                w_row = w.rowwise(before_backward=needs_dw)
+                read.names, saved_form = ROWWISE, w_row
+            else:
+                w_row, saved_form = w.both_forms()
+                read.names = COLUMNWISE
+            return w_row, saved_form[:2], read
+        else:
+            w_row = w.rowwise(before_backward=needs_dw)
+        return w_row, (w,) if needs_dx else (), read
+    if isinstance(w, BlockwiseFP8Tensor):
+        # Dynamo may take a method of a tensor for an op, which returns tensors alone
+        w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
+        if w.generation is not None and not plan.tracing:
+            read.cast = _gathered_cast(w.generation)
+        if not needs_dx:
+            return w_row, (), read
+        if plan.tracing:
+            return w_row, (w,), read
+        saved, read.names = inner_tensors(w)
+        return w_row, saved, read
+    w_row = quantize_rowwise(w, plan.weight_format)
+    read.names = ROWWISE
+    return w_row, w_row[:2] if needs_dx else (), read
+
+
+def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], tuple[str, ...]]:
+    """Return the inner tensors of a frozen weight, and their names."""
+    if w.recipe.columnwise == "keep":
+        w.columnwise()  # made once, kept by the weight, found by every backward
+    names = w.__tensor_flatten__()[0]
+    return [getattr(w, name) for name in names], tuple(names)
+
+
+def _gathered_cast(generation: Generation) -> GatheredCast:
+    """Return what backward compares of a gathered weight that this forward reads.
 
     Raises:
         RuntimeError: a backward that raised has left it gathered with the scales of other values.
@@ -79,79 +168,8 @@ def gathered_cast(generation: Generation) -> GatheredCast:
     return GatheredCast(generation, generation.of)
 
 
-def read_in_backward(ctx: Any, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
-    """The columnwise form of a saved weight, if dgrad needs it and is not one op of a compiler.
-
-    ``ctx`` has what the forward read of the weight. The graph holds no form of it any more: the
-    caller alone holds the result, and frees it after dgrad.
-
-    Raises:
-        RuntimeError: as :func:`columnwise`.
-    """
-    w_col = None
-    if needed and not ctx.plan.tracing:
-        w_col = columnwise(saved, ctx.names, ctx.plan.weight_format, ctx.cast)
-    release(ctx.cast)
-    if ctx.cache is not None:
-        ctx.cache.after_backward()
-    return w_col
-
-
-def columnwise(
-    saved: Sequence[Tensor],
-    names: Names,
-    format: BlockFormat,
-    cast: ForwardCast | GatheredCast | None,
-) -> Quantized:
-    """The columnwise form of a saved weight, which dgrad reads; ``cast``: of its forward.
-
-    Raises:
-        RuntimeError: a trainable weight was written to since its forward.
-    """
-    if isinstance(cast, GatheredCast):
-        if cast.generation.of != cast.of:
-            raise RuntimeError(
-                "an FP8 weight that FSDP2 gathers was changed or moved on this rank between a "
-                "forward and its backward, which gathers it again: run backward before, or "
-                "forward again after"
-            )
-        cast = None
-    if not names and isinstance(saved[0], BlockwiseFP8Weight):
-        return saved[0].columnwise(cast)
-    if not names and isinstance(saved[0], BlockwiseFP8Tensor):
-        return saved[0].columnwise()
-    # saved-tensor hooks that offload return a plain weight
-    return _operand(saved, names, format).need_columnwise()
-
-
-def release(cast: ForwardCast | GatheredCast | None) -> None:
-    """Free the FP8 form of a forward; what another backward compares stays."""
-    if isinstance(cast, ForwardCast):
-        cast.waiting = None
-
-
-def dgrad_as_one_op(
-    g: Quantized,
-    saved: Sequence[Tensor],
-    names: Names,
-    format: BlockFormat,
-    out_dtype: torch.dtype,
-    offs: Tensor | None = None,
-) -> Tensor:
-    """The data gradient for a compiler, so that it saves no form of the weight (dgrad_ops.py).
-
-    ``offs``: of a grouped linear, whose weight is a stack.
-    """
-    if not names and isinstance(saved[0], BlockwiseFP8Weight):
-        w = saved[0]
-        if offs is None:
-            return dgrad_of_master(g, w.cast_from, w.format, out_dtype)
-        return grouped_dgrad_of_master(g, w.cast_from, w.format, offs, out_dtype)
-    operand = _operand(saved, names, format)
-    if operand.columnwise is not None:
-        if offs is None:
-            return gemm(g, operand.columnwise, None, out_dtype)
-        return grouped_gemm(g, operand.columnwise, offs, None, out_dtype)
-    if offs is None:
-        return dgrad_of_rowwise(g, operand.need_rowwise(), out_dtype)
-    return grouped_dgrad_of_rowwise(g, operand.need_rowwise(), offs, out_dtype)
+def operand_of_weight(w: Tensor, format: BlockFormat) -> Operand:
+    """Return the FP8 forms of the values of a weight; a plain one is cast in ``format``."""
+    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+        return w.operand
+    return Operand(quantize_rowwise(w, format), None)

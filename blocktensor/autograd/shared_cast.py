@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.runtime.specialize import must_dispatch
-from .linear_plan import Plan, inner
+from .plan import Plan, inner
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 """The plan of a linear or of a grouped linear."""

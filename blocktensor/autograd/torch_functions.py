@@ -22,7 +22,6 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward_calls import BACKWARD_CALLS
-from .check_operands import autocast_dtype
 from .grouped_functions import (
     TRANSFORMERS_FALLBACK,
     baddbmm,
@@ -34,6 +33,7 @@ from .grouped_functions import (
 )
 from .linear import linear
 from .linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from .plan import autocast_dtype
 from .product_calls import IN_PLACE, in_all_forms, plus
 from .torch_callers import BY_CALLER
 

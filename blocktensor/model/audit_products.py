@@ -44,13 +44,9 @@ class Product(NamedTuple):
 _LEFT_OPERAND = {
     ours.gemm: 0,
     ours.gemm_add_: 1,
-    ours.dgrad_of_rowwise: 0,
-    ours.dgrad_of_master: 0,
     ours.grouped_gemm: 0,
     ours.grouped_gemm_wgrad: 0,
     ours.grouped_gemm_wgrad_add_: 1,
-    ours.grouped_dgrad_of_rowwise: 0,
-    ours.grouped_dgrad_of_master: 0,
     **{
         getattr(aten, name): index
         for index, names in (

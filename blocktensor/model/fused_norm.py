@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..autograd.check_operands import autocast_dtype
+from ..autograd.plan import autocast_dtype
 from ..autograd.rms_norm import normed
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..autograd.check_operands import autocast_dtype
+from ..autograd.plan import autocast_dtype
 from .fused_class import Fused
 from .fused_experts import ExpertsParts, why_other_stacks
 

@@ -178,6 +178,40 @@ def quantized(x: Quantized) -> None:
     same_device(data, scale, "FP8 data", "its scales")
 
 
+def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None) -> None:
+    """Check dtypes, shapes and devices of a linear; with ``offs``, of a grouped linear.
+
+    Raises:
+        TypeError, ValueError: they do not fit together.
+        NotImplementedError: a DTensor.
+    """
+    name = "an FP8 linear" if offs is None else "a grouped FP8 linear"
+    for operand, what in ((x, "the input"), (w, "the weight")):
+        high_precision(operand, f"{what} of {name}")
+    if offs is None:
+        rank(w, (2,), f"the weight of {name}", "stacks of experts need grouped_mm")
+        if x.ndim == 0:
+            raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
+    else:
+        remedy = "stacks of experts are [E, N, K]; a matrix needs functional.linear"
+        rank(x, (2,), f"the input of {name}", "flatten tokens to [T, K]")
+        rank(w, (3,), f"the weight of {name}", remedy)
+    same_k(x, w, "input", "weight")
+    same_device(x, w, "the input", "the weight")
+    if offs is not None:
+        group_ends(offs, x, "the input")
+        if len(offs) != len(w):
+            raise ValueError(
+                f"offs ends {len(offs)} groups, and the weight {list(w.shape)} is a stack of "
+                f"{len(w)} experts: expected one end for each"
+            )
+    if bias is not None:
+        same_device(x, bias, "the input", "the bias")
+        if bias.shape != w.shape[:-1]:
+            expected = list(w.shape[:-1])
+            raise ValueError(f"the bias has shape {list(bias.shape)}: expected {expected}")
+
+
 def main_grad(buffer: Tensor, weight: Tensor) -> None:
     """Refuse a buffer that gradients of ``weight`` cannot be added to in fp32."""
     if buffer.dtype != float32:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import linear_plan, whole_functions
+from blocktensor.autograd import plan, whole_functions
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import EAGER, assert_bits, results
 from tests.support.groups import GROUPS, ends
@@ -76,8 +76,8 @@ def both(
 def way_of_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Treat all gradients as large, or none."""
     if request.param == "large":
-        monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
-    monkeypatch.setattr("blocktensor.autograd.grouped_plan._PLANS._table", {})
+        monkeypatch.setattr(plan, "LARGE_BYTES", 0)
+    monkeypatch.setattr("blocktensor.autograd.plan._PLANS._table", {})
     made: str = request.param
     return made
 
@@ -199,7 +199,7 @@ def test_large_gradients_are_made_one_after_the_other(
 ) -> None:
     x, offs = rows("ragged")
     y = functional.gated_experts(x, *stacks(len(offs)), offs)
-    monkeypatch.setattr(linear_plan, "LARGE_BYTES", least)
+    monkeypatch.setattr(plan, "LARGE_BYTES", least)
     with Trace() as trace:
         y.backward(randn(*y.shape))
     large = least == 2 * 270 * HIDDEN

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.autograd import gated_forms, linear, linear_plan
+from blocktensor.autograd import gated_forms, plan, products
 from tests.support.gated import HIDDEN, K, N, results, weights
 from tests.support.models import Trace, randn
 
@@ -81,7 +81,7 @@ def test_large_gradients_are_made_one_after_the_other(
     least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     y = fused(inputs(70), *weights(), activation="gelu")
-    monkeypatch.setattr(linear_plan, "LARGE_BYTES", least)
+    monkeypatch.setattr(plan, "LARGE_BYTES", least)
     with Trace() as trace:
         y.backward(randn(70, N))
     large = least == 2 * 70 * HIDDEN
@@ -154,7 +154,7 @@ def test_backward_frees_what_it_has_read(
     for owner, name in (
         (gated_forms, "gated_backward"),
         (gated_forms, "gated_backward_with_h"),
-        (linear, "dgrad"),
+        (products.Dense, "dgrad"),
     ):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
     y.backward(torch.ones_like(y), retain_graph=retained)

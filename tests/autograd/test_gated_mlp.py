@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import linear_plan
+from blocktensor.autograd import plan
 from tests.support.gated import EAGER, K, assert_bits, biases, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
 
@@ -69,8 +69,8 @@ def test_frozen_weights(
     large: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_plan, "LARGE_BYTES", large)
-    monkeypatch.setattr("blocktensor.autograd.linear_plan._PLANS._table", {})
+    monkeypatch.setattr(plan, "LARGE_BYTES", large)
+    monkeypatch.setattr("blocktensor.autograd.plan._PLANS._table", {})
     operands = weights(kind, frozen=frozen)
     assert_same_bits(inputs(70, grad=x_grad), operands, recompute=recompute)
 

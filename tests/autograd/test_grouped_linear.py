@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
-from blocktensor.autograd.grouped_linear import sum_groups
+from blocktensor.autograd.products import sum_groups
 from tests.support.experts import (
     K,
     N,

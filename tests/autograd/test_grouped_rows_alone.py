@@ -68,7 +68,7 @@ def test_several_stacks_share_the_second_cast() -> None:
         return quantize_grouped_columnwise(x, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocktensor.autograd.grouped_linear.quantize_grouped_columnwise", counted)
+        patch.setattr("blocktensor.autograd.products.quantize_grouped_columnwise", counted)
         both = functional.grouped_linear(fp8, ws, offs)
     assert len(columnwise) == 1
     for y, w in zip(both, ws, strict=True):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from blocktensor import functional
-from blocktensor.autograd.high_precision import grouped_wgrad, wgrad
+from blocktensor.autograd.products import grouped_wgrad_in_high_precision as grouped_wgrad
+from blocktensor.autograd.products import wgrad_in_high_precision as wgrad
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import Trace, randn
 from tests.support.numeric import relative_error

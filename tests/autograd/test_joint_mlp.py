@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import gated_products
+from blocktensor.autograd import products
 from tests.support.gated import EAGER, assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
@@ -216,13 +216,13 @@ def alive(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[tuple[i
 def test_backward_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate, up and dh are gone when the products of both begin."""
     rows, seen = 77, []
-    original = gated_products.DenseProducts.wgrad
+    original = products.Dense.wgrad
 
     def wgrad(self: Any, plan: Any, *args: Any) -> Any:
         seen.append(alive([(rows, 2 * WHOLE), (rows, WHOLE)], torch.bfloat16))
         return original(self, plan, *args)
 
-    monkeypatch.setattr(gated_products.DenseProducts, "wgrad", wgrad)
+    monkeypatch.setattr(products.Dense, "wgrad", wgrad)
     for recompute in (False, True):
         operands = weights()
         joint(inputs(rows), *operands, recompute=recompute).backward(randn(rows, N))

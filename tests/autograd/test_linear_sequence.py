@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,10 +103,17 @@ def test_forward_and_backward_are_their_ops(
         gemm(g_row, w_col, None, torch.bfloat16),
         gemm(g_col, x_col, None, torch.float32),
     )
+    plan: Any = SimpleNamespace(
+        format=BLOCKS_1X128,
+        x_columnwise=columnwise,
+        out_dtype=torch.bfloat16,
+        x_dtype=torch.bfloat16,
+        w_dtype=torch.float32,
+    )
     forward: Any = recorded(_fprop, records)
     backward: Any = recorded(_dgrad_and_wgrad, records)
     for _ in range(3):
-        y, saved = forward(x, w, b, BLOCKS_1X128, torch.bfloat16, columnwise)
+        y, saved = forward(x, w, b, None, plan)
         assert torch.equal(y, wanted[0])
         if columnwise is None:
             assert saved is None
@@ -113,6 +121,6 @@ def test_forward_and_backward_are_their_ops(
         assert saved.format is columnwise
         assert_same_bytes(saved.data, x_col.data)
         assert_same_bytes(saved.scale, x_col.scale)
-        grads = backward(grad, saved, w_col, BLOCKS_1X128, torch.bfloat16, torch.float32)
+        grads = backward(grad, saved, w_col, None, plan)
         assert torch.equal(grads[0], wanted[1])
         assert torch.equal(grads[1], wanted[2])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import gated_forms, gated_mlp, gated_products, linear, linear_plan
+from blocktensor.autograd import gated_forms, gated_mlp, plan, products
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from tests.support.gated import EAGER, HIDDEN, K, N, assert_bits, biases, results, weights
 from tests.support.groups import GROUPS, ends
@@ -162,7 +162,7 @@ def test_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x, operands = inputs(70), weights()
     run = functools.partial(functional.gated_mlp, store_fp8=True)
     want = results(run, x, operands)
-    monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
+    monkeypatch.setattr(plan, "LARGE_BYTES", 0)
     with Trace() as trace:
         made = results(run, x, operands)
     assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == 2
@@ -246,8 +246,7 @@ def test_high_precision_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((gated_mlp, "gated"), (gated_forms, "gated_backward")):
         monkeypatch.setattr(owner, name, remembering(getattr(owner, name)))
-    monkeypatch.setattr(gated_products, "gemm", counting(gated_products.gemm))
-    monkeypatch.setattr(linear, "dgrad", counting(linear.dgrad))
+    monkeypatch.setattr(products, "gemm", counting(products.gemm))
     y = functional.gated_mlp(inputs(256), *weights(), store_fp8=True)
     assert len(refs) == 2
     assert alive == [0, 0, 0]  # of gate and up; the product of down

@@ -120,20 +120,6 @@ FP8: 100.0% of FLOPs""",
     assert found == [(128, 256, 50), (256, 128, 50)]
 
 
-def test_the_grouped_dgrad_of_compiled_graphs() -> None:
-    given = torch.ones(50, 128).to(torch.float8_e4m3fn), torch.ones(50, 1), "1x128"
-    w, offs = randn(3, 128, 256), torch.tensor([3, 3, 50], dtype=torch.int32)
-    fp8 = BlockwiseFP8Tensor.quantize(w, (128, 128))
-    rest = offs, torch.bfloat16
-    ours = torch.ops.blocktensor
-    with Found() as mode:
-        ours.grouped_dgrad_of_master(*given, w, "128x128", *rest)
-        ours.grouped_dgrad_of_rowwise(*given, *fp8.rowwise()[:2], "128x128", *rest)
-    assert [(p[:5], p.is_dgrad, p.is_batched) for p in mode.products] == [
-        ((1, 50, 256, 128, "FP8"), True, False)
-    ] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention(dtype: torch.dtype) -> None:
     q = torch.ones(2, 4, 6, 16, dtype=dtype, requires_grad=True)

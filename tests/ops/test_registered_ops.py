@@ -26,10 +26,8 @@ from blocktensor.ops.formats import (
     Quantized,
     named,
 )
-from blocktensor.ops.gemm import dgrad_ops
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
-from blocktensor.ops.grouped_gemm import dgrad_ops as grouped_dgrad_ops
 from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, assert_same, operand, values
@@ -55,6 +53,8 @@ def cast_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
         "quantize_both in two formats": (x, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
         "quantize_with_transpose": (x, BLOCKS_128X128_POW2),
         "quantize_with_transpose of a stack": (stack, BLOCKS_128X128),
+        "quantize_transpose": (x, BLOCKS_128X128_POW2),
+        "quantize_transpose of a stack": (stack, BLOCKS_128X128),
         "transpose": (square,),
         "dequantize": (row, torch.float16),
         "dequantize of a stack": (square, torch.float32),
@@ -151,13 +151,11 @@ def outputs(result: object) -> list[Tensor]:
 
 
 def test_every_registered_op_is_tested() -> None:
-    """Here; those of parts in test_shard_ops.py, those of data gradients in test_dgrad_ops.py."""
-    modules = (cast_ops, gemm_ops, shard_ops, dgrad_ops)
-    modules += (grouped_ops, grouped_gemm_ops, grouped_dgrad_ops)
+    """Here; those of parts in test_shard_ops.py."""
+    modules = (cast_ops, gemm_ops, shard_ops, grouped_ops, grouped_gemm_ops)
     members = [x for module in modules for x in vars(module).values()]
     ops = {x._opoverload for x in members if isinstance(x, torch.library.CustomOpDef)}
-    elsewhere = ("shard_amax", "quantize_shard", "dgrad_of_rowwise", "dgrad_of_master")
-    elsewhere += ("grouped_dgrad_of_rowwise", "grouped_dgrad_of_master")
+    elsewhere = ("shard_amax", "quantize_shard")
     assert ops == {op_of(name) for name in (*LABELS, *elsewhere)}
 
 

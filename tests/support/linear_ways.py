@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor.autograd import linear_plan
+from blocktensor.autograd import plan
 
 WAYS = ("op by op", "sequence")
 
@@ -21,11 +21,11 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
       where nothing can be recorded, the sequence then calls its ops.
     """
     if way == "op by op":
-        monkeypatch.setattr(linear_plan, "LARGE_BYTES", 0)
+        monkeypatch.setattr(plan, "LARGE_BYTES", 0)
     else:
         pytest.importorskip("triton")
-        monkeypatch.setattr(linear_plan, "lacks_triton", lambda device: None)
-    monkeypatch.setattr(linear_plan._PLANS, "_table", {})
+        monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu",))
+    monkeypatch.setattr(plan._PLANS, "_table", {})
 
 
 @pytest.fixture(autouse=True, params=WAYS)

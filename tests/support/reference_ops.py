@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blocktensor.autograd import grouped_plan, linear_plan
+from blocktensor.autograd import plan
 from blocktensor.ops import reference
 from blocktensor.ops.cast import choose_backend as choose_cast
 from blocktensor.ops.cast import grouped_ops as grouped_cast
@@ -29,8 +29,7 @@ TABLES: tuple[Specialized[Any], ...] = (
     grouped_gemm._gemm,
     grouped_gemm._wgrad,
     grouped_gemm._wgrad_add_,
-    linear_plan._PLANS,
-    grouped_plan._PLANS,
+    plan._PLANS,
 )
 
 

@@ -13,15 +13,14 @@ from torch.compiler import allow_in_graph, assume_constant_result, is_dynamo_com
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ...autograd.check_operands import refuse_prepared
+from ...autograd.linear import refuse_prepared
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.weight import BlockwiseFP8Weight
 from ..dtensor import local_of
 from .agreement import Agreement
 from .collectives import Reduction
-from .colwise_linear import colwise_linear
 from .in_graph import as_constant, from_constant
-from .rowwise_linear import rowwise_linear
+from .products import Colwise, Rowwise, parallel_linear
 from .token_shards import TokenShards
 from .weight_part import WeightPart, part_off_grid
 
@@ -156,20 +155,20 @@ class ColwiseForward(ParallelForward):
     ) -> tuple[Tensor, Placement]:
         features = _of(FEATURES, x.ndim)
         if isinstance(x, BlockwiseFP8Tensor) and x.prepared is not None:
-            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
-        layout, reduction = self._layout_of(x), self._reduction
+            return parallel_linear(x, w, bias, Colwise(None, None, part)), features
+        layout = self._layout_of(x)
+        reduction: Reduction | None = self._reduction
         dim = token_dim(layout, x)
         if dim is not None:
             x = local_input(x, layout)
             tokens = TokenShards.of(x.shape, dim, self.mesh.get_group())
-            y = colwise_linear(x, w, bias, tokens=tokens, reduction=reduction, part=part)
-            return y, features
+            return parallel_linear(x, w, bias, Colwise(tokens, reduction, part)), features
         if isinstance(x, DTensor) or not layout.is_replicate():
             whole = self._distributed(x, Replicate())
             # DTensor adds the partial sums where it needs them, of all linears that read x
             x = whole.to_local(grad_placements=[Partial()])
-            return colwise_linear(x, w, bias, tokens=None, reduction=None, part=part), features
-        return colwise_linear(x, w, bias, tokens=None, reduction=reduction, part=part), features
+            reduction = None
+        return parallel_linear(x, w, bias, Colwise(None, reduction, part)), features
 
 
 class RowwiseForward(ParallelForward):
@@ -190,7 +189,8 @@ class RowwiseForward(ParallelForward):
         wanted = _of(self.layouts.output, x.ndim)
         layout = wanted if isinstance(wanted, Shard) and wanted != features else Replicate()
         dim = layout.dim if isinstance(layout, Shard) else None
-        return rowwise_linear(x, w, bias, dim=dim, reduction=self._reduction, part=part), layout
+        tokens = None if dim is None else TokenShards.of_whole(x.shape, dim, self.mesh.get_group())
+        return parallel_linear(x, w, bias, Rowwise(tokens, self._reduction, part)), layout
 
 
 def fp8_local(weight: Any) -> FP8Weight | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...autograd.backward import FP8Function, Gradients, run_backward
-from ...autograd.check_operands import autocast_dtype
+from ...autograd.plan import autocast_dtype
+from ...autograd.products import Saved
 from ...autograd.quantize import cast_activation
 from ...ops.cast.ops import quantize_forms
 from ...ops.runtime.specialize import PLAIN
@@ -23,8 +24,8 @@ from ...recipe import Recipe
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.prepared import Parts
 from .collectives import Reduction
+from .products import SharedGather, is_gathered_in_fp8
 from .token_shards import TokenShards
-from .wgrad_input import Saved, SharedGather, is_gathered_in_fp8
 
 
 @dataclass(frozen=True, eq=False)

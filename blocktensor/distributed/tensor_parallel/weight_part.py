@@ -8,18 +8,15 @@ weight, and so are the bits. Zeros add nothing to a sum over them; results for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.linear import read_weight
-from ...autograd.linear_plan import LinearPlan
-from ...autograd.saved_weight import ROWWISE
+from ...autograd.plan import Plan
+from ...autograd.saved_weight import ROWWISE, SavedWeight, WeightRead, read_weight
 from ...ops.cast.shard_ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, Quantized
 from ...ops.reference import scale_from_amax
@@ -100,17 +97,13 @@ def part_off_grid(
     return WeightPart(group, ShardSlice(shape, dim, dist.get_rank(group) * each, format))
 
 
-def read_part(
-    ctx: Any, w: Tensor, part: WeightPart | None, plan: LinearPlan
-) -> tuple[Quantized, Sequence[Tensor]]:
+def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:
     """``read_weight`` of a weight that may lie off the grid."""
     if part is None:
-        return read_weight(ctx, w, plan)
+        return read_weight(w, plan)
     assert isinstance(w, BlockwiseFP8Weight)
     if not plan.tracing:
-        return read_weight(ctx, part.as_products_read(w), plan)
+        return read_weight(part.as_products_read(w), plan)
     # saved for backward: a second cast there would be a second all-reduce
     w_row = part.cast(w.cast_from)
-    ctx.cache = ctx.cast = None
-    ctx.names = ROWWISE
-    return w_row, w_row[:2]
+    return w_row, w_row[:2] if plan.needs[0] else (), SavedWeight(plan, ROWWISE)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..formats import BlockFormat, Quantized, named
-from ..runtime.specialize import Specialized, recorded
+from ..runtime.specialize import Specialized, must_dispatch, recorded
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_kernels
 
@@ -87,7 +87,7 @@ def transpose(x: Quantized) -> Quantized:
 
 
 def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
-    """``transpose(quantize_rowwise(x, format))`` of a matrix ``x[M, K]``, in one pass where it can.
+    """Return ``transpose(quantize_rowwise(x, format))`` of ``x[..., M, K]``, in one pass if it can.
 
     A columnwise cast has those bytes if it needs no columns of zeros.
 
@@ -95,8 +95,15 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
         TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
     """
     _check_square(format)
-    if x.ndim == 2 and x.stride(0) == 1:
-        return _rowwise(x.t(), format)
+    if must_dispatch(x):  # one op: compilers would merge a cast with one of the forward
+        data, scale = _quantize_transpose_op(x, format.name)
+        return Quantized(data, scale, format)
+    return _quantize_transpose(x, format)
+
+
+def _quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
+    if x.ndim >= 2 and x.stride(-2) == 1:
+        return _rowwise(x.transpose(-1, -2), format)
     if x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]:
         return _columnwise(x, format)
     return _transpose(_rowwise(x, format))
@@ -279,6 +286,18 @@ def _transpose_op(data: Tensor, scale: Tensor, format: str) -> Pair:
 @torch.library.custom_op("blocktensor::dequantize", mutates_args=())
 def _dequantize_op(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     return _dequantize.run(Quantized(data, scale, named(format)), dtype)
+
+
+@torch.library.custom_op("blocktensor::quantize_transpose", mutates_args=())
+def _quantize_transpose_op(x: Tensor, format: str) -> Pair:
+    data, scale, _ = _quantize_transpose(x, named(format))
+    return data, scale
+
+
+@_quantize_transpose_op.register_fake
+def _(x: Tensor, format: str) -> Pair:
+    *lead, n, k = x.shape
+    return _empty((*lead, k, n), format, x.device)
 
 
 @_rowwise_op.register_fake

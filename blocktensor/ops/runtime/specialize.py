@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ..devices import has_triton
 from ..formats import Quantized
 from ..registry import NotCompiled, give_up
 from .launch import Recording, this_thread
@@ -165,8 +166,8 @@ def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..
 
     Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
     """
-    if not launches or this_thread.launches is not None:  # or a part of what is being recorded
-        return function
+    if not launches or this_thread.launches is not None or not has_triton():
+        return function  # it may be a part of what is being recorded
     from .replay import Replay  # needs Triton
 
     return Replay(function)

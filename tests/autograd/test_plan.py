@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import linear_plan
+from blocktensor.autograd import plan as plans
 from blocktensor.autograd.linear import _dgrad_and_wgrad
-from blocktensor.autograd.linear_plan import LinearPlan, plan_linear
+from blocktensor.autograd.plan import Plan, plan_matmul
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from tests.support.linear_ways import WAYS, run_linears
@@ -26,15 +26,13 @@ def weight(n: int = N, *, dtype: torch.dtype = torch.bfloat16, **recipe: str) ->
     return BlockwiseFP8Weight(randn(n, K, dtype=dtype), Recipe(**recipe)).requires_grad_()
 
 
-def plan(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None
-) -> LinearPlan:
-    return plan_linear(x, w, bias, recipe)
+def plan(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Plan:
+    return plan_matmul(x, w, bias, recipe)
 
 
-def backward_of(known: LinearPlan, grad: Tensor, x: Quantized) -> Any:
+def backward_of(known: Plan, grad: Tensor, x: Quantized) -> Any:
     """What runs the backward of a known kind for this gradient and this saved input."""
-    return known.record_backward(_dgrad_and_wgrad, grad, x)
+    return known.backward(_dgrad_and_wgrad, grad, x)
 
 
 X = randn(6, K)
@@ -171,7 +169,7 @@ def test_small_linears_run_backward_as_one_sequence(
     x: tuple[int, ...], w: tuple[int, int], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_linears("sequence", monkeypatch)
-    monkeypatch.setattr(linear_plan, "LARGE_BYTES", 2 * 4097)
+    monkeypatch.setattr(plans, "LARGE_BYTES", 2 * 4097)
     made = plan(randn(*x), BlockwiseFP8Weight(randn(*w)).requires_grad_())
     assert made.records_backward == records
 
@@ -260,7 +258,7 @@ def test_small_and_large_linears_compute_alike(
                 y.backward(randn(*y.shape, seed=4, device=device))
             parameters = [p.grad for p in module.parameters()]
             results.append([y.detach(), x.grad, *parameters])
-            known = plan_linear(x, module.weight, module.bias, None)
+            known = plan_matmul(x, module.weight, module.bias, None)
             assert known.records_backward == (way == "sequence")
     assert all(map(torch.equal, *results))
 

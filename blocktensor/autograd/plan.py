@@ -1,0 +1,339 @@
+"""The checks and choices of a matmul, made once for all calls of a kind.
+
+They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mode, never on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..ops import checks
+from ..ops.formats import Quantized
+from ..ops.runtime.specialize import (
+    PLAIN,
+    Specialized,
+    key_of,
+    must_dispatch,
+    recorded,
+)
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.refusals import check_same_scaling
+from ..tensor.weight import BlockwiseFP8Weight
+
+FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+
+LARGE_BYTES = 64 << 20
+"""Tensors of this size are freed as early as possible in backward, at the cost of host time."""
+
+
+RECORDED_DEVICES = ("cuda",)
+"""Where matmuls are launches of Triton kernels, which are recorded and repeated."""
+
+
+class Plan:
+    """How one kind of linear or grouped linear runs.
+
+    Attributes:
+        format: of the output's gradient, and of x rowwise.
+        x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
+            or if wgrad runs in high precision.
+        saves_x: save x itself, for a wgrad in high precision.
+        wgrad_input: of the recipe.
+        grad_formats: rowwise and columnwise formats of the output's gradient; None where no matmul
+            reads that form.
+        weight_format: of a plain weight.
+        out_dtype: of the output, and of the input where ``casts_x``.
+        casts_x: True if autocast changes the dtype of x.
+        needs: whether gradients of x and of w may be wanted.
+        tracing: True while a compiler or functorch traces.
+        x_shape: of the input.
+        x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
+        are_tensors: which of x, w, the bias and ``offs`` are tensors.
+        w_is_transposed: True if a stack ``[E, N, K]`` lies in memory as ``[E, K, N]``; its gradient
+            is then computed so, and needs no copy.
+        records_forward: True if forward may run as one recorded sequence of launches.
+        records_backward: True if backward may; it then holds its intermediates until it ends.
+    """
+
+    __slots__ = ("_backwards", "_forward", "are_tensors", "bias_dtype", "casts_x", "format",
+                 "grad_formats", "needs", "out_dtype", "records_backward", "records_forward",
+                 "saves_x", "tracing", "w_dtype", "w_is_transposed", "weight_format",
+                 "wgrad_input", "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
+
+    def __init__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        offs: Tensor | None = None,
+        records: bool = False,
+    ) -> None:
+        """Plan a matmul of these operands; ``records``: and of all like them, in eager mode.
+
+        Raises:
+            TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+        """
+        self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
+        is_cast = isinstance(x, BlockwiseFP8Tensor)
+        self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        # as autocast does for every linear; 16-bit casts are also faster
+        self.casts_x = x.dtype != out_dtype and not is_cast
+        has_graph = torch.is_grad_enabled()
+        self.needs = needs_dx, needs_dw = (
+            has_graph and x.requires_grad,
+            has_graph and w.requires_grad,
+        )
+        self.wgrad_input = recipe.wgrad_input
+        self.x_columnwise = recipe.wgrad_input_format if needs_dw else None
+        self.saves_x = needs_dw and self.x_columnwise is None
+        self.grad_formats = (
+            self.format if needs_dx else None,
+            self.format if needs_dw and not self.saves_x else None,
+        )
+        self.tracing = (
+            is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or type(inner(x)) not in PLAIN
+            or type(inner(w)) not in PLAIN
+        )
+        self.x_shape, self.x_dtype = x.shape, out_dtype if self.casts_x else x.dtype
+        self.w_dtype = w.dtype
+        self.bias_dtype = None if bias is None else bias.dtype
+        self.are_tensors = True, True, bias is not None, offs is not None
+        self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
+        records = records and x.device.type in RECORDED_DEVICES
+        self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
+        self.records_backward = records and _is_small(x, w) and not self.saves_x
+        self._forward: Callable[..., Any] | None = None
+        self._backwards: Specialized[Callable[..., Any]] | None = None
+
+    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its launches recorded if :attr:`records_forward`."""
+        if self._forward is None:
+            self._forward = recorded(function, self.records_forward)
+        return self._forward
+
+    def backward(
+        self, function: Callable[..., Any], grad: Tensor, x: Quantized
+    ) -> Callable[..., Any]:
+        """Return ``function``, recorded for gradients and saved inputs like these."""
+        if self._backwards is None:
+            self._backwards = Specialized(lambda *_: recorded(function))
+        x_data, x_scale, _ = x  # hooks may have laid them out anew
+        key = (
+            (grad.shape, grad.stride(), grad.dtype, grad.data_ptr() & 15),
+            (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
+        )
+        return self._backwards.find_by(key)
+
+
+def plan_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None = None
+) -> Plan:
+    """Return how ``linear(x, w, bias, recipe=recipe)`` runs; with ``offs``, the grouped linear.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+        NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
+    """
+    key = _key(x, w, bias, recipe, offs)
+    if key is None:
+        return Plan(x, w, bias, recipe_of(x, w, recipe), offs)
+    return _PLANS.find_by(key, x, w, bias, recipe, offs)
+
+
+def _decide(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None
+) -> Plan:
+    return Plan(x, w, bias, recipe_of(x, w, recipe), offs, records=True)
+
+
+_PLANS = Specialized(_decide)
+
+
+def _key(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None
+) -> Hashable | None:
+    """Return all that the plan of eager calls depends on; None where each call makes its own.
+
+    Raises:
+        NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
+    """
+    if not is_compiling():
+        _refuse_surroundings(x)
+    x_inner, w_inner = inner(x), inner(w)
+    if (
+        not isinstance(w, FP8_TYPES)
+        or must_dispatch(x_inner)
+        or type(w_inner) not in PLAIN
+        or w_inner.is_meta
+    ):
+        return None
+    return (  # every eager call builds it
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
+        (*x.formats, x.columnwise_data is None, x.source is None)
+        if isinstance(x, BlockwiseFP8Tensor)
+        else None,
+        (w.shape, w.dtype, w.device, w.requires_grad),
+        # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
+        (w.cache.format, w.cache.recipe.wgrad_input)
+        if isinstance(w, BlockwiseFP8Weight)
+        else (key_of(w.operand), w.recipe.wgrad_input),
+        None if bias is None else (key_of((bias,)), bias.requires_grad),
+        None if recipe is None else (recipe.activation_format, recipe.wgrad_input),
+        torch.is_grad_enabled(),
+        autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
+        None if offs is None else (w.stride(), key_of((offs,))),
+    )
+
+
+def _refuse_surroundings(x: Tensor) -> None:
+    if x.is_nested:
+        raise NotImplementedError(
+            "an FP8 linear of a nested tensor: call it on .values() of a jagged tensor, or on a "
+            "padded one"
+        )
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace of an FP8 linear: freeze the model and use torch.export, or use "
+            "torch.compile"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
+            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
+        )
+
+
+def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
+    """Return the recipe of a linear: the given one, or that of the operand that has one."""
+    if recipe is not None:
+        return recipe
+    known = w if isinstance(w, FP8_TYPES) else x
+    return known.recipe if isinstance(known, FP8_TYPES) else DEFAULT_RECIPE
+
+
+def inner(x: Any) -> Tensor:
+    """Return a tensor that ``x`` is made of, whose type tells if it has memory."""
+    if type(x) is BlockwiseFP8Weight:
+        if is_compiling() or "master" not in x.__dict__:  # a late copy has none
+            return x.cast_from
+        return x.master
+    if isinstance(x, BlockwiseFP8Tensor):
+        x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
+    plain: Tensor = x
+    return plain
+
+
+def _is_small(x: Tensor, w: Tensor) -> bool:
+    x_rows, largest = math.prod(x.shape[:-1]), LARGE_BYTES // 2
+    return 0 < x_rows * w.shape[-2] < largest and 0 < w.numel() < largest
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives ``x``; None where it is off."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which raises for meta
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def _checked_output_dtype(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, offs: Tensor | None
+) -> torch.dtype:
+    """Check the operands, and return the dtype of the output.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+    """
+    checks.linear_operands(x, w, bias, offs)
+    _refuse_export(w)
+    _check_blocks(x, w, recipe)
+    if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
+        check = _check_wgrad_input if offs is None else _check_grouped_wgrad_input
+        check(x, recipe)
+    autocast = autocast_dtype(x)
+    if autocast is not None:
+        return autocast
+    others = {"weight": w} if bias is None else {"weight": w, "bias": bias}
+    for what, other in others.items():
+        if other.dtype != x.dtype:
+            raise TypeError(
+                f"the input is {x.dtype} and the {what} {other.dtype}: convert one of them, or "
+                f"run under torch.autocast"
+            )
+    return x.dtype
+
+
+def _refuse_export(w: Tensor) -> None:
+    """Refuse a weight of an exported program, which would have no gradient of it.
+
+    Raises:
+        NotImplementedError: it wants a gradient, and gradients are recorded.
+    """
+    # the flag: torch 2.11 takes is_exporting() for True in whatever it compiles
+    if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and w.requires_grad:
+        raise NotImplementedError(
+            f"torch.export of an FP8 linear whose weight {list(w.shape)} is trained: the program "
+            f"would have no gradient of it. Call blocktensor.freeze(model) before, or export under "
+            f"torch.no_grad() a program that casts the weights of every call and is not trained"
+        )
+
+
+def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
+    expected = recipe.activation_format.block_shape
+    if isinstance(x, BlockwiseFP8Tensor) and x.rowwise_format.block_shape != expected:
+        raise ValueError(
+            f"the input of an FP8 linear has blocks of {x.rowwise_format.block_shape}: expected "
+            f"{expected}; blocktensor.quantize(x) makes them"
+        )
+    formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
+    for format in formats:
+        check_same_scaling(recipe.activation_format, format)
+    if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
+        raise ValueError(
+            f"the weight of a grouped FP8 linear has blocks of {w.block_shape}: expected "
+            f"{recipe.weight_format.block_shape}"
+        )
+
+
+def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
+    """Check that ``x`` holds what wgrad reads."""
+    wanted = recipe.wgrad_input_format
+    if wanted is None or x.source is not None:
+        fits = wanted is None and x.source is not None
+    else:
+        fits = x.columnwise_format.block_shape == wanted.block_shape
+    if fits:
+        return
+    name = x.columnwise_format.name
+    held = f"holds {name} blocks" if x.source is None else "is cast for 'high_precision'"
+    raise ValueError(
+        f"mixed recipes: the gradient of the weight has wgrad_input={recipe.wgrad_input!r}, and "
+        f"the input, which is FP8 already, {held}; cast it with one recipe, e.g. "
+        f"blocktensor.quantize(x, recipe=weight.recipe)"
+    )
+
+
+def _check_grouped_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
+    """Check that ``x`` is rowwise alone, as ``all_to_all_fp8`` returns it: wgrad casts it again."""
+    if x.serves_wgrad:
+        raise ValueError(
+            "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which "
+            "the gradient of the weight needs, ignore the groups: pass the high-precision tensor; "
+            "functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights"
+        )
+    if recipe.wgrad_input_format is None:
+        raise ValueError(
+            "the gradient of the weight has wgrad_input='high_precision', and the input of the "
+            "grouped FP8 linear is FP8 alone: dispatch it in high precision, or convert with "
+            "another recipe"
+        )

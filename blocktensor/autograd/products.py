@@ -1,0 +1,284 @@
+"""How each kind of matmul computes its forms, fprop, dgrad and wgrad.
+
+::
+
+    Dense     fprop  y  = x · wᵀ            x.rowwise     w.rowwise       1x128 · 128x128
+              dgrad  dx = g · w             g.rowwise     w.columnwise    1x128 · 128x128
+              wgrad  dw = gᵀ · x            g.columnwise  x.columnwise    1x128 · 1x128, or
+                                                                          1x128 · 128x128
+    Grouped   the same for rows of group e of x and g, and expert w[e]
+
+``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
+reads x and g themselves. ``distributed/tensor_parallel/products.py`` has the matmuls of several
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
+from ..ops.cast.ops import quantize_forms, quantize_rowwise
+from ..ops.cast.producer import Forms
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.gemm.ops import gemm, gemm_add_
+from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_add_
+from ..ops.scale_layouts import VECTOR_BYTES
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .plan import Plan
+from .saved_weight import WeightRead, read_weight
+
+Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""What forward saves of x for wgrad: columnwise data and scale, or x and None, or twice None."""
+
+
+class Dense:
+    """All rows of ``x[..., K]`` meet the weight ``w[N, K]``; the base of other kinds.
+
+    A linear calls these methods in the order in which they stand here.
+    """
+
+    offs: Any = None
+
+    def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
+        """Return the rowwise form of x for :meth:`fprop`, and what to save of x."""
+        x_row, x_col = self.input_forms(x, plan.format, plan.x_columnwise)
+        return x_row, saved_of(x, x_col, plan)
+
+    def input_forms(self, x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None) -> Forms:
+        """Return the forms of x, cast now unless it is FP8 already."""
+        return self.forms(x, rowwise, columnwise)
+
+    weight: Callable[[Tensor, Plan], WeightRead] = staticmethod(read_weight)
+    """Read the weight; see :func:`~.saved_weight.read_weight`."""
+
+    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+        """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms."""
+        return gemm(x, w, bias, plan.out_dtype)
+
+    def matmul(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """Return ``a bᵀ`` of forms contiguous along the contraction."""
+        return gemm(a, b, None, out_dtype)
+
+    def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape of y, but for its last dimension, of an x of ``shape``."""
+        return shape
+
+    def dbias(self, grad: Tensor, plan: Plan) -> Any:
+        """Return the gradient of the bias: the sum of all rows, computed in fp32."""
+        return sum_rows(grad, plan.bias_dtype)
+
+    def wgrad_input(self, saved: Saved, plan: Plan) -> Any:
+        """Return what :meth:`wgrad` reads of x, from what forward saved."""
+        data, scale = saved
+        assert data is not None
+        if scale is None:
+            return data
+        assert plan.x_columnwise is not None
+        return Quantized(data, scale, plan.x_columnwise)
+
+    def grad_forms(
+        self, grad: Tensor, plan: Plan, needs_dx: bool, needs_dw: bool
+    ) -> tuple[Any, Any]:
+        """Return what dgrad and wgrad read of the gradient of y."""
+        row, col = plan.grad_formats
+        g_row, g_col = self.forms(grad, row if needs_dx else None, col if needs_dw else None)
+        return g_row, grad if plan.saves_x else g_col
+
+    def forms(
+        self, x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+    ) -> Forms:
+        """Return the forms of an activation or gradient, cast now unless it is FP8 already."""
+        if not isinstance(x, BlockwiseFP8Tensor):
+            return quantize_forms(x, rowwise, columnwise)
+        wanted = rowwise, columnwise
+        for side, held, format in zip(("row", "column"), x.formats, wanted, strict=True):
+            if format is not None and held.block_shape != format.block_shape:
+                raise ValueError(
+                    f"a {side}wise form in {held.name} blocks where an FP8 linear reads "
+                    f"{format.name}: pass the tensor in high precision"
+                )
+        return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
+
+    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+        """Return ``dx[M, K] = g w``, of rowwise g and columnwise w."""
+        return gemm(g, w, None, plan.x_dtype)
+
+    def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
+        """Return ``dw[N, K] = gᵀ x``, of columnwise forms or in high precision."""
+        if isinstance(g, Quantized):
+            return gemm(g, x, None, plan.w_dtype)
+        return wgrad_in_high_precision(g, x, plan.w_dtype)
+
+    def wgrad_add_(self, out: Tensor, g: Any, x: Any, plan: Plan) -> None:
+        """Add dw to the fp32 buffer ``out[N, K]``."""
+        if isinstance(g, Quantized):
+            gemm_add_(out, g, x)
+        else:
+            out.add_(wgrad_in_high_precision(g, x, torch.float32))
+
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and of the bias, from the results of dgrad and dbias."""
+        return None if dx is None else dx.view(plan.x_shape), dbias
+
+
+def saved_of(x: Tensor, x_col: Quantized | None, plan: Plan) -> Saved:
+    """Return what to save of x, whose columnwise form is ``x_col``."""
+    if plan.saves_x:
+        return x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
+    return (None, None) if x_col is None else x_col[:2]
+
+
+class Grouped(Dense):
+    """Rows of group e of ``x[T, K]`` meet the expert ``w[e]`` of a stack ``[E, N, K]``.
+
+    Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here
+    reads it on the host. Columnwise blocks of x and g begin anew in every group. Rows of no group,
+    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
+    """
+
+    def __init__(self, offs: Tensor) -> None:
+        """``offs``: int32 ``[E]``, the ends of the groups."""
+        self.offs = offs
+
+    def input_forms(self, x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None) -> Forms:
+        """Return the forms of x.
+
+        Rows that are FP8 already, as ``all_to_all_fp8`` returns them, have no columnwise form,
+        whose blocks lie along the tokens of a group: it is cast from their values, which rounds
+        them again.
+        """
+        if isinstance(x, BlockwiseFP8Tensor) and columnwise is not None:
+            return x.rowwise(), quantize_grouped_columnwise(x.dequantize(), self.offs, columnwise)
+        return self.forms(x, rowwise, columnwise)
+
+    def forms(
+        self, x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+    ) -> Forms:
+        """Return the forms of an activation or gradient ``[T, ...]``."""
+        if isinstance(x, BlockwiseFP8Tensor):
+            if columnwise:
+                raise NotImplementedError(
+                    "a gradient of a grouped FP8 linear that is FP8 already: its columnwise "
+                    "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
+                    "high precision (.dequantize())"
+                )
+            return x.rowwise() if rowwise else None, None
+        if rowwise is not None and columnwise is not None:
+            return quantize_grouped(x, self.offs, rowwise, columnwise_format=columnwise)
+        return (
+            None if rowwise is None else quantize_rowwise(x, rowwise),
+            None if columnwise is None else quantize_grouped_columnwise(x, self.offs, columnwise),
+        )
+
+    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+        """Return ``y[T, N]``."""
+        return grouped_gemm(x, w, self.offs, bias, plan.out_dtype)
+
+    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+        """Return ``dx[T, K]``."""
+        return grouped_gemm(g, w, self.offs, None, plan.x_dtype)
+
+    def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
+        """Return ``dw[E, N, K]``."""
+        if not isinstance(g, Quantized):
+            return grouped_wgrad_in_high_precision(g, x, self.offs, plan.w_dtype)
+        tokens = plan.x_shape[0]
+        if plan.w_is_transposed:
+            return grouped_gemm_wgrad(x, g, self.offs, tokens, plan.w_dtype).transpose(1, 2)
+        return grouped_gemm_wgrad(g, x, self.offs, tokens, plan.w_dtype)
+
+    def wgrad_add_(self, out: Tensor, g: Any, x: Any, plan: Plan) -> None:
+        """Add to ``out[E, N, K]``."""
+        tokens = plan.x_shape[0]
+        if not isinstance(g, Quantized):
+            out.add_(grouped_wgrad_in_high_precision(g, x, self.offs, plan.w_dtype))
+        elif out.is_contiguous():
+            grouped_gemm_wgrad_add_(out, g, x, self.offs, tokens)
+        else:  # it lies in memory as [E, K, N]
+            grouped_gemm_wgrad_add_(out.transpose(1, 2), x, g, self.offs, tokens)
+
+    def dbias(self, grad: Tensor, plan: Plan) -> Any:
+        """Return the sums of the rows of each group, ``[E, N]``."""
+        return sum_groups(grad, self.offs).to(plan.bias_dtype)
+
+
+DENSE = Dense()
+
+
+def product_of(offs: Tensor | None) -> Dense:
+    """Return the matmul of rows in groups that end at ``offs``, or of rows of no groups."""
+    return DENSE if offs is None else Grouped(offs)
+
+
+def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the sum of all rows of ``grad[..., N]``, computed in fp32."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
+
+
+def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """Return the fp32 sums ``[E, N]`` of the rows of each group of ``x[T, N]``.
+
+    Deterministic and without a synchronisation; rows of no group are not read.
+    """
+    begins_and_end = F.pad(_ends_within(offs, x), (1, 0))
+    return torch.segment_reduce(x.float(), "sum", offsets=begins_and_end, unsafe=True, initial=0)
+
+
+def _ends_within(offs: Tensor, x: Tensor) -> Tensor:
+    # torch's ops would read memory beyond x
+    return offs.clamp(0, x.shape[0]).cummax(0).values
+
+
+def wgrad_in_high_precision(grad: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return ``dw[N, K] = gradᵀ x`` of ``grad[..., N]`` and ``x[..., K]``, in the dtype of grad.
+
+    Sums are in fp32, and rounded once to ``out_dtype``.
+    """
+    grad = _plain(grad)
+    g, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]).to(grad.dtype)
+    with _without_autocast(x):
+        if out_dtype == x.dtype:
+            return torch.mm(g, x)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(g, x, out_dtype=torch.float32).to(out_dtype)
+        return torch.mm(g.float(), x.float()).to(out_dtype)
+
+
+def grouped_wgrad_in_high_precision(
+    grad: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return ``dw[E, N, K]``, :func:`wgrad_in_high_precision` of the rows of each group.
+
+    Rounded to the dtype of ``grad`` first. bf16 does not synchronise with the host.
+    """
+    grad = _plain(grad)
+    n, k = grad.shape[1], x.shape[1]
+    g, x = _in_vectors(grad), _in_vectors(x.to(grad.dtype))
+    with _without_autocast(x):
+        dw = F.grouped_mm(g.t(), x, offs=_ends_within(offs, x))
+    return dw[:, :n, :k].to(out_dtype)
+
+
+def _plain(grad: Tensor) -> Tensor:
+    return grad.dequantize() if isinstance(grad, BlockwiseFP8Tensor) else grad
+
+
+def _in_vectors(x: Tensor) -> Tensor:
+    """Return ``x[T, C]`` in rows of whole 16-byte vectors, as torch's grouped matmuls read it."""
+    missing = -x.shape[1] % (VECTOR_BYTES // x.itemsize)
+    return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switch off the caller's autocast, which would round to its own dtype in a backward."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
