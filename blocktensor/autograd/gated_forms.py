@@ -1,4 +1,4 @@
-"""What the backward of a gated MLP casts: h, and the gradients of gate and up.
+"""What a gated MLP saves of gate and up, and what its backward casts: h, and their gradients.
 
 A tensor leaves :class:`Sources` as it is read for the last time.
 """
@@ -11,18 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..ops.producers.with_h_ops import gated_backward_with_h
 from . import plan as plans
-from . import stored_gate
 from .gated_plan import Formats, GatedPlan
 from .products import Dense
 
 GATE, UP, H = range(3)
 """Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
+
+
+def save_gate_and_up(plan: GatedPlan, sources: list[Tensor | None]) -> Iterator[Tensor | None]:
+    """What backward needs to know of gate and up, ``[T, I]``: data and scales of each.
+
+    No scales in high precision; None for what does not exist or will not be read. ``sources`` are
+    gate and up; each is removed before the next is cast.
+    """
+    while sources:
+        x = sources.pop(0)
+        if x is None or not plan.needs_dh:
+            yield from (None, None)
+        elif not plan.store_fp8:
+            yield from (x, None)
+        else:
+            cast = quantize_rowwise(x, plan.gate.format)
+            del x
+            yield from cast[:2]
+
+
+def _read(plan: GatedPlan, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """One of both in high precision, of what :func:`save_gate_and_up` made of it."""
+    if not plan.store_fp8 or data is None:
+        return data
+    assert scale is not None
+    return dequantize(Quantized(data, scale, plan.gate.format), plan.gate.out_dtype)
 
 
 class Sources:
@@ -33,7 +59,7 @@ class Sources:
     """
 
     def __init__(self, plan: GatedPlan, saved: list[Any], dh: Tensor | None) -> None:
-        """``saved``: data and scales of h, gate and up (``stored_gate.save``); it is emptied."""
+        """``saved``: data and scales of h, then :func:`save_gate_and_up`; it is emptied."""
         self.has_gradient = dh is not None
         self._plan, self._dh = plan, dh
         self._form, self._stored = tuple(saved[:2]), saved[2:]
@@ -49,7 +75,7 @@ class Sources:
     def gate_and_up(self) -> list[Any]:
         """Gate and up in high precision."""
         while self._stored:
-            self._read.append(stored_gate.read(self._plan, *self._stored[:2]))
+            self._read.append(_read(self._plan, *self._stored[:2]))
             del self._stored[:2]
         return self._read
 

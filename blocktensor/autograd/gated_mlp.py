@@ -29,16 +29,14 @@ from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from . import stored_gate
 from .backward import FP8Function, Gradients, run_backward
-from .gated_forms import H, Sources, forms_in_backward, halves
+from .gated_forms import H, Sources, forms_in_backward, halves, save_gate_and_up
 from .gated_plan import GatedPlan, features_of_h, plan_gated
 from .linear import grouped_linears, has_no_experts, linear, with_leading
-from .main_grad import where_to_add
+from .main_grad import in_place_of_added, where_to_add
 from .plan import Plan
 from .products import Dense, product_of
 from .saved_weight import SavedWeight
-from .split_backward import in_place_of_added
 
 
 def gated_mlp(
@@ -141,7 +139,7 @@ class _GatedMLP(FP8Function):
         assert h_row is not None
         sources = [gate, up]
         del gate, up
-        gate_and_up = [*stored_gate.save(plan, sources)]
+        gate_and_up = [*save_gate_and_up(plan, sources)]
         w_row, down_saved, of_down = product.weight(w_down, plan.down)
         y = product.fprop(h_row, w_row, bias_down, plan.down)
         ctx.reads = of_gate, of_up, of_down

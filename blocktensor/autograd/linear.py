@@ -18,12 +18,11 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .main_grad import where_to_add
+from .main_grad import in_place_of_added, where_to_add
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import Dense, Saved, product_of, saved_of
 from .saved_weight import SavedWeight
 from .shared_cast import this_thread
-from .split_backward import in_place_of_added
 
 
 def linear(

@@ -31,11 +31,10 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .main_grad import check_main_grad, where_to_add
+from .main_grad import check_main_grad, in_place_of_added, where_to_add
 from .plan import Plan, plan_matmul
 from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
-from .split_backward import in_place_of_added
 
 CHUNK_BYTES = 2**32
 """Most bytes of temporary memory for the logits of a chunk of the default size."""

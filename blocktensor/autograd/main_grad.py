@@ -1,13 +1,30 @@
-"""Weight gradients that are added to ``weight.main_grad`` instead of being returned."""
+"""Weight gradients that are added to ``weight.main_grad`` instead of being returned.
+
+torch's pipelining treats these buffers as ``.grad``. Its zero-bubble schedules split a backward: in
+the half that computes weight gradients, torch captures these and adds them to ``.grad`` itself.
+While that code runs, backward adds to the buffer and returns :class:`Nothing`, which ``.grad`` does
+not keep. Gradients that reach the weight in other ways are added to ``.grad``. After its
+microbatches a schedule divides ``.grad`` and the buffers by their number, unless
+``scale_grads=False``.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from . import split_backward
+from ..distributed.dtensor import local_of
+from ..tensor.weight import BlockwiseFP8Weight
+
+_aten = torch.ops.aten
+_running: list[object] = []
+"""What computes the weight half of a backward now: on CUDA, in threads of autograd."""
 
 
 def check_main_grad(tracing: bool) -> None:
@@ -16,7 +33,7 @@ def check_main_grad(tracing: bool) -> None:
     Raises:
         NotImplementedError: a compiler traces, or DDP, which reduces ``.grad`` alone, runs forward.
     """
-    split_backward.watch()
+    _watch_pipelining()
     if tracing:
         raise NotImplementedError(
             "weight.main_grad under torch.compile: a compiled backward returns gradients and adds "
@@ -63,4 +80,89 @@ def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> Tensor | None:
     try:
         return main_grad if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # its gradient is captured for the caller
-        return main_grad if split_backward.is_running() else None
+        return main_grad if bool(_running) else None
+
+
+def _watch_pipelining() -> None:
+    """Wrap pipelining's functions, if it was imported, so that they know of the buffers."""
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    for module in (stage, sys.modules.get("torch.distributed.pipelining._backward")):
+        _wrap(module, "stage_backward_weight", _noticed)
+    _wrap(getattr(stage, "_PipelineStageBase", None), "scale_grads", _of_buffers_too)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        setattr(owner, name, wrapper(original))
+
+
+def _noticed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stage_backward_weight(weights: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = list(weights)
+        _running.append(original)
+        try:
+            return original(iter(given), *args, **kwargs)
+        finally:
+            _running.pop()
+            for weight in given:
+                if type(_local(weight.grad)) is Nothing:
+                    weight.grad = None
+
+    return stage_backward_weight
+
+
+def _of_buffers_too(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale_grads(stage: Any, grad_scale_factor: int) -> None:
+        original(stage, grad_scale_factor)
+        for weight in stage.submod.parameters():
+            local = _local(weight)
+            if isinstance(local, BlockwiseFP8Weight) and local.main_grad is not None:
+                local.main_grad.div_(grad_scale_factor)
+
+    return scale_grads
+
+
+def _local(x: Any) -> Any:
+    local = local_of(x)
+    return x if local is None else local
+
+
+def in_place_of_added(main_grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return what torch is to sum in a split backward, else None: the gradient was added."""
+    return Nothing(main_grad.shape, dtype, main_grad.device) if _running else None
+
+
+class Nothing(Tensor):
+    """Zeros without memory, in place of a gradient that was added to a buffer.
+
+    Sums leave it out. On the way to the weight, autograd may transpose and copy it.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs, x = kwargs or {}, args[0]
+        if func in (_aten.add.Tensor, _aten.add_.Tensor) and type(args[1]) is cls:
+            return x
+        if func in (_aten.transpose.int, _aten.view.default):
+            made = func(torch.empty(x.shape, device="meta"), *args[1:])
+            return cls(made.shape, x.dtype, x.device)
+        if func is _aten._to_copy.default:
+            return cls(x.shape, kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device)
+        args, kwargs = tree_map_only(cls, _zeros, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _zeros(x: Nothing) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

@@ -1,8 +1,9 @@
 """The torch functions that the FP8 types override, above autograd.
 
-Products lead to the FP8 linear: ``matmul(a, b)`` is ``linear(a, b.t())``, since t() of an FP8
-operand is a relabelling. Products without an FP8 path are refused. All other functions reach
-``tensor/aten_*.py``, below autograd.
+``product_functions.py`` has those that multiply. All others reach ``tensor/aten_*.py``, below
+autograd. ``torch.autograd.grad`` and ``backward`` with FP8 inputs are overridden because a backward
+may run forwards again (activation checkpointing), which need these overrides: torch would switch
+them off for as long as such a call runs.
 """
 
 from __future__ import annotations
@@ -13,68 +14,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops import checks
 from ..ops.formats import BLOCK, ceil_div
-from ..tensor.base import MasterBase
+from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward_calls import BACKWARD_CALLS
-from .grouped_functions import (
-    TRANSFORMERS_FALLBACK,
-    baddbmm,
-    bmm,
-    grouped_mm,
-    grouped_mm_fallback,
-    is_stack,
-    is_weight,
-)
 from .linear import linear
 from .linear_cross_entropy import CrossEntropy, linear_cross_entropy
 from .plan import autocast_dtype
-from .product_calls import IN_PLACE, in_all_forms, plus
+from .product_functions import PRODUCTS
 from .torch_callers import BY_CALLER
-
-
-def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(input, MasterBase):
-        return _linear_of_a_weight(input, weight, bias)
-    return linear(input, weight, bias)
-
-
-_linear_of_a_weight = in_all_forms(F.linear, linear)
-
-
-def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
-    if other.ndim == 2 and not is_weight(input):
-        return linear(input, other.t())
-    if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
-        return bmm(input, other)
-    if input.ndim == 2 and other.ndim == 1 and is_weight(input):  # w v
-        return linear(other, input)
-    if input.ndim == 2 and other.ndim > 1 and is_weight(input) and not is_stack(other):
-        # a weight on the left: (bᵀ wᵀ)ᵀ
-        return linear(other.transpose(-1, -2), input).transpose(-1, -2)
-    raise NotImplementedError(
-        f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
-        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
-        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
-        f"precision"
-    )
-
-
-def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
-    return _matmul_override(other, self)
-
-
-def _addmm_override(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
-) -> Tensor:
-    if input.ndim == 1 and beta == 1 and alpha == 1 and not is_weight(mat1):
-        return linear(mat1, mat2.t(), input)
-    return plus(_matmul_override(mat1, mat2), input, beta, alpha)
 
 
 def _linear_cross_entropy_override(
@@ -163,62 +117,40 @@ def _of_values(name: str) -> Callable[..., Any]:
     return run
 
 
-def _no_fp8_path(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
-            f"or torch.bmm; or say so on purpose with "
-            f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
-        )
-
-    return refuse
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("materialize_grads"):  # which has to know the shapes
+        inputs = tree_map(_edge, inputs)
+    return _run(torch.autograd.grad, outputs, inputs, *args, **kwargs)
 
 
-_PRODUCTS_WITHOUT_FP8 = {
-    torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
-    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
-    torch.linalg: "matmul multi_dot vecdot",
-    torch.sparse: "mm addmm",
-    Tensor: "inner addbmm addmv dot vdot addmv_ addbmm_",
-}
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    inputs = tree_map(_edge, inputs)
+    return _run(torch.autograd.backward, tensors, *args, inputs=inputs, **kwargs)
 
-_PRODUCTS: dict[Any, Callable[..., Any]] = {
-    torch.mm: _matmul_override,
-    Tensor.mm: _matmul_override,
-    torch.mv: _matmul_override,
-    Tensor.mv: _matmul_override,
-    torch.matmul: _matmul_override,
-    Tensor.matmul: _matmul_override,
-    Tensor.__matmul__: _matmul_override,
-    Tensor.__rmatmul__: _rmatmul_override,
-    torch.addmm: _addmm_override,
-    Tensor.addmm: _addmm_override,
-    torch.bmm: bmm,
-    Tensor.bmm: bmm,
-    torch.baddbmm: baddbmm,
-    Tensor.baddbmm: baddbmm,
-    **IN_PLACE,
-    **{
-        getattr(namespace, name): _no_fp8_path(name)
-        for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
-        for name in names.split()
-        if hasattr(namespace, name)  # torch versions differ
-    },
-}
+
+def _edge(x: Any) -> Any:
+    """The edge of the graph that leads to an FP8 tensor; anything else itself."""
+    if not isinstance(x, FP8Base) or not x.requires_grad or is_dynamo_compiling():
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(x)
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, FP8Base) for x in tree_leaves((args, kwargs))):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear_override,
-    **{func: in_all_forms(func, override) for func, override in _PRODUCTS.items()},
+    **PRODUCTS,
     # torch 2.13
     **(
         {F.linear_cross_entropy: _linear_cross_entropy_override}
         if hasattr(F, "linear_cross_entropy")
         else {}
     ),
-    torch._grouped_mm: grouped_mm,
-    TRANSFORMERS_FALLBACK: grouped_mm_fallback,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
@@ -227,6 +159,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
         for name in ("__dlpack__", "__dlpack_device__", "numpy", "__array__", "tolist")
     },
     **BY_CALLER,
-    **BACKWARD_CALLS,
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
 }
 """Torch functions of all FP8 types."""

@@ -16,12 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ...autograd.linear import refuse_prepared
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from ...tensor.weight import BlockwiseFP8Weight
+from ..compare_ranks import agree
 from ..dtensor import local_of
-from .agreement import Agreement
-from .collectives import Reduction
-from .in_graph import as_constant, from_constant
+from .collectives import Reduction, TokenShards
 from .products import Colwise, Rowwise, parallel_linear
-from .token_shards import TokenShards
 from .weight_part import WeightPart, part_off_grid
 
 FP8Weight = BlockwiseFP8Weight | BlockwiseFP8Tensor
@@ -38,6 +36,28 @@ class Layouts(NamedTuple):
     use_local_output: bool
     reduce_dtype: torch.dtype | None
     in_rank_order: bool
+
+
+class Agreement:
+    """A description of a module that the ranks of a mesh have compared.
+
+    Ranks that disagree would wait for each other's collectives, or read other bytes.
+    """
+
+    def __init__(self, what: str, mesh: DeviceMesh) -> None:
+        self._what, self._mesh = what, mesh
+        self._agreed: tuple[object, ...] = ()
+
+    def check(self, *mine: object) -> None:
+        """Compare ``mine``, if it is not what was agreed on.
+
+        Raises:
+            RuntimeError: on every rank, if it differs between ranks.
+        """
+        if mine == self._agreed:
+            return
+        agree(self._what, [", ".join(map(str, mine))], self._mesh.get_group())
+        self._agreed = mine
 
 
 class ParallelForward(ABC):
@@ -191,6 +211,33 @@ class RowwiseForward(ParallelForward):
         dim = layout.dim if isinstance(layout, Shard) else None
         tokens = None if dim is None else TokenShards.of_whole(x.shape, dim, self.mesh.get_group())
         return parallel_linear(x, w, bias, Rowwise(tokens, self._reduction, part)), layout
+
+
+def as_constant(layout: Placement) -> str:
+    """Return ``layout`` as a string: graphs hold no objects.
+
+    Dynamo takes numbers that differ between two linears for symbolic ones.
+
+    Raises:
+        NotImplementedError: it is none of ``Shard``, ``Replicate`` and ``Partial``.
+    """
+    if type(layout) is Replicate:
+        return "replicate"
+    if type(layout) is Shard:
+        return f"shard {layout.dim}"
+    if type(layout) is Partial:
+        return f"partial {layout.reduce_op}"
+    raise NotImplementedError(
+        f"a layout {layout} of a tensor parallel linear: expected Shard, Replicate or Partial"
+    )
+
+
+def from_constant(constant: str) -> Placement:
+    """The layout that :func:`as_constant` was given."""
+    kind, _, argument = constant.partition(" ")
+    if kind == "replicate":
+        return Replicate()
+    return Shard(int(argument)) if kind == "shard" else Partial(argument)
 
 
 def fp8_local(weight: Any) -> FP8Weight | None:

@@ -33,8 +33,7 @@ from ...ops.cast.ops import quantize_columnwise
 from ...ops.formats import BlockFormat, Quantized
 from ...tensor.aot_autograd import kept_in_backward
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from .collectives import Pending, Reduction, ready
-from .token_shards import TokenShards
+from .collectives import Pending, Reduction, TokenShards, ready
 from .weight_part import WeightPart, read_part
 
 
