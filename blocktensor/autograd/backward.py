@@ -23,7 +23,7 @@ class FP8Function(torch.autograd.Function):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
-        """Compiled autograd begins with this, and refuses functions that get gradients boxed."""
+        """Switch boxed gradients off, which compiled autograd refuses: it calls this first."""
         FP8Function.boxed_grads_call = False
         return torch.autograd.Function._compiled_autograd_key(ctx)
 

@@ -21,7 +21,7 @@ def gated_activation(
     activation: ActivationName = "silu",
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> BlockwiseFP8Tensor:
-    """:func:`blocktensor.functional.gated_activation`."""
+    """Run :func:`blocktensor.functional.gated_activation`."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape or gate.ndim == 0:

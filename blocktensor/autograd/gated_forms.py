@@ -26,7 +26,7 @@ GATE, UP, H = range(3)
 
 
 def save_gate_and_up(plan: GatedPlan, sources: list[Tensor | None]) -> Iterator[Tensor | None]:
-    """What backward needs to know of gate and up, ``[T, I]``: data and scales of each.
+    """Yield what backward reads of gate and up, ``[T, I]``: data and scales of each.
 
     No scales in high precision; None for what does not exist or will not be read. ``sources`` are
     gate and up; each is removed before the next is cast.
@@ -44,7 +44,7 @@ def save_gate_and_up(plan: GatedPlan, sources: list[Tensor | None]) -> Iterator[
 
 
 def _read(plan: GatedPlan, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """One of both in high precision, of what :func:`save_gate_and_up` made of it."""
+    """Return gate or up in high precision, as :func:`save_gate_and_up` saved it."""
     if not plan.store_fp8 or data is None:
         return data
     assert scale is not None
@@ -59,7 +59,7 @@ class Sources:
     """
 
     def __init__(self, plan: GatedPlan, saved: list[Any], dh: Tensor | None) -> None:
-        """``saved``: data and scales of h, then :func:`save_gate_and_up`; it is emptied."""
+        """Empty ``saved``: data and scales of h, then of :func:`save_gate_and_up`."""
         self.has_gradient = dh is not None
         self._plan, self._dh = plan, dh
         self._form, self._stored = tuple(saved[:2]), saved[2:]
@@ -67,20 +67,20 @@ class Sources:
         saved.clear()
 
     def take_form(self) -> tuple[Tensor | None, Tensor | None]:
-        """Data and scale of the saved form."""
+        """Return data and scale of the saved form, and drop them."""
         data, scale = self._form
         self._form = None, None
         return data, scale
 
     def gate_and_up(self) -> list[Any]:
-        """Gate and up in high precision."""
+        """Return gate and up in high precision."""
         while self._stored:
             self._read.append(_read(self._plan, *self._stored[:2]))
             del self._stored[:2]
         return self._read
 
     def take_all(self) -> tuple[Any, Any, Any]:
-        """Gate, up and the gradient of h."""
+        """Return gate, up and the gradient of h, and drop them."""
         gate, up = self.gate_and_up()
         dh, self._dh = self._dh, None
         self._read = []
@@ -96,7 +96,7 @@ def forms_in_backward(
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
-    """The numbers and forms of what weight and input gradients read, in the order they are made.
+    """Yield the numbers and forms of what weight and input gradients read, in order.
 
     H, if needed, is the first. Sums of the gradients of gate and up, if needed, go to ``dbiases``.
 
@@ -194,7 +194,7 @@ def _joint_gradient(
     needs_dbias: bool,
     dbiases: list[Tensor | None],
 ) -> Forms:
-    """The forms of the gradient of ``[T, 2I]``; its sum, if needed, goes to ``dbiases``."""
+    """Return the forms of the gradient of ``[T, 2I]``; put its sum, if needed, into ``dbiases``."""
     if not needs_dbias:
         return joint_gated_backward(dh, gate_up, plan.activation, *formats, product.offs)
     grad = torch.cat(gradients(dh, *halves(gate_up, None), plan.activation), -1)
@@ -203,7 +203,7 @@ def _joint_gradient(
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up; without ``up``, the halves of ``gate``."""
+    """Return gate and up; without ``up``, the halves of ``gate``."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     return gate, up

@@ -53,7 +53,7 @@ def gated_mlp(
     recipe: Recipe | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """:func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands.
+    """Run :func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands.
 
     With ``offs``, :func:`blocktensor.functional.gated_experts`.
     """
@@ -162,7 +162,7 @@ class _GatedMLP(FP8Function):
 
 
 def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
-    """The gradients of the arguments of :meth:`_GatedMLP.forward`."""
+    """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
     of_down: SavedWeight = ctx.reads[2]

@@ -64,7 +64,7 @@ def plan_gated(
     store_fp8: bool,
     recipe: Recipe | None,
 ) -> GatedPlan:
-    """How a gated MLP of these operands runs; ``weights`` and ``biases``: of gate, up and down.
+    """Plan a gated MLP; ``weights`` and ``biases`` belong to gate, up and down.
 
     Without a weight of up, that of gate holds both, gate first.
 
@@ -112,7 +112,7 @@ def plan_gated(
 
 
 def features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None = None) -> int:
-    """How many features gate and up have, each.
+    """Return the number of features of gate, which is that of up.
 
     Raises:
         ValueError: they have not as many each; a bias of up where the weight of gate holds both.
@@ -152,7 +152,7 @@ def _check_weights(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
 
 
 def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor:
-    """One element in the shape of h, for the plan of down, which looks at no value.
+    """Return one element expanded to the shape of h, for the plan of down, which reads no values.
 
     ``leaf``: a tensor that needs a gradient of h, if there is one.
     """

@@ -28,7 +28,7 @@ from .shared_cast import this_thread
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
-    """:func:`blocktensor.functional.linear`, for plain and for FP8 operands.
+    """Run :func:`blocktensor.functional.linear`, for plain and for FP8 operands.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
@@ -49,7 +49,7 @@ def grouped_linear(
     *,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """:func:`blocktensor.functional.grouped_linear` with one weight.
+    """Run :func:`blocktensor.functional.grouped_linear` with one weight.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, rowwise alone if w needs
@@ -73,7 +73,7 @@ def grouped_linears(
     biases: Sequence[Tensor | None],
     recipe: Recipe | None = None,
 ) -> tuple[Tensor, ...]:
-    """:func:`grouped_linear` of one input by each weight; x is cast once for all of them."""
+    """Run :func:`grouped_linear` of one input by each weight; cast x once for all of them."""
     pairs = [*zip(ws, biases, strict=True)]
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)

@@ -49,7 +49,7 @@ class CrossEntropy(NamedTuple):
     label_smoothing: float
 
     def total(self, target: Tensor) -> Tensor | None:
-        """What the sum of losses is divided by; None for a sum."""
+        """Return the divisor of the sum of losses; None for a sum."""
         if self.reduction == "sum":
             return None
         valid = target != self.ignore_index
@@ -74,15 +74,15 @@ class CrossEntropy(NamedTuple):
         return exponent.nan_to_num(0, 0, 0).clamp(-100, 100).exp2()
 
     def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
-        """:meth:`of`, whose gradient is written over the logits."""
+        """Return :meth:`of`, and write its gradient over the logits."""
         return ops.loss_and_gradient_(logits, target, total, *self._options())
 
     def of(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
-        """The loss of a chunk, as a part of that of all tokens."""
+        """Return the share of a chunk in the loss of all tokens."""
         return reference.loss(logits, target, total, *self._options())
 
     def bytes_each(self, like: Tensor) -> int:
-        """Of temporary memory for a logit of the dtype and on the device of ``like``."""
+        """Return bytes of temporary memory for a logit with dtype and device of ``like``."""
         _, weight, label_smoothing = self._options()
         problem = CrossEntropyProblem(like.new_empty((1, 1)), weight, label_smoothing)
         return like.element_size() + cross_entropy_kernels(problem).more_bytes
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     chunk: int | None,
     recipe: Recipe | None,
 ) -> Tensor:
-    """:func:`blocktensor.functional.linear_cross_entropy`."""
+    """Run :func:`blocktensor.functional.linear_cross_entropy`."""
     _check(x, w, target, loss, chunk)
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_matmul(x, w, bias, recipe)
@@ -263,7 +263,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _forms_of_weight(w: Tensor, plan: Plan, both: bool) -> tuple[Quantized, Quantized | None]:
-    """The rowwise form of the weight, and the columnwise one if it is needed."""
+    """Return the rowwise form of the weight, and the columnwise one if it is needed."""
     if both and isinstance(w, BlockwiseFP8Weight) and not w.cache.reuses():
         return w.both_forms()
     operand = operand_of_weight(w, plan.weight_format)
@@ -278,7 +278,7 @@ def _sum_wgrad(
     x_col: Quantized | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``dw`` of the chunks before, if any, and of this one: in fp32, or in ``dtype`` if first."""
+    """Return ``dw`` of this chunk and those before: in fp32, or in ``dtype`` for the first."""
     if x_col is None:  # Recipe(wgrad_input="high_precision")
         assert grad is not None
         made = wgrad_in_high_precision(grad, x, dtype)

@@ -145,13 +145,13 @@ def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
 
 
 def is_weight(x: Tensor) -> bool:
-    """Whether ``x`` is an FP8 weight, or one that is frozen."""
+    """Return True for an FP8 weight, trainable or frozen."""
     square = isinstance(x, BlockwiseFP8Tensor) and x.format.transposes
     return square or isinstance(x, BlockwiseFP8Weight)
 
 
 def is_stack(x: Tensor) -> bool:
-    """Whether ``x`` is a stack of FP8 experts."""
+    """Return True for a stack of FP8 experts."""
     return x.ndim == 3 and is_weight(x)
 
 
@@ -162,7 +162,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``torch._grouped_mm``, to which ``F.grouped_mm`` comes down."""
+    """Run ``torch._grouped_mm``, to which ``F.grouped_mm`` comes down."""
     if input.ndim != 2 or not is_stack(mat2):
         raise NotImplementedError(
             f"grouped_mm of {_described(input)} by {_described(mat2)} has no FP8 path: the left "
@@ -184,19 +184,19 @@ def grouped_mm(
 
 
 def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """``torch.ops.transformers.grouped_mm_fallback``, whose own backward is in high precision."""
+    """Run transformers' ``grouped_mm_fallback``, whose own backward is in high precision."""
     return grouped_mm(input, weight, offs.to(torch.int32))
 
 
 def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
-    """``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
+    """Run ``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
     return _bmm(input, mat2, None)
 
 
 def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
 ) -> Tensor:
-    """``torch.baddbmm``; one row ``[E, 1, N]`` that is added as it is joins the product."""
+    """Run ``torch.baddbmm``; one row ``[E, 1, N]`` with factor 1 is added as a bias."""
     as_bias = is_stack(batch2) and input.shape == (len(batch2), 1, batch2.shape[2])
     if as_bias and beta == 1 and alpha == 1:
         return _bmm(batch1, batch2, input.squeeze(1))

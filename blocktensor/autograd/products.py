@@ -144,7 +144,7 @@ class Grouped(Dense):
     """
 
     def __init__(self, offs: Tensor) -> None:
-        """``offs``: int32 ``[E]``, the ends of the groups."""
+        """Multiply groups of rows that end at ``offs``, int32 ``[E]``."""
         self.offs = offs
 
     def input_forms(self, x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None) -> Forms:

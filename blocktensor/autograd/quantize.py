@@ -37,7 +37,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
 
 def cast_activation(x: Tensor, recipe: Recipe, columnwise: bool = True) -> BlockwiseFP8Tensor:
-    """The input ``x[..., K]`` of linears, cast as ``recipe`` says; not differentiable.
+    """Cast the input ``x[..., K]`` of linears by ``recipe``, without a gradient.
 
     ``columnwise``: with what a weight gradient reads, unless that is ``x`` itself, which is held in
     any case.

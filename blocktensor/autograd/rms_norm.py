@@ -28,7 +28,7 @@ def rms_norm(
     kind: NormKind = "llama",
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> BlockwiseFP8Tensor:
-    """:func:`blocktensor.functional.rms_norm`."""
+    """Run :func:`blocktensor.functional.rms_norm`."""
     if kind not in get_args(NormKind):
         raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
     if x.ndim == 0 or weight.shape != x.shape[-1:]:

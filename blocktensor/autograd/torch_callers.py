@@ -25,7 +25,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 
 def _caller() -> FrameType:
-    """The frame that called the torch function."""
+    """Return the frame that called the torch function."""
     frame = sys._getframe(2)  # the override's caller: __torch_function__, of one or two classes
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -38,7 +38,7 @@ def _name(frame: FrameType) -> str:
 
 
 def _as_usual(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The torch function without its override: what the aten rules make of it."""
+    """Run the torch function without its override, by the aten rules."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -110,7 +110,7 @@ _DISTRIBUTES = ("torch.distributed.tensor._api", "torch.distributed.tensor.place
 
 
 def _check_distribute_tensor(tensor: Tensor, caller: FrameType) -> None:
-    """``distribute_tensor`` cuts and copies stacks of experts; it is refused other FP8 tensors."""
+    """Refuse ``distribute_tensor`` of FP8 tensors other than stacks of experts."""
     if _name(caller) not in _DISTRIBUTES:
         return
     is_weight = isinstance(tensor, BlockwiseFP8Weight) or (

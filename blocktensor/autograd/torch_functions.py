@@ -43,7 +43,7 @@ def _linear_cross_entropy_override(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
-    """In the chunks of ``options`` where torch would take them, and reduces the losses itself."""
+    """Run in the chunks of ``options``, where torch would take chunks."""
     ignored = -100 if ignore_index is None else ignore_index
     in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
     if (
@@ -102,7 +102,7 @@ def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
 
 
 def _of_values(name: str) -> Callable[..., Any]:
-    """``Tensor.name``, of the master of a weight; torch itself would read a wrapper's memory."""
+    """Return ``Tensor.name`` of a master; torch itself would read a wrapper's memory."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, BlockwiseFP8Weight):
@@ -129,7 +129,7 @@ def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> An
 
 
 def _edge(x: Any) -> Any:
-    """The edge of the graph that leads to an FP8 tensor; anything else itself."""
+    """Return the edge of the graph that leads to an FP8 tensor; return anything else unchanged."""
     if not isinstance(x, FP8Base) or not x.requires_grad or is_dynamo_compiling():
         return x
     with torch._C.DisableTorchFunctionSubclass():

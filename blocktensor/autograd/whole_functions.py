@@ -50,7 +50,7 @@ def announce() -> None:
 
 
 def announce_if_loaded() -> None:
-    """:func:`announce`, unless that would import Dynamo."""
+    """Call :func:`announce`, unless that would import Dynamo."""
     if not _announced and "torch._dynamo" in sys.modules:
         announce()
 
@@ -67,7 +67,7 @@ def gated_mlp(
     recompute: bool,
     store_fp8: bool,
 ) -> Tensor:
-    """``gated_mlp.gated_mlp`` while Dynamo traces; linear by linear before it was announced."""
+    """Run the gated MLP while Dynamo traces; linear by linear before it was announced."""
     if _announced:
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         return _gated_mlp_whole(x, *weights, *biases, activation, recompute, store_fp8)
@@ -87,7 +87,7 @@ def gated_experts(
     recompute: bool,
     store_fp8: bool,
 ) -> Tensor:
-    """:func:`gated_mlp` of experts; product by product before it was announced."""
+    """Run the MLP of experts while Dynamo traces; one matmul at a time if not announced."""
     if _announced:
         biases, recipe = (None, None, None), None
         weights, saving = (w_gate, w_up, w_down), (recompute, store_fp8)
@@ -102,7 +102,7 @@ def gated_experts(
 def gated_activation(
     gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
 ) -> BlockwiseFP8Tensor:
-    """``gated_activation.gated_activation`` while Dynamo traces, or op by op."""
+    """Run the gated activation while Dynamo traces, or op by op."""
     if _announced:
         return _gated_activation_whole(gate, up, activation, *_fields(recipe))
     return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
@@ -111,7 +111,7 @@ def gated_activation(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, kind: NormKind, recipe: Recipe
 ) -> BlockwiseFP8Tensor:
-    """``rms_norm.rms_norm`` while Dynamo traces, or op by op."""
+    """Run the RMS norm while Dynamo traces, or op by op."""
     if _announced:
         return _rms_norm_whole(x, weight, eps, kind, *_fields(recipe))
     return quantize(eager_norm(x, weight, eps, kind), recipe)
@@ -126,7 +126,7 @@ def linear_cross_entropy(
     chunk: int | None,
     recipe: Recipe | None,
 ) -> Tensor:
-    """The loss outside of any graph; in it, of all logits, before it was announced."""
+    """Compute the loss outside of any graph; in it, from all logits, if not announced."""
     if _announced or not is_dynamo_compiling():
         return _loss_apart(x, w, target, bias, loss, chunk, recipe)
     made = F.linear(x, w, bias) if isinstance(w, FP8Base) else linear(x, w, bias, recipe=recipe)

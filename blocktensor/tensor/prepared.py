@@ -1,6 +1,6 @@
 """How compilers see an input that was gathered for several tensor parallel linears.
 
-It carries what each rank keeps of its own tokens (``distributed/tensor_parallel/prepare_input.py``).
+It carries what each rank keeps of its tokens (``distributed/tensor_parallel/prepare_input.py``).
 A graph may begin or end with it: that is then inner tensors, as the FP8 forms are, and a constant.
 """
 

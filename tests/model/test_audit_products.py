@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.model.audit import audit, audit_step
 from blocktensor.model.audit_products import Product, product_of
 from tests.support.models import randn

@@ -23,15 +23,15 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """What collectives that run beside other work will return."""
+    """The result of collectives that run during other work."""
 
     def __init__(self, parts: Sequence[Tensor], finish: Callable[..., Result]) -> None:
-        """``finish``: makes the result of the awaited ``parts``."""
+        """Make the result by ``finish``, of the awaited ``parts``."""
         self._parts, self._finish = parts, finish
         self._made: list[Result] = []
 
     def wait(self) -> Result:
-        """The result; work of the current stream waits for it, and the host does not."""
+        """Return the result; the current stream waits for it, the host does not."""
         if not self._made:
             wait_tensor = torch.ops._c10d_functional.wait_tensor
             self._made.append(self._finish(*map(wait_tensor, self._parts)))
@@ -40,7 +40,7 @@ class Pending(Generic[Result]):
 
 
 def ready(result: Result) -> Pending[Result]:
-    """What is there already."""
+    """Return an already completed result."""
     return Pending((), lambda: result)
 
 
@@ -75,7 +75,7 @@ class Reduction:
     in_rank_order: bool
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the partial sums of a result in ``dtype``."""
+        """Return the dtype in which partial sums of a result in ``dtype`` travel."""
         return dtype if self.dtype is None else self.dtype
 
     def all_reduce(self, partial: Tensor) -> Pending[Tensor]:
@@ -102,7 +102,7 @@ class Reduction:
 
 
 def _in_order(partials: Tensor) -> Tensor:
-    """The fp32 sum of ``partials[ranks, ...]``, from the first rank to the last."""
+    """Return the fp32 sum of ``partials[ranks, ...]``, from the first rank to the last."""
     total = partials[0].float()
     for partial in partials[1:]:
         total = total + partial
@@ -133,12 +133,12 @@ class TokenShards:
 
     @staticmethod
     def of(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
-        """The shards of which this rank's one has ``shape``."""
+        """Describe tokens of which this rank has a part of ``shape``."""
         return TokenShards(group, dim, math.prod(shape[:dim]), math.prod(shape[dim:-1]))
 
     @staticmethod
     def of_whole(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
-        """The shards of a whole of ``shape``.
+        """Describe the parts of all tokens, of ``shape``.
 
         Raises:
             ValueError: the ranks cannot hold equal parts.
@@ -157,15 +157,15 @@ class TokenShards:
         return self.group.size()
 
     def on_grid(self, format: BlockFormat) -> bool:
-        """Whether the columnwise blocks of the parts are those of the whole."""
+        """Return True if the columnwise blocks of the parts are those of the whole."""
         return self.inner % format.cols == 0
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole, of a part of ``shape``."""
+        """Return the shape of all tokens, given that of a part."""
         return (*shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :])
 
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part, of a whole of ``shape``."""
+        """Return the shape of a part, given that of all tokens."""
         return (*shape[: self.dim], shape[self.dim] // self.ranks, *shape[self.dim + 1 :])
 
     def gather_rowwise(self, part: Quantized) -> Pending[Quantized]:
@@ -220,7 +220,7 @@ class TokenShards:
         )
 
     def _in_order(self, gathered: Tensor) -> Tensor:
-        """Rows as the whole has them, of rows rank by rank."""
+        """Return gathered rows in the order of all tokens, not rank by rank."""
         if self.outer == 1:
             return gathered
         rows, width = gathered.shape

@@ -118,7 +118,7 @@ def _wrapped(x: Tensor, local: Tensor) -> Tensor:
 
 
 def _owned(x: Tensor) -> Tensor:
-    """The local part of a DTensor, contiguous, in memory of its own."""
+    """Return the local part of a DTensor, contiguous and in its own memory."""
     local = local_of(x)
     assert local is not None
     is_whole = local.untyped_storage().nbytes() == local.nbytes

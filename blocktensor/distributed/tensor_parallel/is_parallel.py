@@ -1,4 +1,4 @@
-"""Whether a module was parallelized with a style of this package, without importing the styles."""
+"""Recognise modules parallelized by a style of this package, without importing the styles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _OfThisProcess:
 
 
 def parallel_kind(module: nn.Module) -> str | None:
-    """``"colwise"`` or ``"rowwise"`` for a linear with one of the styles, else None.
+    """Return ``"colwise"`` or ``"rowwise"`` for a linear with one of the styles, else None.
 
     Dynamo traces this.
     """
@@ -52,5 +52,5 @@ def parallel_kind(module: nn.Module) -> str | None:
 
 
 def is_parallel(module: nn.Module) -> bool:
-    """True for a linear with :class:`ColwiseParallel` or :class:`RowwiseParallel`."""
+    """Return True for a linear with :class:`ColwiseParallel` or :class:`RowwiseParallel`."""
     return parallel_kind(module) is not None

@@ -76,7 +76,7 @@ class ParallelForward(ABC):
         self._constants = self.kind, as_constant(given), as_constant(made), *others
 
     def __call__(self, module: nn.Linear, input: Tensor) -> Tensor:
-        """``module(input)``."""
+        """Run ``module(input)``."""
         if is_dynamo_compiling():
             weight = module.weight
             self._agree_while_traced(weight)
@@ -117,7 +117,7 @@ class ParallelForward(ABC):
     def _in_fp8(
         self, x: Tensor, w: Tensor, bias: Tensor | None, part: WeightPart | None
     ) -> tuple[Tensor, Placement]:
-        """This rank's part of the output, and its layout."""
+        """Return this rank's part of the output, and its layout."""
 
     @property
     @abstractmethod
@@ -138,7 +138,7 @@ class ParallelForward(ABC):
         return part
 
     def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As of torch's style: the linear was not converted."""
+        """Run torch's style, for a linear that was not converted."""
         read = self._distributed(x, _of(self._reads, x.ndim))
         return self._given_out(F.linear(read, weight, bias))
 
@@ -148,7 +148,7 @@ class ParallelForward(ABC):
         return made
 
     def _distributed(self, x: Any, layout: Placement) -> Any:
-        """The input as a DTensor of this layout; a plain one has that which the style was told."""
+        """Return the input as a DTensor of this layout."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
         # which would sum the gradients of each of the linears that read x by itself
@@ -233,7 +233,7 @@ def as_constant(layout: Placement) -> str:
 
 
 def from_constant(constant: str) -> Placement:
-    """The layout that :func:`as_constant` was given."""
+    """Return the layout that :func:`as_constant` was given."""
     kind, _, argument = constant.partition(" ")
     if kind == "replicate":
         return Replicate()
@@ -241,19 +241,19 @@ def from_constant(constant: str) -> Placement:
 
 
 def fp8_local(weight: Any) -> FP8Weight | None:
-    """The local part of a weight that products read in FP8; None in high precision."""
+    """Return the local part of an FP8 weight; None for a weight in high precision."""
     local = local_of(weight)
     return local if isinstance(local, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) else None
 
 
 def layout_of(x: Any, given: Placement) -> Placement:
-    """The layout of an input; ``given``: of a plain one."""
+    """Return the layout of an input, which is ``given`` for a plain one."""
     (layout,) = x.placements if isinstance(x, DTensor) else (given,)
     return _of(layout, x.ndim)
 
 
 def _of(layout: Placement, ndim: int) -> Placement:
-    """A layout with its dimension counted from the front."""
+    """Return a layout with its dimension counted from the front."""
     if isinstance(layout, Shard):
         if not -ndim <= layout.dim < ndim:
             raise ValueError(f"{layout} of a tensor of {ndim} dimensions")
@@ -262,7 +262,7 @@ def _of(layout: Placement, ndim: int) -> Placement:
 
 
 def token_dim(layout: Placement, x: Any) -> int | None:
-    """The dimension of tokens along which x is cut into equal parts; None if it is not."""
+    """Return the dimension of tokens along which x is cut into equal parts; None if not."""
     if not isinstance(layout, Shard) or layout.dim == x.ndim - 1:
         return None
     # parts of a plain input are equal
@@ -271,7 +271,7 @@ def token_dim(layout: Placement, x: Any) -> int | None:
 
 
 def local_input(x: Any, layout: Placement) -> Tensor:
-    """This rank's part of an input, whose gradient has the same layout."""
+    """Return this rank's part of an input, whose gradient has the same layout."""
     local: Tensor = x.to_local(grad_placements=[layout]) if isinstance(x, DTensor) else x
     return local
 
@@ -287,7 +287,7 @@ def check_no_main_grad(weight: Any) -> None:
 
 
 def refuse_main_grad(weight: Any) -> None:
-    """:func:`check_no_main_grad`, of a DTensor or of its local part alone."""
+    """Raise for a ``main_grad`` of a DTensor or of its local part."""
     if getattr(weight, "main_grad", None) is not None:
         raise NotImplementedError(
             "weight.main_grad of a tensor parallel linear: set it to None and read weight.grad"
@@ -301,7 +301,7 @@ _FORWARDS = {forward.kind: forward for forward in (ColwiseForward, RowwiseForwar
 def _whole(
     input: Tensor, weight: Any, bias: Any, kind: str, given: str, made: str, *others: Any
 ) -> Tensor:
-    """The forward of a linear for Dynamo, which puts it into its graph as it is.
+    """Run the forward of a linear; Dynamo puts this call into its graph.
 
     Graphs hold no layout and no mesh, but constants: linears of one kind share a graph.
     """

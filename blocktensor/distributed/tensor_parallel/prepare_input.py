@@ -156,7 +156,7 @@ class _OnMesh(torch_styles.PrepareModuleInput):
         self._agree(_common_recipe(dict(zip(names, weights, strict=True))))
 
     def _run(self, x: Any, given: Placement, recipe: Recipe | None) -> Any:
-        """The whole input; ``given``: the layout of a plain one."""
+        """Return all tokens of x; ``given`` is the layout of a plain x."""
         layout = layout_of(x, given)
         dim = token_dim(layout, x)
         if recipe is not None and (dim is not None or layout.is_replicate()):
@@ -174,7 +174,7 @@ class _OnMesh(torch_styles.PrepareModuleInput):
 
 
 def _weights_of(module: nn.Module) -> dict[str, Any]:
-    """Of the linears that read the input of ``module``, by their names."""
+    """Return the weights of the linears that read the input of ``module``, by name."""
     return {
         name: linear.weight
         for name, linear in module.named_modules()
@@ -183,7 +183,7 @@ def _weights_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _common_recipe(weights: dict[str, Any]) -> Recipe | None:
-    """The recipe of all; None if one is not converted, or there are none."""
+    """Return the recipe of all weights; None if one is not converted, or there are none."""
     found = {name: fp8_local(weight) for name, weight in weights.items()}
     if not found or None in found.values():
         return None
@@ -209,7 +209,7 @@ def _whole(
     reduce_dtype: torch.dtype | None,
     in_rank_order: bool,
 ) -> Any:
-    """``_OnMesh._run`` for Dynamo, which puts it into its graph as it is (``in_graph.py``)."""
+    """Run ``_OnMesh._run``; Dynamo puts this call into its graph."""
     style = PrepareModuleInput(
         input_layouts=from_constant(given),
         desired_input_layouts=Replicate(),
@@ -261,7 +261,7 @@ class SharedInputContext(NamedTuple):
     dim: int
 
     def of(self, data: Tensor | None, scale: Tensor | None, runs: Tensor | None) -> SharedInput:
-        """The note of an input that a graph gets or returns."""
+        """Return the note of an input that a graph gets or returns."""
         if self.group_name is None:
             return SharedInput(None, (data, scale))
         assert runs is not None
@@ -271,7 +271,7 @@ class SharedInputContext(NamedTuple):
 
 
 def runs_of(x: Tensor, tokens: TokenShards) -> Tensor:
-    """The sizes of ``tokens`` as those of a tensor: they may change from batch to batch."""
+    """Return the sizes of ``tokens`` as sizes of a tensor, which may change between batches."""
     return x.new_empty((0, tokens.outer, tokens.inner))
 
 

@@ -272,7 +272,7 @@ class SharedGather:
         self._pending: Pending[Any] | None = None
 
     def begin(self, saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
-        """:func:`gather_saved`, begun for the first linear and dropped after the last."""
+        """Begin :func:`gather_saved` for the first linear, and drop it after the last."""
         if self._pending is None:
             with kept_in_backward() if plan.tracing else nullcontext():
                 self._pending = gather_saved(saved, plan, tokens)

@@ -120,7 +120,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
 
 def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
-    """``reduce_dtype``, else TypeError."""
+    """Return ``reduce_dtype``, or raise TypeError."""
     if reduce_dtype is not None and reduce_dtype not in checks.HIGH_PRECISION:
         known = ", ".join(map(str, checks.HIGH_PRECISION))
         raise TypeError(f"reduce_dtype={reduce_dtype!r}: expected one of {known}, or None")

@@ -47,7 +47,7 @@ class WeightPart:
         return sum(self.slice.offsets)
 
     def cast(self, part: Tensor) -> Quantized:
-        """The rowwise form of a part and the zeros in front; one all-reduce of 4 bytes a block."""
+        """Cast a part and the zeros in front rowwise, with an all-reduce of 4 bytes a block."""
         format, (row, col) = self.slice.format, self.slice.offsets
         shape = format.scale_shape(self.slice.shape)
         table = torch.zeros(shape, dtype=torch.float32, device=part.device)
@@ -62,7 +62,7 @@ class WeightPart:
         return Quantized(data, scale, format)
 
     def as_products_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
-        """The part ``w``, whose FP8 forms are :meth:`cast`.
+        """Return the part ``w``, whose FP8 forms are :meth:`cast`.
 
         Its FP8 forms have the lifetimes that ``w.recipe`` says.
         """
@@ -90,7 +90,7 @@ class _PartCache(FP8Cache):
 def part_off_grid(
     shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, format: BlockFormat
 ) -> WeightPart | None:
-    """This rank's part of a weight of ``shape``; None if parts begin and end where blocks do."""
+    """Return this rank's part of a weight; None if parts begin and end where blocks do."""
     each = shape[dim] // group.size()
     if each % format.block_shape[dim] == 0:
         return None
@@ -98,7 +98,7 @@ def part_off_grid(
 
 
 def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:
-    """``read_weight`` of a weight that may lie off the grid."""
+    """Read a weight that may lie off the grid; see ``read_weight``."""
     if part is None:
         return read_weight(w, plan)
     assert isinstance(w, BlockwiseFP8Weight)
