@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .autograd import gated_activation as _gated_activation
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
 from .autograd import linear_cross_entropy as _linear_cross_entropy
-from .autograd import rms_norm as _rms_norm
+from .autograd import quantize as _quantize
 from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
 from .ops import checks
@@ -193,7 +192,7 @@ def gated_activation(
     if is_dynamo_compiling():
         return _whole_functions.gated_activation(gate, up, activation, recipe)
     _whole_functions.announce_if_loaded()
-    return _gated_activation.gated_activation(gate, up, activation, recipe)
+    return _quantize.gated_activation(gate, up, activation, recipe)
 
 
 def rms_norm(
@@ -232,7 +231,7 @@ def rms_norm(
     if is_dynamo_compiling():
         return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
     _whole_functions.announce_if_loaded()
-    return _rms_norm.rms_norm(x, weight, eps, kind, recipe)
+    return _quantize.rms_norm(x, weight, eps, kind, recipe)
 
 
 def linear_cross_entropy(
@@ -241,7 +240,7 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -265,11 +264,12 @@ def linear_cross_entropy(
             one, which is cast.
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
-        weight, reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions
+        class_weight: fp32 ``[N]``, the ``weight`` of ``F.cross_entropy``.
+        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions are
             "mean" and "sum".
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
-            temporary memory: a logit itself and 2 bytes on a GPU, 12 elsewhere, with ``weight`` or
-            with ``label_smoothing``.
+            temporary memory: a logit itself and 2 bytes on a GPU, 12 elsewhere, with
+            ``class_weight`` or with ``label_smoothing``.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
 
     Returns:
@@ -279,13 +279,15 @@ def linear_cross_entropy(
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
         NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
     """
-    _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias, "weight": weight})
-    if weight is not None and weight.dtype != torch.float32:
+    _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias, "class_weight": class_weight})
+    if class_weight is not None and class_weight.dtype != torch.float32:
         raise TypeError(
-            f"weight, of the classes, has dtype {weight.dtype}: expected that of the loss, fp32; "
-            f"pass weight.float()"
+            f"class_weight has dtype {class_weight.dtype}: expected that of the loss, fp32; pass "
+            f"class_weight.float()"
         )
-    loss = _linear_cross_entropy.CrossEntropy(weight, reduction, ignore_index, label_smoothing)
+    loss = _linear_cross_entropy.CrossEntropy(
+        class_weight, reduction, ignore_index, label_smoothing
+    )
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)

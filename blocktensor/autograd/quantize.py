@@ -1,8 +1,14 @@
-"""The differentiable cast of an activation."""
+"""The differentiable casts: of an activation, of a gated activation, of an RMS norm.
+
+A gated activation is cast as it is computed. The reciprocal of a root mean square comes from
+torch's own ops, whose order of sums is part of the bits, and its backward repeats what autograd
+makes of the eager ops, in their order.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -10,9 +16,16 @@ from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.cast.ops import quantize_forms
+from ..ops.norm.ops import gradients as norm_gradients
+from ..ops.norm.ops import normalize, rstd_of
+from ..ops.norm.reference import NormKind
+from ..ops.producers.norm_reference import rms_norm as eager_norm
+from ..ops.producers.ops import ActivationName, gated
+from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .backward import FP8Function, Gradients, run_backward
 
 
 def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
@@ -65,3 +78,104 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
+
+
+def gated_activation(
+    gate: Tensor,
+    up: Tensor,
+    activation: ActivationName = "silu",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """Run :func:`blocktensor.functional.gated_activation`."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    if gate.shape != up.shape or gate.ndim == 0:
+        raise ValueError(
+            f"gate has shape {list(gate.shape)} and up {list(up.shape)}: expected the same [..., I]"
+        )
+    if recipe.wgrad_input_format is None:
+        return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
+    made: BlockwiseFP8Tensor = _GatedActivation.apply(gate, up, activation, recipe)
+    return made
+
+
+class _GatedActivation(FP8Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
+    ) -> BlockwiseFP8Tensor:
+        formats = recipe.activation_format, recipe.wgrad_input_format
+        features = gate.shape[-1]
+        forms = gated(gate.reshape(-1, features), up.reshape(-1, features), activation, *formats)
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation  # type: ignore[attr-defined]
+        return BlockwiseFP8Tensor(*forms, shape=gate.shape, dtype=gate.dtype, recipe=recipe)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _activation_gradients, ())
+
+
+def _activation_gradients(
+    ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    """Return the gradients of the arguments of :meth:`_GatedActivation.forward`."""
+    gate, up = saved
+    return *gradients(grads.pop(), gate, up, ctx.activation), None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    kind: NormKind = "llama",
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> BlockwiseFP8Tensor:
+    """Run :func:`blocktensor.functional.rms_norm`."""
+    if kind not in get_args(NormKind):
+        raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
+    if x.ndim == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"x has shape {list(x.shape)} and the weight {list(weight.shape)}: expected [..., K] "
+            f"and [K]"
+        )
+    norm = eager_norm if weight.dtype != x.dtype else normed
+    return quantize(norm(x, weight, eps, kind), recipe)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """Return the values of an RMS norm, of the dtype of x, from one kernel after its sums.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[K]``, dtype of x.
+        eps: added to the mean of squares.
+        kind: "llama" or "gemma", see :func:`blocktensor.functional.rms_norm`.
+    """
+    made: Tensor = _RMSNorm.apply(x, weight, eps, kind)
+    return made
+
+
+class _RMSNorm(FP8Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+        rstd = rstd_of(x, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        return normalize(x, rstd, weight, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _norm_gradients, (True, True))
+
+
+def _norm_gradients(
+    ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    """Return the gradients of the arguments of :meth:`_RMSNorm.forward`."""
+    x, rstd, weight = saved
+    grad = grads.pop()
+    if grad is None:
+        return (None,) * 4
+    return *norm_gradients(grad, x, rstd, weight, ctx.kind, *asked), None, None

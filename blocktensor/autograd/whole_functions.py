@@ -23,14 +23,12 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from . import gated_activation as _gated_activation
 from . import gated_mlp as _gated_mlp
 from . import linear_cross_entropy as _linear_cross_entropy
-from . import rms_norm as _rms_norm
+from . import quantize as _quantize
 from .gated_plan import features_of_h
 from .linear import linear
 from .linear_cross_entropy import CrossEntropy
-from .quantize import quantize
 
 _announced = False
 _loss_apart: Callable[..., Tensor] = _linear_cross_entropy.linear_cross_entropy
@@ -105,7 +103,7 @@ def gated_activation(
     """Run the gated activation while Dynamo traces, or op by op."""
     if _announced:
         return _gated_activation_whole(gate, up, activation, *_fields(recipe))
-    return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
+    return _quantize.quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
 
 
 def rms_norm(
@@ -114,7 +112,7 @@ def rms_norm(
     """Run the RMS norm while Dynamo traces, or op by op."""
     if _announced:
         return _rms_norm_whole(x, weight, eps, kind, *_fields(recipe))
-    return quantize(eager_norm(x, weight, eps, kind), recipe)
+    return _quantize.quantize(eager_norm(x, weight, eps, kind), recipe)
 
 
 def linear_cross_entropy(
@@ -155,13 +153,13 @@ def _gated_mlp_whole(*args: Any) -> Tensor:
 def _gated_activation_whole(
     gate: Tensor, up: Tensor, activation: ActivationName, *recipe: Any
 ) -> BlockwiseFP8Tensor:
-    return _gated_activation.gated_activation(gate, up, activation, Recipe(*recipe))
+    return _quantize.gated_activation(gate, up, activation, Recipe(*recipe))
 
 
 def _rms_norm_whole(
     x: Tensor, weight: Tensor, eps: float, kind: NormKind, *recipe: Any
 ) -> BlockwiseFP8Tensor:
-    return _rms_norm.rms_norm(x, weight, eps, kind, Recipe(*recipe))
+    return _quantize.rms_norm(x, weight, eps, kind, Recipe(*recipe))
 
 
 _WHOLE = _gated_mlp_whole, _gated_activation_whole, _rms_norm_whole

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..autograd.plan import autocast_dtype
-from ..autograd.rms_norm import normed
+from ..autograd.quantize import normed
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from .fused_class import Fused

@@ -23,7 +23,10 @@ from tests.support.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 V, K, T = 520, 200, 300
-chunked = functional.linear_cross_entropy
+
+
+def chunked(*args: Any, weight: Tensor | None = None, **options: Any) -> Tensor:
+    return functional.linear_cross_entropy(*args, class_weight=weight, **options)
 
 
 def classes(*shape: int, n: int = V, ignored: int = -100, device: Any = "cpu") -> Tensor:
