@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def run_backward(
     ctx: Any,
     grads: tuple[Any, ...],
     gradients: Callable[[Any, list[Any], list[Any], list[bool]], Gradients],
-    is_tensor: Iterable[bool],
+    is_tensor: Sequence[bool],
 ) -> Gradients:
     """Return ``gradients(ctx, saved, grads, asked)``, computed without overrides of FP8 types.
 
@@ -50,34 +50,26 @@ def run_backward(
     del grads
     saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
     if not is_dynamo_compiling():
-        _refuse_second_derivatives()
-        if any(grad is not None and _is_batched(grad) for grad in incoming):
+        if torch.is_grad_enabled():  # every path of a second derivative begins with such a backward
             raise NotImplementedError(
-                "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
-                "casts take one gradient: call it once for each gradient, with retain_graph=True"
+                "a backward with create_graph=True through a blockwise FP8 function, whose second "
+                "derivative is not implemented: call it without create_graph, or compute that part "
+                "of the model in high precision (convert(..., skip=[...]))"
             )
+        for grad in incoming:
+            if grad is not None and _is_batched(grad):
+                raise NotImplementedError(
+                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
+                    "casts take one gradient: call it once for each gradient, with "
+                    "retain_graph=True"
+                )
+        del grad
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     with torch._C.DisableTorchFunctionSubclass():
-        return gradients(ctx, saved, incoming, _asked_for(ctx, [*is_tensor]))
+        return gradients(ctx, saved, incoming, _asked_for(ctx, is_tensor))
 
 
-def _refuse_second_derivatives() -> None:
-    """Raise if this backward is to be differentiated itself.
-
-    Every path of a second derivative begins with such a backward, whatever it leads to.
-
-    Raises:
-        NotImplementedError: create_graph=True.
-    """
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "a backward with create_graph=True through a blockwise FP8 function, whose second "
-            "derivative is not implemented: call it without create_graph, or compute that part of "
-            "the model in high precision (convert(..., skip=[...]))"
-        )
-
-
-def _asked_for(ctx: Any, is_tensor: list[bool]) -> list[bool]:
+def _asked_for(ctx: Any, is_tensor: Sequence[bool]) -> list[bool]:
     """Return which inputs this run of autograd wants the gradients of.
 
     ``ctx.needs_input_grad`` says which gradients might be wanted. ``autograd.grad(y, [x])``,
@@ -86,17 +78,18 @@ def _asked_for(ctx: Any, is_tensor: list[bool]) -> list[bool]:
     if is_dynamo_compiling():
         return [*ctx.needs_input_grad[: len(is_tensor)]]
     nodes = iter(ctx.next_functions)  # of inputs that are tensors
-    return [each and _is_executed(next(nodes)[0]) for each in is_tensor]
+    asked = []
+    for each in is_tensor:
+        node = next(nodes)[0] if each else None
+        if node is None:  # no tensor, or one without a gradient
+            asked.append(False)
+            continue
+        try:
+            asked.append(_will_execute(node))
+        except RuntimeError:  # a leaf whose gradient is returned to the caller, or no engine runs
+            asked.append(True)
+    return asked
 
 
-def _is_executed(node: Any) -> bool:
-    if node is None:  # of a tensor without a gradient
-        return False
-    try:
-        executed: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf whose gradient is returned to the caller, or no engine runs
-        return True
-    return executed
-
-
+_will_execute = torch._C._will_engine_execute_node
 _is_batched = torch._C._functorch.is_legacy_batchedtensor

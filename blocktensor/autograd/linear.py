@@ -20,7 +20,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .main_grad import in_place_of_added, where_to_add
 from .plan import Plan, autocast_dtype, plan_matmul
-from .products import Dense, Saved, product_of, saved_of
+from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight
 from .shared_cast import this_thread
 
@@ -38,7 +38,7 @@ def linear(
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
-        return _matmul(_as_input(x), w, bias, None, recipe)
+        return _matmul(x if type(x) is Tensor else _as_input(x), w, bias, None, recipe)
 
 
 def grouped_linear(
@@ -98,7 +98,11 @@ def grouped_linears(
             x = x.to(first.out_dtype)
         widest = next((plan for plan in plans if plan.x_columnwise is not None), first)
         cast = _caster(offs)(widest, x.detach())
-        return tuple(_apply(x, w, b, offs, p, cast) for (w, b), p in zip(pairs, plans, strict=True))
+        applied: Callable[..., Tensor] = FP8Linear.apply if first.tracing else _apply_eagerly
+        return tuple(
+            applied(x, w, b, offs, plan, None, *cast)
+            for (w, b), plan in zip(pairs, plans, strict=True)
+        )
 
 
 def _matmul(
@@ -110,21 +114,10 @@ def _matmul(
     is_cast = isinstance(x, BlockwiseFP8Tensor) and (offs is None or plan.x_columnwise is None)
     if running is not None and not is_cast:
         cast = running.forms_of(x, w, offs, plan, _caster(offs))
-    return _apply(x.to(plan.out_dtype) if plan.casts_x else x, w, bias, offs, plan, cast)
-
-
-def _apply(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    plan: Plan,
-    cast: tuple[Tensor, ...] = (),
-    product: Dense | None = None,
-) -> Tensor:
-    """Run a planned matmul; ``cast``: data and scales of the forms of x, if there are any."""
+    if plan.casts_x:
+        x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
-    y: Tensor = apply(x, w, bias, offs, plan, product, *cast)
+    y: Tensor = apply(x, w, bias, offs, plan, None, *cast)
     return y
 
 
@@ -204,13 +197,14 @@ class FP8Linear(FP8Function):
         *cast: Tensor,
     ) -> Tensor:
         ctx.plan, ctx.product, ctx.casts = plan, product, len(cast)
-        p = product_of(offs) if product is None else product
+        p = (DENSE if offs is None else Grouped(offs)) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
         w_row, w_saved, ctx.weight = p.weight(w, plan)
         if plan.records_forward and not cast and begun is None:
-            y, x_col = plan.forward(_fprop)(x, w_row, bias, offs, plan)
-            x_saved = saved_of(x, x_col, plan)
+            run = plan.fprop or plan.record_fprop(_fprop)
+            y, x_col = run(x, w_row, bias, offs, plan)
+            x_saved = saved_of(x, x_col, plan) if x_col is None else x_col[:2]
         else:
             x_row, x_saved = begun or (_given(x, cast, plan) if cast else p.input(x, plan))
             y = p.fprop(x_row, w_row, bias, plan)
@@ -259,28 +253,29 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
     product: Dense = product_of(offs) if ctx.product is None else ctx.product
     dx = dw = dbias = None
     rest = (None,) * (3 + ctx.casts)
-    if grad is not None and needs_dbias:
+    if needs_dbias and grad is not None:
         dbias = product.dbias(grad, plan)
     if grad is None or not (needs_dx or needs_dw):
         read.columnwise(weight, False)
         return dx, dw, product.finish(None, dbias, plan)[1], *rest
 
-    main_grad = read.main_grad
+    main_grad = None if read.cache is None else read.cache.main_grad
     if main_grad is not None and needs_dw:
         main_grad = where_to_add(ctx, main_grad)
-    x = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
+    x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if (
         plan.records_backward
         and needs_dx
         and needs_dw
         and main_grad is None
-        and _is_plain(ctx, grad, weight)
+        and ctx.product is None
+        and isinstance(weight[0], BlockwiseFP8Weight)
+        and not must_dispatch(grad)
     ):
-        assert isinstance(x, Quantized)
         w_col = read.columnwise(weight, True)
-        flat = grad.reshape(-1, grad.shape[-1])
-        dx, dw = plan.backward(_dgrad_and_wgrad, flat, x)(flat, x, w_col, offs, plan)
-        return dx.view(plan.x_shape), dw, dbias, *rest
+        flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
+        dx, dw = plan.record_backward(_dgrad_and_wgrad, flat, x)(flat, x, w_col, offs, plan)
+        return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough
     w_col = read.columnwise(weight, needs_dx)
@@ -296,15 +291,6 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         dw = in_place_of_added(main_grad, plan.w_dtype)
     dx, dbias = product.finish(dx, dbias, plan)
     return dx, dw, dbias, *rest
-
-
-def _is_plain(ctx: Any, grad: Tensor, weight: Sequence[Tensor]) -> bool:
-    """Return True if both gradients may run as one recorded sequence of launches."""
-    return (
-        ctx.product is None
-        and not must_dispatch(grad)
-        and isinstance(weight[0], BlockwiseFP8Weight)
-    )
 
 
 # FP8Linear.apply without its preparations for functorch, which would refuse it anyway

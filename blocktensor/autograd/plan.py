@@ -58,11 +58,12 @@ class Plan:
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
         w_is_transposed: True if a stack ``[E, N, K]`` lies in memory as ``[E, K, N]``; its gradient
             is then computed so, and needs no copy.
+        fprop: the recorded forward, once there is one.
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may; it then holds its intermediates until it ends.
     """
 
-    __slots__ = ("_backwards", "_forward", "are_tensors", "bias_dtype", "casts_x", "format",
+    __slots__ = ("_backwards", "are_tensors", "bias_dtype", "casts_x", "format", "fprop",
                  "grad_formats", "needs", "out_dtype", "records_backward", "records_forward",
                  "saves_x", "tracing", "w_dtype", "w_is_transposed", "weight_format",
                  "wgrad_input", "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
@@ -112,16 +113,15 @@ class Plan:
         records = records and x.device.type in RECORDED_DEVICES
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
         self.records_backward = records and _is_small(x, w) and not self.saves_x
-        self._forward: Callable[..., Any] | None = None
+        self.fprop: Callable[..., Any] | None = None
         self._backwards: Specialized[Callable[..., Any]] | None = None
 
-    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its launches recorded if :attr:`records_forward`."""
-        if self._forward is None:
-            self._forward = recorded(function, self.records_forward)
-        return self._forward
+    def record_fprop(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Record ``function`` for all forwards of this kind."""
+        self.fprop = recorded(function)
+        return self.fprop
 
-    def backward(
+    def record_backward(
         self, function: Callable[..., Any], grad: Tensor, x: Quantized
     ) -> Callable[..., Any]:
         """Return ``function``, recorded for gradients and saved inputs like these."""

@@ -32,7 +32,7 @@ def plan(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None
 
 def backward_of(known: Plan, grad: Tensor, x: Quantized) -> Any:
     """What runs the backward of a known kind for this gradient and this saved input."""
-    return known.backward(_dgrad_and_wgrad, grad, x)
+    return known.record_backward(_dgrad_and_wgrad, grad, x)
 
 
 X = randn(6, K)

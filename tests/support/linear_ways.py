@@ -24,7 +24,7 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, "LARGE_BYTES", 0)
     else:
         pytest.importorskip("triton")
-        monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu",))
+        monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(plan._PLANS, "_table", {})
 
 
