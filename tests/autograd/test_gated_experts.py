@@ -10,7 +10,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd import plan, whole_functions
@@ -105,14 +104,6 @@ def test_activations_and_dtypes(activation: Any, dtype: torch.dtype, device: tor
     assert_bits(*both(x, offs, operands, again=True, activation=activation))
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
-@pytest.mark.parametrize("of_x", [False, True])
-def test_frozen_stacks(frozen: tuple[int, ...], of_x: bool) -> None:
-    x, offs = rows("ragged")
-    operands = stacks(len(offs), frozen=frozen)
-    assert_bits(*both(x.detach().requires_grad_(of_x), offs, operands))
-
-
 def test_stacks_that_lie_transposed() -> None:
     """As ``w.transpose(1, 2)`` of a parameter, whose gradient is computed as it lies."""
     x, offs = rows("ragged")
@@ -136,20 +127,6 @@ def test_plain_stacks() -> None:
     assert_bits(results(functools.partial(functional.gated_experts, offs=offs), x, leaves), want)
 
 
-def test_main_grad() -> None:
-    x, offs = rows("ragged")
-    operands = stacks(len(offs))
-    sums = []
-    for run in (functional.gated_experts, unfused):
-        for w in operands:
-            w.main_grad = torch.ones(w.shape)
-        for _ in range(2):
-            results(functools.partial(run, offs=offs), x, operands)
-        assert all(w.grad is None for w in operands)
-        sums.append([w.main_grad for w in operands])
-    assert_bits(*sums)
-
-
 def test_rows_that_are_fp8_already() -> None:
     """As ``all_to_all_fp8`` returns them: rowwise alone."""
     x, offs = rows("whole blocks")
@@ -165,12 +142,6 @@ def test_rows_that_are_fp8_already() -> None:
 def test_no_experts() -> None:
     x, offs = randn(9, K, grad=True), torch.empty(0, dtype=torch.int32)
     assert_bits(*both(x, offs, stacks(0)))
-
-
-def test_autocast() -> None:
-    x, offs = rows("ragged", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_bits(*both(x, offs, stacks(len(offs), dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -207,20 +178,6 @@ def test_large_gradients_are_made_one_after_the_other(
     assert trace.ops.count("blocktensor.gated_backward silu 1x128 1x128") == 1
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant: bool) -> None:
-    x, offs = rows("ragged")
-    operands = stacks(len(offs))
-
-    def run(*args: Tensor) -> Tensor:
-        fused = functools.partial(functional.gated_experts, offs=offs)
-        made: Tensor = checkpoint(fused, *args, use_reentrant=use_reentrant)
-        return made
-
-    want = results(functools.partial(unfused, offs=offs), x, operands)
-    assert_bits(results(run, x, operands), want)
-
-
 # Dynamo itself instantiates the Functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
 @pytest.mark.parametrize("recompute", [False, True])
@@ -233,15 +190,6 @@ def test_compiled(recompute: bool) -> None:
     for _ in range(2):
         assert_bits(results(functools.partial(run, offs=offs), x, operands), want)
     assert graphs() == 1
-
-
-def test_weights_changed_since_forward() -> None:
-    x, offs = rows("ragged")
-    operands = stacks(len(offs))
-    y = functional.gated_experts(x, *operands, offs)
-    operands[1].master.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an in-place"):
-        y.sum().backward()
 
 
 def test_bad_input() -> None:

@@ -10,10 +10,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import plan
 from tests.support.gated import EAGER, K, assert_bits, biases, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
 
@@ -52,27 +50,6 @@ def test_bits(activation: str, recipe: Recipe, recompute: bool, device: torch.de
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (129,), (3, 1, 5)])
 def test_shapes(shape: tuple[int, ...], device: torch.device) -> None:
     assert_same_bits(inputs(*shape, device=device), weights(device=device))
-
-
-@pytest.mark.parametrize("large", [0, 1 << 40])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["weight", "tensor"])
-@pytest.mark.parametrize(
-    "frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)], ids=lambda f: f"{f}"
-)
-@pytest.mark.parametrize("x_grad", [True, False])
-def test_frozen_weights(
-    x_grad: bool,
-    frozen: tuple[int, ...],
-    kind: str,
-    recompute: bool,
-    large: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plan, "LARGE_BYTES", large)
-    monkeypatch.setattr("blocktensor.autograd.plan._PLANS._table", {})
-    operands = weights(kind, frozen=frozen)
-    assert_same_bits(inputs(70, grad=x_grad), operands, recompute=recompute)
 
 
 @pytest.mark.parametrize("trained", [(), (0,), (1,), (2,), (0, 1, 2)], ids=lambda f: f"{f}")
@@ -133,73 +110,6 @@ def test_high_precision_weight_gradients_run_linear_by_linear() -> None:
     assert trace.count("blocktensor.gated") == 1
 
 
-def test_no_grad_and_inference() -> None:
-    operands = weights()
-    with torch.no_grad():
-        assert_same_bits(inputs(70), operands)
-    with torch.inference_mode():
-        y = fused(randn(70, K), *operands)
-        assert torch.equal(y, unfused(randn(70, K), *operands))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activation_checkpointing(recompute: bool, use_reentrant: bool) -> None:
-    operands = weights()
-    run = functools.partial(fused, recompute=recompute)
-    wanted = results(unfused, inputs(70), operands)
-    got = results(
-        lambda x, *ws: checkpoint(run, x, *ws, use_reentrant=use_reentrant), inputs(70), operands
-    )
-    assert_bits(got, wanted)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_main_grad(place: int) -> None:
-    operands = weights()
-    wanted = results(unfused, inputs(70), operands)
-    buffer = torch.ones(operands[place].shape)
-    operands[place].main_grad = buffer.clone()
-    theirs = [(run, results(run, inputs(70), operands)) for run in (unfused, fused)]
-    added = []
-    for run, got in theirs:
-        assert got[2 + place] is None
-        operands[place].main_grad = buffer.clone()
-        results(run, inputs(70), operands)
-        added.append(operands[place].main_grad)
-        wanted[2 + place] = None
-        assert_bits(got, wanted)
-    assert torch.equal(*added)
-    assert not torch.equal(added[0], buffer)
-    # only what is asked for: nothing is added for another gradient, and this one is returned
-    operands[place].main_grad = buffer.clone()
-    x = inputs(70)
-    torch.autograd.grad(fused(x, *operands).sum(), [x])
-    assert torch.equal(operands[place].main_grad, buffer)
-    (dw,) = torch.autograd.grad(fused(x, *operands).sum(), [operands[place]])
-    assert dw.shape == operands[place].shape
-    assert torch.equal(operands[place].main_grad, buffer)
-
-
-def test_backward_twice() -> None:
-    operands, x = weights(), inputs(70)
-    y = fused(x, *operands)
-    y.sum().backward(retain_graph=True)
-    first, x.grad = x.grad, None
-    y.sum().backward()
-    assert first is not None and x.grad is not None and torch.equal(first, x.grad)
-
-
-def test_a_weight_that_changes_before_backward_raises() -> None:
-    for place in range(3):
-        operands = weights()
-        y = fused(inputs(70), *operands)
-        with torch.no_grad():
-            operands[place].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-
 def test_nothing_of_the_gate_is_saved_where_only_down_is_trained() -> None:
     saved: list[Tensor] = []
     operands = weights(frozen=(0, 1))
@@ -231,22 +141,3 @@ them one recipe, or call functional.linear for each""",
         fused(x, *mixed)
     with pytest.raises(TypeError, match="convert one of them"):
         fused(x.float(), *operands)
-
-
-def test_gradients_may_not_come_back() -> None:
-    """A node runs without a gradient where only one of several outputs is used."""
-
-    class Two(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-            return a.clone(), b.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return None, grads[1]
-
-    operands, x = weights(), inputs(70)
-    _, z = Two.apply(fused(x, *operands), x)
-    z.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
-    assert all(w.grad is None for w in operands)

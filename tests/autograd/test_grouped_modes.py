@@ -11,13 +11,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.ops import reference
 from tests.support.experts import N, grads, sample, stack
-from tests.support.models import SQUARE, Ends, complaint, plain, randn
+from tests.support.models import SQUARE, complaint, plain, randn
 from tests.support.numeric import assert_same
 from tests.support.reference_ops import replace_op
 
@@ -40,68 +39,7 @@ def test_no_grad_and_inference_mode(mode: Callable[[], Any], frozen: bool) -> No
     assert_same(y, want.detach())
 
 
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
-    dtype: torch.dtype, autocast: torch.dtype
-) -> None:
-    x, grad, offs = sample("ragged", dtype)
-    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
-    with torch.autocast("cpu", dtype=autocast):
-        y, dx, dw, db = grads(
-            lambda t: functional.grouped_linear(t, w, offs, bias), x, grad.to(autocast), w, bias
-        )
-    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (autocast, dtype, *[torch.bfloat16] * 2)
-    values = x.to(autocast), plain(w).to(autocast), offs, bias.detach().to(autocast)
-    assert_same(y, functional.grouped_linear(*values))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    x, grad, offs = sample("ragged")
-    w = stack(len(offs))
-
-    def run(t: Tensor) -> Tensor:
-        return functional.grouped_linear(t, w, offs)
-
-    want = grads(run, x, grad, w)
-    got = grads(lambda t: checkpoint(run, t, use_reentrant=reentrant), x, grad, w)
-    for a, b in zip(got, want, strict=True):
-        assert_same(a, b)
-
-
-def test_offloading_saved_tensors() -> None:
-    x, grad, offs = sample("ragged")
-    for w in (stack(len(offs)), plain(stack(len(offs))).requires_grad_()):
-        want = grads(lambda t, w=w: functional.grouped_linear(t, w, offs), x, grad, w)
-        with torch.autograd.graph.save_on_cpu():
-            got = grads(lambda t, w=w: functional.grouped_linear(t, w, offs), x, grad, w)
-        for a, b in zip(got, want, strict=True):
-            assert_same(a, b)
-
-
 # Gradients of other kinds
-
-
-def test_an_expanded_gradient() -> None:
-    x, _, offs = sample("ragged")
-    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
-    run = lambda t: functional.grouped_linear(t, w, offs, bias)  # noqa: E731
-    want = grads(run, x, torch.ones(len(x), N).bfloat16(), w, bias)
-    leaf = x.clone().requires_grad_()
-    w.grad = bias.grad = None
-    run(leaf).sum().backward()
-    for a, b in zip((leaf.grad, w.grad, bias.grad), want[1:], strict=True):
-        assert_same(a, b)
-
-
-def test_where_no_gradient_arrives_none_leaves() -> None:
-    x, _, offs = sample("ragged")
-    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
-    x.requires_grad_()
-    Ends.apply(functional.grouped_linear(x, w, offs, bias)).sum().backward()
-    assert x.grad is w.grad is bias.grad is None
-    assert w.cache.nbytes() == 0
 
 
 def test_an_fp8_input_and_an_fp8_gradient() -> None:
@@ -139,28 +77,6 @@ the gradient of the weight needs, ignore the groups; pass it in high precision
     )
 
 
-def test_retained_graphs_and_accumulation() -> None:
-    x, grad, offs = sample("ragged", torch.float32)
-    w = stack(len(offs), dtype=torch.float32)
-    y = functional.grouped_linear(x.requires_grad_(), w, offs)
-    first = torch.autograd.grad(y, [x, w], grad, retain_graph=True)
-    second = torch.autograd.grad(y, [x, w], grad)
-    for a, b in zip(first, second, strict=True):
-        assert_same(a, b)
-    for _ in range(2):
-        functional.grouped_linear(x, w, offs).backward(grad)
-    assert_same(w.grad, first[1] + first[1])
-
-
-def test_the_output_may_be_changed_in_place() -> None:
-    x, grad, offs = sample("ragged")
-    w = stack(len(offs))
-    changed = grads(lambda t: functional.grouped_linear(t, w, offs).mul_(2).relu_(), x, grad, w)
-    want = grads(lambda t: (functional.grouped_linear(t, w, offs) * 2).relu(), x, grad, w)
-    for a, b in zip(changed, want, strict=True):
-        assert_same(a, b)
-
-
 # Never stale
 
 
@@ -174,14 +90,6 @@ def test_a_write_between_forward_and_backward_raises() -> None:
             written.mul_(1)
         with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             y.backward(grad)
-
-
-def test_every_forward_sees_the_weight_as_it_is() -> None:
-    x, _, offs = sample("ragged")
-    w = stack(len(offs))
-    before = functional.grouped_linear(x, w, offs)
-    w.data.view(-1).mul_(2)
-    assert_same(functional.grouped_linear(x, w, offs).detach(), 2 * before.detach())
 
 
 def test_rowwise_bytes_of_a_weight_are_gone_after_backward() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd import products
@@ -94,14 +93,6 @@ def test_shapes(hidden: int, shape: tuple[int, ...], device: torch.device) -> No
     assert_same_bits(inputs(*shape, device=device), weights(hidden, device=device))
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("x_grad", [True, False])
-def test_frozen_weights(x_grad: bool, frozen: tuple[int, ...]) -> None:
-    for recompute in (False, True):
-        operands = weights(frozen=frozen)
-        assert_same_bits(inputs(70, grad=x_grad), operands, recompute=recompute)
-
-
 @pytest.mark.parametrize("trained", [(), (0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("frozen", [(), (0, 1)], ids=str)
 def test_biases(trained: tuple[int, ...], frozen: tuple[int, ...]) -> None:
@@ -112,57 +103,12 @@ def test_biases(trained: tuple[int, ...], frozen: tuple[int, ...]) -> None:
         assert_same_bits(inputs(70, grad=x_grad), [*weights(frozen=frozen), *made])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    operands = weights(dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
-        assert_same_bits(inputs(70, dtype=torch.float32), operands)
-    assert_same_bits(inputs(70, dtype=torch.float32), operands)
-
-
 def test_plain_weights_and_cast_inputs() -> None:
     fp8 = weights()
     operands = [plain(w).requires_grad_() for w in fp8]
     wanted = results(unfused, inputs(70), fp8)
     assert_bits(results(joint, inputs(70), operands), wanted)
     assert_bits(results(lambda x, *ws: joint(quantize(x), *ws), inputs(70), fp8), wanted)
-
-
-def test_other_ways() -> None:
-    operands = weights(recipe=Recipe(wgrad_input="high_precision"))
-    assert_same_bits(inputs(70), operands)
-    operands = weights()
-    with torch.no_grad():
-        assert_same_bits(inputs(70), operands)
-    wanted = results(unfused, inputs(70), operands)
-    for reentrant in (False, True):
-        got = results(
-            lambda x, *ws, how=reentrant: checkpoint(joint, x, *ws, use_reentrant=how),
-            inputs(70),
-            operands,
-        )
-        assert_bits(got, wanted)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_main_grad(place: int) -> None:
-    operands, added = weights(), []
-    for run in (unfused, joint):
-        operands[place].main_grad = torch.ones(operands[place].shape)
-        assert results(run, inputs(70), operands)[2 + place] is None
-        added.append(operands[place].main_grad)
-    assert torch.equal(*added)
-    assert not torch.equal(added[0], torch.ones(operands[place].shape))
-
-
-def test_a_weight_that_changes_before_backward_raises() -> None:
-    for place in range(2):
-        operands = weights()
-        y = joint(inputs(70), *operands)
-        with torch.no_grad():
-            operands[place].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
 
 
 @every_width

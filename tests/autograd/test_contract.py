@@ -1,0 +1,272 @@
+"""The contract of every differentiable FP8 function: each holds for all kinds, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import BlockwiseFP8Weight, functional
+from tests.support.gated import assert_bits, results
+from tests.support.groups import ends
+from tests.support.models import randn
+
+K, HIDDEN, N, T, E = 192, 320, 136, 70, 3
+OFFS = ends(30, 0, 35)  # the last five rows belong to no group
+Run = Callable[..., Tensor]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def grouped(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.grouped_linear(x, w, OFFS.to(x.device), bias)
+
+
+def one_by_one(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """Group by group, with torch's own sum of a bias."""
+    begins = [0, *OFFS.tolist()]
+    rows = [F.linear(x[begins[e] : begins[e + 1]], w[e], bias[e]) for e in range(E)]
+    return torch.cat([*rows, rows[0].new_zeros(T - begins[-1], N)])
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def joint(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
+    return F.linear(swiglu(*F.linear(x, both).chunk(2, -1)), down)
+
+
+def experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return grouped(swiglu(grouped(x, gate), grouped(x, up)), down)
+
+
+def joint_mlp(x: Tensor, both: Tensor, down: Tensor, **options: Any) -> Tensor:
+    return functional.gated_mlp(x, both, None, down, **options)
+
+
+def gated_experts(x: Tensor, *ws: Tensor, **options: Any) -> Tensor:
+    return functional.gated_experts(x, *ws, OFFS.to(x.device), **options)
+
+
+STACKS = ((E, HIDDEN, K), (E, HIDDEN, K), (E, N, HIDDEN))
+MATRICES = tuple(shape[1:] for shape in STACKS)
+BOTH = ((2 * HIDDEN, K), (N, HIDDEN))
+
+# name: the function; the same by simpler functions; the shapes of weights, and of biases as lists
+KINDS: dict[str, tuple[Run, Run, tuple[Any, ...]]] = {
+    "linear": (functional.linear, F.linear, ((N, K),)),
+    "linear with bias": (functional.linear, F.linear, ((N, K), [N])),
+    "grouped linear": (
+        grouped,
+        lambda x, w: torch._grouped_mm(x, w.transpose(1, 2), OFFS.to(x.device)),
+        ((E, N, K),),
+    ),
+    "grouped linear with bias": (grouped, one_by_one, ((E, N, K), [E, N])),
+    "gated MLP": (functional.gated_mlp, gated, MATRICES),
+    "gated MLP, recompute": (
+        functools.partial(functional.gated_mlp, recompute=True),
+        gated,
+        MATRICES,
+    ),
+    "joint MLP": (joint_mlp, joint, BOTH),
+    "experts": (gated_experts, experts, STACKS),
+    "experts, recompute": (functools.partial(gated_experts, recompute=True), experts, STACKS),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def inputs(grad: bool = True, **options: Any) -> Tensor:
+    return randn(T, K, seed=5, grad=grad, **options)
+
+
+def weights(kind: str, frozen: tuple[int, ...] = (), **options: Any) -> list[Any]:
+    made: list[Any] = []
+    for i, shape in enumerate(KINDS[kind][2]):
+        values = randn(*shape, seed=i, **options) / 14
+        w = BlockwiseFP8Weight(values) if isinstance(shape, tuple) else values
+        made.append(nn.Parameter(w, i not in frozen))
+    return made
+
+
+def caches(operands: list[Any]) -> list[Any]:
+    return [w.cache for w in operands if isinstance(w, BlockwiseFP8Weight)]
+
+
+def places(kind: str) -> range:
+    """Of the weights: biases come last."""
+    return range(sum(isinstance(shape, tuple) for shape in KINDS[kind][2]))
+
+
+@every_kind
+@pytest.mark.parametrize("of_x", [False, True])
+def test_gradients_of_some(kind: str, of_x: bool) -> None:
+    run, simple, _ = KINDS[kind]
+    every = range(len(KINDS[kind][2]))
+    some = chain.from_iterable(combinations(every, n) for n in range(len(every) + 1))
+    for frozen in some:
+        operands = weights(kind, frozen)
+        wanted = results(simple, inputs(of_x), operands)
+        assert_bits(results(run, inputs(of_x), operands), wanted)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(kind: str, dtype: torch.dtype) -> None:
+    """It decides the dtype of the output; gradients keep those of the operands."""
+    run, simple, _ = KINDS[kind]
+    operands = weights(kind, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        wanted = results(simple, inputs(dtype=torch.float32), operands)
+        got = results(run, inputs(dtype=torch.float32), operands)
+    assert_bits(got, wanted)
+    assert [t.dtype for t in got if t is not None] == [dtype, *[torch.float32] * (len(got) - 1)]
+
+
+@every_kind
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(kind: str, mode: Any, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    operands = weights(kind, device=device)
+    wanted = run(inputs(device=device), *operands)
+    with mode():
+        y = run(randn(T, K, seed=5, device=device), *operands)
+    assert torch.equal(y, wanted)
+    assert not y.requires_grad
+    assert all(
+        t is not None for t in results(run, inputs(device=device), operands)
+    )  # and training goes on
+
+
+@every_kind
+@pytest.mark.parametrize("way", ["reentrant", "checkpoint", "offload"])
+def test_checkpointing_and_offloading(kind: str, way: str, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    operands = weights(kind, device=device)
+    wanted = results(run, inputs(device=device), operands)
+    if way == "offload":
+        with torch.autograd.graph.save_on_cpu():
+            got = results(run, inputs(device=device), operands)
+    else:
+        again = functools.partial(checkpoint, run, use_reentrant=way == "reentrant")
+        before = [cache.casts for cache in caches(operands)]
+        got = results(again, inputs(device=device), operands)
+        assert [cache.casts for cache in caches(operands)] == [n + 2 for n in before]
+    assert_bits(got, wanted)
+    assert all(cache.nbytes() == 0 for cache in caches(operands))
+
+
+@every_kind
+def test_a_retained_graph_and_sums(kind: str, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    x, operands = (
+        inputs(dtype=torch.float32, device=device),
+        weights(kind, dtype=torch.float32, device=device),
+    )
+    y = run(x, *operands)
+    leaves, grad = [x, *operands], randn(*y.shape, dtype=torch.float32, device=device)
+    first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    assert_bits([*torch.autograd.grad(y, leaves, grad)], [*first])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, leaves, grad)
+    for _ in range(2):
+        run(x, *operands).backward(grad)
+    assert_bits([t.grad for t in leaves], [dt + dt for dt in first])
+
+
+class Ends(torch.autograd.Function):
+    """A node whose backward returns no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+@every_kind
+def test_where_no_gradient_arrives_none_leaves(kind: str) -> None:
+    run, _, _ = KINDS[kind]
+    x, operands = inputs(), weights(kind)
+    Ends.apply(run(x, *operands)).sum().backward()
+    assert [t.grad for t in (x, *operands)] == [None] * (1 + len(operands))
+    assert all(cache.nbytes() == 0 for cache in caches(operands))
+
+
+@every_kind
+def test_the_output_may_be_changed_in_place(kind: str, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    operands = weights(kind, device=device)
+    changed = results(lambda *args: run(*args).mul_(2).relu_(), inputs(device=device), operands)
+    assert_bits(
+        changed, results(lambda *args: (run(*args) * 2).relu(), inputs(device=device), operands)
+    )
+
+
+@every_kind
+def test_an_expanded_gradient(kind: str, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    x, operands = inputs(device=device), weights(kind, device=device)
+    y = run(x, *operands)
+    wanted = torch.autograd.grad(y, [x, *operands], torch.ones_like(y), retain_graph=True)
+    y.sum().backward()
+    assert_bits([t.grad for t in (x, *operands)], [*wanted])
+
+
+@every_kind
+def test_a_weight_that_changes_before_backward_raises(kind: str) -> None:
+    run, _, _ = KINDS[kind]
+    for place in places(kind):
+        for written in (lambda w: w, lambda w: w.master):
+            operands = weights(kind)
+            y = run(inputs(), *operands)
+            with torch.no_grad():
+                written(operands[place]).mul_(2)
+            with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+                y.sum().backward()
+
+
+@every_kind
+def test_every_forward_reads_the_weight_of_then(kind: str) -> None:
+    run, simple, _ = KINDS[kind]
+    operands = weights(kind)
+    run(inputs(), *operands)
+    for w in operands:
+        w.data.view(-1).mul_(2)
+    assert torch.equal(run(inputs(), *operands), simple(inputs(), *operands))
+
+
+@every_kind
+def test_main_grad(kind: str) -> None:
+    run, simple, _ = KINDS[kind]
+    for place in places(kind):
+        operands, added = weights(kind), []
+        weight = operands[place]
+        buffer = torch.ones(weight.shape)
+        wanted = results(run, inputs(), operands)
+        for each in (run, simple):
+            weight.main_grad = buffer.clone()
+            got = results(each, inputs(), operands)
+            assert got[2 + place] is None
+            assert_bits(got[: 2 + place], wanted[: 2 + place])
+            added.append(weight.main_grad)
+        assert torch.equal(*added)
+        assert not torch.equal(added[0], buffer)
+        # nothing is added for another gradient, and this one is returned if it is asked for
+        weight.main_grad = buffer.clone()
+        x = inputs()
+        torch.autograd.grad(run(x, *operands).sum(), [x])
+        (dw,) = torch.autograd.grad(run(x, *operands).sum(), [weight])
+        assert dw.shape == weight.shape
+        assert torch.equal(weight.main_grad, buffer)
