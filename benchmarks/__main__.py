@@ -20,7 +20,6 @@ from . import (
     block,
     cast,
     check,
-    expert_parallel,
     experts,
     fsdp2,
     gemm,
@@ -34,20 +33,19 @@ from . import (
     microbatches,
     plots,
     producers,
+    ranks,
     results,
     results_page,
     shards,
     small,
-    tensor_parallel,
     tiles,
     toolchain,
 )
-from .results import Row
-from .summary import columns
+from .results import Row, columns
 
 # A benchmark is a module with measure(**arguments), which yields rows. It may have: QUICK, the
-# arguments of a smoke run; total(**arguments), the number of rows; facts(), what the JSON says
-# beside them; publish(rows), which hands them to the library; GPUS, how many it needs if not one.
+# arguments of a smoke run; facts(), which the JSON holds beside the rows; publish(rows), which
+# hands them to the library; GPUS, how many it needs if not one.
 BENCHMARKS: dict[str, Any] = {
     "gemm": gemm,
     "cast": cast,
@@ -65,8 +63,8 @@ BENCHMARKS: dict[str, Any] = {
     "hf_llama": hf_llama,
     "shards": shards,
     "fsdp2": fsdp2,
-    "tensor_parallel": tensor_parallel,
-    "expert_parallel": expert_parallel,
+    "tensor_parallel": ranks.TENSOR_PARALLEL,
+    "expert_parallel": ranks.EXPERT_PARALLEL,
     "tiles": tiles,
     "toolchain": toolchain,
 }
@@ -94,23 +92,21 @@ def _table(name: str, rows: Sequence[Row]) -> Any:
 def _measure(
     name: str, quick: bool, folder: Path, console: Any
 ) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of one benchmark, behind a progress bar, and the facts beside them."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """The rows of one benchmark, with a line that counts them, and the facts beside them."""
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     module = BENCHMARKS[name]
     arguments = getattr(module, "QUICK", {}) if quick else {}
-    total = module.total(**arguments) if hasattr(module, "total") else None
     rows: list[Row] = []
     with Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.completed} rows"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[last]}"),
         console=console,
         transient=True,
     ) as progress:
-        task = progress.add_task(name, total=total, last="")
+        task = progress.add_task(name, total=None, last="")
         for row in module.measure(**arguments):
             rows.append(row)
             results.write(name, rows, folder, partial=True)

@@ -11,8 +11,7 @@ from torch import nn
 
 import blocktensor as bt
 
-from .llama import BATCH, LAYERS, TIME, Shape, inputs, stack, step
-from .timing import Call, round_robin
+from .llama import BATCH, LAYERS, TIME, Shape, compared, inputs, stack
 
 QUICK: dict[str, Any] = {"layers": 1, "rounds": 3}
 """The arguments of a smoke run."""
@@ -57,20 +56,6 @@ def measure(layers: int = LAYERS, rounds: int = 12) -> Iterator[dict[str, Any]]:
     torch._dynamo.config.recompile_limit = 2 * len(VARIANTS)  # all compile the same code
     base = stack(Shape(), layers, "cuda")
     x, grad = inputs()
-    calls: dict[str, Call] = {}
-    for name in VARIANTS:
-        model = variant(name, base)
-        calls[f"{name}/eager"] = step(model, model, x, grad)
-        if "shared" not in name:  # sharing is off while compiling
-            compiled = torch.compile(model, fullgraph=True)
-            calls[f"{name}/compiled"] = step(model, compiled, x, grad)
-    for call in calls.values():
-        call()
-    ms = round_robin({name: [call] for name, call in calls.items()}, rounds)
-    for name in VARIANTS:
-        row: dict[str, Any] = {"variant": name, "layers": layers, "tokens": BATCH * TIME}
-        for mode in ("eager", "compiled"):
-            found = ms.get(f"{name}/{mode}")
-            row[f"{mode}_ms"] = None if found is None else round(found, 3)
-            row[f"{mode}_speedup"] = None if found is None else round(ms[f"bf16/{mode}"] / found, 3)
-        yield row
+    models = {name: variant(name, base) for name in VARIANTS}
+    for row in compared(models, x, grad, rounds, fullgraph=True):
+        yield {**row, "layers": layers, "tokens": BATCH * TIME}

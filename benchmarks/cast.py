@@ -57,11 +57,6 @@ def ops(x: Tensor) -> list[Op]:
     return cases
 
 
-def total(shapes: tuple[tuple[int, int], ...] = CASTS) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes) * 15
-
-
 def facts() -> dict[str, Any]:
     """What the results say beside their rows."""
     return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}

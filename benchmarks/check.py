@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import results
-from .results import Row
-from .summary import REDUCTIONS, ratios, select
+from .results import REDUCTIONS, Row, ratios, select
 
 FILE = Path(__file__).parent / "thresholds.json"
 

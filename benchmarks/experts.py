@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from . import hf_models, profiled, qwen3
+from . import hf_llama, profiled
 from .memory import peak, saved_bytes
 from .shapes import group_sizes
 from .timing import Call, round_robin
@@ -58,12 +60,39 @@ VARIANTS = (
     "fp8, fused, recompute, cache_weight=False",
 )
 
+MODEL_VARIANTS = (
+    "bf16",
+    "fp8",
+    "fp8, inputs shared",
+    "fp8, inputs shared, head too",
+    "fp8, fused",
+    "fp8, fused, head too",
+)
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Qwen3:
+    """A Qwen3-MoE of transformers, and the tokens of a training step."""
+
+    hidden: int
+    experts: int
+    expert_hidden: int
+    layers: int = 2
+    top_k: int = 8
+    vocab: int = 32768
+    batch: int = 4
+    time: int = 4096
+    filter_small: bool = True
+
+
+MODELS = (Qwen3(4096, 32, 1536), Qwen3(2048, 64, 768))
+"""Experts of Qwen3-235B, and those of Qwen3-30B, whose steps go elsewhere for the most part."""
+
 QUICK: dict[str, Any] = {
     "layers": (Shape(4, 512, 1024, 512),),
     "small": (),
-    "models": (
-        qwen3.Shape(512, experts=4, expert_hidden=256, top_k=2, time=512, filter_small=False),
-    ),
+    "models": (Qwen3(512, experts=4, expert_hidden=256, top_k=2, time=512, filter_small=False),),
     "rounds": 3,
 }
 """The arguments of a smoke run."""
@@ -213,26 +242,73 @@ def layer_row(
     }
 
 
-def total(
-    layers: tuple[Shape, ...] = LAYERS,
-    small: tuple[Shape, ...] = SMALL_LAYERS,
-    models: tuple[qwen3.Shape, ...] = qwen3.SHAPES,
-    **_: Any,
-) -> int:
-    """How many rows ``measure`` will yield."""
-    whole = 0 if hf_models.absent() else len(models) * len(qwen3.VARIANTS)
-    return len(layers) * len(VARIANTS) + len(small) + whole
+def make_qwen3(name: str, shape: Qwen3, device: torch.device | str = "cuda") -> Any:
+    """The model in bf16, or converted, of the same values for every variant."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.expert_hidden,
+        "moe_intermediate_size": shape.expert_hidden,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": max(1, shape.hidden // HEAD_DIM),
+        "num_key_value_heads": max(1, shape.hidden // HEAD_DIM // 8),
+        "head_dim": HEAD_DIM,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.time,
+    }
+    config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
+    model = hf_llama.in_bf16(transformers.Qwen3MoeForCausalLM, config, device)
+    model.set_experts_implementation("grouped_mm")
+    if name != "bf16":
+        bt.convert(model, auto_filter_small_kn=shape.filter_small)
+    if "shared" in name:
+        bt.share_inputs(model)
+    if "fused" in name:
+        bt.fuse(model)
+    if "head" in name:
+        bt.to_blockwise_fp8_weights(model.lm_head)
+    return model
+
+
+def measure_model(shape: Qwen3, rounds: int) -> Iterator[dict[str, Any]]:
+    """One row a variant: milliseconds a step in eager mode, and peak memory of each model alone."""
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.time), device="cuda")
+    make = functools.partial(make_qwen3, shape=shape)
+    ms, peaks = hf_llama.times_and_peaks(MODEL_VARIANTS, make, tokens, rounds)
+    for name in MODEL_VARIANTS:
+        yield model_row(name, shape, ms, peaks)
+
+
+def model_row(
+    name: str, shape: Qwen3, ms: dict[str, float], peaks: dict[str, int]
+) -> dict[str, Any]:
+    """One row of the results."""
+    return {
+        "what": f"Qwen3-MoE, {shape.layers} layers",
+        "experts": shape.experts,
+        "tokens": shape.batch * shape.time,
+        "dim": shape.hidden,
+        "hidden": shape.expert_hidden,
+        "variant": name,
+        "ms": round(ms[f"{name}/eager"], 3),
+        "speedup": round(ms["bf16/eager"] / ms[f"{name}/eager"], 3),
+        "peak_mib": round(peaks[f"{name}/eager"] / 2**20, 1),
+        "peak_of_bf16": round(peaks[f"{name}/eager"] / peaks["bf16/eager"], 3),
+    }
 
 
 def facts() -> dict[str, Any]:
     """What the results say beside their rows."""
-    return {"absent": hf_models.absent()}
+    return {"absent": hf_llama.absent()}
 
 
 def measure(
     layers: tuple[Shape, ...] = LAYERS,
     small: tuple[Shape, ...] = SMALL_LAYERS,
-    models: tuple[qwen3.Shape, ...] = qwen3.SHAPES,
+    models: tuple[Qwen3, ...] = MODELS,
     rounds: int = 8,
 ) -> Iterator[dict[str, Any]]:
     """One row a layer and variant and one a small layer, then models if transformers is here."""
@@ -240,5 +316,5 @@ def measure(
         yield from measure_layer(shape, rounds)
     for shape in small:
         yield measure_small(shape, rounds)
-    for model in () if hf_models.absent() else models:
-        yield from qwen3.measure(model, rounds)
+    for model in () if hf_llama.absent() else models:
+        yield from measure_model(model, rounds)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import traced
+from . import profiled
 from .ranks import run_to_end
 from .results import Row
 
@@ -91,11 +91,6 @@ def runs(
     return made
 
 
-def total(gpus: int | None = None, dry: Sequence[int] = DRY, **_: Any) -> int:
-    """How many rows there will be."""
-    return len(runs(torch.cuda.device_count() if gpus is None else gpus, (), STEPS, dry))
-
-
 def measure(
     gpus: int | None = None,
     flags: Sequence[str] = FLAGS,
@@ -120,7 +115,7 @@ def _written(run: Run) -> tuple[dict[str, Any], dict[str, float]]:
         found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
         if not is_traced:
             return found, {}
-        return found, traced.parts_of(traced.last_step(traced.kernels(trace)))
+        return found, profiled.parts_of(profiled.last_step(profiled.kernels(trace)))
 
 
 def row_of(run: Run, result: Mapping[str, Any], parts: Mapping[str, float]) -> Row:

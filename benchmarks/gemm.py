@@ -21,9 +21,9 @@ from blocktensor.ops.gemm.ops import gemm, gemm_add_
 from blocktensor.ops.registry import loaded
 from blocktensor.ops.scale_layouts import columnwise_width
 
-from . import drafts, peers
-from .candidates import Maker, times_of
+from . import peers
 from .shapes import SET_S, SMALL, Shape
+from .timing import Maker, times_of
 
 KINDS = ("fprop", "wgrad", "wgrad_add", "square", "square_add")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); the weight gradient, 1x128 by
@@ -135,7 +135,7 @@ def _backend(backend: GemmBackend, problem: GemmProblem) -> Maker:
 
 
 def others(case: Case) -> dict[str, Maker]:
-    """Peers that are here, and drafts; one that fails on a shape is named in the row's note."""
+    """Peers that are here; one that fails on a shape is named in the row's note."""
     one = torch.ones((), device="cuda")
     dtype = case.out_dtype
     makers: dict[str, Maker] = {
@@ -160,13 +160,7 @@ def others(case: Case) -> dict[str, Maker]:
     if peers.present("deepgemm") and case.kind in ("fprop", "wgrad_add"):
         deepgemm = peers.deepgemm_fprop if case.kind == "fprop" else peers.deepgemm_add
         makers["deepgemm"] = lambda i: deepgemm(i.a, i.b, i.out)
-    for variant in drafts.variants(case.kind):
-        makers[f"draft_{variant}"] = _draft(case.kind, variant)
     return makers
-
-
-def _draft(kind: str, variant: str) -> Maker:
-    return lambda i: drafts.prepare(kind, variant, i.a, i.b, i.out)
 
 
 def measure_case(case: Case, rounds: int) -> dict[str, Any]:
@@ -185,20 +179,12 @@ def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
         "backend": choose_backend.choose_gemm(case.problem(case.adds)).name,
         **{name: round(rate, 1) for name, rate in rates.items()},
     }
-    best = max((rate for name, rate in rates.items() if name.startswith("draft_")), default=None)
-    if best is not None:
-        row["best_draft"] = round(best, 1)
     ratios = {"vs_cublas": "cublas", "vs_bf16": "bf16", "of_limit": "tensorwise"}
     ratios |= {"vs_1x128": "1x128", "vs_cublas_1x128": "cublas_1x128"}
     for label, peer in ratios.items():
         if peer in rates:
             row[label] = round(rates["blocktensor"] / rates[peer], 3)
     return row | {"note": note}
-
-
-def total(shapes: tuple[Shape, ...] = SET_S, **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes) * len(KINDS)
 
 
 def facts() -> dict[str, Any]:

@@ -33,8 +33,8 @@ from blocktensor.ops.grouped_gemm.ops import (
 )
 
 from . import peers
-from .candidates import Maker, times_of
 from .shapes import GROUPED, SMALL_GROUPED, GroupedShape, group_sizes
+from .timing import Maker, times_of
 
 KINDS = ("fprop", "wgrad", "wgrad_add", "cast", "square", "square_add", "square_cast")
 """``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16; the
@@ -234,11 +234,6 @@ def row(case: Case, ms: dict[str, float], note: str, device: torch.device) -> di
         if peer in rates:
             made[label] = round(rates["blocktensor"] / rates[peer], 3)
     return made | {"note": note}
-
-
-def total(shapes: tuple[GroupedShape, ...] = GROUPED, **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes) * len(KINDS) * len(GROUPS)
 
 
 def facts() -> dict[str, Any]:

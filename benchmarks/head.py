@@ -63,11 +63,6 @@ def _peak(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def total(shapes: tuple[tuple[int, int], ...] = SHAPES, rounds: int = 0) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes) * len(variants())
-
-
 def measure(
     shapes: tuple[tuple[int, int], ...] = SHAPES, rounds: int = 8
 ) -> Iterator[dict[str, Any]]:

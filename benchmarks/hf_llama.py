@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,8 @@ import torch
 
 import blocktensor as bt
 
-from .hf_models import absent, adamw, in_bf16, step
 from .memory import peak
-from .timing import Call, round_robin
+from .timing import MODES, Call, by_mode, round_robin
 
 VARIANTS = (
     "bf16",
@@ -49,9 +50,64 @@ def facts() -> dict[str, Any]:
     return {"absent": absent()}
 
 
-def total(shape: Shape | None = None, rounds: int = 0) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(VARIANTS)
+def absent() -> dict[str, str]:
+    """Why the model cannot be made here; empty if it can."""
+    try:
+        importlib.import_module("transformers")
+    except ImportError as error:
+        return {"transformers": f"{type(error).__name__}: {error}"}
+    return {}
+
+
+def in_bf16(make: Callable[[Any], Any], config: Any, device: torch.device | str) -> Any:
+    """The model that ``make`` makes of ``config``, of the same values in every call."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = make(config)
+    return model.to(torch.bfloat16)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of the steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Call:
+    """A forward, backward and optimizer step of one batch ``[batch, time]``."""
+
+    def once() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return once
+
+
+def times_and_peaks(
+    names: Sequence[str],
+    make: Callable[[str], Any],
+    tokens: torch.Tensor,
+    rounds: int,
+    modes: Sequence[str] = MODES[:1],
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Train every variant; return milliseconds a step and peak bytes of each model alone.
+
+    Keys are ``variant/mode``.
+    """
+    steps: dict[str, Call] = {}
+    peaks: dict[str, int] = {}
+    for name in names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        model = make(name)
+        optimizer = adamw(model)
+        for mode in modes:
+            run = torch.compile(model) if mode == "compiled" else model
+            key = f"{name}/{mode}"
+            steps[key] = step(run, optimizer, tokens)
+            peaks[key] = peak(steps[key]) - before
+    return round_robin({key: [call] for key, call in steps.items()}, rounds, 30.0), peaks
 
 
 def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> Any:
@@ -82,28 +138,15 @@ def measure(shape: Shape | None = None, rounds: int = 10) -> Iterator[dict[str, 
     """One row a variant: milliseconds a step, eager and compiled, and the peak of each alone."""
     if absent():
         return
-    shape = shape or Shape()
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.time), device="cuda")
-    steps: dict[str, Call] = {}
-    peaks: dict[str, int] = {}
+    made = shape or Shape()
+    tokens = torch.randint(made.vocab, (made.batch, made.time), device="cuda")
+    make = functools.partial(make_model, shape=made)
+    ms, peaks = times_and_peaks(VARIANTS, make, tokens, rounds, MODES)
     for name in VARIANTS:
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        model = make_model(name, shape)
-        optimizer = adamw(model)
-        for mode, run in (("eager", model), ("compiled", torch.compile(model))):
-            key = f"{name}/{mode}"
-            steps[key] = step(run, optimizer, tokens)
-            peaks[key] = peak(steps[key]) - before
-    ms = round_robin({key: [call] for key, call in steps.items()}, rounds, 30.0)
-    for name in VARIANTS:
-        row: dict[str, Any] = {"variant": name, "layers": shape.layers}
-        row["tokens"] = shape.batch * shape.time
-        for mode in ("eager", "compiled"):
-            key, bf16 = f"{name}/{mode}", f"bf16/{mode}"
-            row[f"{mode}_ms"] = round(ms[key], 3)
-            row[f"{mode}_speedup"] = round(ms[bf16] / ms[key], 3)
-            row[f"{mode}_peak_mib"] = round(peaks[key] / 2**20, 1)
-            row[f"{mode}_peak_of_bf16"] = round(peaks[key] / peaks[bf16], 3)
+        row = {"variant": name, "layers": made.layers, "tokens": tokens.numel()}
+        row |= by_mode(ms, name)
+        for mode in MODES:
+            of_mode = peaks[f"{name}/{mode}"]
+            row[f"{mode}_peak_mib"] = round(of_mode / 2**20, 1)
+            row[f"{mode}_peak_of_bf16"] = round(of_mode / peaks[f"bf16/{mode}"], 3)
         yield row

@@ -7,7 +7,6 @@ The step is timed without a profiler too. Limits: dense peaks of the tensor core
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,57 +32,11 @@ VARIANTS = (
     "fp8, fused, wgrad_input=128x128",
 )
 
-PARTS: dict[str, tuple[str, ...]] = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
-    "norms": (
-        "rms_norm",
-        "norm_squares",
-        "norm_values",
-        "norm_terms",
-        "norm_input",
-        "rmsnorm",
-        "layer_norm",
-        "rsqrt",
-    ),
-    "swiglu": ("silu", "sigmoid"),
-}
-"""Parts of the names of kernels that are neither GEMMs nor casts; the first that fits."""
-
-REST = "rest"
-CASTS = ("activation_casts", "weight_casts", "weight_transposes")
-
 BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12
 """Dense peaks of an H100's and an H200's tensor cores, in a second."""
 
 BYTES = {"h100": 3.35e12, "h200": 4.8e12}
 """Peaks of their memory, in a second."""
-
-
-def part_of(kernel: str) -> str:
-    """What a kernel of this name belongs to: a kind of ``profiled``, of :data:`PARTS`, or rest."""
-    name = kernel.lower()
-    for part, words in PARTS.items():
-        if any(word in name for word in words):
-            return part
-    kind = profiled.kind_of(kernel)
-    return REST if kind in (profiled.OTHER, "copies") else kind
-
-
-def by_part(spent: Mapping[str, float]) -> dict[str, float]:
-    """Microseconds by part, from microseconds by kernel."""
-    made: dict[str, float] = defaultdict(float)
-    for kernel, us in spent.items():
-        made[part_of(kernel)] += us
-    return dict(made)
-
-
-def attention_kernel(spent: Mapping[str, float]) -> str:
-    """The name of the attention kernel that takes longest, without its template arguments."""
-    found = {kernel: us for kernel, us in spent.items() if part_of(kernel) == "attention"}
-    if not found:
-        return "none"
-    name = max(found, key=lambda kernel: found[kernel])
-    return name.removeprefix("void ").partition("<")[0].partition("(")[0]
 
 
 def limits(shape: Shape, tokens: int, fp8: bool, card: str) -> dict[str, float]:
@@ -109,13 +62,13 @@ def row_of(
     name: str, mode: str, ms: float, busy: profiled.Busy, least: Mapping[str, float]
 ) -> dict[str, Any]:
     """One row: microseconds of the step by part, beside their limits."""
-    parts = by_part(busy.by_kernel)
-    casts = sum(parts.get(kind, 0.0) for kind in CASTS)
+    parts = profiled.by_part(busy.by_kernel)
+    casts = sum(parts.get(kind, 0.0) for kind in profiled.CASTS)
     shown = {
         "gemms": parts.get("gemms", 0.0),
         "attention": parts.get("attention", 0.0),
         "casts": casts,
-        **{part: parts.get(part, 0.0) for part in ("norms", "swiglu", REST)},
+        **{part: parts.get(part, 0.0) for part in ("norms", "swiglu", profiled.REST)},
     }
     return {
         "variant": name,
@@ -125,13 +78,8 @@ def row_of(
         **{f"{part}_us": round(us, 1) for part, us in shown.items()},
         "idle_us": round(busy.idle, 1),
         **{f"{part}_limit_us": round(us, 1) for part, us in least.items()},
-        "attention_kernel": attention_kernel(busy.by_kernel),
+        "attention_kernel": profiled.attention_kernel(busy.by_kernel),
     }
-
-
-def total(shape: Shape | None = None, **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return 2 * len(VARIANTS)
 
 
 def measure(shape: Shape | None = None, rounds: int = 20) -> Iterator[dict[str, Any]]:

@@ -83,11 +83,6 @@ def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
     }
 
 
-def total(shapes: tuple[Shape, ...] = LINEAR, **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes)
-
-
 def facts() -> dict[str, Any]:
     """What the results say beside their rows."""
     return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}

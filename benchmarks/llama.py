@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import blocktensor as bt
 
-from .timing import Call
+from .timing import Call, by_mode, round_robin
 
 BATCH, TIME, LAYERS = 2, 4096, 4
 
@@ -107,3 +108,20 @@ def step(
             run(x).backward(grad)
 
     return once
+
+
+def compared(
+    models: Mapping[str, nn.Module], x: Tensor, grad: Tensor, rounds: int, fullgraph: bool
+) -> Iterator[dict[str, Any]]:
+    """One row a variant: milliseconds eager and compiled, and the speed-ups over bf16."""
+    calls: dict[str, Call] = {}
+    for name, model in models.items():
+        calls[f"{name}/eager"] = step(model, model, x, grad)
+        if "shared" not in name:  # sharing is off while compiling
+            compiled = torch.compile(model, fullgraph=fullgraph)
+            calls[f"{name}/compiled"] = step(model, compiled, x, grad)
+    for call in calls.values():
+        call()
+    ms = round_robin({name: [call] for name, call in calls.items()}, rounds)
+    for name in models:
+        yield {"variant": name, **by_mode(ms, name)}

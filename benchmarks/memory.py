@@ -132,11 +132,6 @@ def _row(policy: str, mode: str, layers: int) -> dict[str, Any]:
     }
 
 
-def total(layers: int = LAYERS) -> int:
-    """How many rows :func:`measure` yields."""
-    return 2 * len(POLICIES)
-
-
 def measure(layers: int = LAYERS) -> Iterator[dict[str, Any]]:
     """One row a policy and mode: MiB of parameters, saved activations, and peaks of a step.
 

@@ -1,15 +1,27 @@
-"""Generated parts of the results page about whole blocks and models."""
+"""Generated parts of the pages about whole blocks and models, on one GPU and on several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .page_parts import Content, source, source_in_brief, table, times
-from .results import Row
+from .page_parts import Content, image, section, source_in_brief, table, times
+from .profiled import SHOWN
+from .results import Row, columns, select
+from .timing import MODES
 
-MODES = ("eager", "compiled")
+SPEEDS = ("eager, ms", "over bf16", "torch.compile, ms", "over bf16")
 _PARTS = ("gemms", "attention", "casts", "norms", "swiglu", "rest", "idle")
+_KERNELS = {
+    "gemms": "GEMMs",
+    "activation_casts": "activation casts",
+    "weight_casts": "weight casts",
+    "weight_transposes": "weight transposes",
+    "elementwise": "elementwise",
+    "copies": "copies",
+}
+_DRY = "; a dry run is rank 0 of a fake process group: nothing is sent, memory is a real rank's"
 
 
 def speeds(row: Row) -> list[Any]:
@@ -20,21 +32,17 @@ def speeds(row: Row) -> list[Any]:
     return cells
 
 
-_WITHOUT_FORMS = ("1 / rms", "RMS norm backward")
-SPEEDS = ("eager, ms", "over bf16", "torch.compile, ms", "over bf16")
-
-
 def block(content: Content, page: Path) -> list[str]:
     """The Llama-8B-shaped stack."""
     layers, tokens = content["rows"][0]["layers"], content["rows"][0]["tokens"]
-    return [
+    return section(
         f"**{layers} Llama-8B-shaped blocks, {tokens} tokens**, forward + backward with attention "
         f"and norms, every weight cast as after an optimizer step:",
-        "",
-        *table(("", *SPEEDS), [(r["variant"], *speeds(r)) for r in content["rows"]]),
-        "",
-        source(content, "; torch.compile merges equal casts, so inputs are not shared there"),
-    ]
+        ("", *SPEEDS),
+        [(r["variant"], *speeds(r)) for r in content["rows"]],
+        content,
+        "; torch.compile merges equal casts, so inputs are not shared there",
+    )
 
 
 def block_in_brief(content: Content, page: Path) -> list[str]:
@@ -66,36 +74,46 @@ def layer(content: Content, page: Path) -> list[str]:
         (r["variant"], r["mode"], *(f"{r[column]:.0f}" for column in columns))
         for r in content["rows"]
     ]
-    return [
+    return section(
         "**Where the time of one of these blocks goes**, microseconds of a forward + backward by "
         "kinds of kernels:",
-        "",
-        *table(("", "mode", *_PARTS, "in all"), rows),
-        "",
-        source(content, "; kernels of fused modules count as casts"),
-    ]
+        ("", "mode", *_PARTS, "in all"),
+        rows,
+        content,
+        "; kernels of fused modules count as casts",
+    )
 
 
-def producers(content: Content, page: Path) -> list[str]:
-    """Casts made where values are computed."""
-    rows = []
-    for r in content["rows"]:
-        blocks = "–" if r["op"] in _WITHOUT_FORMS else r["columnwise"]
-        ratios = times(r["over_apart"]), f"{r['share_of_copy']:.0%}"
-        row = r["op"], f"{r['m']} x {r['k']}", blocks, r["us"], r["apart_us"], *ratios
-        if blocks != "–" or r["columnwise"] == "1x128":
-            rows.append(row)
-    header = ("op", "shape", "columnwise blocks", "µs", "eager ops, then casts, µs", "over them",
-              "of a copy's speed")  # fmt: skip
-    return [
-        "**Fused producers**, in bf16: one kernel computes and casts, rowwise and columnwise. "
-        "`1 / rms` and the norm's backward make no FP8 forms: they are fused around torch's own "
-        "sums, so that their bits are eager mode's:",
-        "",
-        *table(header, rows),
-        "",
-        source(content),
+def microbatches(content: Content, page: Path) -> list[str]:
+    """What a cast in every forward costs."""
+    rows = [
+        (f"`{r['cache_weight']}`", r["step_ms"], f"{r['over_step']:.3f}x") for r in content["rows"]
     ]
+    first = content["rows"][0]
+    return section(
+        f"**{first['microbatches']} microbatches of {first['tokens']} tokens a step** through "
+        f"{first['layers']} of these blocks in eager mode, by `Recipe(cache_weight=...)`: "
+        f"`backward` casts the weights in every forward, `step` once:",
+        ("", "ms", "over `step`"),
+        rows,
+        content,
+    )
+
+
+def memory(content: Content, page: Path) -> list[str]:
+    """Memory by policy."""
+    columns_of = ("weights_mib", "saved_mib", "peak_mib", "peak_of_bf16", "two_microbatches_mib")
+    rows = [(r["policy"], r["mode"], *(r[c] for c in columns_of)) for r in content["rows"]]
+    header = ("policy", "mode", "weights at rest", "saved activations", "peak", "peak over bf16",
+              "peak of two microbatches")  # fmt: skip
+    return section(
+        "**Memory of that stack by policy** (MiB; the peak of a forward + backward holds weights, "
+        "gradients, input and all activations):",
+        header,
+        rows,
+        content,
+        more=image("memory_peak.png", "peak memory by policy", page),
+    )
 
 
 def hf_llama(content: Content, page: Path) -> list[str]:
@@ -109,14 +127,13 @@ def hf_llama(content: Content, page: Path) -> list[str]:
     header = ("", "eager, ms", "over bf16", "peak, GiB", "over bf16", "torch.compile, ms",
               "over bf16", "peak, GiB", "over bf16")  # fmt: skip
     first = content["rows"][0]
-    return [
+    return section(
         f"**transformers' Llama**, {first['layers']} layers of 8B's, vocabulary 32,000, "
         f"{first['tokens']} tokens: whole training steps with AdamW:",
-        "",
-        *table(header, rows),
-        "",
-        source(content),
-    ]
+        header,
+        rows,
+        content,
+    )
 
 
 def head(content: Content, page: Path) -> list[str]:
@@ -127,11 +144,231 @@ def head(content: Content, page: Path) -> list[str]:
         for r in content["rows"]
     ]  # fmt: skip
     tokens = content["rows"][0]["tokens"]
-    return [
+    return section(
         f"**A head and its loss**, {tokens} tokens, forward + backward, the weight cast every "
         f"time; in chunks: `functional.linear_cross_entropy`; the peak without inputs and weights:",
+        ("words x features", "", "ms", "over bf16", "peak, GiB", "over bf16"),
+        rows,
+        content,
+    )
+
+
+def experts(content: Content, page: Path) -> list[str]:
+    """Times and memory of layers and models, and where the time of layers goes."""
+    small = select(content["rows"], {"what": "small layer"})
+    rows = [row for row in content["rows"] if row["what"] != "small layer"]
+    layers = select(rows, {"what": "layer"})
+    body = [
+        (f"{_layer_name(r)} each" if r["what"] == "layer" else f"{r['what']}: {_layer_name(r)}",
+         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]),
+         times(r.get("saved_of_bf16")))
+        for r in rows
+    ]  # fmt: skip
+    shown = [part for part in _KERNELS if f"{part}_us" in columns(layers)]
+    spent = [(_layer_name(r), r["variant"], *(r[f"{part}_us"] for part in shown)) for r in layers]
+    parts = [
+        "Where the time of these layers goes, microseconds a step by kinds of kernels:",
         "",
-        *table(("words x features", "", "ms", "over bf16", "peak, GiB", "over bf16"), rows),
+        *table(("", "", *(_KERNELS[part] for part in shown)), spent),
         "",
-        source(content),
+    ]
+    return section(
+        "**Experts with SwiGLU, forward + backward**, weights cast every step, in groups of uneven "
+        "sizes; and training steps of whole models of transformers, AdamW included:",
+        ("", "", "ms", "over bf16", "peak, MiB", "over bf16", "saved over bf16"),
+        body,
+        content,
+        more=[
+            *(parts if shown else []),
+            *image("experts_time.png", "where the time of experts goes", page),
+            *_small(small),
+        ],
+    )
+
+
+def _small(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    body = [
+        (f"{_layer_name(r)} each", times(r["speedup"]), times(r["device_speedup"])) for r in rows
+    ]
+    return [
+        "Small experts, FP8 with inputs shared over bf16:",
+        "",
+        *table(("", "eager mode", "time of the kernels"), body),
+        "",
+    ]
+
+
+def _layer_name(row: Row) -> str:
+    return f"{row['experts']} experts of {row['dim']} x {row['hidden']}, {row['tokens']} tokens"
+
+
+def experts_in_brief(content: Content, page: Path) -> list[str]:
+    """The speed-ups of the layers, and of the model with the widest experts, in a sentence."""
+    rows = select(content["rows"], {"variant": "fp8, inputs shared"})
+    layers = ", ".join(
+        f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
+        for r in select(rows, {"what": "layer"})
+    )
+    fused = select(content["rows"], {"variant": "fp8, fused"})
+    fused_layers = select(fused, {"what": "layer"})
+    also = (
+        f"; with `fuse` {', '.join(times(r['speedup']) for r in fused_layers)}"
+        if fused_layers
+        else ""
+    )
+    plain_step, fused_step = _widest_model(rows), _widest_model(fused)
+    whole = "" if plain_step is None else f"; a Qwen3-MoE step {plain_step}"
+    whole += "" if fused_step is None else f", fused {fused_step}"
+    return [
+        f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{also}{whole} "
+        f"{source_in_brief(content)}."
+    ]
+
+
+def _widest_model(rows: Sequence[Row]) -> str | None:
+    """The speed-up of the training step of the model with the widest experts."""
+    models = [r for r in rows if r["what"] not in ("layer", "small layer")]
+    widest = max(models, key=lambda r: r["hidden"], default=None)
+    return None if widest is None else times(widest["speedup"])
+
+
+def fsdp2(content: Content, page: Path) -> list[str]:
+    """Llama under FSDP2: speeds and memory, then where the time of a step goes."""
+    rows = content["rows"]
+    header = ("", "GPUs", "microbatches", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)",
+              "peak, GiB", "over bf16")  # fmt: skip
+    columns = (*SHOWN, "step")
+    parts = [
+        (r["variant"], *(f"{r[f'{part}_ms']:.1f}" for part in columns))
+        for r in rows
+        if f"{SHOWN[0]}_ms" in r
+    ]
+    shown = [
+        "Where the time of a step goes, milliseconds by kinds of kernels. Those of collectives run "
+        "beside others, but for the exposed time:",
+        "",
+        *table(("", *columns), parts),
+        "",
+    ]
+    return section(
+        f"**Llama-shaped training under FSDP2, {rows[0]['parameters'] / 1e9:.1f}B parameters**:",
+        header,
+        [_fsdp2_row(row) for row in rows],
+        content,
+        _DRY,
+        more=shown if parts else [],
+    )
+
+
+def _fsdp2_row(row: Row) -> tuple[object, ...]:
+    is_run = row["mode"] == "run"
+    speed = (
+        f"{row['tokens_per_second_per_gpu']:,.0f}",
+        times(row["speed_of_bf16"]),
+        f"{row['mfu']:.1%}",
+    )
+    peak = f"{row['peak_mib'] / 1024:.1f}", times(row["peak_of_bf16"])
+    ranks = f"{row['ranks']}" if is_run else f"{row['ranks']}, dry run"
+    shown = speed if is_run else ("–",) * len(speed)
+    return row["variant"], ranks, row["microbatches"], *shown, *peak
+
+
+def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
+    """Llama under FSDP2: the default, and the fastest run for each number of microbatches."""
+    runs = select(content["rows"], {"mode": "run"})
+    row = select(runs, {"variant": "fp8", "microbatches": 1})[0]
+    parts = [f"{times(row['speed_of_bf16'])} bf16's speed, {times(row['peak_of_bf16'])} its memory"]
+    for count in sorted({run["microbatches"] for run in runs}):
+        fastest = max(select(runs, {"microbatches": count}), key=lambda run: run["speed_of_bf16"])
+        if fastest is row or fastest["variant"] == "bf16":
+            continue
+        microbatches = f" in {count} microbatches" if count > 1 else ""
+        parts.append(
+            f"{fastest['variant'].removeprefix('fp8, ')}{microbatches}: "
+            f"{times(fastest['speed_of_bf16'])}, {fastest['tokens_per_second_per_gpu']:,.0f} "
+            f"tokens/s a GPU"
+        )
+    return [
+        f"Llama-shaped, {row['parameters'] / 1e9:.1f}B parameters, FSDP2 on {row['ranks']} GPUs: "
+        f"{'; '.join(parts)} (`{content['environment']['command']}`)."
+    ]
+
+
+def shards(content: Content, page: Path) -> list[str]:
+    """Linears of one tensor parallel rank."""
+    rows = [(r["model"], r["variant"], *speeds(r)) for r in content["rows"]]
+    return section(
+        f"**Linears of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} tokens, "
+        f"forward + backward without collectives:",
+        ("", "", *SPEEDS),
+        rows,
+        content,
+        "; the small linears of 8B are limited by host time",
+    )
+
+
+def tensor_parallel(content: Content, page: Path) -> list[str]:
+    """A block over several GPUs."""
+    parts = ("gathers_us", "gathers_beside_us", "scatters_us", "scatters_beside_us")
+    rows = [
+        (
+            r["variant"],
+            r["ms"],
+            times(r["speed_of_bf16"]),
+            *(f"{r[part]:.0f}" for part in parts),
+        )
+        for r in content["rows"]
+    ]
+    header = ("", "ms", "over bf16", "gathers, us", "beside", "reduce-scatters, us", "beside")
+    return section(
+        f"**A Llama-70B block over {content['rows'][0]['ranks']} GPUs**, tensor and sequence "
+        f"parallel, forward + backward; beside: while another kernel ran:",
+        header,
+        rows,
+        content,
+        "; bf16: torch's parallel styles",
+    )
+
+
+def expert_parallel(content: Content, page: Path) -> list[str]:
+    """Blocks with experts over several GPUs."""
+    rows = content["rows"]
+    first = rows[0]
+    parts = ("gemms", "casts", "rest", "collectives", "exposed", "idle")
+    body = [
+        (r["variant"], r["ms"], times(r["speed_of_bf16"]), *(f"{r[f'{p}_ms']:.1f}" for p in parts))
+        for r in rows
+    ]
+    return section(
+        f"**{first['layers']} DeepSeek-16B-shaped blocks on {first['ranks']} GPUs**, "
+        f"{first['tokens']} tokens each, forward + backward; where the time goes in milliseconds:",
+        ("", "ms", "over bf16", *parts),
+        body,
+        content,
+        "; gathered: by FSDP2, no expert parallelism",
+    )
+
+
+def training(content: Content, page: Path) -> list[str]:
+    """Losses of the demo."""
+    by_seed: dict[int, dict[str, Any]] = {}
+    for run in content["runs"]:
+        by_seed.setdefault(run["seed"], {})[run["precision"]] = run
+    rows = []
+    for seed, runs in by_seed.items():
+        losses = [runs[p]["heldout_loss"] for p in ("bf16", "fp8")]
+        rows.append((seed, *(f"{x:.4f}" for x in losses), f"{losses[1] / losses[0] - 1:+.2%}"))
+    config = content["config"]
+    size, experts = config["parameters"] / 1e6, config["model"].get("experts", 0)
+    model, flag = ("mixture of experts", f"--experts {experts} ") if experts else ("model", "")
+    return [
+        f"**The demo's {model}, {size:.0f}M parameters, {config['steps']} steps**, loss on "
+        f"held-out text:",
+        "",
+        *table(("seed", "bf16", "FP8", "difference"), rows),
+        "",
+        f"(`python examples/train_lm.py {flag}--seeds {len(rows)}`, {content['device']['name']}, "
+        f"{content['date'][:10]})",
     ]

@@ -61,3 +61,21 @@ def times(value: float | None) -> str:
 def shape_of(row: Row) -> str:
     """The linear that a row is about."""
     return label(row["m"], row["n"], row["k"])
+
+
+def section(
+    text: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    content: Content,
+    remark: str = "",
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Lines of a result: a paragraph, a table, ``more`` lines, and where the numbers come from."""
+    return [text, "", *table(header, rows), "", *more, source(content, remark)]
+
+
+def not_installed(content: Content) -> str:
+    """A remark that names the peers that were absent."""
+    absent = ", ".join(sorted(content.get("absent", {})))
+    return f"; not installed there: {absent}" if absent else ""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import results
-from .results import Row
+from .results import Row, columns, select
 from .shapes import label, label_of_experts
-from .summary import columns, select
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -100,11 +100,6 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
     ]
 
 
-def total(shapes: tuple[tuple[int, int], ...] = SHAPES) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes) * 12
-
-
 def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
     """One row an op, columnwise format and shape: the share of a plain copy, the time apart."""
     copy = copy_bandwidth()

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +25,33 @@ ROOT = Path(__file__).parent.parent
 _TIMEOUT = 300
 
 
-def launched(worker: str, gpus: int | None, flags: Sequence[str]) -> Iterator[Row]:
-    """The rows that ``benchmarks.<worker>`` writes, run on as many ranks; default: all GPUs."""
-    gpus = torch.cuda.device_count() if gpus is None else gpus
-    count = ["--standalone", "--nproc-per-node", str(gpus)]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows.json")
-        words = ["torchrun", *count, "-m", f"benchmarks.{worker}", *flags, "--out", str(out)]
-        run_to_end(words, _TIMEOUT)
-        yield from json.loads(out.read_text())
+@dataclass(frozen=True)
+class OnRanks:
+    """A benchmark whose module ``benchmarks.<name>`` torchrun runs on several GPUs."""
+
+    name: str
+    QUICK: dict[str, Any]
+    """The arguments of a smoke run."""
+    GPUS: int = 2
+    """How many it needs."""
+
+    def measure(self, gpus: int | None = None, flags: Sequence[str] = ()) -> Iterator[Row]:
+        """Yield the rows that rank 0 writes. ``gpus``: ranks; default: all GPUs."""
+        gpus = torch.cuda.device_count() if gpus is None else gpus
+        count = ["--standalone", "--nproc-per-node", str(gpus)]
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "rows.json")
+            words = ["torchrun", *count, "-m", f"benchmarks.{self.name}", *flags]
+            run_to_end([*words, "--out", str(out)], _TIMEOUT)
+            yield from json.loads(out.read_text())
+
+
+def _tiny(*flags: str) -> dict[str, Any]:
+    return {"flags": ("--model", "tiny", *flags, "--rounds", "2")}
+
+
+TENSOR_PARALLEL = OnRanks("tensor_parallel", _tiny("--tokens", "512"))
+EXPERT_PARALLEL = OnRanks("expert_parallel", _tiny("--tokens", "512", "--layers", "1"))
 
 
 def run_to_end(words: Sequence[str], timeout: float) -> None:

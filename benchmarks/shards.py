@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .llama import MLP, Shape, step
-from .timing import Call, round_robin
+from .llama import MLP, Shape, compared
 
 RANKS, TOKENS = 8, 8192
 MODELS = {"Llama 70B": Shape(8192, 28672, 64, 8), "Llama 8B": Shape(4096, 14336, 32, 8)}
@@ -58,11 +57,6 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     return made
 
 
-def total(models: tuple[str, ...] = tuple(MODELS), **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(models) * len(VARIANTS)
-
-
 def measure(
     models: tuple[str, ...] = tuple(MODELS), tokens: int = TOKENS, rounds: int = 12
 ) -> Iterator[dict[str, Any]]:
@@ -74,19 +68,6 @@ def measure(
             base = Shard(shape).to(torch.bfloat16)
             x = torch.randn(tokens, shape.dim, dtype=torch.bfloat16).requires_grad_()
         grad = torch.randn_like(x)
-        calls: dict[str, Call] = {}
-        for name in VARIANTS:
-            model = variant(name, base)
-            calls[f"{name}/eager"] = step(model, model, x, grad)
-            if "shared" not in name:  # sharing is off while compiling
-                calls[f"{name}/compiled"] = step(model, torch.compile(model), x, grad)
-        for call in calls.values():
-            call()
-        ms = round_robin({key: [call] for key, call in calls.items()}, rounds)
-        for name in VARIANTS:
-            row: dict[str, Any] = {"model": model_name, "variant": name, "tokens": tokens}
-            for mode in ("eager", "compiled"):
-                found, bf16 = ms.get(f"{name}/{mode}"), ms[f"bf16/{mode}"]
-                row[f"{mode}_ms"] = None if found is None else round(found, 3)
-                row[f"{mode}_speedup"] = None if found is None else round(bf16 / found, 3)
-            yield row
+        made = {name: variant(name, base) for name in VARIANTS}
+        for row in compared(made, x, grad, rounds, fullgraph=False):
+            yield {"model": model_name, **row, "tokens": tokens}

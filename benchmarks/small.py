@@ -21,11 +21,6 @@ _SETS = 3
 _WARMING_STEPS = 60  # until every address that the allocator gives has been seen
 
 
-def total(shapes: tuple[Shape, ...] = SMALL_LINEAR, **_: Any) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(shapes)
-
-
 def measure(shapes: tuple[Shape, ...] = SMALL_LINEAR, rounds: int = 10) -> Iterator[dict[str, Any]]:
     """One row a shape: the speed-up of FP8 over bf16, eager under sustained load and in a graph."""
     for m, n, k in shapes:

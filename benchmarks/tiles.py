@@ -23,10 +23,9 @@ from blocktensor.ops.gemm.choose_backend import gemm_backend
 from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
 from blocktensor.ops.registry import loaded
 
-from .candidates import Maker
 from .gemm import Case, Inputs, make_inputs
 from .shapes import SET_S, Shape
-from .timing import graph_repeats, graphed, round_robin
+from .timing import Maker, graph_repeats, graphed, round_robin
 
 KINDS = {"fprop": BLOCK, "wgrad": 1, "wgrad_add": 1}
 """What is measured, and the rows of B that share a scale."""

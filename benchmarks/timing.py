@@ -7,12 +7,19 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Maker = Callable[[Any], Call]
+"""Given a set of inputs, return the call that multiplies, or casts, them."""
+
+MODES = ("eager", "compiled")
 
 _FLUSHED_BYTES = 2**28  # five times the L2 of an H200
+_ROTATED_BYTES = 200 * 2**20  # four times the L2
+_MOST_SETS = 8
 _GRAPH_FLOPS = 1e12  # a millisecond of FP8: the few microseconds between two graphs do not count
 
 
@@ -61,12 +68,22 @@ def round_robin(
     return {name: middle_mean(values) for name, values in times.items()}
 
 
-def graphed(*calls: Call, repeats: int = 1, stream: torch.cuda.Stream | None = None) -> Call:
-    """``calls`` in turn, ``repeats`` times over, as one replayed CUDA graph: no host time.
+def by_mode(ms: Mapping[str, float], name: str) -> dict[str, Any]:
+    """Return a variant's columns: milliseconds by mode, and speed-ups over bf16; None if untimed.
 
-    They are captured on ``stream``, for calls that remember the stream they were made for.
+    The keys of ``ms`` are ``variant/mode``.
     """
-    stream = stream or torch.cuda.Stream()
+    row: dict[str, Any] = {}
+    for mode in MODES:
+        found = ms.get(f"{name}/{mode}")
+        row[f"{mode}_ms"] = None if found is None else round(found, 3)
+        row[f"{mode}_speedup"] = None if found is None else round(ms[f"bf16/{mode}"] / found, 3)
+    return row
+
+
+def graphed(*calls: Call, repeats: int = 1) -> Call:
+    """Return one replayed CUDA graph of ``calls`` in turn, ``repeats`` times over: no host time."""
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -125,3 +142,94 @@ def copy_bandwidth() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / flushed(lambda: target.copy_(source)) * 1e-6
+
+
+class Case(Protocol):
+    """One shape: how many flops a call takes, and how many bytes it reads."""
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def read(self) -> int: ...
+
+
+_Case = TypeVar("_Case", bound=Case)
+
+
+def sets_of(read: int) -> int:
+    """How many sets of inputs rotate, of which a call reads so many bytes: none is found in L2."""
+    return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // read)))
+
+
+def kept(call: Call) -> Call:
+    """``call`` with its last result alive, so that each set of inputs has its own output."""
+    result: list[object] = [None]
+
+    def run() -> None:
+        result[0] = call()
+
+    return run
+
+
+def times_of(
+    case: _Case,
+    make_inputs: Callable[[_Case], Any],
+    ours: Callable[[_Case], Mapping[str, Maker]],
+    others: Callable[[_Case], Mapping[str, Maker]],
+    rounds: int,
+) -> tuple[dict[str, float], str]:
+    """:func:`times` of the candidates for one shape."""
+    count = sets_of(case.read)
+    return times(
+        [make_inputs(case) for _ in range(count)],
+        ours(case),
+        others(case),
+        repeats=graph_repeats(case.flops * count),
+        rounds=rounds,
+    )
+
+
+def times(
+    sets: Sequence[Any],
+    ours: Mapping[str, Maker],
+    others: Mapping[str, Maker],
+    *,
+    repeats: int,
+    rounds: int,
+) -> tuple[dict[str, float], str]:
+    """Milliseconds a call of each candidate in one round robin, and a note on those that failed.
+
+    Args:
+        sets: of inputs, which the calls go through in turn.
+        ours: they may not fail.
+        others: one that raises is named in the note and has no time; one that cannot be captured in
+            a CUDA graph is timed without.
+        repeats: of all sets in one graph.
+        rounds: of the round robin.
+    """
+    alive: list[Call] = []  # what calls hold, a graph does not: it reads their memory all the same
+    notes: list[str] = []
+    timed: dict[str, list[Call]] = {}
+    calls_in: dict[str, int] = {}
+    for name, maker in {**ours, **others}.items():
+        try:
+            calls = [kept(maker(inputs)) for inputs in sets]
+            calls[0]()
+        except Exception as error:  # whatever a peer raises, it declines this shape
+            if name in ours:
+                raise
+            notes.append(f"{name} declines: {type(error).__name__} {str(error)[:100]}".strip())
+            continue
+        alive += calls
+        try:
+            timed[name] = [graphed(*calls, repeats=repeats)]
+            calls_in[name] = len(calls) * repeats
+        except RuntimeError:
+            if name in ours:
+                raise
+            notes.append(f"{name} eager: cannot be captured")
+            timed[name], calls_in[name] = calls, 1
+    ms = round_robin(timed, rounds=rounds, block_ms=4.0)
+    alive.clear()
+    return {name: ms[name] / calls_in[name] for name in timed}, "; ".join(notes)

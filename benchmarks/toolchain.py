@@ -31,15 +31,6 @@ GROUPED_KINDS = ("fprop", "wgrad", "wgrad_add")
 QUICK: dict[str, Any] = {"dense": DENSE[4:5], "groups": (), "rounds": 3}
 
 
-def total(
-    dense: Sequence[tuple[str, Shape]] = DENSE,
-    groups: Sequence[GroupedShape] = GROUPED,
-    **_: Any,
-) -> int:
-    """How many rows ``measure`` will yield."""
-    return len(dense) + len(groups) * len(GROUPED_KINDS)
-
-
 def measure(
     dense: Sequence[tuple[str, Shape]] = DENSE,
     groups: Sequence[GroupedShape] = GROUPED,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import cast, gemm, host, linear, producers, results, shapes
+from benchmarks import host, results
 from benchmarks.results import Row
 
 
@@ -57,7 +57,6 @@ def fake_benchmark(calls: list[dict[str, Any]]) -> SimpleNamespace:
     return SimpleNamespace(
         measure=measure,
         QUICK={"rounds": 3},
-        total=lambda **_: 2,
         facts=lambda: {"absent": {"deepgemm": "ModuleNotFoundError: No module named [deep_gemm]"}},
     )
 
@@ -86,16 +85,6 @@ def test_a_run_writes_its_rows_and_names_absent_peers(
     assert "absent: deepgemm (ModuleNotFoundError: No module named [deep_gemm])" in shown
     assert "2.5" in shown
     assert "slow" not in shown, "a column without a number is not shown"
-
-
-def test_the_bars_shapes_are_measured() -> None:
-    assert len(set(shapes.SET_S)) == 13
-    assert gemm.total() == 65
-    assert linear.total() == len(shapes.LINEAR) == 8
-    assert cast.total() == 75
-    assert producers.total() == 48
-    assert gemm.total(**gemm.QUICK) == 5
-    assert cast.total(**cast.QUICK) == 15
 
 
 def test_host_time_is_a_median_with_the_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:

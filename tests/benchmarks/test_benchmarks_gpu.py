@@ -28,7 +28,7 @@ def test_gemm() -> None:
 
 def test_cast() -> None:
     rows = list(cast.measure(**cast.QUICK))
-    assert len(rows) == cast.total(**cast.QUICK)
+    assert len(rows) == 15
     # of a copy that other processes may slow down
     assert all(0.01 < share < 10 for share in numbers(rows, "share_of_copy"))
 
@@ -42,7 +42,7 @@ def test_linear() -> None:
 
 def test_grouped() -> None:
     rows = list(grouped.measure(**grouped.QUICK))
-    assert len(rows) == grouped.total(**grouped.QUICK)
+    assert len(rows) == 14
     for row in rows:
         limit = 5000 if row["unit"] == "GB/s" else 2500
         assert all(50 < row[name] < limit for name in ("blocktensor", "dense")), row
@@ -51,7 +51,7 @@ def test_grouped() -> None:
 
 def test_experts() -> None:
     rows = list(experts.measure(**experts.QUICK))
-    assert len(rows) == experts.total(**experts.QUICK)
+    assert len(rows) in (6, 12), "those of models need transformers"
     for row in rows:
         assert 0.1 < row["speedup"] < 3
         assert 0.1 < row["peak_of_bf16"] < 3

@@ -16,6 +16,11 @@ from benchmarks.results_page import END, PAGES, README, RESULTS, START, Page
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
 
 
+def rows_shown(folder: Path) -> list[str]:
+    """The lines of tables on the page of results."""
+    return [line for line in RESULTS.render(folder).splitlines() if line.startswith("|")]
+
+
 def this_device() -> str:
     return results.environment("any")["device"]
 
@@ -89,16 +94,15 @@ def gemm_row(kind: str, shape: shapes.Shape, ours: float, cublas: float | None) 
     return {**sizes, "blocktensor": ours, "cublas": cublas, "tensorwise": 1250.0}
 
 
-def test_gemms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "FOLDER", tmp_path / "no_plots")
+@pytest.mark.usefixtures("no_plots")
+def test_gemms(tmp_path: Path) -> None:
     rows = [
         gemm_row("fprop", (4096, 2048, 7168), 1200.0, 1000.0) | {"bf16": 600.0, "deepgemm": 1200.0},
         gemm_row("fprop", (4096, 2048, 2048), 1000.0, 1000.0),
         gemm_row("wgrad", (4096, 2048, 7168), 900.0, None),
     ]
     results.write("gemm", rows, tmp_path, absent={"torchao": "No module", "deepgemm": "No module"})
-    lines = RESULTS.render(tmp_path).splitlines()
-    table = [line for line in lines if line.startswith("|")]
+    lines, table = RESULTS.render(tmp_path).splitlines(), rows_shown(tmp_path)
     assert table[2] == "| 4096 x (2048 x 7168) | 1200 | 1.20x | 0.96x | 900 | – | 0.72x |"
     assert table[3] == "| 4096 x (2048 x 2048) | 1000 | 1.00x | 0.80x | – | – | – |"
     assert table[4] == "| geometric mean |  | 1.10x | 0.88x |  | – | 0.72x |"
@@ -117,7 +121,7 @@ def test_casts_keep_precisions_apart(tmp_path: Path) -> None:
         {"op": "transpose", "dtype": "float8_e4m3fn", "m": 8, "k": 2, "share_of_copy": 0.6},
     ]
     results.write("cast", rows, tmp_path)
-    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
+    lines = rows_shown(tmp_path)
     assert lines[0] == "| cast | 8 x 2 | 4 x 2 |"
     assert lines[2:] == [
         "| rowwise, bf16 | 99% | 98% |",
@@ -128,7 +132,7 @@ def test_casts_keep_precisions_apart(tmp_path: Path) -> None:
 
 def test_host_times(tmp_path: Path) -> None:
     results.write("host", [{"what": "cast", "us": 9.5}, {"what": "gemm"}], tmp_path)
-    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
+    lines = rows_shown(tmp_path)
     assert lines == ["| what | us |", "|---|---|", "| cast | 9.5 |", "| gemm | – |"]
 
 
@@ -141,8 +145,8 @@ def grouped_row(kind: str, groups: str, ours: float, **rates: float) -> Row:
     }
 
 
-def test_products_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "FOLDER", tmp_path / "no_plots")
+@pytest.mark.usefixtures("no_plots")
+def test_products_of_experts(tmp_path: Path) -> None:
     rows = [
         grouped_row("fprop", "ragged", 1000.0, bf16=500.0, dense=1250.0),
         grouped_row("fprop", "aligned", 1200.0, bf16=500.0, dense=1200.0, deepgemm=1000.0),
@@ -150,8 +154,7 @@ def test_products_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         grouped_row("cast", "aligned", 3000.0, dense=3000.0),
     ]
     results.write("grouped", rows, tmp_path, absent={"deepgemm": "No module"})
-    lines = RESULTS.render(tmp_path).splitlines()
-    table = [line for line in lines if line.startswith("|")]
+    lines, table = RESULTS.render(tmp_path).splitlines(), rows_shown(tmp_path)
     assert table[2:] == [
         "| 8: 4096 x (2048 x 1024) | 1000 | 2.00x | 0.80x | 900 | – | 0.90x |",
         "| geometric mean |  | 2.00x | 0.80x |  | – | 0.90x |",
@@ -177,7 +180,7 @@ def test_layers_and_models_of_experts(tmp_path: Path) -> None:
         {"what": "Qwen3-MoE, 2 layers", **sizes, "variant": "fp8, fused", **times, "speedup": 1.3},
     ]
     results.write("experts", rows, tmp_path)
-    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
+    lines = rows_shown(tmp_path)
     name = "8 experts of 7168 x 2048, 64 tokens"
     assert lines[2:5] == [
         f"| {name} each | fp8, inputs shared | 2.0 | 1.50x | 80.0 | 0.80x | 0.70x |",

@@ -74,63 +74,30 @@ def test_every_plot_is_drawn(source: Path, tmp_path: Path) -> None:
     assert plots.missing(source) == []
 
 
-def test_the_limit_is_a_line_over_each_shape(source: Path) -> None:
+@pytest.mark.parametrize(
+    ("draw", "rows", "heights"),
+    [
+        (plots._fprop, GEMM, [1050.0, 930.0]),
+        (plots._wgrad, GEMM, [930.0, 900.0]),  # a kernel without a number has no bar
+        (plots._cast, CAST, [50.0, 40.0]),  # not from fp32
+        (plots._memory, MEMORY, [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]),  # parts of the peak
+        (plots._grouped_wgrad, GROUPED, [900.0, 600.0, 1200.0]),  # ragged groups of one kind
+        (plots._experts, EXPERTS, [3.0, 2.0, 0.5, 0.25]),  # layers alone
+    ],
+)
+def test_bars(draw: Any, rows: list[Row], heights: list[float]) -> None:
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots()
-    plots._fprop(axes, GEMM)
-    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [1050.0, 930.0]
-    (line,) = axes.collections
-    assert [y for _, y in line.get_segments()[0]] == [1120.0, 1120.0]  # type: ignore[attr-defined]
-
-
-def test_a_kernel_without_a_number_has_no_bar(source: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plots._wgrad(axes, GEMM)
-    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [930.0, 900.0]
-
-
-def test_casts_from_fp32_are_not_drawn() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plots._cast(axes, CAST)
-    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [50.0, 40.0]
-
-
-def test_memory_is_drawn_in_parts_that_add_up_to_the_peak() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plots._memory(axes, MEMORY)
-    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]
-
-
-def test_ragged_groups_of_one_kind_are_drawn() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plots._grouped_wgrad(axes, GROUPED)
-    heights = [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
-    assert heights == [900.0, 600.0, 1200.0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
-
-
-def test_kinds_of_kernels_add_up_over_each_layer() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plots._experts(axes, EXPERTS)
-    bars: list[Any] = list(axes.patches)
-    assert [(bar.get_y(), bar.get_height()) for bar in bars] == [
-        *((0.0, 3.0), (0.0, 2.0), (3.0, 0.5), (2.0, 0.25)),
-    ]
+    axes: Any = Figure().subplots()
+    draw(axes, rows)
+    assert [bar.get_height() for bar in axes.patches] == heights
+    if draw is plots._fprop:
+        (line,) = axes.collections
+        assert [y for _, y in line.get_segments()[0]] == [1120.0, 1120.0], "the limit"
+    if draw is plots._experts:
+        assert [bar.get_y() for bar in axes.patches] == [0.0, 0.0, 3.0, 2.0], "on each other"
+    if draw is plots._grouped_wgrad:
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
 
 
 def test_missing_results_are_named_and_the_rest_is_drawn(

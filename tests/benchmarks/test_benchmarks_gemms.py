@@ -1,20 +1,22 @@
-"""Benchmarks of experts, as far as a CPU takes them: operands, shapes, rows, peers."""
+"""Benchmarks of GEMMs, of one matrix and of groups, without a GPU: operands, rows, peers."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import candidates, gemm, grouped, peers, shapes
+from benchmarks import gemm, grouped, peers, shapes, toolchain
 from benchmarks.grouped import GROUPS, KINDS, Case
-from blocktensor.ops.cast.ops import dequantize
-from blocktensor.ops.formats import Quantized
+from blocktensor.ops import devices
+from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 EXPERTS, TOKENS, N, K = 3, 1280, 144, 160
 
@@ -96,9 +98,6 @@ def test_amounts_of_work() -> None:
     assert case("fprop").read == TOKENS * K + EXPERTS * N * K
     assert gemm.Case("fprop", 3, 5, 7).read == (3 + 5) * 7
     assert gemm.Case("wgrad", 3, 5, 7).read == gemm.Case("wgrad_add", 3, 5, 7).read == 3 * (5 + 7)
-    assert candidates.sets_of(1) == 8
-    assert candidates.sets_of(100 * 2**20) == 2
-    assert candidates.sets_of(2**40) == 1
 
 
 def test_a_row_has_rates_and_their_ratios() -> None:
@@ -117,10 +116,8 @@ def test_a_row_has_rates_and_their_ratios() -> None:
     assert "backend" not in row
 
 
-def test_every_shape_kind_and_groups_is_a_row() -> None:
+def test_shapes_and_problems_of_groups() -> None:
     assert len(set(shapes.GROUPED)) == 12
-    assert grouped.total() == 168
-    assert grouped.total(**grouped.QUICK) == 14
     assert len({round(t / e) for e, t, *_ in shapes.GROUPED}) == 12, "which bars tell apart"
     for kind in KINDS:
         assert case(kind).problem(torch.device("cpu")).accumulate == (
@@ -195,65 +192,147 @@ def test_operands_of_wgrad_are_cast_by_group() -> None:
     assert not end.float().any()
 
 
-def test_candidates_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def graphed(*calls: Any, repeats: int, stream: Any) -> Any:
-        if any(call() is NotImplemented or seen[-1] == "eager" for call in calls):
-            raise RuntimeError
-        return lambda: None
+@pytest.fixture
+def fake_peer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One module for torchao and DeepGEMM which records how it is called."""
+    module: Any = ModuleType("fake_peer")
+    module.calls = []
 
-    def timed(calls: dict[str, Any], rounds: int, block_ms: float) -> dict[str, float]:
-        return {name: 12.0 for name in calls}
+    def record(name: str) -> Any:
+        return lambda *args, **options: module.calls.append((name, args, options))
 
-    def maker(name: str) -> candidates.Maker:
-        return lambda i: lambda: seen.append(name)
-
-    def broken(i: Any) -> Any:
-        raise ValueError("no such shape")
-
-    seen: list[str] = []
-    monkeypatch.setattr(candidates, "graphed", graphed)
-    monkeypatch.setattr(candidates, "round_robin", timed)
-    stream: Any = SimpleNamespace(synchronize=lambda: seen.append("waited"))
-    options: dict[str, Any] = {"repeats": 2, "rounds": 1, "stream": stream}
-    ms, note = candidates.times(
-        [1, 2, 3], {"ours": maker("ours")}, {"eager": maker("eager"), "x": broken}, **options
-    )
-    assert ms == {"ours": 2.0, "eager": 12.0}
-    assert note == "eager eager: cannot be captured; x declines: ValueError no such shape"
-    assert seen[-1] == "waited"
-    with pytest.raises(ValueError, match="no such shape"):
-        candidates.times([1], {"x": broken}, {}, **options)
-    with pytest.raises(RuntimeError):
-        candidates.times([1], {"eager": maker("eager")}, {}, **options)
+    for name in ("fp8_gemm_nt", "triton_fp8_gemm_1x128_128x128", "triton_fp8_gemm_1x128_128x1"):
+        setattr(module, name, record(name))
+    monkeypatch.setitem(sys.modules, "fake_peer", module)
+    monkeypatch.setattr(peers, "MODULES", {"torchao": "fake_peer", "deepgemm": "fake_peer"})
+    peers._load.cache_clear()
+    yield module
+    peers._load.cache_clear()
 
 
-def test_all_that_a_case_is_measured_with_lives_on_one_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    entered: list[object] = []
-    stream = object()
+def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MODULES", {"torchao": "json", "deepgemm": "no_such_module"})
+    peers._load.cache_clear()
+    try:
+        reason = "ModuleNotFoundError: No module named 'no_such_module'"
+        assert peers.absent() == {"deepgemm": reason}
+        assert peers.present("torchao")
+        assert not peers.present("deepgemm")
+        assert gemm.facts()["absent"] == {"deepgemm": reason}
+    finally:
+        peers._load.cache_clear()
 
-    @contextlib.contextmanager
-    def on(of: object) -> Iterator[None]:
-        entered.append(of)
-        yield
-        entered.pop()
 
-    def makers(name: str) -> Any:
-        def make(case: gemm.Case) -> Any:
-            assert entered == [stream]
-            return {name: case}
+def test_torchao_gets_b_and_its_scales_transposed(fake_peer: Any) -> None:
+    x, w = torch.randn(256, 384), torch.randn(512, 384)
+    a, square = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
+    peers.torchao_gemm(a, square, torch.bfloat16)()
+    peers.torchao_gemm(a, quantize_rowwise(w, BLOCKS_1X128), torch.float32)()
+    names = ["triton_fp8_gemm_1x128_128x128", "triton_fp8_gemm_1x128_128x1"]
+    assert [name for name, _, _ in fake_peer.calls] == names
+    for (_, operands, options), b_scale in zip(fake_peer.calls, [(3, 4), (3, 512)], strict=True):
+        shapes = [tuple(t.shape) for t in operands]
+        assert shapes == [(256, 384), (384, 512), (256, 3), b_scale]
+        a_data, b_data, a_scale, _ = operands
+        assert (a_data.stride(1), b_data.stride(0), a_scale.stride(0)) == (1, 1, 1)
+        assert options.keys() == {"out_dtype"}
+    assert fake_peer.calls[0][1][3].stride(0) == 1, "column-major"
+    assert fake_peer.calls[1][1][3].stride(1) == 1, "row-major"
 
-        return make
 
-    def times(sets: Any, ours: Any, others: Any, **options: Any) -> Any:
-        assert entered == [stream]
-        return (sets, ours, others, options), "a note"
+def test_deepgemm_adds_to_its_output(fake_peer: Any) -> None:
+    form = quantize_rowwise(torch.randn(128, 256), BLOCKS_1X128)
+    out = torch.zeros(128, 128)
+    peers.deepgemm_add(form, form, out)()
+    peers.deepgemm_fprop(form, form, out)()
+    (_, operands, add), (_, _, fprop) = fake_peer.calls
+    assert [len(pair) for pair in operands[:2]] == [2, 2], "data and scale"
+    assert add["c"] is out
+    assert (add["recipe"], fprop["recipe"]) == ((1, 1, 128), (1, 128, 128))
+    assert "c" not in fprop
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(candidates, "times", times)
-    case = gemm.Case("fprop", 4096, 4096, 8192)  # 64 MiB are read: four sets rotate
-    made: Any = candidates.times_of(case, makers("set"), makers("ours"), makers("others"), 5)
-    options = {"repeats": 1, "rounds": 5, "stream": stream}
-    assert made == (([{"set": case}] * 4, {"ours": case}, {"others": case}, options), "a note")
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends believe that they are on an H200 with a recent CUDA."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    monkeypatch.setattr(devices, "gluon_is_off", lambda: None)
+    monkeypatch.setattr(choose_backend, "card", lambda device: devices.H200)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(GEMM_VARIABLE, raising=False)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", gemm.KINDS)
+def test_every_backend_that_takes_a_shape_is_measured(kind: str) -> None:
+    names = list(gemm.ours(gemm.Case(kind, 4096, 2048, 7168)))
+    assert names[0] == "blocktensor"
+    usable = set(choose_backend.usable_gemm_backends(torch.device("cuda", 0)))
+    assert set(names[1:]) <= usable - {"reference"}
+    assert {"gluon", "cublas", "triton"} <= set(names)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_backend_that_declines_is_not_measured() -> None:
+    names = gemm.ours(gemm.Case("fprop", 4098, 2048, 7168))
+    assert "cublas" not in names
+    assert "triton" in names
+
+
+@pytest.mark.usefixtures("hopper")
+def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fp32 product without the addition."""
+    asked = []
+
+    def fake(*args: Any) -> Any:
+        asked.append(args[-1])
+
+    kernels = choose_backend.GemmKernels(fake, fake)
+    monkeypatch.setattr(gemm, "loaded", lambda backend: kernels)
+    maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
+    form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
+    maker(gemm.Inputs(form.data, form.data, form, form, form.data, form))()
+    assert asked == [torch.float32]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_row_of_one_matrix_has_rates_and_ratios() -> None:
+    rates = {"blocktensor": 1100.04, "cublas": 1000.0, "tensorwise": 1200.0}
+    row = gemm._row(gemm.Case("fprop", 4096, 2048, 7168), rates, "why")
+    assert row["blocktensor"] == 1100.0
+    assert (row["vs_cublas"], row["of_limit"]) == (1.1, 0.917)
+    assert "vs_bf16" not in row
+    assert row["note"] == "why"
+
+
+def test_flops_and_problems() -> None:
+    case = gemm.Case("wgrad_add", 4096, 2048, 7168)
+    assert case.flops == 2 * 4096 * 2048 * 7168
+    assert case.out_dtype == torch.float32
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_weight_gradient_contracts_tokens() -> None:
+    fprop = gemm.Case("fprop", 4096, 2048, 7168).problem(False)
+    wgrad = gemm.Case("wgrad", 4096, 2048, 7168).problem(False)
+    assert (fprop.m, fprop.n, fprop.k, fprop.b_format) == (4096, 2048, 7168, BLOCKS_128X128)
+    assert (wgrad.m, wgrad.n, wgrad.k, wgrad.b_format) == (2048, 7168, 4096, BLOCKS_1X128)
+
+
+def test_rows_are_ratios_to_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measured(case: Any, rounds: int) -> dict[str, Any]:
+        asked.append((case.kind, rounds))
+        return {"blocktensor": 1100.0, "cublas": 1000.0, "vs_bf16": 1.5}
+
+    monkeypatch.setattr(toolchain.gemm, "measure_case", measured)
+    monkeypatch.setattr(toolchain.grouped, "measure_case", measured)
+    rows = list(toolchain.measure(rounds=2))
+    assert len(rows) == len(asked) == 17
+    over = {(row["peer"], row["over_peer"]) for row in rows}
+    assert over == {("cublas", 1.1), ("bf16", 1.5)}
+    assert {rounds for _, rounds in asked} == {2}
+    assert len(list(toolchain.measure(**toolchain.QUICK))) == 1

@@ -1,0 +1,299 @@
+"""Layers and models of the benchmarks, small enough for a CPU: their variants compute alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import block, experts, head, hf_llama, memory, microbatches, shards
+from benchmarks.llama import Shape, stack, step
+from benchmarks.timing import Call
+from blocktensor import BlockwiseFP8Weight, SmallKN, convert, share_inputs, to_blockwise_fp8_weights
+from tests.support.mlps import fused_in
+from tests.support.models import randn
+from tests.support.norms import fused_norms
+
+TINY = Shape(dim=64, hidden=160, heads=4, kv_heads=2)
+SHARD = Shape(dim=256, hidden=1024, heads=16, kv_heads=8)
+EXPERTS = experts.Shape(experts=3, tokens=40, dim=128, hidden=256)
+ROWS = EXPERTS.experts * EXPERTS.tokens
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversion leaves no small layer in bf16."""
+
+    def converted(model: nn.Module, *recipe: Any, **options: Any) -> Any:
+        return convert(model, *recipe, **{"auto_filter_small_kn": SmallKN(0, 0, 0), **options})
+
+    monkeypatch.setattr(block.bt, "convert", converted)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Kind(NamedTuple):
+    """A layer of a benchmark in several variants, and what they have in common."""
+
+    variants: tuple[str, ...]
+    make: Callable[[str], nn.Module]
+    call: Callable[[nn.Module, Tensor, Tensor], Call]
+    x: tuple[int, ...]
+    weights: int
+
+
+def same_base(make: Callable[[], nn.Module], variant: Callable[..., nn.Module]) -> Any:
+    def made(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return variant(name, make())
+
+    return made
+
+
+KINDS = {
+    "block": Kind(
+        block.VARIANTS,
+        same_base(lambda: stack(TINY, 2, "cpu"), block.variant),
+        lambda model, x, grad: step(model, model, x, grad),
+        (2, 8, TINY.dim),
+        14,
+    ),
+    "shards": Kind(
+        shards.VARIANTS,
+        same_base(lambda: shards.Shard(SHARD).to(torch.bfloat16), shards.variant),
+        lambda model, x, grad: step(model, model, x, grad),
+        (24, SHARD.dim),
+        7,
+    ),
+    "experts": Kind(
+        experts.VARIANTS,
+        lambda name: experts.variant(name, EXPERTS, "cpu"),
+        lambda model, x, grad: experts.step(model, x, grad, experts.ends(EXPERTS, "cpu")),
+        (ROWS, EXPERTS.dim),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_all_variants_compute_alike_and_cast_weights_once_a_step(kind: Kind) -> None:
+    x, grad = randn(*kind.x, grad=True), randn(*kind.x, seed=1)
+    gradients: dict[str, list[Tensor]] = {}
+    for name in kind.variants:
+        model = kind.make(name)
+        weights = [p for p in model.parameters() if isinstance(p, BlockwiseFP8Weight)]
+        assert len(weights) == (0 if name == "bf16" else kind.weights)
+        call = kind.call(model, x, grad)
+        call()
+        call()
+        casts = 4 if "cache_weight=False" in name else 2
+        assert all(weight.cache.casts == casts for weight in weights)
+        assert x.grad is not None
+        gradients[name] = [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+    fp8 = gradients.pop("fp8")
+    for name, found in gradients.items():
+        of_weights_alone = "128x128" in name or "high_precision" in name
+        for index, (a, b) in enumerate(zip(found, fp8, strict=True)):
+            if name == "bf16" or (of_weights_alone and b.ndim > 1 and index > 0):
+                assert 0 < (a - b).norm() < 0.15 * a.norm()
+            elif "store_fp8" in name:  # the last down has the same gradient
+                assert (a - b).norm() < 0.1 * a.norm()
+            else:
+                assert torch.equal(a, b), (name, index)
+
+
+def test_what_is_shared_and_fused() -> None:
+    for name in shards.VARIANTS:
+        assert len(fused_in(KINDS["shards"].make(name))) == ("fused" in name)
+    shapes = {tuple(p.shape) for p in shards.Shard(SHARD).parameters()}
+    assert shapes == {(32, 256), (16, 256), (256, 32), (128, 256), (256, 128)}
+    kind = KINDS["experts"]
+    layer = kind.make("fp8, inputs shared")
+    call = kind.call(layer, randn(*kind.x, grad=True), randn(*kind.x, seed=1))
+    call()
+    call()
+    (hooked,) = share_inputs(layer).groups
+    assert (hooked.casts, hooked.saved) == (4, 2), "of two inputs in two steps"
+    assert experts.ends(EXPERTS, "cpu")[-1] == ROWS
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_block_compiles_in_one_graph() -> None:
+    model: nn.Module = block.variant("fp8", stack(TINY, 1, "cpu"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
+    got = []
+    for run in (model, compiled):
+        step(model, run, x, grad)()
+        got.append([x.grad, *[p.grad for p in model.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+def test_policies_of_the_microbatches_compute_alike_and_cast_as_they_say() -> None:
+    torch.manual_seed(0)
+    base = stack(TINY, 1, "cpu")
+    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
+    casts, results = {}, []
+    for policy in microbatches.POLICIES:
+        model = microbatches.variant(policy, base)
+        call = step(model, model, x, grad, microbatches=4)
+        call()
+        first = model[0].q.weight.cache.casts
+        call()
+        casts[policy] = model[0].q.weight.cache.casts - first
+        results.append([p.grad for p in model.parameters()])
+    assert casts == {"backward": 4, "step": 1, False: 8}
+    for grads in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
+
+
+@pytest.mark.parametrize("name", experts.VARIANTS)
+def test_the_step_whose_peak_is_measured_makes_its_input(name: str) -> None:
+    layer = experts.variant(name, EXPERTS, "cpu")
+    row = randn(1, EXPERTS.dim, grad=True)
+    offs = experts.ends(EXPERTS, "cpu")
+    experts.step_of_model(layer, ROWS, row, offs)()
+    assert row.grad is not None
+    assert all(w.grad is not None and w.grad.any() for w in layer.parameters())
+    x = row.detach().expand(ROWS, -1).contiguous().requires_grad_()
+    experts.step(layer, x, torch.ones_like(x), offs)()
+    assert x.grad is not None
+    torch.testing.assert_close(row.grad, x.grad.float().sum(0, True).bfloat16(), rtol=2**-6, atol=1)
+
+
+def test_a_row_says_what_bounds_the_layer() -> None:
+    ms, peaks = {"bf16": 3.0, "fp8": 2.0}, {"bf16": 2**22, "fp8": 3 * 2**20}
+    saved, layer = {"bf16": 2**21, "fp8": 2**20}, experts.LAYERS[0]
+    row = experts.layer_row("fp8", layer, ms, peaks, saved, {"gemms": 1500.04, "copies": 0.0})
+    assert row == {
+        **{"what": "layer", "experts": 8, "tokens": 8192, "dim": 7168, "hidden": 2048},
+        **{"variant": "fp8", "ms": 2.0, "speedup": 1.5, "peak_mib": 3.0, "peak_of_bf16": 0.75},
+        **{"saved_mib": 1.0, "saved_of_bf16": 0.5, "gemms_us": 1500.0, "copies_us": 0.0},
+    }
+    ms, peaks = ({f"{name}/eager": x for name, x in of.items()} for of in (ms, peaks))
+    model = experts.model_row("fp8", experts.MODELS[0], ms, peaks)
+    assert (model["tokens"], model["speedup"], model["peak_of_bf16"]) == (16384, 1.5, 0.75)
+
+
+def test_absent_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = {"transformers": "ModuleNotFoundError: none"}
+    monkeypatch.setattr(hf_llama, "absent", lambda: reason)
+    assert experts.facts() == hf_llama.facts() == {"absent": reason}
+    assert list(experts.measure(layers=(), small=())) == list(hf_llama.measure()) == []
+
+
+def test_variants_of_a_head_compute_one_loss() -> None:
+    x, target = randn(140, 256), torch.arange(140) % 300
+    losses = {}
+    for name, (is_fp8, loss) in head.variants().items():
+        if "compiled" in name:
+            continue
+        module = nn.Linear(256, 300, bias=False, dtype=torch.bfloat16)
+        torch.nn.init.normal_(module.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+        if is_fp8:
+            to_blockwise_fp8_weights(module)
+        assert isinstance(module.weight, BlockwiseFP8Weight) == is_fp8
+        losses[name] = loss(x, module, target).item()
+    assert losses["fp8"] == losses["fp8, in chunks"] != losses["bf16"]
+
+
+QWEN3 = experts.Qwen3(
+    128, 4, 128, layers=1, top_k=2, vocab=64, batch=2, time=16, filter_small=False
+)
+LLAMA = hf_llama.Shape(128, 192, heads=2, kv_heads=1, layers=2, vocab=64, batch=2, time=16)
+TRANSFORMERS = [
+    *[("qwen3", name) for name in experts.MODEL_VARIANTS],
+    *[("llama", name) for name in hf_llama.VARIANTS],
+]
+
+
+@pytest.mark.parametrize(("family", "name"), TRANSFORMERS)
+def test_models_of_transformers_train(family: str, name: str) -> None:
+    pytest.importorskip("transformers")
+    made = {
+        "qwen3": partial(experts.make_qwen3, shape=QWEN3),
+        "llama": partial(hf_llama.make_model, shape=LLAMA),
+    }
+    model: Any = made[family](name, device="cpu")
+    assert isinstance(model.lm_head.weight, BlockwiseFP8Weight) == ("head" in name)
+    if family == "llama":
+        assert len(fused_in(model)) == (2 if "fused" in name else 0)
+        assert len(fused_norms(model)) == (4 if "fused" in name else 0)
+    else:
+        stacks = [p for p in model.parameters() if p.ndim == 3]
+        assert [isinstance(p, BlockwiseFP8Weight) for p in stacks] == [name != "bf16"] * 2
+    before = [p.detach().clone() for p in model.parameters()]
+    hf_llama.step(model, hf_llama.adamw(model), torch.arange(32).view(2, 16))()
+    # of bf16, some weights round to what they were
+    moved = [(p != old).any().item() for p, old in zip(model.parameters(), before, strict=True)]
+    assert sum(moved) > len(moved) // 2
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fused_llamas_compute_the_loss_of_fp8() -> None:
+    pytest.importorskip("transformers")
+    tokens, losses = torch.arange(32).view(2, 16), []
+    for name in hf_llama.VARIANTS[:4]:
+        model = hf_llama.make_model(name, LLAMA, "cpu")
+        hf_llama.step(model, hf_llama.adamw(model), tokens)()
+        losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+    bf16, *fp8 = losses
+    assert bf16 != fp8[0]
+    assert fp8 == [fp8[0]] * 3
+
+
+MEMORY = Shape(dim=256, hidden=640, heads=4, kv_heads=2)
+TOKENS = 2 * 96
+
+
+def saved(policy: str, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> int:
+    torch.manual_seed(0)
+    model = stack(MEMORY, 1, "cpu")
+    memory.POLICIES[policy](model)
+    return memory.saved_bytes(model, wrap(model), randn(2, TOKENS // 2, MEMORY.dim, grad=True))
+
+
+def test_what_eager_saves_by_policy() -> None:
+    got = {policy: saved(policy, lambda model: model) for policy in memory.POLICIES}
+    assert got["fp8"] == got["fp8, columnwise kept"]
+    assert got["fp8, inputs shared"] == got["fp8, inputs shared, cache_weight=False"]
+    # in bf16 q, k, v share what they save, and gate and up; the input of o is saved by attention
+    dim, hidden = TOKENS * MEMORY.dim, TOKENS * MEMORY.hidden
+    form = 1 + 4 * 2 / TOKENS  # bytes an element: two blocks of tokens
+    inputs = 2 * dim + hidden
+    assert got["fp8, inputs shared"] - got["bf16"] == (inputs + dim) * form - 2 * inputs
+    assert got["fp8"] - got["fp8, inputs shared"] == 3 * dim * form
+    # without weight gradients no linear saves its input
+    assert got["fp8, frozen"] == got["fp8, frozen, columnwise kept"] == got["bf16, frozen"]
+    assert got["bf16, frozen"] <= got["bf16"] - 2 * inputs
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_compiled_saves_no_fp8_weight() -> None:
+    types: set[tuple[torch.dtype, torch.Size]] = set()
+
+    def wrap(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        run = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+        shapes = {p.shape for p in model.parameters() if isinstance(p, BlockwiseFP8Weight)}
+
+        def recording(x: Tensor) -> Tensor:
+            y: Tensor = run(x)
+            types.update((t.dtype, t.shape) for t in y.grad_fn.saved_tensors)
+            shapes_t = {torch.Size(reversed(shape)) for shape in shapes}
+            assert not types & {(torch.float8_e4m3fn, s) for s in shapes | shapes_t}
+            return y
+
+        return recording
+
+    assert saved("fp8", wrap) > 0
+    assert (torch.float8_e4m3fn, torch.Size([MEMORY.hidden, TOKENS])) in types
