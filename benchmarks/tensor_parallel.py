@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import blocktensor as bt
 import blocktensor.distributed as our_styles
-from llama import Shape, rope_tables
+from common.llama import Shape, rope_tables
 from tp_llama import Block
 
 from .llama import step

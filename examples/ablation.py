@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blocktensor
-from gpt import GPT
+from common.gpt import GPT
+from common.options import Options, parse_options
+from common.text import Corpus, load_corpus
+from common.training import Run, heldout_loss, train
 from long_run import move
-from options import Options, parse_options
-from text import Corpus, load_corpus
-from training import Run, heldout_loss, train
 
 PRODUCTS: dict[str, tuple[str, ...]] = {
     "fprop alone": ("fprop",),

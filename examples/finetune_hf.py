@@ -43,7 +43,7 @@ try:
 
     from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
     from blocktensor.integrations.transformers import BlockwiseFP8Config
-    from text import load_corpus
+    from common.text import load_corpus
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor", "transformers", "peft", "accelerate"):

@@ -29,12 +29,11 @@ try:
     from rich.table import Table
 
     import blocktensor
-    import fsdp2_checkpoint as checkpoints
-    from clock import Clock, Trace
-    from fsdp2_options import CACHE_WEIGHT, parse
-    from llama import Llama, Shape, initialise, seed_of
-    from text import load_corpus, random_batches
-    from writing import replacing, versions, without_nan
+    from common import fsdp2_checkpoint as checkpoints
+    from common.fsdp2_options import CACHE_WEIGHT, parse
+    from common.llama import Llama, Shape, initialise, seed_of
+    from common.runs import Clock, Trace, replacing, versions, without_nan
+    from common.text import load_corpus, random_batches
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blocktensor
-from gpt import GPT, ModelConfig
+from common.gpt import GPT, ModelConfig
 from kernel_text import Tokens, load
 
 VARIANTS: dict[str, dict[str, Any] | None] = {

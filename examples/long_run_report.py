@@ -18,8 +18,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ablation import Outcome, table
+from common.records import smooth
 from kernel_text import PACKAGE
-from plot import smooth
 
 Result = dict[str, Any]
 SMOOTHED = 100

@@ -29,8 +29,8 @@ try:
     from rich.table import Table
 
     import blocktensor
-    from gpt import GPT, ModelConfig
-    from text import load_corpus, random_batches
+    from common.gpt import GPT, ModelConfig
+    from common.text import load_corpus, random_batches
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):

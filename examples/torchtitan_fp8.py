@@ -22,7 +22,7 @@ try:
     from rich.table import Table
 
     from blocktensor.integrations.torchtitan import with_blockwise_fp8
-    from text import load_corpus
+    from common.text import load_corpus
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor", "torchtitan"):

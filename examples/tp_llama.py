@@ -33,8 +33,8 @@ try:
 
     import blocktensor
     from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+    from common.llama import MLP, SHAPES, Shape, rope_tables, rotate, seed_of
     from fsdp2_llama import ranks
-    from llama import MLP, SHAPES, Shape, rope_tables, rotate, seed_of
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):

@@ -26,10 +26,10 @@ try:
     )
     from rich.table import Table
 
-    from options import Options, parse_options
-    from records import Comparison, ignoring_interrupts
-    from text import Corpus, load_corpus
-    from training import PRECISIONS, Run, perform, tail
+    from common.options import Options, parse_options
+    from common.records import Comparison, ignoring_interrupts
+    from common.text import Corpus, load_corpus
+    from common.training import PRECISIONS, Run, perform, tail
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "matplotlib", "blocktensor"):

@@ -28,5 +28,5 @@ def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
     for skipped in ("site-packages", "package0/test"):
         (root / skipped).mkdir(parents=True)
         (root / skipped / "skipped.py").write_text("raise AssertionError\n")
-    monkeypatch.setattr(load("text").sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(load("common.text").sysconfig, "get_path", lambda name: str(root))
     return root

@@ -21,7 +21,7 @@ TINY = [
 
 
 def test_model_is_causal(load: Load) -> None:
-    gpt = load("gpt")
+    gpt = load("common.gpt")
     torch.manual_seed(0)
     model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
     tokens = torch.randint(256, (3, 12))
@@ -33,7 +33,7 @@ def test_model_is_causal(load: Load) -> None:
 
 
 def test_model_tells_positions_apart(load: Load) -> None:
-    gpt = load("gpt")
+    gpt = load("common.gpt")
     torch.manual_seed(0)
     model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
     tokens = torch.randint(256, (1, 12))
@@ -42,13 +42,13 @@ def test_model_tells_positions_apart(load: Load) -> None:
 
 
 def test_count_parameters(load: Load) -> None:
-    gpt = load("gpt")
+    gpt = load("common.gpt")
     config = gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12)
     assert gpt.GPT.count_parameters(config) == sum(p.numel() for p in gpt.GPT(config).parameters())
 
 
 def test_generate_continues_the_prompt_past_the_context(load: Load) -> None:
-    gpt = load("gpt")
+    gpt = load("common.gpt")
     torch.manual_seed(0)
     model = gpt.GPT(gpt.ModelConfig(dim=24, layers=1, heads=2, seq=8))
     first, second = gpt.generate(model, b"def ", length=12, samples=2, seed=3)
@@ -59,7 +59,7 @@ def test_generate_continues_the_prompt_past_the_context(load: Load) -> None:
 
 
 def test_corpus_split_is_deterministic_and_disjoint(stdlib: Path, load: Load) -> None:
-    text = load("text")
+    text = load("common.text")
     corpus, again = text.load_corpus(), text.load_corpus()
     assert corpus.digest == again.digest
     assert torch.equal(corpus.train, again.train)
@@ -81,13 +81,13 @@ def test_corpus_split_is_deterministic_and_disjoint(stdlib: Path, load: Load) ->
 
 
 def test_corpus_of_this_machine(load: Load) -> None:
-    corpus = load("text").load_corpus()
+    corpus = load("common.text").load_corpus()
     assert not set(corpus.train_files) & set(corpus.heldout_files)
     assert corpus.heldout.numel() < corpus.train.numel()
 
 
 def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
-    text = load("text")
+    text = load("common.text")
     stream = text.load_corpus().train
 
     def take(seed: int) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
 
 def test_even_batches_reach_both_ends(load: Load) -> None:
     stream = torch.arange(100, dtype=torch.uint8)
-    batches = list(load("text").even_batches(stream, batch=2, seq=8, count=3))
+    batches = list(load("common.text").even_batches(stream, batch=2, seq=8, count=3))
     assert len(batches) == 3
     assert batches[0][0][0, 0] == 0
     assert batches[-1][1][-1, -1] == 99
@@ -210,7 +210,7 @@ def interrupt_after(
     error: BaseException | None = None,
 ) -> None:
     """Let that many steps succeed; the next one is hit by Ctrl-C, or by ``error``."""
-    training = load("training")
+    training = load("common.training")
     real, left = training.train_step, iter(range(completed))
 
     def train_step(*args: object) -> torch.Tensor:
@@ -271,11 +271,11 @@ def test_help_shows_presets_and_examples(load: Load, capsys: pytest.CaptureFixtu
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "--seeds 5" in shown
-    assert str(load("options").PRESETS["cpu"]) in shown
+    assert str(load("common.options").PRESETS["cpu"]) in shown
 
 
 def test_flags_override_the_preset(load: Load) -> None:
-    options = load("options")
+    options = load("common.options")
     parsed = options.parse_options(["--preset", "gpu", "--device", "cpu", "--layers", "2"])
     assert parsed.model.layers == 2
     assert parsed.model.dim == options.PRESETS["gpu"].dim
@@ -283,7 +283,7 @@ def test_flags_override_the_preset(load: Load) -> None:
 
 
 def test_smooth_is_a_centred_mean(load: Load) -> None:
-    smooth = load("plot").smooth
+    smooth = load("common.records").smooth
     assert smooth([5.0, 5.0, 5.0], 30) == [5.0, 5.0, 5.0]
     assert smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
 

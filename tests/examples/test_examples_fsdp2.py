@@ -38,7 +38,7 @@ def run(example: ModuleType, out: Path, *flags: str, steps: int = STEPS) -> Any:
 
 def weights(example: ModuleType) -> dict[str, str]:
     """Digests of the whole initial weights."""
-    llama: Any = sys.modules["llama"]
+    llama: Any = sys.modules["common.llama"]
     llama.INIT_ELEMENTS = 30 * 128  # runs that begin and end within ranks
     options, shape = example.parse([*TINY, "--precision", "fp8", "--vocab", "51"])
     with example.ranks("cpu") as device:
@@ -298,7 +298,7 @@ def test_no_flag_is_the_beginning_of_one_of_torchruns(example: ModuleType) -> No
     from torch.distributed.run import get_args_parser
 
     theirs = [name for action in get_args_parser()._actions for name in action.option_strings]
-    for action in sys.modules["fsdp2_options"].build_parser()._actions:
+    for action in sys.modules["common.fsdp2_options"].build_parser()._actions:
         for name in action.option_strings:
             if name not in ("-h", "--help"):
                 assert not [other for other in theirs if other.startswith(name)], name

@@ -15,7 +15,7 @@ from tests.support.scripts import Load
 
 
 def test_a_block_is_fused_to_the_same_bits(load: Load) -> None:
-    llama = load("llama")
+    llama = load("common.llama")
     shape = llama.SHAPES["tiny"]
     model: nn.Module = llama.Block(shape).bfloat16()
     convert(model, auto_filter_small_kn=False)

@@ -21,7 +21,7 @@ TINY = [
 
 
 def small(load: Load) -> torch.nn.Module:
-    gpt = load("gpt")
+    gpt = load("common.gpt")
     torch.manual_seed(0)
     config = gpt.ModelConfig(dim=32, layers=1, heads=2, seq=16, experts=4)
     model: torch.nn.Module = gpt.GPT(config)

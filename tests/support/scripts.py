@@ -22,5 +22,7 @@ def examples() -> Iterator[Load]:
         yield importlib.import_module
     finally:
         sys.path.remove(str(EXAMPLES))
-        for name in {path.stem for path in EXAMPLES.glob("*.py")} - before:
-            sys.modules.pop(name, None)
+        theirs = {"common", *(path.stem for path in EXAMPLES.glob("*.py"))}
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in theirs:
+                del sys.modules[name]

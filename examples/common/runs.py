@@ -1,10 +1,14 @@
-"""How long training steps take, and a trace of the last of them."""
+"""What examples need to measure a run and to write it down: clock, trace, versions, whole files."""
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +77,37 @@ class Trace:
         if dist.get_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.profile.export_chrome_trace(str(self.path))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the result may depend on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "blocktensor", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def without_nan(value: Any) -> Any:
+    """``value`` with every nan and infinity as None, since JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes ``path`` in one step, or vanishes if the block fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from clock import Trace
-from llama import SHAPES, Shape
+from common.llama import SHAPES, Shape
+from common.runs import Trace
 
 DESCRIPTION = """\
 Train a Llama-shaped decoder under FSDP2 (fully_shard), in bf16 or in blockwise FP8, where sharded

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blocktensor
-from gpt import GPT, generate
-from options import Options
-from text import Corpus, even_batches, random_batches
+from common.gpt import GPT, generate
+from common.options import Options
+from common.text import Corpus, even_batches, random_batches
 
 PRECISIONS = ("bf16", "fp8")
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from gpt import ModelConfig
+from common.gpt import ModelConfig
 
 DESCRIPTION = """\
 Train the same small GPT twice, from the same seed and on the same data: once in bf16, once in
