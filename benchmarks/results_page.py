@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,12 @@ class Page:
     Attributes:
         path: of the file.
         sections: by the name of their result, in the order of the page.
+        cards: whose results the page shows.
     """
 
     path: Path
     sections: dict[str, Section]
+    cards: Sequence[str] = results.CARDS
 
     def render(self, folder: Path = results.FOLDER) -> str:
         """The generated part, marks included. A result that is not on disk has no section.
@@ -45,7 +47,7 @@ class Page:
         """
         parts = []
         for name, section in self.sections.items():
-            for card in results.CARDS:
+            for card in self.cards:
                 content = results.load(name, results.of_card(card, folder))
                 if content is not None:
                     lines = section(content, self.path)
@@ -99,5 +101,6 @@ README = Page(
         "experts": page_models.experts_in_brief,
         "fsdp2": page_models.fsdp2_in_brief,
     },
+    cards=results.CARDS[:1],
 )
 PAGES = (README, RESULTS)

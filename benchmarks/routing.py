@@ -15,7 +15,7 @@ import blocktensor as bt
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Of a permutation."""
+    """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 

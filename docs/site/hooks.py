@@ -19,11 +19,13 @@ ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)")
 
 
 def outside() -> dict[str, tuple[str, str]]:
-    """The page of each file outside of docs/, by its path in the repository, and its text."""
-    pages = {
-        f"{name}.md": (f"{name.lower()}.md", (ROOT / f"{name}.md").read_text("utf-8"))
-        for name in ("CONTRIBUTING", "CHANGELOG")
+    """Return page and text of each file outside of docs/, by its path in the repository."""
+    files = {
+        "CONTRIBUTING.md": "contributing.md",
+        "CHANGELOG.md": "changelog.md",
+        "examples/README.md": "examples/index.md",
     }
+    pages = {name: (page, (ROOT / name).read_text("utf-8")) for name, page in files.items()}
     for path in sorted((ROOT / "examples").glob("*.py")):
         name = f"examples/{path.name}"
         text = f"# {path.name}\n\n````python\n{path.read_text('utf-8')}````\n"
