@@ -300,12 +300,12 @@ def shards(content: Content, page: Path) -> list[str]:
     """Linears of one tensor parallel rank."""
     rows = [(r["model"], r["variant"], *speeds(r)) for r in content["rows"]]
     return section(
-        f"**Linears of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} tokens, "
-        f"forward + backward without collectives:",
+        f"**Linear layers of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} "
+        f"tokens, forward + backward without collectives:",
         ("", "", *SPEEDS),
         rows,
         content,
-        "; the small linears of 8B are limited by host time",
+        "; host time limits the small linear layers of 8B",
     )
 
 
@@ -321,10 +321,18 @@ def tensor_parallel(content: Content, page: Path) -> list[str]:
         )
         for r in content["rows"]
     ]
-    header = ("", "ms", "over bf16", "gathers, us", "beside", "reduce-scatters, us", "beside")
+    header = (
+        "",
+        "ms",
+        "over bf16",
+        "gathers, us",
+        "overlapped",
+        "reduce-scatters, us",
+        "overlapped",
+    )
     return section(
         f"**A Llama-70B block over {content['rows'][0]['ranks']} GPUs**, tensor and sequence "
-        f"parallel, forward + backward; beside: while another kernel ran:",
+        f"parallel, forward + backward; overlapped: while another kernel ran:",
         header,
         rows,
         content,

@@ -47,7 +47,7 @@ def linear(content: Content, page: Path) -> list[str]:
         rows,
         content,
         ". In eager mode host time limits small layers; CUDA graphs have none.",
-        more=image("linear_speedup.png", "speed-up of linears", page),
+        more=image("linear_speedup.png", "speed-up of linear layers", page),
     )
 
 
@@ -119,8 +119,8 @@ def grouped(content: Content, page: Path) -> list[str]:
     if casts:
         remarks.append(f"casts of any groups {_mean(casts, 'dense')} dense")
     return section(
-        "**Products of experts**, in groups of uneven sizes, beside bf16 `torch._grouped_mm` and "
-        "our GEMM of one matrix and all tokens (dense):",
+        "**Matmuls of experts**, in groups of uneven sizes, compared with bf16 `torch._grouped_mm` "
+        "and our GEMM of one matrix and all tokens (dense):",
         header,
         [*body, means],
         content,

@@ -84,7 +84,7 @@ def test_plots_are_linked_once_they_are_drawn(
     assert "![" not in copy.render(tmp_path)
     plots.FOLDER.mkdir(parents=True)
     (plots.FOLDER / "linear_speedup.png").touch()
-    link = f"![speed-up of linears]({folder}/linear_speedup.png)"
+    link = f"![speed-up of linear layers]({folder}/linear_speedup.png)"
     assert link in copy.render(tmp_path).splitlines()
 
 
