@@ -58,7 +58,7 @@ def ops(x: Tensor) -> list[Op]:
 
 
 def facts() -> dict[str, Any]:
-    """What the results say beside their rows."""
+    """Return facts to record with the rows."""
     return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}
 
 

@@ -43,11 +43,11 @@ class Bar:
 
     @property
     def limit(self) -> str:
-        """How the limit reads."""
+        """Return the limit as text."""
         return f"≥ {self.at_least}" if self.at_least is not None else f"≤ {self.at_most}"
 
     def met_by(self, measured: float) -> bool:
-        """Whether this number holds the bar."""
+        """Return True if this number holds the bar."""
         if self.at_least is not None:
             return measured >= self.at_least
         assert self.at_most is not None
@@ -56,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the results say of a bar; ``holds`` is None for an optional bar not measured."""
+    """The result of a bar; ``holds`` is None for an optional bar that was not measured."""
 
     bar: Bar
     measured: float | None
@@ -119,5 +119,5 @@ def table(found: Sequence[Verdict]) -> Any:
 
 
 def passed(found: Sequence[Verdict]) -> bool:
-    """Whether no bar fails."""
+    """Return True if no bar fails."""
     return all(verdict.holds is not False for verdict in found)

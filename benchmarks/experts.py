@@ -150,7 +150,7 @@ def step(experts: nn.Module, x: Tensor, grad: Tensor, offs: Tensor) -> Call:
 
 
 def step_of_model(experts: nn.Module, rows: int, seed_row: Tensor, offs: Tensor) -> Call:
-    """The same with x and the gradient of the output made inside of it, as in a model.
+    """Return a forward and backward that makes x and the gradient of the output, as a model does.
 
     They are freed as soon as the layer does not need them; a peak measured with an input that the
     caller holds would not show what is saved of it. Of times, this step is no measure.
@@ -301,7 +301,7 @@ def model_row(
 
 
 def facts() -> dict[str, Any]:
-    """What the results say beside their rows."""
+    """Return facts to record with the rows."""
     return {"absent": hf_llama.absent()}
 
 

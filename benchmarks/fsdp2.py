@@ -106,7 +106,7 @@ def measure(
 
 
 def _written(run: Run) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the example writes down, and milliseconds of its traced step by part."""
+    """Run the example; return its result, and milliseconds of its traced step by part."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         is_traced = run.microbatches == 1 and not run.is_dry

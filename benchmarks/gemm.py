@@ -55,7 +55,7 @@ class Case:
 
     @property
     def adds(self) -> bool:
-        """Whether the product is added to fp32."""
+        """True if the result is added to fp32."""
         return self.kind.endswith("_add")
 
     @property
@@ -68,7 +68,7 @@ class Case:
         return torch.float32 if self.adds else torch.bfloat16
 
     def problem(self, accumulate: bool) -> GemmProblem:
-        """What the choice of backend sees."""
+        """Return the problem that the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
         tokens = columnwise_width(self.m, self.b_format)
         sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, tokens)
@@ -188,7 +188,7 @@ def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """What the results say beside their rows."""
+    """Return facts to record with the rows."""
     return {"absent": peers.absent(), "unit": "TFLOP/s"}
 
 

@@ -68,12 +68,12 @@ class Case:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is a cast."""
+        """True for a cast."""
         return self.kind.endswith("cast")
 
     @property
     def adds(self) -> bool:
-        """Whether the product is added to fp32."""
+        """True if the result is added to fp32."""
         return self.kind.endswith("_add")
 
     @property
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def unit(self) -> str:
-        """Of the rates."""
+        """The unit of the rates."""
         return "GB/s" if self.is_cast else "TFLOP/s"
 
     @property
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """That take as long as the work."""
+        """The flops that take as long as the work."""
         return self.work * (_FLOPS_A_BYTE if self.is_cast else 1)
 
     @property
@@ -110,7 +110,7 @@ class Case:
         return torch.float32 if self.adds else torch.bfloat16
 
     def problem(self, device: torch.device) -> GroupedProblem:
-        """What the choice of backend sees."""
+        """Return the problem that the choice of backend sees."""
         is_fprop = self.kind == "fprop"
         return GroupedProblem(
             "gemm" if is_fprop else "wgrad",
@@ -237,7 +237,7 @@ def row(case: Case, ms: dict[str, float], note: str, device: torch.device) -> di
 
 
 def facts() -> dict[str, Any]:
-    """What the results say beside their rows."""
+    """Return facts to record with the rows."""
     return {"absent": {k: v for k, v in peers.absent().items() if k == "deepgemm"}}
 
 

@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, nn.Linear, Tensor], Tensor]
 
 
 def all_logits(x: Tensor, head: nn.Linear, target: Tensor) -> Tensor:
-    """As most models write it."""
+    """Compute the loss as most models do."""
     return F.cross_entropy(head(x).float(), target)
 
 
@@ -35,7 +35,7 @@ def in_chunks(x: Tensor, head: nn.Linear, target: Tensor) -> Tensor:
 
 
 def variants() -> dict[str, tuple[bool, Loss]]:
-    """Whether the head is FP8, and its loss, by name."""
+    """Return by name if the head is FP8, and its loss."""
     return {
         "bf16": (False, all_logits),
         "bf16, compiled": (False, torch.compile(all_logits, fullgraph=True)),

@@ -46,12 +46,12 @@ QUICK: dict[str, Any] = {"shape": Shape(layers=1, batch=1), "rounds": 2}
 
 
 def facts() -> dict[str, Any]:
-    """Why nothing was measured, if so."""
+    """Return the reason why nothing was measured, if there is one."""
     return {"absent": absent()}
 
 
 def absent() -> dict[str, str]:
-    """Why the model cannot be made here; empty if it can."""
+    """Return why the model cannot be made here; empty if it can."""
     try:
         importlib.import_module("transformers")
     except ImportError as error:

@@ -43,7 +43,7 @@ def host_us(call: Call, calls: int = CALLS) -> float:
 
 
 def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
-    """What is timed: the op, the backend or dtype it runs in, and a call of it."""
+    """Yield what is timed: an op, its backend or dtype, and a call of it."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     a, b = casts.quantize_rowwise(x, BLOCKS_1X128), casts.quantize_rowwise(w, BLOCKS_128X128)

@@ -46,7 +46,7 @@ def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
 
 
 def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
-    """The same linear in bf16 and in FP8.
+    """Return the same linear layer in bf16 and in FP8.
 
     With ``peer`` also in FP8 with ``wgrad_input="128x128"``, and in torchao's FP8, if it is here.
     """
@@ -84,7 +84,7 @@ def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
 
 
 def facts() -> dict[str, Any]:
-    """What the results say beside their rows."""
+    """Return facts to record with the rows."""
     return {"absent": {k: v for k, v in peers.absent().items() if k == "torchao"}}
 
 

@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Of every head."""
+        """The features of a head."""
         return self.dim // self.heads
 
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 def stack(shape: Shape, layers: int, device: torch.device | str) -> nn.Sequential:
-    """``layers`` blocks in bf16, initialised alike for one state of the generator."""
+    """``layers`` blocks in bf16, with equal values for one state of the generator."""
     with torch.device(device):
         return nn.Sequential(*(Block(shape) for _ in range(layers))).to(torch.bfloat16)
 

@@ -67,7 +67,7 @@ POLICIES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def saved_bytes(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes that one forward saves for its backward, each piece of memory once, weights apart."""
+    """Bytes that one forward saves for its backward, each piece of memory once, without weights."""
     sizes: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _memory_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def peak(step: Call) -> int:
-    """Bytes allocated at most in a step, once steps are all alike."""
+    """Bytes allocated at most in a step, after the first steps."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()

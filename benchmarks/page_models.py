@@ -85,7 +85,7 @@ def layer(content: Content, page: Path) -> list[str]:
 
 
 def microbatches(content: Content, page: Path) -> list[str]:
-    """What a cast in every forward costs."""
+    """The cost of a cast in every forward."""
     rows = [
         (f"`{r['cache_weight']}`", r["step_ms"], f"{r['over_step']:.3f}x") for r in content["rows"]
     ]

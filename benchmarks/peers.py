@@ -45,7 +45,7 @@ def absent() -> dict[str, str]:
 
 
 def present(name: str) -> bool:
-    """Whether the peer can be imported."""
+    """Return True if the peer can be imported."""
     return not isinstance(_load(name), str)
 
 

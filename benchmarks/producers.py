@@ -101,7 +101,7 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
 
 
 def measure(shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
-    """One row an op, columnwise format and shape: the share of a plain copy, the time apart."""
+    """One row an op, columnwise format and shape: its share of a plain copy, separate ops' time."""
     copy = copy_bandwidth()
     for m, k in shapes:
         sources = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

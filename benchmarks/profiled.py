@@ -67,20 +67,22 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel of this name does: one of :data:`KINDS`, or :data:`OTHER`."""
+    """Return the kind of a kernel of this name: one of :data:`KINDS`, or :data:`OTHER`."""
     name = kernel.lower()
     if name.startswith("void at::native"):  # sums and copies, whatever their template arguments
         return OTHER
-    found = (kind for kind, parts in KINDS.items() if any(part in name for part in parts))
-    return next(found, OTHER)
+    return _first(KINDS, name) or OTHER
+
+
+def _first(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
+    """Return the first key of which a word is part of the name."""
+    return next((key for key, words in table.items() if any(word in name for word in words)), None)
 
 
 def part_of(kernel: str) -> str:
-    """What a kernel of this name belongs to: a kind of :data:`KINDS`, of :data:`PARTS`, or rest."""
-    name = kernel.lower()
-    for part, words in PARTS.items():
-        if any(word in name for word in words):
-            return part
+    """Return the part of a layer for a kernel: of :data:`KINDS`, of :data:`PARTS`, or rest."""
+    if part := _first(PARTS, kernel.lower()):
+        return part
     kind = kind_of(kernel)
     return REST if kind in (OTHER, "copies") else kind
 
@@ -141,7 +143,7 @@ def busy(call: Call, repeats: int = 5, warm_s: float = 0.5) -> Busy:
 
 
 def _wall_and_idle(spans: list[tuple[float, float]], repeats: int) -> tuple[float, float]:
-    """Of one call; ``spans`` of all calls, sorted. The last call ends with its last kernel."""
+    """Return both for one call, from the sorted spans of all calls."""
     if not spans:
         return 0.0, 0.0
     begin = last = spans[0][0]
@@ -171,7 +173,7 @@ def overlap(call: Call, words: str, repeats: int = 3) -> tuple[float, float]:
 
 
 def covered(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
-    """How much of ``span`` lies in at least one of ``others``, which are sorted by their start."""
+    """Return the part of ``span`` that ``others``, sorted by their start, cover."""
     last, end = span
     found = 0.0
     for other_start, other_end in others:
@@ -193,10 +195,8 @@ class Kernel:
 
 def part_in_step(kernel: str) -> str:
     """The part of :data:`SHOWN` that a kernel of this name belongs to."""
-    name = kernel.lower()
-    for part, words in STEP_PARTS.items():
-        if any(word in name for word in words):
-            return part
+    if found := _first(STEP_PARTS, kernel.lower()):
+        return found
     part = part_of(kernel)
     return "casts" if part in CASTS else part
 

@@ -1,4 +1,4 @@
-"""Benchmarks whose worker runs on several GPUs: started by torchrun, timed alike on every rank."""
+"""Benchmarks whose worker runs on several GPUs: torchrun starts it, every rank is timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OnRanks:
     QUICK: dict[str, Any]
     """The arguments of a smoke run."""
     GPUS: int = 2
-    """How many it needs."""
+    """The GPUs that it needs."""
 
     def measure(self, gpus: int | None = None, flags: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the rows that rank 0 writes. ``gpus``: ranks; default: all GPUs."""

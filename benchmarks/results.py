@@ -42,7 +42,7 @@ def here() -> Path:
 
 
 def command(name: str) -> str:
-    """What makes ``name.json``."""
+    """Return the command that makes ``name.json``."""
     return f"python -m benchmarks {name}"
 
 

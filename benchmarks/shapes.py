@@ -95,12 +95,12 @@ SMALL: Shape = (4096, 2048, 2048)
 
 
 def label(m: int, n: int, k: int) -> str:
-    """How tables and plots name a linear: tokens x (out x in)."""
+    """Return the name of a linear layer in tables and plots: tokens x (out x in)."""
     return f"{m} x ({n} x {k})"
 
 
 def label_of_experts(experts: int, tokens: int, n: int, k: int) -> str:
-    """How tables and plots name experts."""
+    """Return the name of experts in tables and plots."""
     return f"{experts}: {label(tokens, n, k)}"
 
 

@@ -98,7 +98,7 @@ def graphed(*calls: Call, repeats: int = 1) -> Call:
 
 
 def graph_repeats(flops: float) -> int:
-    """How often to repeat calls of together ``flops`` in a graph, so that it is long enough."""
+    """Return how often a graph must repeat calls of ``flops`` in all to be long enough."""
     return max(1, math.ceil(_GRAPH_FLOPS / flops))
 
 
@@ -114,7 +114,7 @@ def flushed(call: Call) -> float:
 
 
 def flushed_device(call: Call, repeats: int = 100) -> float:
-    """As ``flushed``, but the GPU begins when all launches are queued: no host time, however long.
+    """Time like ``flushed``, but start the GPU when all launches are queued: without host time.
 
     On a busy machine one launch can take longer than the flush before it.
     """
@@ -158,7 +158,7 @@ _Case = TypeVar("_Case", bound=Case)
 
 
 def sets_of(read: int) -> int:
-    """How many sets of inputs rotate, of which a call reads so many bytes: none is found in L2."""
+    """Return the number of sets of inputs that must rotate so that none is found in L2."""
     return max(1, min(_MOST_SETS, -(-_ROTATED_BYTES // read)))
 
 

@@ -112,7 +112,7 @@ def prepare(model: GPT, variant: str) -> None:
 
 @dataclass
 class Outcome:
-    """Of one run."""
+    """The losses of one run."""
 
     variant: str
     seed: int

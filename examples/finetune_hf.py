@@ -58,7 +58,7 @@ WAYS = ("full", "lora")
 
 @dataclass
 class Result:
-    """What came of one fine-tuning."""
+    """The result of one fine-tuning."""
 
     way: str
     trained_parameters: int
@@ -117,7 +117,7 @@ def tokens_of(options: argparse.Namespace) -> Tensor:
 
 
 def windows(tokens: Tensor, options: argparse.Namespace) -> list[dict[str, Tensor]]:
-    """As many sequences as the steps take, from places drawn by the seed."""
+    """Return the sequences of all steps, from places that the seed draws."""
     generator = torch.Generator().manual_seed(options.seed)
     count = options.steps * options.batch
     starts = torch.randint(len(tokens) - options.seq, (count,), generator=generator)

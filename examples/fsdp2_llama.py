@@ -177,7 +177,7 @@ class Data:
 
 @dataclass
 class Result:
-    """What is written down."""
+    """Return the content of result.json."""
 
     losses: list[float] = field(default_factory=list)
     resumed_at: int = 0
@@ -196,7 +196,7 @@ def over_ranks(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def setting(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """What the losses depend on: a run is resumed with the same only."""
+    """Return the settings that the losses depend on; a resumed run must have the same."""
     flags = ("precision", "master_dtype", "seq", "batch", "accumulate", "lr", "ramp_steps", "seed")
     own = {f"--{flag.replace('_', '-')}": getattr(options, flag) for flag in flags}
     return {**asdict(shape), **own, "ranks": dist.get_world_size()}

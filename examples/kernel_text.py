@@ -148,7 +148,7 @@ def build(files: Sequence[tuple[str, str]], folder: Path, most: int, vocab: int 
 
 
 def load(folder: Path) -> Tokens:
-    """What ``build`` has written."""
+    """Load the tokens that ``build`` has written."""
     head, _, content = lzma.decompress((folder / "tokens.xz").read_bytes()).partition(b"\n")
     facts = json.loads(head)
     tokens = torch.from_numpy(np.frombuffer(content, "<u2").astype(np.int16))

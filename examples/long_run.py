@@ -149,7 +149,7 @@ class Training:
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
-        """Of windows spread evenly over the held-out files, the same for every run."""
+        """Return the mean loss of windows spread evenly over the held-out files."""
         batch, seq = self.options.batch, self.options.seq
         last = self.tokens.heldout.numel() - seq - 1
         starts = torch.linspace(0, last, batch * HELDOUT_BATCHES, dtype=torch.float64).long()
@@ -198,7 +198,7 @@ class Training:
         self.record = state["record"]
 
     def result(self, command: str) -> dict[str, Any]:
-        """What is written down."""
+        """Return the content of result.json."""
         options, cuda = self.options, self.device.type == "cuda"
         speeds = self.record["tokens_per_second"][1:] or self.record["tokens_per_second"]
         variant = options.variant

@@ -48,7 +48,7 @@ def of_bf16(result: Result, results: Sequence[Result]) -> Result | None:
 
 
 def percent(result: Result, reference: Result) -> float:
-    """How much larger the held-out loss is."""
+    """Return by how much the held-out loss is larger."""
     return (heldout(result) / heldout(reference) - 1) * 100
 
 

@@ -68,7 +68,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 def swap_case(stream: Tensor) -> Tensor:
-    """The same text with upper and lower case exchanged."""
+    """Return the text with upper and lower case exchanged."""
     return torch.frombuffer(bytearray(bytes(stream.tolist()).swapcase()), dtype=torch.uint8)
 
 
@@ -117,7 +117,7 @@ def digest(model: nn.Module) -> str:
 
 @dataclass
 class Result:
-    """What came of one base."""
+    """The result of one base."""
 
     base: str
     first_loss: float

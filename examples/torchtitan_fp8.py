@@ -50,7 +50,7 @@ Logged = list[tuple[float, float]]
 
 
 def environment() -> None:
-    """What torchtitan expects of its launcher, for a run on one device."""
+    """Set the variables that torchtitan expects from its launcher, for a run on one device."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
     for name, value in alone.items():
@@ -153,7 +153,7 @@ def configured(options: argparse.Namespace, fp8: dict[str, Any] | None) -> Any:
 
 
 def train(config: Any) -> dict[str, Any]:
-    """What came of a run."""
+    """The result of a run."""
     from torchtitan.components.metrics import MetricsProcessor
 
     logged: Logged = []

@@ -65,7 +65,7 @@ class ModelConfig:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Of what follows attention."""
+        """Return the widths of the MLP or the experts."""
         return {"expert_hidden": self.expert_hidden} if self.experts else {"hidden": self.hidden}
 
     @property
@@ -141,7 +141,7 @@ class MLP(nn.Module):
 
 
 def mlp(config: ModelConfig) -> nn.Module:
-    """Of one layer: one MLP for all tokens, or experts."""
+    """Return the MLP of one layer: one for all tokens, or experts."""
     if not config.experts:
         return MLP(config)
     return MoE(config.dim, config.expert_hidden, config.experts, config.top_k)

@@ -86,7 +86,7 @@ class Options:
 
     @property
     def name(self) -> str:
-        """Of the files that the comparison is written to."""
+        """Return the name of the files that the comparison is written to."""
         return "train_moe" if self.model.experts else "train_lm"
 
     @property

@@ -114,7 +114,7 @@ def plot_curves(curves: Sequence[Curves], path: Path, *, title: str, steps: int)
 
 @dataclass(frozen=True)
 class Difference:
-    """How far FP8's final losses lie from bf16's, in percent; None while a run is unfinished."""
+    """The distance of FP8's final losses from bf16's, in percent; None in an unfinished run."""
 
     seed: int
     train_percent: float | None
@@ -182,7 +182,7 @@ class Comparison:
         return summary
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds."""
+        """Return the content of the JSON file."""
         options = self.options
         return {
             "status": self.status,

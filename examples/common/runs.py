@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 class Clock:
-    """How long steps took, by events where the device has them: nothing waits for it."""
+    """Time steps, by events where the device has them, so that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -37,7 +37,7 @@ class Clock:
         return event
 
     def seconds(self) -> list[float]:
-        """Of every step; waits for the device."""
+        """Return the seconds of every step; waits for the device."""
         if not self.cuda:
             return [end - start for start, end in self.spans]
         torch.cuda.synchronize()
@@ -48,7 +48,7 @@ class Trace:
     """A Chrome trace of the last two steps, which rank 0 writes; without a path, nothing.
 
     Two, because the first begins with an idle device, and at another time on every rank. All ranks
-    record, so that all are slowed alike. On a GPU: kernels alone, and their launches.
+    record, so that all are slowed equally. On a GPU: kernels alone, and their launches.
     """
 
     STEPS = 2

@@ -36,11 +36,11 @@ class Corpus:
     digest: str
 
     def to(self, device: torch.device) -> Corpus:
-        """The same corpus with its bytes on ``device``, where batches are then cut."""
+        """Return the corpus with its bytes on ``device``, where batches are cut."""
         return replace(self, train=self.train.to(device), heldout=self.heldout.to(device))
 
     def summary(self) -> dict[str, str | int]:
-        """What to write down beside a result: the text depends on the Python version."""
+        """Return facts to record with a result: the text depends on the Python version."""
         return {
             "train_files": len(self.train_files),
             "train_bytes": self.train.numel(),

@@ -52,7 +52,7 @@ class Run:
 
 
 def tail(steps: int) -> int:
-    """How many of the last steps the final train loss is the mean of."""
+    """Return the number of last steps whose mean is the final train loss."""
     return max(1, min(TAIL_STEPS, steps // 5))
 
 

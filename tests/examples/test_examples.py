@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -230,34 +230,6 @@ def test_divergence_is_shown_and_still_makes_valid_json(
     assert record["runs"][0]["losses"][0] > 0
     assert record["runs"][0]["losses"][-1] is None
     assert record["runs"][0]["samples"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dim", "64", "--heads", "5"], "heads must divide dim: 64 is not a multiple of 5"),
-        (["--dim", "9", "--heads", "3"], "dim / heads must be even"),
-        (["--steps", "0"], "argument --steps: must be a whole number of at least 1, got '0'"),
-        (["--batch", "two"], "argument --batch: must be a whole number of at least 1, got 'two'"),
-        (["--samples", "-1"], "argument --samples: must be a whole number of at least 0"),
-        (["--lr", "nan"], "argument --lr: must be a positive number, got 'nan'"),
-        (["--device", "toaster"], "argument --device: 'toaster' cannot be used here"),
-        (["--device", "meta"], "argument --device: 'meta' cannot be used here"),
-        (["--recipe", "int4"], "argument --recipe: invalid choice: 'int4'"),
-        (["--wgrad-input", "fp8"], "argument --wgrad-input: invalid choice: 'fp8'"),
-        (["--out", __file__], "is not a folder"),
-    ],
-)
-def test_bad_flags_are_explained(
-    arguments: Sequence[str],
-    message: str,
-    load: Load,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        load("train_lm").main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_seq_longer_than_the_text_is_explained(stdlib: Path, load: Load) -> None:

@@ -49,16 +49,6 @@ def test_both_ways_learn(example: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
 
 
-def test_bad_flags_are_explained(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, words in (
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--model", "nowhere"], "no config.json there"),
-    ):
-        with pytest.raises(SystemExit):
-            example.main(flags)
-        assert words in capsys.readouterr().err
-
-
 def test_a_model_of_which_nothing_is_in_fp8_is_refused(example: ModuleType, tmp_path: Path) -> None:
     example.random_llama(tmp_path / "small", dim=64, layers=1, seq=32)
     options = example.parse(["--model", str(tmp_path / "small"), "--device", "cpu"])

@@ -251,43 +251,6 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     assert done.stdout.count("result.json") == 1  # rank 0 alone speaks
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--gather", "bf16"], "--gather is about FP8 weights: give --precision fp8 as well"),
-        (["--fuse"], "--fuse is about FP8 weights: give --precision fp8"),
-        (["--head", "fp8"], "--head fp8 needs --precision fp8, without --gather bf16"),
-        (
-            ["--precision", "fp8", "--head", "fp8", "--loss-chunk", "50"],
-            "--head fp8: --loss-chunk must be a multiple of 128, got 50",
-        ),
-        (["--checkpoint-every", "5"], "--checkpoint-every needs a folder: give --checkpoint DIR"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--steps", "5", "--warmup-steps", "5"], "--warmup-steps 5 leaves no step to time"),
-        (
-            ["--steps", "5", "--warmup-steps", "3", "--trace", "t.json"],
-            "leaves no step to time: it must be less than --steps 5, less the 2 of --trace",
-        ),
-        (["--trace", f"{__file__}/t.json"], f"{__file__} is not a folder"),
-        (["--trace", "."], "--trace . is a folder: give the name of a file"),
-        (["--loss-chunk", "-1"], "--loss-chunk must be at least 0"),
-        (["--lr", "nan"], "--lr must be a positive number, got nan"),
-        (["--peak-tflops", "0"], "--peak-tflops must be a positive number"),
-        (["--model", "70b"], "argument --model: invalid choice: '70b'"),
-        (["--fake-ranks", "0"], "--fake-ranks must be at least 1, got 0"),
-        (["--fake-ranks", "2", "--checkpoint", "x"], "nothing to --checkpoint"),
-        (["--checkpoint", __file__], "is not a folder"),
-    ],
-)
-def test_bad_flags_are_explained(
-    flags: list[str], message: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        example.main(flags)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_sequence_longer_than_the_text_is_explained(example: ModuleType) -> None:
     with pytest.raises(SystemExit, match="--seq 999999999 is longer than the text"):
         example.main([*TINY, "--seq", "999999999"])

@@ -70,9 +70,3 @@ def test_a_changed_base_is_noticed(example: ModuleType) -> None:
         frozen.rowwise_scale.div_(2)
         layer.bias.add_(1)
     assert example.digest(layer) != before
-
-
-def test_bad_flags_are_explained(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        example.main(["--base-steps", "0"])
-    assert "--base-steps must be at least 1" in capsys.readouterr().err
