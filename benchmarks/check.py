@@ -106,10 +106,8 @@ def table(found: Sequence[Verdict]) -> Any:
     from rich.table import Table
 
     shown = Table(title="bars")
-    for column, justify in (("bar", "left"), ("measured", "right"), ("limit", "right")):
-        shown.add_column(column, justify="right" if justify == "right" else "left")
-    shown.add_column("holds")
-    shown.add_column("note")
+    for column in ("bar", "measured", "limit", "holds", "note"):
+        shown.add_column(column, justify="right" if column in ("measured", "limit") else "left")
     answers = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}
     for verdict in found:
         measured = "–" if verdict.measured is None else f"{verdict.measured:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,19 @@ def _grouped_bars(axes: Axes, groups: Sequence[str], bars: dict[str, list[float 
     axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right", fontsize=8)
 
 
-def _gemm(axes: Axes, rows: Sequence[Row]) -> None:
+def _stacked(
+    axes: Axes, names: Sequence[str], parts: dict[str, list[float]], fontsize: int
+) -> None:
+    """One bar a name: its parts on top of each other."""
+    below = [0.0] * len(names)
+    for index, (part, sizes) in enumerate(parts.items()):
+        axes.bar(range(len(names)), sizes, 0.7, bottom=below, label=part, color=f"C{index}")
+        below = [b + size for b, size in zip(below, sizes, strict=True)]
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=fontsize)
+
+
+def _gemm(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+    rows = select(rows, {"kind": kind})
     groups = [label(r["m"], r["n"], r["k"]) for r in rows]
     present = columns(rows)
     shown = [name for name in NAMES if name in present]
@@ -71,14 +84,6 @@ def _gemm(axes: Axes, rows: Sequence[Row]) -> None:
             text = "cuBLAS tensorwise (limit)" if place == 0 else "_nolegend_"
             axes.hlines(limit, place - 0.42, place + 0.42, color="black", linewidth=1.4, label=text)
     axes.set_ylabel("TFLOP/s")
-
-
-def _fprop(axes: Axes, rows: Sequence[Row]) -> None:
-    _gemm(axes, select(rows, {"kind": "fprop"}))
-
-
-def _wgrad(axes: Axes, rows: Sequence[Row]) -> None:
-    _gemm(axes, select(rows, {"kind": "wgrad"}))
 
 
 def _linear(axes: Axes, rows: Sequence[Row]) -> None:
@@ -113,11 +118,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
             r["peak_mib"] - r["weights_mib"] - r["saved_mib"] for r in rows
         ],
     }
-    below = [0.0] * len(rows)
-    for index, (label_of, sizes) in enumerate(parts.items()):
-        axes.bar(range(len(rows)), sizes, 0.7, bottom=below, label=label_of, color=f"C{index}")
-        below = [b + size for b, size in zip(below, sizes, strict=True)]
-    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=7)
+    _stacked(axes, names, parts, 7)
     axes.set_ylabel("peak of a forward + backward (MiB)")
 
 
@@ -129,37 +130,42 @@ def _grouped(axes: Axes, rows: Sequence[Row], kind: str) -> None:
     axes.set_ylabel("TFLOP/s")
 
 
-def _grouped_fprop(axes: Axes, rows: Sequence[Row]) -> None:
-    _grouped(axes, rows, "fprop")
-
-
-def _grouped_wgrad(axes: Axes, rows: Sequence[Row]) -> None:
-    _grouped(axes, rows, "wgrad")
-
-
 def _experts(axes: Axes, rows: Sequence[Row]) -> None:
     """One bar a layer and variant: milliseconds of each kind of kernels, on top of each other."""
     rows = select(rows, {"what": "layer"})
     names = [f"{r['experts']} x {r['tokens']}, {r['variant']}" for r in rows]
     kinds = [column for column in columns(rows) if column.endswith("_us")]
-    below = [0.0] * len(rows)
-    for index, kind in enumerate(kinds):
-        values = [(r.get(kind) or 0.0) / 1e3 for r in rows]
-        text = kind.removesuffix("_us").replace("_", " ")
-        axes.bar(range(len(rows)), values, 0.7, bottom=below, label=text, color=f"C{index}")
-        below = [b + value for b, value in zip(below, values, strict=True)]
-    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)
+    parts = {
+        kind.removesuffix("_us").replace("_", " "): [(r.get(kind) or 0.0) / 1e3 for r in rows]
+        for kind in kinds
+    }
+    _stacked(axes, names, parts, 8)
     axes.set_ylabel("forward + backward (ms of kernels)")
 
 
 PLOTS = (
-    Plot("gemm_fprop.png", "gemm", "Forward and data gradient, 1x128 by 128x128", _fprop),
-    Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", _wgrad),
+    Plot(
+        "gemm_fprop.png",
+        "gemm",
+        "Forward and data gradient, 1x128 by 128x128",
+        partial(_gemm, kind="fprop"),
+    ),
+    Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", partial(_gemm, kind="wgrad")),
     Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
     Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
     Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks by policy", _memory),
-    Plot("grouped_fprop.png", "grouped", "Experts, forward, ragged groups", _grouped_fprop),
-    Plot("grouped_wgrad.png", "grouped", "Experts, weight gradient, ragged", _grouped_wgrad),
+    Plot(
+        "grouped_fprop.png",
+        "grouped",
+        "Experts, forward, ragged groups",
+        partial(_grouped, kind="fprop"),
+    ),
+    Plot(
+        "grouped_wgrad.png",
+        "grouped",
+        "Experts, weight gradient, ragged",
+        partial(_grouped, kind="wgrad"),
+    ),
     Plot("experts_time.png", "experts", "Experts with SwiGLU, forward + backward", _experts),
 )
 

@@ -75,28 +75,29 @@ def test_every_plot_is_drawn(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "rows", "heights"),
+    ("file", "rows", "heights"),
     [
-        (plots._fprop, GEMM, [1050.0, 930.0]),
-        (plots._wgrad, GEMM, [930.0, 900.0]),  # a kernel without a number has no bar
-        (plots._cast, CAST, [50.0, 40.0]),  # not from fp32
-        (plots._memory, MEMORY, [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]),  # parts of the peak
-        (plots._grouped_wgrad, GROUPED, [900.0, 600.0, 1200.0]),  # ragged groups of one kind
-        (plots._experts, EXPERTS, [3.0, 2.0, 0.5, 0.25]),  # layers alone
+        ("gemm_fprop", GEMM, [1050.0, 930.0]),
+        ("gemm_wgrad", GEMM, [930.0, 900.0]),  # a kernel without a number has no bar
+        ("cast_roofline", CAST, [50.0, 40.0]),  # not from fp32
+        ("memory_peak", MEMORY, [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]),  # parts of the peak
+        ("grouped_wgrad", GROUPED, [900.0, 600.0, 1200.0]),  # ragged groups of one kind
+        ("experts_time", EXPERTS, [3.0, 2.0, 0.5, 0.25]),  # layers alone
     ],
 )
-def test_bars(draw: Any, rows: list[Row], heights: list[float]) -> None:
+def test_bars(file: str, rows: list[Row], heights: list[float]) -> None:
     from matplotlib.figure import Figure
 
     axes: Any = Figure().subplots()
-    draw(axes, rows)
+    (plot,) = (plot for plot in plots.PLOTS if plot.file == f"{file}.png")
+    plot.draw(axes, rows)
     assert [bar.get_height() for bar in axes.patches] == heights
-    if draw is plots._fprop:
+    if file == "gemm_fprop":
         (line,) = axes.collections
         assert [y for _, y in line.get_segments()[0]] == [1120.0, 1120.0], "the limit"
-    if draw is plots._experts:
+    if file == "experts_time":
         assert [bar.get_y() for bar in axes.patches] == [0.0, 0.0, 3.0, 2.0], "on each other"
-    if draw is plots._grouped_wgrad:
+    if file == "grouped_wgrad":
         assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
 
 
