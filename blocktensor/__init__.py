@@ -11,7 +11,7 @@ from . import tensor as _tensor
 from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
-from .checkpoint.no_storage import STORAGE_READERS as _STORAGE_READERS
+from .checkpoint.save import STORAGE_READERS as _STORAGE_READERS
 from .distributed.expert_parallel import send_frozen as _send_frozen
 from .distributed.fsdp import begin_shard as _begin_shard
 from .model.audit import audit, audit_step

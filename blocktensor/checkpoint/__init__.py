@@ -1,7 +1,6 @@
 """Internal: FP8 checkpoints, safetensors of e4m3 bytes beside the scales of 128x128 blocks."""
 
-from .load import load_fp8
-from .load_report import LoadReport
+from .load import LoadReport, load_fp8
 from .on_disk import CheckpointError
 from .save import save_fp8
 

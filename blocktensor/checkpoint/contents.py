@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ops.formats import BLOCKS_128X128
-from .digests import header_digest
 from .on_disk import (
     CONFIG,
     HEADERS,
@@ -21,11 +20,9 @@ from .on_disk import (
     SINGLE,
     TENSORS,
     CheckpointError,
-    check_blocks,
+    header_digest,
     read_json,
 )
-
-_E4M3 = "F8_E4M3"
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes of stored scales: fp32 holds every value of each."""
@@ -47,7 +44,11 @@ class Entry(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        return self.dtype == _E4M3
+        """Whether it is an FP8 weight."""
+        return self.dtype == "F8_E4M3"
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {self.name!r}"
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
@@ -59,87 +60,82 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     """
     if os.path.lexists(folder / CONFIG):
         check_blocks(read_json(folder / CONFIG), folder / CONFIG)
-    if os.path.lexists(folder / INDEX):
-        index = read_json(folder / INDEX)
-        places, headers, digests = _index(index, folder / INDEX)
-    elif os.path.lexists(folder / SINGLE):
-        places, headers, digests = None, {}, None
-    else:
-        raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
-    files = [SINGLE] if places is None else sorted(set(places.values()))
+    if not os.path.lexists(folder / INDEX):
+        if not os.path.lexists(folder / SINGLE):
+            raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
+        return _header(folder / SINGLE, None)
+    places, headers, digests = _index(folder / INDEX)
     entries: dict[str, Entry] = {}
-    for file in files:
+    for file in sorted(set(places.values())):
         found = _header(folder / file, headers.get(file))
         for name in found:
-            if places is not None and places.get(name) != file:
-                place = places.get(name)
+            place = places.get(name)
+            if place != file:
                 said = "does not name it" if place is None else f"says that it is in {place}"
                 raise CheckpointError(f"{folder / file}: has tensor {name!r}: {INDEX} {said}")
         entries |= found
-    for name, file in (places or {}).items():
+    for name, file in places.items():
         if name not in entries:
             raise CheckpointError(f"{folder / file}: tensor {name!r} is missing, {INDEX} names it")
-    if digests is None:
-        return entries
-    for name in entries:
-        if name not in digests:
-            raise CheckpointError(
-                f"{folder / INDEX}: tensor {name!r} has no digest in {TENSORS}, which has one for "
-                f"each tensor: copy the index again from where it is intact; without {TENSORS} all "
-                f"tensors load unchecked"
-            )
-    return {name: entry._replace(digest=digests[name]) for name, entry in entries.items()}
+        if digests is not None:
+            if name not in digests:
+                raise CheckpointError(
+                    f"{folder / INDEX}: tensor {name!r} has no digest in {TENSORS}, which has one "
+                    f"for each tensor: copy the index again from where it is intact; without "
+                    f"{TENSORS} all tensors load unchecked"
+                )
+            entries[name] = entries[name]._replace(digest=digests[name])
+    return entries
 
 
 def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """The name of the scales of each FP8 weight that has its own.
+    """Return the name of the scales of each FP8 weight that has its own.
 
     Raises:
         CheckpointError: a weight with two of them, or whose scales have a wrong shape or dtype.
     """
     scales = {}
     for name, entry in entries.items():
-        if not entry.is_fp8:
-            continue
-        found = [name + suffix for suffix in SCALE_SUFFIXES.values() if name + suffix in entries]
+        names = [name + suffix for suffix in SCALE_SUFFIXES.values()]
+        found = [scale for scale in names if scale in entries] if entry.is_fp8 else []
         if len(found) > 1:
             raise CheckpointError(
-                f"{entry.file}: tensor {name!r} is FP8 and has {len(found)} scales: expected one "
-                f"of {' or '.join(found)}"
+                f"{entry} is FP8 and has {len(found)} scales: expected one of {' or '.join(found)}"
             )
         for scale in found:
-            check_scales(scale, entries[scale], entry.shape)
+            check_scales(entries[scale], entry.shape)
             scales[name] = scale
     return scales
 
 
-def check_scales(name: str, scales: Entry, shape: tuple[int, ...]) -> None:
+def check_scales(scales: Entry, shape: tuple[int, ...]) -> None:
     """Raise CheckpointError unless a tensor has a scale for each block of a weight of ``shape``."""
     expected = BLOCKS_128X128.scale_shape(shape) if len(shape) in BLOCKS_128X128.ranks else None
     # transformers 5.17 writes those of experts without their dimensions of one block
     squeezed = expected and tuple(size for size in expected if size != 1)
     if scales.dtype not in _SCALES or scales.shape not in (expected, squeezed):
         raise CheckpointError(
-            f"{scales.file}: tensor {name!r} is {scales.dtype} {list(scales.shape)}: expected "
-            f"{' or '.join(_SCALES)}, {None if expected is None else list(expected)}: a scale for "
-            f"each 128x128 block of {list(shape)}"
+            f"{scales} is {scales.dtype} {list(scales.shape)}: expected {' or '.join(_SCALES)}, "
+            f"{expected and list(expected)}: a scale for each 128x128 block of {list(shape)}"
         )
 
 
-def _index(
-    index: dict[str, Any], file: Path
-) -> tuple[dict[str, str], dict[str, str], dict[str, str] | None]:
-    """The file of each tensor, and the digests of headers and tensors if ``save_fp8`` wrote it."""
-    places = index.get("weight_map")
+def _index(file: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str] | None]:
+    """Read the file of each tensor, and the digests of headers and tensors if there are any."""
+    index = read_json(file)
     metadata = index.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
-    headers, digests = metadata.get(HEADERS, {}), metadata.get(TENSORS, {})
-    for what, found in (("weight_map", places), (HEADERS, headers), (TENSORS, digests)):
-        fits = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    found = {
+        "weight_map": index.get("weight_map"),
+        HEADERS: metadata.get(HEADERS, {}),
+        TENSORS: metadata.get(TENSORS, {}),
+    }
+    for what, strings in found.items():
+        fits = isinstance(strings, dict) and all(isinstance(x, str) for x in strings.values())
         if not fits:
             raise CheckpointError(f"{file}: {what} is no object of strings")
-    assert isinstance(places, dict)
+    places, headers, digests = found.values()
     for name in places.values():
         if os.path.basename(name) != name or not 0 < len(name) <= _LONGEST_NAME or name == ".":
             raise CheckpointError(f"{file}: {reprlib.repr(name)} is no file of its folder")
@@ -158,10 +154,46 @@ def _header(file: Path, digest: str | None) -> dict[str, Entry]:
                 f"{INDEX})"
             )
         with safe_open(file, framework="pt") as opened:
-            entries, names = {}, opened.keys()
-            for name in names:
+            entries = {}
+            for name in opened.keys():  # noqa: SIM118
                 tensor = opened.get_slice(name)
                 entries[name] = Entry(file, tensor.get_dtype(), tuple(tensor.get_shape()), name)
             return entries
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{file}: truncated or corrupted ({error})") from None
+
+
+def check_blocks(config: Mapping[str, Any], file: Path) -> None:
+    """Raise NotImplementedError if a config describes weights in blocks other than 128x128.
+
+    Raises:
+        CheckpointError: its description of FP8 weights is malformed.
+    """
+    described = _object(config, "quantization_config", file)
+    groups = _object(described, "config_groups", file)
+    weights = [_object(_object(groups, name, file), "weights", file) for name in groups]
+    sizes = [described.get("weight_block_size"), *(x.get("block_structure") for x in weights)]
+    expected = list(BLOCKS_128X128.block_shape)
+    for size in sizes:
+        if size is None or size == "x".join(map(str, expected)):  # compressed-tensors' other way
+            continue
+        numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
+        if not numbers or len(size) != len(expected):
+            raise CheckpointError(
+                f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
+            )
+        if size != expected:
+            raise NotImplementedError(
+                f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
+                f"dequantize them with the library that wrote them, then convert"
+            )
+
+
+def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
+    """An object inside a JSON object; empty if it is absent or null."""
+    found = parent.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(
+            f"{file}: {reprlib.repr(name)} is {reprlib.repr(found)}: expected a JSON object"
+        )
+    return found or {}

@@ -191,13 +191,8 @@ def _journal(made: Path) -> set[str]:
 
 def _shard_names(names: Any) -> set[str]:
     """Those that can be shards: another index may name anything, and what it names is removed."""
-    return {
-        name
-        for name in names
-        if isinstance(name, str)
-        and name.endswith(".safetensors")
-        and os.path.basename(name) == name
-    }
+    files = [x for x in names if isinstance(x, str) and x.endswith(".safetensors")]
+    return {name for name in files if os.path.basename(name) == name}
 
 
 def _renamed(index: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -234,29 +229,27 @@ def _lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
     """
     import fcntl
 
+    until = time.monotonic() + timeout_s
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _locked(handle, folder, timeout_s, fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_locks = True
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise TimeoutError(
+                        f"{folder}: another process has been writing a checkpoint here for "
+                        f"{timeout_s:g} s: save to another path, or from one process only"
+                    ) from None
+                time.sleep(0.01)
+                continue
+            except OSError:
+                has_locks = False
+            break
+        yield has_locks
     finally:
         os.close(handle)  # and release it
-
-
-def _locked(handle: int, folder: Path, timeout_s: float, flock: Any, operation: int) -> bool:
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            flock(handle, operation)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise TimeoutError(
-                    f"{folder}: another process has been writing a checkpoint here for "
-                    f"{timeout_s:g} s: save to another path, or from one process only"
-                ) from None
-            time.sleep(0.01)
-        except OSError:
-            return False
-        else:
-            return True
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -1,9 +1,18 @@
-"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them."""
+"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them.
+
+What a file holds is what was written, or it is an error. SHA-256 runs at 1 to 2 GB/s a core, slower
+than many disks. So large tensors are hashed in threads, while others are read; hashlib releases the
+GIL.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,22 +28,57 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .contents import Entry, entries_of, scales_of
-from .digests import Check, checking
-from .load_report import LoadReport
-from .match import matched, names_of
-from .names import Spelling, aligned, spellings
-from .on_disk import CheckpointError, bad_scale, refuse_sharded, require_safetensors
-from .pretrained_names import Pieces
-from .stack_scales import StackScales, check_stack_scales, scales_of_stacks
+from ..text_table import collapse, text_table
+from .contents import Entry, check_scales, entries_of
+from .match import Source, match, some
+from .names import aligned, possible_names
+from .on_disk import (
+    HASHING_THREADS,
+    INDEX,
+    TENSORS,
+    CheckpointError,
+    bad_scale,
+    refuse_sharded,
+    require_safetensors,
+    tensor_digest,
+)
+
+_AHEAD = 2 * HASHING_THREADS
+"""How many large tensors may wait: after too long their pages would have left the memory."""
+
+_SMALL = 1 << 20
+"""Bytes up to which the reading thread hashes itself: another gains nothing."""
 
 
-class _Target(NamedTuple):
-    """The place of a tensor in the model."""
+@dataclass(frozen=True)
+class LoadReport:
+    """The tensors of a checkpoint and of the model, by name; ``print(report)`` shows a table.
 
-    module: nn.Module
-    attribute: str
-    current: Tensor
+    Attributes:
+        fp8: weights that are now FP8, frozen.
+        plain: parameters and buffers that are not FP8.
+        missing: in the model but not in the checkpoint; unchanged.
+        unexpected: in the checkpoint but not in the model; not read.
+    """
+
+    fp8: tuple[str, ...]
+    plain: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        outcomes = (
+            (self.fp8, "loaded", "FP8, frozen"),
+            (self.plain, "loaded", "the model's dtype"),
+            (self.missing, "unchanged", "not in the checkpoint"),
+            (self.unexpected, "not read", "not in the model"),
+        )
+        rows = collapse((name, *what) for names, *what in outcomes for name in names)
+        summary = (
+            f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
+            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
+        )
+        return text_table(("tensor", "outcome", "as"), rows) + "\n" + summary
 
 
 def load_fp8(
@@ -98,49 +142,49 @@ def load_entries(
 
     A key may differ from the name in the file, where somebody renames tensors as they are loaded.
     """
-    scales = scales_of(entries)
     targets = _targets(model)
     for name, target in targets.items():
         refuse_sharded(name, target.current)
-    names_of_scales = set(scales.values())
-    stored = [name for name in entries if name not in names_of_scales]
-    known = {name: ways for name, ways in spellings(model).items() if name in targets}
-    found = matched(folder, known, set(stored))
-    stacked = scales_of_stacks(found, known, entries, scales)
-    missing = _missing(targets, found)
-    taken = {name for way in found.values() for name in names_of(way)}
-    taken |= {of_stack.name for of_stack in stacked.values()}
-    unexpected = tuple(name for name in stored if name not in taken)
+    known = {name: ways for name, ways in possible_names(model).items() if name in targets}
+    sources, unexpected = match(folder, known, entries)
+    held = {id(targets[name].current) for name in sources}  # tied tensors are stored once
+    missing = [name for name, target in targets.items() if id(target.current) not in held]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{folder}: does not fit the model: {_some('missing', missing)}, "
-            f"{_some('unexpected', unexpected)}; strict=False loads what fits"
+            f"{folder}: does not fit the model: {_counted('missing', missing)}, "
+            f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
         )
-    for name, way in found.items():
-        _check(name, way, entries, stacked.get(name), targets[name].current)
+    for name, source in sources.items():
+        _check(name, source, targets[name].current)
 
     home = torch.device("cpu" if device is None else device)
-    with checking() as check:
-        made = _read(found, entries, scales, stacked, targets, home, recipe, check)
-    tied: dict[int, nn.Parameter] = {}
-    for name, value in made.items():
-        _put(targets[name], value, tied)
-    # a tied parameter is stored under its first name only
+    with reading() as read:
+        made = _read(sources, targets, home, recipe, read)
+    replaced: dict[int, nn.Parameter] = {}
+    for name, values in made.items():
+        _put(targets[name], sources[name], values, replaced)
     for target in targets.values():
-        replaced = tied.get(id(target.current))
-        if replaced is not None:
-            setattr(target.module, target.attribute, replaced)
+        new = replaced.get(id(target.current))
+        if new is not None:
+            setattr(target.module, target.attribute, new)
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             register_state_hooks(target.module)
             follow_pretrained_models()
-    in_fp8 = {name: entries[names_of(way)[0]].is_fp8 for name, way in found.items()}
-    fp8 = tuple(name for name in found if in_fp8[name])
-    plain = tuple(name for name in found if not in_fp8[name])
-    return LoadReport(fp8, plain, missing, unexpected)
+    fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
+    plain = tuple(name for name, source in sources.items() if not source.is_fp8)
+    return LoadReport(fp8, plain, tuple(missing), tuple(unexpected))
+
+
+class _Target(NamedTuple):
+    """The place of a tensor in the model."""
+
+    module: nn.Module
+    attribute: str
+    current: Tensor
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Parameters and persistent buffers by their names in ``state_dict``."""
+    """Find parameters and persistent buffers by their names in ``state_dict``."""
     targets = {}
     names = model.state_dict(keep_vars=True)
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -151,190 +195,194 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
-def _missing(targets: Mapping[str, _Target], found: Iterable[str]) -> tuple[str, ...]:
-    known = {id(targets[name].current) for name in found}
-    return tuple(name for name, target in targets.items() if id(target.current) not in known)
+def _counted(what: str, names: Sequence[str]) -> str:
+    return f"{len(names)} {what}" + (f" ({some(names)})" if names else "")
 
 
-def _some(what: str, names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
-
-
-def _check(
-    name: str,
-    way: Spelling,
-    entries: Mapping[str, Entry],
-    stacked: StackScales | None,
-    current: Tensor,
-) -> None:
+def _check(name: str, source: Source, current: Tensor) -> None:
     """Raise CheckpointError if what is stored does not fit its place in the model."""
-    shape, first, parts = tuple(current.shape), names_of(way)[0], 1
-    if isinstance(way, Pieces):
-        parts = len(way.templates)
+    names, first = source.names, source.weights[0]
+    shape, of, parts = tuple(current.shape), "", len(names.templates)
+    if names.experts is not None:
         shape = (shape[1] // parts, shape[2])
-    for stored in names_of(way):
-        entry = entries[stored]
+        of = f" for an expert of {name!r} {list(current.shape)}"
+    for entry in source.weights:
         if entry.shape != shape:
-            of = "" if isinstance(way, str) else f" for an expert of {name!r} {list(current.shape)}"
             raise CheckpointError(
-                f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}, the model's "
-                f"has {list(shape)}{of}"
+                f"{entry} has shape {list(entry.shape)}, the model's has {list(shape)}{of}"
             )
-        if entry.is_fp8 != entries[first].is_fp8:
+        if entry.is_fp8 != first.is_fp8:
             raise CheckpointError(
-                f"{entry.file}: tensor {entry.name!r} is {entry.dtype}, {first!r} of the same "
-                f"stack is {entries[first].dtype}: expected all in FP8 or none"
+                f"{entry} is {entry.dtype}, {first.name!r} of the same stack is {first.dtype}: "
+                f"expected all in FP8 or none"
             )
         _check_dtype(entry, current)
-    if stacked is not None:
-        check_stack_scales(name, current.shape, first, stacked, entries)
-    elif entries[first].is_fp8 and not aligned(shape[0], parts):
+    scales = source.stack_scales
+    if scales is not None:
+        scaled = scales.scaled(current.shape)
+        check_scales(scales.entry, scaled)
+        if not aligned(current.shape[1], scales.parts):
+            raise CheckpointError(
+                f"{scales.entry} has the scales of {list(scaled)}, in which {first.name!r} shares "
+                f"blocks with another matrix: the model's {name!r} cannot have them; load into a "
+                f"model that holds both in one stack"
+            )
+    elif first.is_fp8 and not aligned(shape[0], parts):
         raise CheckpointError(
-            f"{entries[first].file}: tensor {first!r} has {shape[0]} rows, no multiple of "
-            f"{BLOCKS_128X128.rows}: its blocks are not those of the model's {name!r}, in which "
-            f"the rows of {parts} such matrices follow each other; dequantize them with the "
-            f"library that wrote them, then convert"
+            f"{first} has {shape[0]} rows, no multiple of {BLOCKS_128X128.rows}: its blocks are "
+            f"not those of the model's {name!r}, in which the rows of {parts} such matrices follow "
+            f"each other; dequantize them with the library that wrote them, then convert"
         )
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+"""Stored dtypes of tensors without scales."""
 
 
 def _check_dtype(entry: Entry, current: Tensor) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
-    if not entry.is_fp8:
-        stored = _TORCH.get(entry.dtype)
-        if stored is None:
-            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} has dtype {entry.dtype}")
-        if isinstance(current, BlockwiseFP8Tensor):
-            raise CheckpointError(
-                f"{entry.file}: tensor {entry.name!r} is stored in {stored}, the model's is frozen "
-                f"in FP8: load into an unconverted model, then convert it"
+    problem = None
+    if entry.is_fp8:
+        if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
+            problem = (
+                "is stored in FP8, the model's is trainable and would lose its high-precision "
+                "values: load into a model that is not converted yet"
             )
-        if stored.is_floating_point != current.is_floating_point() or stored.is_complex:
-            raise CheckpointError(
-                f"{entry.file}: tensor {entry.name!r} is {stored}, the model's is {current.dtype}"
+        elif not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
+            problem = (
+                f"is an FP8 weight, the model's is a buffer or {current.dtype}: expected a "
+                f"parameter in one of {checks.HIGH_PRECISION}"
             )
-        return
-    if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
-        raise CheckpointError(
-            f"{entry.file}: tensor {entry.name!r} is stored in FP8, the model's is trainable and "
-            f"would lose its high-precision values: load into a model that is not converted yet"
+    elif entry.dtype not in _PLAIN:
+        problem = f"has dtype {entry.dtype}"
+    elif isinstance(current, BlockwiseFP8Tensor):
+        problem = (
+            f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
+            f"model, then convert it"
         )
-    if not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
-        raise CheckpointError(
-            f"{entry.file}: tensor {entry.name!r} is an FP8 weight, the model's is a buffer or "
-            f"{current.dtype}: expected a parameter in one of {checks.HIGH_PRECISION}"
-        )
-
-
-_TORCH = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    elif ("F" in entry.dtype) != current.is_floating_point():
+        problem = f"is {entry.dtype}, the model's is {current.dtype}"
+    if problem is not None:
+        raise CheckpointError(f"{entry} {problem}")
 
 
 def _read(
-    found: Mapping[str, Spelling],
-    entries: Mapping[str, Entry],
-    scales: Mapping[str, str],
-    stacked: Mapping[str, StackScales],
+    sources: Mapping[str, Source],
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
-    check: Check,
-) -> dict[str, Tensor | _Rows]:
-    """The new tensors of the model, read file by file, to be kept only if all checks pass."""
-    made: dict[str, Tensor | _Rows] = {}
-    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+    read: Callable[[Entry], Tensor],
+) -> dict[str, Tensor | list[Tensor]]:
+    """Read the new tensors of the model, file by file, to be kept only if all checks pass.
 
-    def read(name: str) -> Tensor:
-        return _tensor(entries[name], files, check)
+    Returns what takes a tensor's place, or for a tensor that stays what is copied into its rows.
+    """
+    made: dict[str, Tensor | list[Tensor]] = {}
 
-    def read_scale(name: str, weight: tuple[int, ...], format: BlockFormat) -> Tensor:
-        scale = read(name).float()
+    # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to the
+    # file would change the model.
+    def copy(source: Source, into: Tensor) -> Tensor:
+        for entry, rows in zip(source.weights, source.rows(into), strict=True):
+            rows.copy_(read(entry))
+        return into
+
+    def scales(entry: Entry, shape: tuple[int, ...], format: BlockFormat) -> Tensor:
+        scale = read(entry).float()
         problem = bad_scale(scale, format)
         if problem is not None:
-            entry = entries[name]
-            raise CheckpointError(f"{entry.file}: tensor {entry.name!r}: {problem}")
-        return scale.view(format.scale_shape(weight))
+            raise CheckpointError(f"{entry}: {problem}")
+        return scale.view(format.scale_shape(shape))
 
-    for name in sorted(found, key=lambda name: entries[names_of(found[name])[0]].file):
-        current, way = targets[name].current, found[name]
+    def copy_scales(source: Source, into: Tensor, format: BlockFormat) -> Tensor:
+        stack = source.stack_scales
+        if stack is not None:
+            return into.copy_(stack.rows(scales(stack.entry, stack.scaled(shape), format)))
+        rows_of = zip(source.weights, source.scales, source.rows(into), strict=True)
+        for weight, entry, rows in rows_of:
+            rows.copy_(scales(entry, weight.shape, format))
+        return into
+
+    for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
+        current = targets[name].current
+        shape = tuple(current.shape)
         home = device if current.is_meta else current.device
-        # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to
-        # the file would change the model.
-        if entries[names_of(way)[0]].is_fp8:
-            chosen = recipe or _recipe_of(current)
+        if source.is_fp8:
+            chosen = recipe or getattr(current, "recipe", DEFAULT_RECIPE)
             format = chosen.weight_format
-            shape = tuple(current.shape)
-            if isinstance(way, str):
-                data = read(way).to(home, copy=True)
-                scale = read_scale(scales[way], shape, format).to(home, copy=True)
-            else:
-                data = torch.empty(shape, dtype=format.dtype, device=home)
-                scale = torch.empty(format.scale_shape(shape), device=home)
-                for piece, of_data in zip(names_of(way), _rows(data, way), strict=True):
-                    of_data.copy_(read(piece))
-                of_stack = stacked.get(name)
-                if of_stack is not None:
-                    whole = read_scale(of_stack.name, of_stack.scaled(shape), format)
-                    scale.copy_(of_stack.rows(whole))
-                else:
-                    for piece, of_scale in zip(names_of(way), _rows(scale, way), strict=True):
-                        of_scale.copy_(read_scale(scales[piece], entries[piece].shape, format))
+            data = torch.empty(shape, dtype=format.dtype, device=home)
+            scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)
             made[name] = BlockwiseFP8Tensor.from_data(
-                data, scale, block_shape=format.block_shape, dtype=current.dtype, recipe=chosen
+                copy(source, data),
+                copy_scales(source, scale, format),
+                block_shape=format.block_shape,
+                dtype=current.dtype,
+                recipe=chosen,
             )
-            continue
-        if isinstance(way, Pieces):
-            rows = _Rows(way, [read(piece) for piece in names_of(way)])
-            if not current.is_meta:
-                made[name] = rows
-                continue
-            value = torch.empty(current.shape, dtype=current.dtype, device=home)
-            rows.copy_to(value)
+        elif current.is_meta:
+            value = copy(source, torch.empty(shape, dtype=current.dtype, device=home))
+            is_weight = isinstance(current, BlockwiseFP8Weight)
+            made[name] = BlockwiseFP8Weight(value, current.recipe) if is_weight else value
         else:
-            value = read(way)
-            if current.is_meta:
-                value = value.to(home, current.dtype, copy=True)
-        if current.is_meta and isinstance(current, BlockwiseFP8Weight):
-            value = BlockwiseFP8Weight(value, current.recipe)
-        made[name] = value
+            made[name] = [read(entry) for entry in source.weights]
     return made
 
 
-class _Rows(NamedTuple):
-    """The matrices of a stack as they lie in files, to be copied into the stack."""
-
-    pieces: Pieces
-    values: list[Tensor]
-
-    def copy_to(self, stack: Tensor) -> None:
-        """Write them into ``stack``, which is plain."""
-        for rows, value in zip(_rows(stack, self.pieces), self.values, strict=True):
+def _put(
+    target: _Target,
+    source: Source,
+    values: Tensor | list[Tensor],
+    replaced: dict[int, nn.Parameter],
+) -> None:
+    """Assign a tensor to the model; parameters that are replaced are recorded for their ties."""
+    module, attribute, current = target
+    if isinstance(values, Tensor):
+        if isinstance(current, nn.Parameter):
+            trains = current.requires_grad and not isinstance(values, BlockwiseFP8Tensor)
+            new = nn.Parameter(values, requires_grad=trains)
+            replaced[id(current)] = new
+            setattr(module, attribute, new)
+        else:
+            module._buffers[attribute] = values
+        return
+    if source.names.experts is not None and isinstance(current, BlockwiseFP8Weight):
+        current.before_write()
+        current = current.master
+    with torch.no_grad():
+        for rows, value in zip(source.rows(current), values, strict=True):
             rows.copy_(value)
 
 
-def _rows(stack: Tensor, pieces: Pieces) -> list[Tensor]:
-    """The views of a plain stack, or of its scales, that belong to the names of its pieces."""
-    parts = len(pieces.templates)
-    return [rows for expert in stack for rows in expert.chunk(parts)]
+@contextlib.contextmanager
+def reading() -> Iterator[Callable[[Entry], Tensor]]:
+    """Yield a function that reads stored tensors; threads compare large ones with their digests.
+
+    A CheckpointError for any of them comes from that function or from the end of the context.
+    """
+    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+    pool = ThreadPoolExecutor(HASHING_THREADS)
+    pending: deque[Future[None]] = deque()
+
+    def read(entry: Entry) -> Tensor:
+        x = _tensor(entry, files)
+        if entry.digest is None:
+            return x
+        if x.nbytes <= _SMALL:
+            _check_digest(entry, x)
+        else:
+            pending.append(pool.submit(_check_digest, entry, x))
+            if len(pending) > _AHEAD:
+                pending.popleft().result()
+        return x
+
+    try:
+        yield read
+        for comparison in pending:
+            comparison.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _recipe_of(current: Tensor) -> Recipe:
-    if isinstance(current, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
-        return current.recipe
-    return DEFAULT_RECIPE
-
-
-def _tensor(entry: Entry, files: dict[Path, Any], check: Check) -> Tensor:
+def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -342,31 +390,14 @@ def _tensor(entry: Entry, files: dict[Path, Any], check: Check) -> Tensor:
             files[entry.file] = safe_open(entry.file, framework="pt")
         value: Tensor = files[entry.file].get_tensor(entry.name)
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
-        raise CheckpointError(
-            f"{entry.file}: tensor {entry.name!r} cannot be read ({error})"
-        ) from None
-    if entry.digest is not None:
-        check(entry.name, entry.file, entry.digest, value)
+        raise CheckpointError(f"{entry} cannot be read ({error})") from None
     return value
 
 
-def _put(target: _Target, value: Tensor | _Rows, replaced: dict[int, nn.Parameter]) -> None:
-    """Assign a tensor to the model; parameters that are replaced are recorded for their ties."""
-    module, attribute, current = target
-    if isinstance(value, _Rows):
-        with torch.no_grad():
-            if isinstance(current, BlockwiseFP8Weight):
-                current.before_write()
-                value.copy_to(current.master)
-            else:
-                value.copy_to(current)
-    elif not isinstance(value, BlockwiseFP8Tensor) and not current.is_meta:
-        with torch.no_grad():
-            current.copy_(value)
-    elif isinstance(current, nn.Parameter):
-        trains = current.requires_grad and not isinstance(value, BlockwiseFP8Tensor)
-        new = nn.Parameter(value, requires_grad=trains)
-        replaced[id(current)] = new
-        setattr(module, attribute, new)
-    else:
-        module._buffers[attribute] = value
+def _check_digest(entry: Entry, x: Tensor) -> None:
+    if tensor_digest(x) != entry.digest:
+        raise CheckpointError(
+            f"{entry.file}: corrupted: tensor {entry.name!r} is not the one that was written "
+            f"(SHA-256 in {INDEX}): copy the file again from where it is intact; without {TENSORS} "
+            f"in the index it loads unchecked"
+        )

@@ -1,63 +1,164 @@
-"""Which tensors of a checkpoint belong to which of a model, by their names."""
+"""Which stored tensors each tensor of a model is read from, found by their names.
+
+The scales of an FP8 tensor lie beside it. Those of a stack of experts may lie beside the stack
+while its matrices are stored one by one. So transformers 5.23 saves what it has quantized itself:
+``experts.3.gate_proj.weight`` and its like are e4m3 without scales of their own, and
+``experts.gate_up_proj_scale_inv`` has a scale for each 128x128 block of ``[E, 2N, K]``. A block may
+have rows of gate and of up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from .names import Spelling
-from .on_disk import CheckpointError
-from .pretrained_names import Pieces
+from torch import Tensor
+
+from .contents import Entry, scales_of
+from .names import Names, transformers_stacks
+from .on_disk import SCALE_SUFFIXES, CheckpointError
 
 
-def matched(
-    folder: Path, known: Mapping[str, Sequence[Spelling]], stored: Container[str]
-) -> dict[str, Spelling]:
-    """How each tensor of the model is named in a checkpoint, of those that are there.
+class StackScales(NamedTuple):
+    """The stored scales of a stack, or of a larger stack of which the model's is a part.
+
+    Attributes:
+        entry: the stored tensor.
+        part: which of the ``parts`` equal parts of its rows belong to the model's stack: those of
+            gate where it has those of gate and up.
+    """
+
+    entry: Entry
+    part: int
+    parts: int
+
+    def scaled(self, stack: Sequence[int]) -> tuple[int, int, int]:
+        """Return the shape of all that it scales; ``stack``: the part of it in the model."""
+        experts, rows, cols = stack
+        return experts, rows * self.parts, cols
+
+    def rows(self, scales: Tensor) -> Tensor:
+        """Return the rows of the whole tensor that belong to the model's stack."""
+        return scales.chunk(self.parts, 1)[self.part]
+
+
+class Source(NamedTuple):
+    """The stored tensors that a tensor of the model is read from.
+
+    Attributes:
+        names: how the checkpoint names it.
+        weights: the tensor itself, or the matrices of a stack, expert after expert.
+        scales: those of each of ``weights`` in FP8, unless ``stack_scales`` has all.
+    """
+
+    names: Names
+    weights: list[Entry]
+    scales: list[Entry]
+    stack_scales: StackScales | None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are stored in FP8."""
+        return self.weights[0].is_fp8
+
+    def rows(self, whole: Tensor) -> list[Tensor]:
+        """Return the views of a plain tensor, or of its scales, that belong to ``weights``."""
+        if self.names.experts is None:
+            return [whole]
+        return [rows for expert in whole for rows in expert.chunk(len(self.names.templates))]
+
+
+def match(
+    folder: Path, known: Mapping[str, Sequence[Names]], entries: Mapping[str, Entry]
+) -> tuple[dict[str, Source], list[str]]:
+    """Find the sources of the tensors of a model, and the stored names that belong to none.
 
     Args:
         folder: the checkpoint, for messages.
-        known: the names that each tensor may have, by its own.
-        stored: the names in the checkpoint.
+        known: the names that each tensor of the model may have, by its own.
+        entries: what the checkpoint holds.
 
     Raises:
-        CheckpointError: a stack of which some experts are stored and others are not, or more.
+        CheckpointError: a stack of which some experts are stored and others are not, or more; an
+            FP8 weight without scales, or with its own beside those of its stack.
     """
-    found: dict[str, Spelling] = {}
+    scales = scales_of(entries)
+    own = set(scales.values())
+    left = {name: entry for name, entry in entries.items() if name not in own}
+    found: dict[str, Names] = {}
     for name, ways in known.items():
-        for way in ways:
-            if way in stored if isinstance(way, str) else _are_stored(folder, name, way, stored):
-                found[name] = way
-                break
-    return found
+        way = next((way for way in ways if _are_stored(folder, name, way, left)), None)
+        if way is not None:
+            found[name] = way
+    sources: dict[str, Source] = {}
+    taken: set[Entry] = set()
+    for name, way in found.items():
+        stack = _stack_scales(name, way, known[name], entries, scales)
+        weights = [entries[weight] for weight in way.all]
+        scaled = [entries[scales[weight]] for weight in way.all if weight in scales]
+        sources[name] = Source(way, weights, scaled, stack)
+        taken |= {*weights, *([stack.entry] if stack else [])}
+    return sources, [name for name, entry in left.items() if entry not in taken]
 
 
-def names_of(way: Spelling) -> list[str]:
-    """All names in the checkpoint, those of an expert after each other."""
-    if isinstance(way, str):
-        return [way]
-    return [name for expert in range(way.experts) for name in way.names(expert)]
-
-
-def _are_stored(folder: Path, name: str, pieces: Pieces, stored: Container[str]) -> bool:
-    """Whether a stack is stored in pieces; a CheckpointError for more or fewer than it has."""
-    names = names_of(pieces)
-    missing = [piece for piece in names if piece not in stored]
-    if len(missing) == len(names):
-        return False
-    if missing:
+def _are_stored(folder: Path, name: str, way: Names, stored: Container[str]) -> bool:
+    """Return whether a tensor is stored so; raise if a stack has more or fewer experts."""
+    missing = [weight for weight in way.all if weight not in stored]
+    if len(missing) == len(way.all) or way.experts is None:
+        return not missing
+    extra = [weight for weight in way.of_expert(way.experts) if weight in stored]
+    if missing or extra:
+        problem = f"of their {len(way.all)} matrices {len(missing)} are missing"
         raise CheckpointError(
-            f"{folder}: the model's {name!r} is a stack of {pieces.experts} experts: of their "
-            f"{len(names)} matrices {len(missing)} are missing ({_some(missing)})"
-        )
-    extra = [piece for piece in pieces.names(pieces.experts) if piece in stored]
-    if extra:
-        raise CheckpointError(
-            f"{folder}: the model's {name!r} is a stack of {pieces.experts} experts: the "
-            f"checkpoint has more ({_some(extra)})"
+            f"{folder}: the model's {name!r} is a stack of {way.experts} experts: "
+            f"{problem if missing else 'the checkpoint has more'} ({some(missing or extra)})"
         )
     return True
 
 
-def _some(names: Sequence[str]) -> str:
+def _stack_scales(
+    name: str,
+    way: Names,
+    ways: Sequence[Names],
+    entries: Mapping[str, Entry],
+    scales: Mapping[str, str],
+) -> StackScales | None:
+    """Find the scales of an FP8 stack whose matrices have none of their own."""
+    weights = [weight for weight in way.all if entries[weight].is_fp8]
+    bare = [weight for weight in weights if weight not in scales]
+    places = _places_of_scales(way, ways) if weights else {}
+    there = [scale for scale in places if scale in entries]
+    if bare and len(there) != 1:
+        own = [bare[0] + suffix for suffix in SCALE_SUFFIXES.values()]
+        raise CheckpointError(
+            f"{entries[bare[0]]} is FP8 and has {len(there)} scales: "
+            f"expected one of {' or '.join([*own, *places])}"
+        )
+    if there and len(bare) < len(weights):
+        weight = next(weight for weight in weights if weight in scales)
+        raise CheckpointError(
+            f"{entries[weight]} is FP8 and has 2 scales: expected "
+            f"either {scales[weight]}, and so for each matrix of {name!r}, or {there[0]}"
+        )
+    return StackScales(entries[there[0]], *places[there[0]]) if there else None
+
+
+def _places_of_scales(way: Names, ways: Sequence[Names]) -> dict[str, tuple[int, int]]:
+    """Return the names that the scales of a stack stored in matrices may have.
+
+    Each with the part of its rows that belongs to the stack, and the number of parts.
+    """
+    if way.experts is None:
+        return {}
+    stacks = [(whole.templates[0], 0, 1) for whole in ways if whole.experts is None]
+    return {
+        stack + suffix: (part, parts)
+        for stack, part, parts in (*stacks, *transformers_stacks(way))
+        for suffix in SCALE_SUFFIXES.values()
+    }
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first five names, for a message."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

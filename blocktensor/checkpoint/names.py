@@ -1,18 +1,23 @@
-"""How the tensors of a model are named in checkpoints: stacks of experts have several ways."""
+"""How the tensors of a model are named in checkpoints: stacks of experts have several ways.
+
+transformers 5 stacks the experts of a model as it loads, and renames some modules. As it saves it
+reverts both. Which models it does this to, and how, only its own function knows: it gets probes
+here in place of tensors, and the names under which they come out are the answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..model.experts import is_transposed_stack
 from ..ops.formats import BLOCKS_128X128
 from ..tensor.base import FP8Base
-from .pretrained_names import Pieces, pretrained_names
-
-Spelling = str | Pieces
-"""The name of a tensor in a checkpoint, or the names of the matrices that a stack is stored in."""
 
 EXPERT_NAMES = ("auto", "separate", "fused")
 
@@ -31,93 +36,123 @@ _MATRICES: dict[str, tuple[tuple[str, ...], ...]] = {
 """The matrices of an expert by the names of stacks: that of transformers and of torchtitan."""
 
 
-def spellings(model: nn.Module) -> dict[str, list[Spelling]]:
-    """All names under which each tensor of a model may be found, by its own name.
+class Names(NamedTuple):
+    """The name of a tensor in a checkpoint, or the names of the matrices a stack is stored in.
+
+    Attributes:
+        templates: the name; of matrices, names with ``{}`` for the expert, one for each part of its
+            rows, in order.
+        experts: how many experts are stored one by one; None for a tensor that is stored whole.
+    """
+
+    templates: tuple[str, ...]
+    experts: int | None = None
+
+    @property
+    def all(self) -> list[str]:
+        """All names, those of an expert after each other."""
+        if self.experts is None:
+            return list(self.templates)
+        return [name for expert in range(self.experts) for name in self.of_expert(expert)]
+
+    def of_expert(self, expert: int) -> tuple[str, ...]:
+        """Return the names of an expert's parts."""
+        return tuple(template.format(expert) for template in self.templates)
+
+    @property
+    def module(self) -> str:
+        """The name of the module in the checkpoint; of experts, the module of all."""
+        first = self.templates[0]
+        if self.experts is None:
+            return first.rpartition(".")[0]
+        return first.partition("{}")[0].rstrip(".")
+
+    def split(self, x: Tensor) -> bool:
+        """Return whether ``x`` can be stored so: no block of an FP8 weight lies in two matrices."""
+        parts = len(self.templates)
+        return not isinstance(x, FP8Base) or aligned(x.shape[1] // parts, parts)
+
+
+def whole(name: str) -> Names:
+    """Return the names of a tensor that is stored whole."""
+    return Names((name,))
+
+
+def aligned(rows: int, parts: int) -> bool:
+    """Return whether the blocks of ``parts`` matrices, below each other, are those of all."""
+    return parts == 1 or rows % BLOCKS_128X128.rows == 0
+
+
+def possible_names(model: nn.Module) -> dict[str, list[Names]]:
+    """Return all names under which each tensor of a model may be found, by its own name.
 
     The first are those of transformers' ``save_pretrained`` if the model is one of transformers,
-    else the model's own. Of a stack ``[E, K, N]`` nobody has matrices of experts.
+    else the model's own. Nobody stores a stack ``[E, K, N]`` as matrices of experts.
     """
     stacks = _stacks(model)
-    pretrained = pretrained_names(model, set(stacks))
-    found: dict[str, list[Spelling]] = {}
+    pretrained = pretrained_names(model, stacks)
+    found: dict[str, list[Names]] = {}
     for name in model.state_dict(keep_vars=True):
-        ways: list[Spelling] = [name]
-        first = pretrained.get(name)
-        if first is not None:
+        ways = [whole(name)]
+        if name in pretrained:
+            first = pretrained[name]
             ways.insert(0, first)
-        if isinstance(first, Pieces):
-            ways.append(f"{_home(first)}.{name.rpartition('.')[2]}")
+            if first.experts is not None:
+                ways.append(whole(f"{first.module}.{name.rpartition('.')[2]}"))
         if name in stacks:
             ways += _matrices(name, stacks[name])
         found[name] = list(dict.fromkeys(ways))
     return found
 
 
-def chosen(
-    tensors: Mapping[str, Tensor], known: Mapping[str, list[Spelling]], expert_names: str
-) -> dict[str, Spelling]:
-    """The names to write, by those in the model, of tied tensors too.
+def names_to_write(
+    tensors: Mapping[str, Tensor], known: Mapping[str, list[Names]], expert_names: str
+) -> dict[str, Names]:
+    """Choose the names to write, by those in the model, of tied tensors too.
 
     Args:
         tensors: what is written, by name.
-        known: of :func:`spellings`.
+        known: of :func:`possible_names`.
         expert_names: one of ``EXPERT_NAMES``.
 
     Raises:
         ValueError: a stack has no separate names, or blocks that lie in two of its matrices.
     """
     if expert_names == "fused":
-        return {name: name for name in known}
-    first = {name: ways[0] for name, ways in known.items()}
+        return {name: whole(name) for name in known}
+    chosen = {name: ways[0] for name, ways in known.items()}
+    unsplit = set()  # all stacks of a module alike: where one stays whole its others do, too
     for name, x in tensors.items():
-        pieces = [way for way in known[name] if isinstance(way, Pieces)]
-        if expert_names == "separate" and (pieces or _is_stack(x)):
-            _check_separable(name, x, pieces)
-            first[name] = pieces[0]
-    # All stacks of a module alike: where one stays whole its others do, too.
-    whole = {
-        name.rpartition(".")[0]
-        for name, x in tensors.items()
-        if isinstance(way := first[name], Pieces) and not splits(x, way)
-    }
-    for name, way in first.items():
-        if isinstance(way, Pieces) and name.rpartition(".")[0] in whole:
-            first[name] = name
-    return first
+        separate = [way for way in known[name] if way.experts is not None]
+        is_stack = isinstance(x, FP8Base) and x.ndim == 3
+        if expert_names == "separate" and (separate or is_stack):
+            _check_separable(name, x, separate)
+            chosen[name] = separate[0]
+        if chosen[name].experts is not None and not chosen[name].split(x):
+            unsplit.add(name.rpartition(".")[0])
+    for name, way in chosen.items():
+        if way.experts is not None and name.rpartition(".")[0] in unsplit:
+            chosen[name] = whole(name)
+    return chosen
 
 
-def _is_stack(x: Tensor) -> bool:
-    return isinstance(x, FP8Base) and x.ndim == 3
-
-
-def _check_separable(name: str, x: Tensor, pieces: list[Pieces]) -> None:
+def _check_separable(name: str, x: Tensor, separate: list[Names]) -> None:
     remedy = "expert_names='auto' writes such a stack whole"
-    if not pieces:
+    if not separate:
         raise ValueError(
             f"{name} {list(x.shape)} has no names for single experts: expected a stack [E, N, K] "
             f"named {', '.join(_MATRICES)}; {remedy}"
         )
-    if not splits(x, pieces[0]):
-        rows = x.shape[1] // len(pieces[0].templates)
+    if not separate[0].split(x):
+        rows = x.shape[1] // len(separate[0].templates)
         raise ValueError(
             f"{name} {list(x.shape)} cannot be split in FP8: the matrices of an expert have {rows} "
             f"rows, no multiple of {BLOCKS_128X128.rows}, and share blocks; {remedy}"
         )
 
 
-def splits(x: Tensor, pieces: Pieces) -> bool:
-    """Whether a stack can be split: no block of an FP8 weight lies in two matrices."""
-    parts = len(pieces.templates)
-    return not isinstance(x, FP8Base) or aligned(x.shape[1] // parts, parts)
-
-
-def aligned(rows: int, parts: int) -> bool:
-    """Whether the blocks of ``parts`` matrices, one below the other, are those of all together."""
-    return parts == 1 or rows % BLOCKS_128X128.rows == 0
-
-
 def _stacks(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that may be stacks of experts ``[E, N, K]``, by name."""
+    """Find the parameters that may be stacks of experts ``[E, N, K]``, by name."""
     return {
         f"{prefix}.{key}" if prefix else key: x
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -127,38 +162,145 @@ def _stacks(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _matrices(name: str, stack: Tensor) -> Iterator[Pieces]:
+def _matrices(name: str, stack: Tensor) -> Iterator[Names]:
     prefix, _, key = name.rpartition(".")
     for parts in _MATRICES[key]:
         if stack.shape[1] % len(parts) == 0:
             templates = (f"{prefix}.{{}}.{part}.weight".lstrip(".") for part in parts)
-            yield Pieces(tuple(templates), len(stack))
+            yield Names(tuple(templates), len(stack))
 
 
-def transformers_stacks(pieces: Pieces) -> Iterator[tuple[str, int, int]]:
-    """The stacks in which transformers has the matrix, if it is one an expert, of ``pieces``.
+def transformers_stacks(names: Names) -> Iterator[tuple[str, int, int]]:
+    """List the stacks in which transformers has a matrix, if it is the one of each expert.
 
     Yields the name of the stack, which part of its rows the matrix is, and of how many.
     """
-    if len(pieces.templates) > 1:
+    if len(names.templates) > 1:
         return
-    home, _, matrix = pieces.templates[0].partition("{}.")
+    home, _, matrix = names.templates[0].partition("{}.")
     for key in ("gate_up_proj", "up_proj", "down_proj"):
         for parts in _MATRICES[key]:
-            names = [f"{part}.weight" for part in parts]
-            if matrix in names:
-                yield home + key, names.index(matrix), len(names)
+            weights = [f"{part}.weight" for part in parts]
+            if matrix in weights:
+                yield home + key, weights.index(matrix), len(weights)
 
 
-def module_names(known: Mapping[str, Spelling], names: Iterable[str]) -> set[str]:
-    """The modules of tensors as a checkpoint names them; of experts, the module of all.
+def module_names(known: Mapping[str, Names], names: Iterable[str]) -> set[str]:
+    """Return the modules of tensors as a checkpoint names them.
 
     A tensor that is computed from others, as a parametrized weight is, is not ``known``.
     """
-    ways = (known.get(name, name) for name in names)
-    return {_home(way) if isinstance(way, Pieces) else way.rpartition(".")[0] for way in ways}
+    return {known.get(name, whole(name)).module for name in names}
 
 
-def _home(pieces: Pieces) -> str:
-    """The name of the module of all experts, as a checkpoint has it."""
-    return pieces.templates[0].partition("{}")[0].rstrip(".")
+# The names of transformers
+
+_PARTS = 2
+"""Parts of an expert that a probe tells from each other: those of gate and up."""
+
+_MARKS = 1 << 32
+"""More than the parts of any stack."""
+
+
+def pretrained_names(model: nn.Module, stacks: Container[str]) -> dict[str, Names]:
+    """Return the names that ``save_pretrained`` writes, of the tensors for which it has others.
+
+    Args:
+        model: any module; models of transformers inside of it count, too.
+        stacks: the names of the model's stacks of experts ``[E, N, K]``.
+    """
+    found = {}
+    for prefix, inner in _pretrained(model):
+        state = inner.state_dict(keep_vars=True)
+        tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+        experts = {name: len(x) for name, x in tensors.items() if prefix + name in stacks}
+        for name, other in _reverted(inner, list(tensors), experts).items():
+            templates = tuple(prefix + template for template in other.templates)
+            found[prefix + name] = other._replace(templates=templates)
+    return found
+
+
+def _pretrained(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Find the outermost models of transformers in a module, each with the prefix of its names."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, library.PreTrainedModel) and not prefix.startswith(tuple(inside)):
+            inside.append(prefix)
+            yield prefix, module
+
+
+def _reverted(model: nn.Module, names: list[str], experts: Mapping[str, int]) -> dict[str, Names]:
+    """Return the other names of tensors, by those in the model. ``experts``: of each stack."""
+    probes = {name: _probe(number, experts.get(name)) for number, name in enumerate(names)}
+    # An operation on other tensors may fail, which asks for their shape: such models keep those
+    # names.
+    made = _revert(model, probes) or _revert(model, {name: probes[name] for name in experts})
+    written: dict[str, dict[tuple[int, ...], str]] = {name: {} for name in names}
+    for other, value in made.items():
+        tensor = value[0] if isinstance(value, (list, tuple)) else value
+        marks: list[int] = tensor.reshape(-1).tolist()
+        if len(numbers := {mark // _MARKS for mark in marks}) == 1:
+            name = names[numbers.pop()]
+            written[name][tuple(mark % _MARKS for mark in marks)] = other
+    found = {}
+    for name, others in written.items():
+        entire = tuple(range(experts.get(name, 0) * _PARTS)) or (0,)
+        separate = _separate(others, experts[name]) if name in experts else None
+        if others.get(entire) != name and (separate or list(others) == [entire]):
+            found[name] = separate or whole(others[entire])
+    if any(other.experts is None and other.templates[0] in probes for other in found.values()):
+        # One tensor's name in a file is another's in the model: a file would have two readings.
+        return {name: other for name, other in found.items() if other.experts is not None}
+    return found
+
+
+def _revert(model: nn.Module, probes: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Rename and split tensors as ``save_pretrained`` does; nothing if it cannot.
+
+    transformers before version 5 stacks no experts.
+    """
+    # What a model was loaded from changes what its own save_pretrained reverts: the names of an FP8
+    # checkpoint that it dequantized would be lost, and those of one model would not be another's.
+    model = copy.copy(model)
+    vars(model).pop("_weight_conversions", None)
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        made: dict[str, Any] = revert_weight_conversion(model, dict(probes))
+    except Exception:
+        return {}
+    return made
+
+
+def _probe(number: int, experts: int | None) -> Tensor:
+    """Make integers that say which tensor they are of, and of a stack which expert and part."""
+    if experts is None:
+        return torch.tensor([number * _MARKS])
+    return number * _MARKS + torch.arange(experts * _PARTS).view(experts, _PARTS, 1)
+
+
+def _separate(others: Mapping[tuple[int, ...], str], experts: int) -> Names | None:
+    """Return the names in which a probe of a stack came out; None if not those of experts."""
+    for size in (_PARTS, _PARTS // 2):
+        templates = []
+        for first in range(0, _PARTS, size):
+            starts = range(first, experts * _PARTS, _PARTS)
+            found = [others.get(tuple(range(start, start + size))) for start in starts]
+            templates.append(_template(found))
+        if len(others) == experts * len(templates) and None not in templates:
+            return Names(tuple(filter(None, templates)), experts)
+    return None
+
+
+def _template(names: list[str | None]) -> str | None:
+    """Return the name of which ``names`` are those of experts 0, 1, …, with ``{}`` for these."""
+    words = (names[0] or "").split(".")
+    for place in reversed(range(len(words))):
+        template = ".".join((*words[:place], "{}", *words[place + 1 :]))
+        if words[place] == "0" and names == [template.format(e) for e in range(len(names))]:
+            return template
+    return None

@@ -5,15 +5,15 @@ A checkpoint is a folder of safetensors files, an index of the file of each tens
 are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or
 ``a.weight_scale`` (compressed-tensors). We write them in fp32. A stack of experts
 ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside ``a.gate_up_proj_scale_inv``, or a matrix or two for
-each expert (``names.py``), beside scales of each or of all (``stack_scales.py``).
+each expert (``names.py``), beside scales of each or of all (``match.py``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import reprlib
+import os
 import stat
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.dtensor import local_of
-from ..ops.formats import BLOCKS_128X128, BlockFormat
+from ..ops.formats import BlockFormat
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,6 +34,9 @@ TENSORS = "tensor_sha256"
 
 SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 """Suffix that names a weight's scales, by spelling."""
+
+HASHING_THREADS = min(8, os.cpu_count() or 1)
+"""That hash at the same time: eight are faster than most disks."""
 
 MAX_HEADER = 100 << 20
 """The limit of safetensors itself, in bytes; an index of 300,000 tensors is shorter."""
@@ -62,95 +65,6 @@ def refuse_sharded(name: str, x: Tensor) -> None:
             f"torch.distributed.checkpoint for sharded ones, or gather the state first "
             f"(get_model_state_dict with full_state_dict=True) into an unsharded model"
         )
-
-
-def shard_name(number: int, count: int) -> str:
-    """The file name of one of ``count`` shards, counted from 1."""
-    return f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def quantization_config(
-    spelling: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
-) -> dict[str, Any]:
-    """The description of FP8 weights in ``config.json``, by which other libraries load them.
-
-    ``unconverted``: names of linear modules that are not in FP8. ``formats``: of all FP8 weights.
-    """
-    left = sorted(unconverted)
-    block = list(BLOCKS_128X128.block_shape)
-    if spelling == "deepseek":
-        config: dict[str, Any] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": block,
-            "modules_to_not_convert": left,
-        }
-        # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
-        powers = all(format.power_of_two for format in formats)
-        return config | ({"scale_fmt": "ue8m0"} if powers else {})
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": left,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    **numbers,
-                    "strategy": "block",
-                    "block_structure": block,
-                    "dynamic": False,
-                },
-                "input_activations": {
-                    **numbers,
-                    "strategy": "group",
-                    "group_size": BLOCKS_128X128.cols,
-                    "dynamic": True,
-                },
-            }
-        },
-    }
-
-
-def check_blocks(config: Mapping[str, Any], file: Path) -> None:
-    """Raise NotImplementedError if a config describes weights in blocks other than 128x128.
-
-    Raises:
-        CheckpointError: its description of FP8 weights is malformed.
-    """
-    found = _object(config, "quantization_config", file)
-    sizes = [found.get("weight_block_size")]
-    groups = _object(found, "config_groups", file)
-    for name in groups:
-        weights = _object(_object(groups, name, file), "weights", file)
-        sizes.append(weights.get("block_structure"))
-    expected = list(BLOCKS_128X128.block_shape)
-    for size in sizes:
-        if size is None or size == "x".join(map(str, expected)):  # compressed-tensors' other way
-            continue
-        numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
-        if not numbers or len(size) != len(expected):
-            raise CheckpointError(
-                f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
-            )
-        if size != expected:
-            raise NotImplementedError(
-                f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
-                f"dequantize them with the library that wrote them, then convert"
-            )
-
-
-def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """An object inside a JSON object; empty if it is absent or null."""
-    found = parent.get(name)
-    if found is not None and not isinstance(found, dict):
-        raise CheckpointError(
-            f"{file}: {reprlib.repr(name)} is {reprlib.repr(found)}: expected a JSON object"
-        )
-    return found or {}
 
 
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
@@ -184,3 +98,26 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def header_digest(file: Path) -> str:
+    """SHA-256 of a file's header (length, names, dtypes, places); CheckpointError if truncated."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        size = int.from_bytes(length, "little")
+        fits = len(length) == 8 and size <= min(MAX_HEADER, file.stat().st_size - 8)
+        header = opened.read(size) if fits else b""
+    if not fits or len(header) < size:
+        raise CheckpointError(f"{file}: truncated: it ends before its header does")
+    return hashlib.sha256(length + header).hexdigest()
+
+
+def tensor_digest(x: Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes of a contiguous tensor on the CPU, which is not copied.
+
+    The dtype and the shape come first, as in ``"torch.bfloat16 [200, 300]"``: the same bytes have
+    other values in another dtype.
+    """
+    digest = hashlib.sha256(f"{x.dtype} {list(x.shape)}".encode())
+    digest.update(x.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,24 @@ from torch import Tensor, nn
 from ..model.experts import stacks_of
 from ..model.module_names import is_module
 from ..ops.cast.ops import quantize_rowwise
+from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .digests import THREADS, header_digest, tensor_digest
 from .in_place import flush, holds_nothing, naming, put_in_place, staging, umask, write_json
-from .names import EXPERT_NAMES, Spelling, chosen, module_names, spellings
+from .names import EXPERT_NAMES, Names, module_names, names_to_write, possible_names
 from .on_disk import (
     CONFIG,
+    HASHING_THREADS,
     HEADERS,
     INDEX,
     SCALE_SUFFIXES,
     SINGLE,
     TENSORS,
     bad_scale,
-    quantization_config,
+    header_digest,
     refuse_sharded,
     require_safetensors,
-    shard_name,
+    tensor_digest,
 )
 
 _DEFAULT_SHARD = 5 << 30
@@ -138,8 +139,7 @@ def save_fp8(
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
-    known = spellings(model)
-    names = chosen(tensors, known, expert_names)
+    names = names_to_write(tensors, possible_names(model), expert_names)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging(folder) as made:
@@ -147,7 +147,7 @@ def save_fp8(
             _write_parts(made, _parts(tensors, names), spelling, max_shard_bytes)
             formats = [x.format for x in fp8.values()]
             plain = module_names(names, _plain_weights(model, fp8))
-            described = quantization_config(spelling, plain, formats)
+            described = _quantization_config(spelling, plain, formats)
             entries = _config_of(model) if config is None else dict(config)
             write_json(made / CONFIG, {**entries, "quantization_config": described})
         put_in_place(made, folder)
@@ -168,21 +168,13 @@ def _check_target(folder: Path, overwrite: bool) -> None:
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in ``state_dict``, each once."""
-    kept = dict(model.state_dict(keep_vars=True))
-    seen: set[object] = set()
-    unique: dict[str, Tensor] = {}
-    for name, x in kept.items():
-        if not isinstance(x, Tensor):
-            continue  # extra state, which safetensors cannot hold
-        identity = id(x) if isinstance(x, _FP8_TYPES) or x.is_meta else _memory(x)
-        if identity not in seen:
-            seen.add(identity)
-            unique[name] = x
-    return unique
-
-
-def _memory(x: Tensor) -> object:
-    return id(x) if x.numel() == 0 else (x.data_ptr(), x.shape, x.stride(), x.dtype)
+    unique: dict[object, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if isinstance(x, Tensor):  # not extra state, which safetensors cannot hold
+            has_memory = not (isinstance(x, _FP8_TYPES) or x.is_meta or x.numel() == 0)
+            memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
+            unique.setdefault(memory, (name, x))
+    return dict(unique.values())
 
 
 def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
@@ -200,30 +192,62 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return dict(to_dict()) if callable(to_dict) else {}
 
 
-def _parts(tensors: Mapping[str, Tensor], names: Mapping[str, Spelling]) -> Iterator[_Part]:
-    """All tensors, in the order of the model."""
+def _quantization_config(
+    spelling: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
+) -> dict[str, Any]:
+    """Describe FP8 weights for ``config.json``, by which other libraries load them.
+
+    ``unconverted``: names of linear modules that are not in FP8. ``formats``: of all FP8 weights.
+    """
+    left = sorted(unconverted)
+    block = list(BLOCKS_128X128.block_shape)
+    if spelling == "deepseek":
+        # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
+        powers = all(format.power_of_two for format in formats)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+            "modules_to_not_convert": left,
+        } | ({"scale_fmt": "ue8m0"} if powers else {})
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {"strategy": "block", "block_structure": block, "dynamic": False}
+    inputs = {"strategy": "group", "group_size": BLOCKS_128X128.cols, "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | weights,
+        "input_activations": numbers | inputs,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": left,
+        "config_groups": {"group_0": group},
+    }
+
+
+def _parts(tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> Iterator[_Part]:
+    """List all tensors, in the order of the model."""
     for name, x in tensors.items():
-        spelling = names[name]
-        if isinstance(spelling, str):
-            yield _Part(x, None, (spelling,), name)
+        way = names[name]
+        if way.experts is None:
+            yield _Part(x, None, way.templates, name)
         else:
-            for expert in range(spelling.experts):
-                yield _Part(x, expert, spelling.names(expert), f"{name}[{expert}]")
+            for expert in range(way.experts):
+                yield _Part(x, expert, way.of_expert(expert), f"{name}[{expert}]")
 
 
 def _stored(part: _Part, suffix: str) -> dict[str, Tensor]:
-    """The tensors to write for a part, by name, on the CPU and contiguous."""
-    x, expert = part.x, part.expert
+    """Return the tensors to write for a part, by name, on the CPU and contiguous."""
+    x: Any = part.x.master if isinstance(part.x, BlockwiseFP8Weight) else part.x
     with torch.no_grad():
-        if isinstance(x, BlockwiseFP8Weight):
-            master = x.master.detach()
-            form = quantize_rowwise(master if expert is None else master[expert], x.format)
-        elif isinstance(x, BlockwiseFP8Tensor):
-            one = x if expert is None else x[expert]
-            assert isinstance(one, BlockwiseFP8Tensor)
-            form = one.rowwise()
-        else:
-            return _named(part.names, x.detach() if expert is None else x.detach()[expert])
+        x = x.detach() if part.expert is None else x.detach()[part.expert]
+        if not isinstance(part.x, _FP8_TYPES):
+            return _named(part.names, x)
+        is_fp8 = isinstance(x, BlockwiseFP8Tensor)
+        form = x.rowwise() if is_fp8 else quantize_rowwise(x, part.x.format)
     scale = form.scale.cpu()
     problem = bad_scale(scale, form.format)
     if problem is not None:
@@ -266,9 +290,9 @@ def _write_parts(
     digests: dict[str, str] = {}
     total = 0
     for number, parts in enumerate(shards, 1):
-        file = shard_name(number, len(shards))
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         stored = {k: v for part in parts for k, v in _stored(part, suffix).items()}
-        with ThreadPoolExecutor(THREADS) as pool:  # while the file is written
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:  # while the file is written
             found = pool.map(tensor_digest, stored.values())
             save_file(stored, folder / file, metadata={"format": "pt"})
             digests |= zip(stored, found, strict=True)
@@ -279,3 +303,17 @@ def _write_parts(
         total += sum(x.nbytes for x in stored.values())
     metadata = {"total_size": total, HEADERS: headers, TENSORS: dict(sorted(digests.items()))}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+
+
+def _no_storage(x: Tensor) -> NoReturn:
+    """Name save_fp8 to other writers: safetensors fails with "invalid python storage" otherwise."""
+    raise RuntimeError(
+        f"this {type(x).__name__} {list(x.shape)} has no storage of its own, so that safetensors "
+        f"cannot write it: blocktensor.save_fp8(model, path) writes the model in FP8; in high "
+        f"precision write .dequantize() of a frozen weight, and state_dict() of trainable ones, "
+        f"which holds plain tensors"
+    )
+
+
+STORAGE_READERS: dict[Any, Callable[..., Any]] = {Tensor.storage: _no_storage}
+"""Torch functions of all FP8 types."""

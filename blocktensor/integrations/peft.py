@@ -14,20 +14,13 @@ from peft.tuners.lora.dora import DoraLinearLayer
 
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
-
-def _norms_of_values() -> None:
-    """Wrap the method that computes the norms, once."""
-    theirs = DoraLinearLayer.get_weight_norm
-    if getattr(theirs, "is_of_blocktensor", False):
-        return
-
-    @functools.wraps(theirs)
-    def get_weight_norm(self: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
-        return theirs(self, values, *args, **kwargs)
-
-    get_weight_norm.is_of_blocktensor = True  # type: ignore[attr-defined]
-    setattr(DoraLinearLayer, "get_weight_norm", get_weight_norm)  # noqa: B010
+_theirs = DoraLinearLayer.get_weight_norm
 
 
-_norms_of_values()
+@functools.wraps(_theirs)
+def _norms_of_values(self: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
+    return _theirs(self, values, *args, **kwargs)
+
+
+setattr(DoraLinearLayer, "get_weight_norm", _norms_of_values)  # noqa: B010

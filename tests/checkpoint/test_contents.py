@@ -122,7 +122,7 @@ INDEXES: dict[str, tuple[Callable[[Index], Any], str]] = {
     ),
     "no digest of any tensor": (
         lambda i: i["metadata"].update(tensor_sha256={}),
-        "tensor 'embed.weight' has no digest in tensor_sha256",
+        "tensor 'down.weight' has no digest in tensor_sha256",
     ),
     **{
         f"another digest of a tensor, {what}": (

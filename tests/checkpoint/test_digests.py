@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill
 
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 pytest.importorskip("safetensors")
 
 from blocktensor import CheckpointError, load_fp8
-from blocktensor.checkpoint import digests
-from blocktensor.checkpoint.digests import checking, header_digest, tensor_digest
+from blocktensor.checkpoint import load as module
+from blocktensor.checkpoint.contents import Entry
+from blocktensor.checkpoint.load import reading
+from blocktensor.checkpoint.on_disk import header_digest, tensor_digest
 from tests.support.checkpoint_folders import INDEX, NEW, OLD, save
 from tests.support.checkpoint_models import Model, assert_same, filled, state
 
@@ -76,8 +78,8 @@ AHEAD = 3
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether tensors count as small, hashed at once, or as large, hashed in threads."""
     if request.param == "large":
-        monkeypatch.setattr(digests, "_SMALL", -1)
-        monkeypatch.setattr(digests, "_AHEAD", AHEAD)
+        monkeypatch.setattr(module, "_SMALL", -1)
+        monkeypatch.setattr(module, "_AHEAD", AHEAD)
     return str(request.param)
 
 
@@ -201,35 +203,39 @@ def test_a_save_over_another_keeps_digests(folder: Path) -> None:
 # Checks in threads
 
 
-def test_checks_stay_few_tensors_behind(size: str) -> None:
-    """A bad tensor stops the reading soon, not after hundreds of others."""
-    x, read = torch.zeros(3), list[int]()
-
-    def reading() -> None:
-        with checking() as check:
-            for i in range(100):
-                read.append(i)
-                check(str(i), Path("f"), tensor_digest(x) if i else "0", x)
-
-    with pytest.raises(CheckpointError, match="'0' is not"):
-        reading()
-    assert len(read) == (AHEAD + 1 if size == "large" else 1)
+def entry(name: str, digest: str = "0") -> Entry:
+    return Entry(Path("f"), "F32", (3,), name, digest)
 
 
-def test_the_last_tensor_is_checked_too(size: str) -> None:
+@pytest.fixture
+def zeros(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """What is read of every entry."""
     x = torch.zeros(3)
+    monkeypatch.setattr(module, "_tensor", lambda entry, files: x)
+    return x
 
-    def reading() -> None:
-        with checking() as check:
-            check("y", Path("f"), tensor_digest(x), x)
-            check("x", Path("f"), "0", x)
 
+def read_all(entries: Iterable[Entry]) -> None:
+    with reading() as read:
+        for one in entries:
+            read(one)
+
+
+def test_checks_stay_few_tensors_behind(size: str, zeros: Tensor) -> None:
+    """A bad tensor stops the reading soon, not after hundreds of others."""
+    left = iter([entry("0"), *(entry(str(i), tensor_digest(zeros)) for i in range(1, 100))])
+    with pytest.raises(CheckpointError, match="'0' is not"):
+        read_all(left)
+    assert 100 - len(list(left)) == (AHEAD + 1 if size == "large" else 1)
+
+
+def test_the_last_tensor_is_checked_too(size: str, zeros: Tensor) -> None:
     with pytest.raises(CheckpointError, match="f: corrupted: tensor 'x'"):
-        reading()
+        read_all([entry("y", tensor_digest(zeros)), entry("x")])
 
 
 def test_an_error_of_the_reading_ends_the_checks(
-    size: str, monkeypatch: pytest.MonkeyPatch
+    size: str, zeros: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that have not begun are dropped, and no thread is left."""
     hashed: list[Tensor] = []
@@ -239,24 +245,22 @@ def test_an_error_of_the_reading_ends_the_checks(
         hashed.append(x)
         return "0"
 
-    monkeypatch.setattr(digests, "tensor_digest", slow)
-    monkeypatch.setattr(digests, "THREADS", 1)
+    monkeypatch.setattr(module, "tensor_digest", slow)
+    monkeypatch.setattr(module, "HASHING_THREADS", 1)
     threads = threading.active_count()
 
-    def reading() -> None:
-        with checking() as check:
-            for name in "abc":
-                check(name, Path("f"), "0", torch.zeros(3))
-            raise KeyError("of the reading")
+    def entries() -> Iterator[Entry]:
+        yield from map(entry, "abc")
+        raise KeyError("of the reading")
 
     with pytest.raises(KeyError, match="of the reading"):
-        reading()
+        read_all(entries())
     assert threading.active_count() == threads
     assert len(hashed) == 3 if size == "small" else len(hashed) <= 2
 
 
 def test_large_tensors_are_hashed_at_once_by_several_threads(
-    size: str, monkeypatch: pytest.MonkeyPatch
+    size: str, zeros: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that wait for each other, beside the thread that reads; small ones in that thread."""
     met, threads = threading.Barrier(2, timeout=10), set[int]()
@@ -267,10 +271,8 @@ def test_large_tensors_are_hashed_at_once_by_several_threads(
             met.wait()
         return "0"
 
-    monkeypatch.setattr(digests, "tensor_digest", together)
-    monkeypatch.setattr(digests, "THREADS", 2)
-    with checking() as check:
-        for name in "ab":
-            check(name, Path("f"), "0", torch.zeros(3))
+    monkeypatch.setattr(module, "tensor_digest", together)
+    monkeypatch.setattr(module, "HASHING_THREADS", 2)
+    read_all(map(entry, "ab"))
     here = threading.get_ident()
     assert len(threads - {here}) == 2 if size == "large" else threads == {here}

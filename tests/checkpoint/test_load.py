@@ -274,7 +274,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "another kind of number": (
         lambda t: t.update({"norm.bias": torch.ones(K, dtype=torch.int32)}),
-        "'norm.bias' is torch.int32, the model's is torch.bfloat16",
+        "'norm.bias' is I32, the model's is torch.bfloat16",
     ),
     "fp8 for a buffer": (
         lambda t: t.update(

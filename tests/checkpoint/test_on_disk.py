@@ -12,7 +12,8 @@ import torch
 
 from blocktensor import CheckpointError
 from blocktensor.checkpoint import on_disk
-from blocktensor.checkpoint.on_disk import bad_scale, check_blocks, read_json, require_safetensors
+from blocktensor.checkpoint.contents import check_blocks
+from blocktensor.checkpoint.on_disk import bad_scale, read_json, require_safetensors
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
 
 FILE = Path("folder/config.json")

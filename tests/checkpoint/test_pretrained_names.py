@@ -16,8 +16,7 @@ pytest.importorskip("transformers", minversion="5.17")
 from safetensors import safe_open
 from transformers import core_model_loading
 
-from blocktensor.checkpoint.names import spellings
-from blocktensor.checkpoint.pretrained_names import Pieces, pretrained_names
+from blocktensor.checkpoint.names import Names, possible_names, pretrained_names, whole
 from tests.support.moe_models import transformers_moe
 
 KINDS = ("qwen3", "mixtral", "deepseek", "gpt_oss", "llama4")
@@ -36,12 +35,8 @@ def test_they_are_those_it_writes(tmp_path: Path, kind: str) -> None:
     model = transformers_moe(kind)
     model.save_pretrained(tmp_path)
     written = set()
-    for ways in spellings(model).values():
-        first = ways[0]
-        if isinstance(first, str):
-            written.add(first)
-        else:
-            written |= {name for e in range(first.experts) for name in first.names(e)}
+    for ways in possible_names(model).values():
+        written |= set(ways[0].all)
     assert written == saved_names(tmp_path)
 
 
@@ -51,9 +46,8 @@ def test_gate_comes_before_up(kind: str) -> None:
     stack = "model.layers.1.mlp.experts.gate_up_proj"
     made = core_model_loading.revert_weight_conversion(model, {stack: model.get_parameter(stack)})
     pieces = pretrained_names(model, {stack})[stack]
-    assert isinstance(pieces, Pieces)
     for e in range(4):
-        rows = torch.cat([made[name] for name in pieces.names(e)])
+        rows = torch.cat([made[name] for name in pieces.of_expert(e)])
         assert torch.equal(rows, model.get_parameter(stack)[e])
 
 
@@ -64,13 +58,13 @@ def test_models_inside_of_a_module() -> None:
     stack = "b.model.layers.1.mlp.experts.down_proj"
     found = pretrained_names(holder, stacks)
     template = "b.model.layers.1.block_sparse_moe.experts.{}.w2.weight"
-    assert found[stack] == Pieces((template,), 4)
-    assert found["b.model.layers.0.mlp.gate.weight"] == (
+    assert found[stack] == Names((template,), 4)
+    assert found["b.model.layers.0.mlp.gate.weight"] == whole(
         "b.model.layers.0.block_sparse_moe.gate.weight"
     )
     assert not any(name.startswith("a.") for name in found)
     inner = pretrained_names(holder.b.model, {stack.removeprefix("b.model.")})
-    assert inner[stack.removeprefix("b.model.")] == Pieces((template.removeprefix("b.model."),), 4)
+    assert inner[stack.removeprefix("b.model.")] == Names((template.removeprefix("b.model."),), 4)
 
 
 def test_one_expert() -> None:
@@ -78,14 +72,14 @@ def test_one_expert() -> None:
     model = transformers_moe("qwen3", num_experts=1, num_experts_per_tok=1)
     stack = "model.layers.0.mlp.experts.down_proj"
     template = "model.layers.0.mlp.experts.{}.down_proj.weight"
-    assert pretrained_names(model, {stack})[stack] == Pieces((template,), 1)
+    assert pretrained_names(model, {stack})[stack] == Names((template,), 1)
 
 
 def test_what_it_was_loaded_from_does_not_matter() -> None:
     model = transformers_moe("mixtral")
-    wanted = spellings(model)
+    wanted = possible_names(model)
     model._weight_conversions = []
-    assert spellings(model) == wanted
+    assert possible_names(model) == wanted
     assert model._weight_conversions == []
 
 
@@ -132,7 +126,7 @@ def test_names_with_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers_moe("mixtral")
     names = {GATE: "gate", NORM: "norm"}
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
-    assert pretrained_names(model, {STACK}) == names
+    assert pretrained_names(model, {STACK}) == {name: whole(other) for name, other in names.items()}
     names[GATE] = NORM
     assert pretrained_names(model, {STACK}) == {}
 
@@ -140,7 +134,7 @@ def test_names_with_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_name_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {GATE: "x", NORM: "x"}
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
-    assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {NORM: "x"}
+    assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {NORM: whole("x")}
 
 
 def test_stacks_that_are_cut_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, save_fp8
-from blocktensor.checkpoint.digests import tensor_digest
+from blocktensor.checkpoint.on_disk import tensor_digest
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_models import Model, bits, filled

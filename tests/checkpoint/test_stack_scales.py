@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import save_file
 
 from blocktensor import CheckpointError, Recipe, load_fp8, save_fp8
-from blocktensor.checkpoint.digests import tensor_digest
+from blocktensor.checkpoint.on_disk import tensor_digest
 from tests.support.checkpoint_experts import (
     MATRICES,
     STACKS,

@@ -24,7 +24,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.checkpoint import save as save_module
-from blocktensor.checkpoint.names import spellings
+from blocktensor.checkpoint.names import Names, possible_names
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_experts import (
@@ -266,7 +266,7 @@ def test_gate_and_up_of_different_sizes(tmp_path: Path) -> None:
 
 
 def test_no_experts_in_a_stack() -> None:
-    assert spellings(Layer(experts=0))["experts.down_proj"] == ["experts.down_proj"]
+    assert possible_names(Layer(experts=0))["experts.down_proj"] == [Names(("experts.down_proj",))]
 
 
 def test_names_that_do_not_exist(tmp_path: Path) -> None:

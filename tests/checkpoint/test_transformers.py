@@ -8,40 +8,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
-import transformers
-from safetensors.torch import load_file
-from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
+from transformers import FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
-from tests.support.checkpoint_models import bits
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8, unfreeze
+from tests.support import pretrained
+from tests.support.checkpoint_experts import read, stack_scales
+from tests.support.checkpoint_models import assert_same, bits, state
+from tests.support.moe_models import TOKENS, transformers_moe
 
-HIDDEN, VOCABULARY = 256, 64
-TOKENS = torch.arange(VOCABULARY).view(2, -1)
+LLAMAS, MOES = ("llama", "tied"), ("qwen3", "mixtral", "deepseek")
+FP8_WEIGHTS = {"llama": 14, "tied": 14, "qwen3": 12, "mixtral": 12, "deepseek": 18}
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
+ROPE = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
+FP32, POW2 = Recipe(), Recipe(scale="power_of_two")
+each_recipe = pytest.mark.parametrize("recipe", [FP32, POW2], ids=["fp32", "pow2"])
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """No progress bars."""
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+    with pretrained.quiet():
+        yield
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def keeping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where transformers keeps FP8 layers: on a GPU, and on a CPU if it does not look for one."""
-    if request.param == "cpu":
-        monkeypatch.setattr(
-            FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None
-        )
-    return request.param
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps FP8 layers on a GPU, and on a CPU if it does not look for a GPU."""
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None
+    )
 
 
 @pytest.fixture
@@ -50,155 +52,238 @@ def dequantizing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def llama(intermediate: int = 384, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
-    """A tiny one in bf16, its k and v [128, 256]."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config).bfloat16()
+def model_of(kind: str, n: int = 256, seed: int = 0) -> Any:
+    """A tiny one in bf16, all of whose weights are whole blocks if ``n`` is."""
+    if kind in LLAMAS:
+        model = pretrained.llama(hidden=256, intermediate=n, tied=kind == "tied")
+    else:
+        options: dict[str, Any] = {"moe_intermediate_size": n, "hidden_size": 256}
+        options["intermediate_size"] = n if kind == "mixtral" else 256
+        options |= LATENT | ROPE if kind == "deepseek" else {}
+        model = transformers_moe(kind, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.bfloat16()
 
 
-def written(folder: Path, recipe: Recipe | None = None, **kwargs: Any) -> Path:
-    """Where a tiny Llama lies in FP8, written by us."""
-    model = llama(**kwargs)
-    convert(model, recipe or Recipe(), auto_filter_small_kn=False)
-    return save_fp8(model, folder)
+def converted(model: Any, recipe: Recipe = FP32, frozen: bool = False) -> Any:
+    model.requires_grad_(not frozen)
+    convert(model, recipe, auto_filter_small_kn=False)
+    return model
 
 
-def read(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
+def theirs(model: Any, folder: Path, **options: Any) -> Any:
+    """What transformers loads, all of it."""
+    made, info = type(model).from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return made
 
 
 def scaled(data: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:
     """The specification: fp32 product, rounded once."""
-    rows, cols = data.shape
-    wide = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
-    return (data.float() * wide.float()).bfloat16()
+    rows, cols = data.shape[-2:]
+    wide = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return (data.float() * wide[..., :rows, :cols]).bfloat16()
 
 
-def assert_tied(model: LlamaForCausalLM, tied: bool) -> None:
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+def assert_tied(model: nn.Module, kind: str) -> None:
+    head: Any = model
+    assert (head.lm_head.weight is head.model.embed_tokens.weight) == (kind == "tied")
 
 
 # It reads what we write
 
-RECIPES = [Recipe(), Recipe(scale="power_of_two")]
 
-
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=["fp32", "power_of_two"])
+@pytest.mark.parametrize("kind", FP8_WEIGHTS)
+@each_recipe
 @pytest.mark.usefixtures("dequantizing")
-def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, recipe: Recipe, tied: bool) -> None:
+def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, kind: str, recipe: Recipe) -> None:
     """It multiplies in fp32 and rounds once to the model's dtype, as we do: bit for bit."""
-    folder = written(tmp_path / "fp8", recipe, tied=tied)
-    theirs, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values()), info
-    ours = llama(seed=1, tied=tied)
-    report = load_fp8(ours, folder)
-    assert len(report.fp8) == 14
+    folder = save_fp8(converted(model_of(kind), recipe), tmp_path / "fp8")
+    ours = model_of(kind, seed=1)
+    made = theirs(ours, folder)
+    assert len(load_fp8(ours, folder, recipe=recipe).fp8) == FP8_WEIGHTS[kind]
     weights = dict(ours.named_parameters())
-    for name, weight in theirs.named_parameters():
+    for name, weight in made.named_parameters():
         mine = weights.pop(name)
         values = mine.dequantize() if isinstance(mine, BlockwiseFP8Tensor) else mine
         assert weight.dtype == values.dtype == torch.bfloat16
         assert torch.equal(weight, values), name
     assert not weights
-    assert_tied(theirs, tied)
-    assert_tied(ours, tied)
+    assert_tied(made, kind)
+    assert_tied(ours, kind)
+    # what it has loaded is saved under the same names
+    again = save_fp8(converted(made, recipe), tmp_path / "again")
+    assert read(again).keys() == read(folder).keys()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("intermediate", [384, 320, 200])
-@pytest.mark.parametrize("recipe", RECIPES, ids=["fp32", "power_of_two"])
+LAYERS: list[Any] = [
+    *[(kind, n, "auto", recipe, "cpu") for kind in LLAMAS for n in (384, 320, 200)
+      for recipe in (FP32, POW2)],
+    *[pytest.param(kind, n, "auto", recipe, "cuda", marks=pytest.mark.gpu) for kind in LLAMAS
+      for n in (384, 320, 200) for recipe in (FP32, POW2)],
+    *[(kind, n, names, FP32, "cpu") for kind in MOES for n in (256, 128, 192)
+      for names in ("auto", "fused")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "n", "expert_names", "recipe", "device"), LAYERS)
+@pytest.mark.usefixtures("keeping")
 def test_its_fp8_layers_hold_our_bytes(
-    tmp_path: Path, keeping: str, recipe: Recipe, intermediate: int, tied: bool
+    tmp_path: Path, kind: str, n: int, expert_names: str, recipe: Recipe, device: str
 ) -> None:
-    """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit."""
-    folder = written(tmp_path / "fp8", recipe, intermediate=intermediate, tied=tied)
-    model = LlamaForCausalLM.from_pretrained(folder, device_map=keeping)
-    stored, held = read(folder), dict(model.named_parameters())
-    assert type(model.model.layers[1].mlp.down_proj).__name__ == "FP8Linear"
-    assert type(model.lm_head) is torch.nn.Linear
-    assert held.keys() == stored.keys()
-    for name, x in stored.items():
-        weight = held[name].detach().cpu()
-        assert held[name].device.type == keeping
-        if name.endswith("_scale_inv") and recipe.power_of_two:
-            assert weight.dtype == torch.float8_e8m0fnu
-            weight = weight.float()
-        assert weight.dtype == x.dtype
-        assert torch.equal(bits(weight), bits(x)), name
-    assert_tied(model, tied)
+    """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit.
+
+    Stacks in which gate and up share blocks are stored whole.
+    """
+    source = converted(model_of(kind, n), recipe, frozen=True)
+    folder = save_fp8(source, tmp_path / "fp8", expert_names=expert_names)
+    whole = "model.layers.1.mlp.experts.down_proj_scale_inv" in read(folder)
+    assert whole == (kind in MOES and (expert_names == "fused" or n == 192))
+    model = theirs(source, folder, device_map=device)
+    mlp = model.model.layers[1].mlp
+    kinds = ("FP8Linear", mlp.down_proj) if kind in LLAMAS else ("FP8Experts", mlp.experts)
+    assert type(kinds[1]).__name__ == kinds[0]
+    assert type(model.lm_head) is nn.Linear
+    assert {x.device.type for x in model.parameters()} == {device}
+    held = {name: x.detach().cpu() for name, x in model.named_parameters()}
+    for name, weight in source.named_parameters():
+        x = held.pop(name)
+        if isinstance(weight, BlockwiseFP8Tensor):
+            data, scale, _ = weight.rowwise()
+            assert torch.equal(bits(x), bits(data)), name
+            theirs_scale = held.pop(f"{name}_scale_inv")
+            wanted = torch.float8_e8m0fnu if recipe.power_of_two else torch.float32
+            assert theirs_scale.dtype == wanted
+            assert torch.equal(theirs_scale.float(), scale), name
+        else:
+            assert torch.equal(x, weight), name
+    assert held == {}
+    assert_tied(model, kind)
+    # and what it writes of them is what we read
+    model.save_pretrained(tmp_path / "theirs")
+    loaded = model_of(kind, n, seed=1)
+    load_fp8(loaded, tmp_path / "theirs", recipe=recipe)
+    assert_same(state(loaded), state(source))
 
 
 @pytest.mark.usefixtures("dequantizing")
-def test_parts_of_blocks_that_it_cannot_dequantize(tmp_path: Path) -> None:
-    """It takes sizes over numbers of scales for the block's: what save_fp8's docstring warns of."""
+def test_what_it_cannot_dequantize(tmp_path: Path) -> None:
+    """What save_fp8's docstring warns of.
+
+    It takes sizes over numbers of scales for the block's: an error, or without one other values.
+    It leaves out the scales of stacks that are stored whole.
+    """
+    source = model_of("llama", 320)
+    folder = save_fp8(converted(source), tmp_path / "320")
     with pytest.raises(RuntimeError, match="conversion"):
-        LlamaForCausalLM.from_pretrained(written(tmp_path / "320", intermediate=320))
-    folder = written(tmp_path / "200", intermediate=200)
-    model, stored = LlamaForCausalLM.from_pretrained(folder), read(folder)
-    name = "model.layers.0.mlp.up_proj.weight"
+        type(source).from_pretrained(folder)
+    folder = save_fp8(converted(model_of("llama", 200)), tmp_path / "200")
+    name, stored = "model.layers.0.mlp.up_proj.weight", read(folder)
+    values = type(source).from_pretrained(folder).get_parameter(name)
     data, scale = stored[name], stored[f"{name}_scale_inv"]
-    theirs = model.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(theirs, scaled(data, scale, (100, 128)))
-    assert not torch.equal(theirs, scaled(data, scale))
+    assert torch.equal(values, scaled(data, scale, (100, 128)))
+    assert not torch.equal(values, scaled(data, scale))
+
+    source = model_of("qwen3")
+    folder = save_fp8(converted(source), tmp_path / "stacks", expert_names="fused")
+    model, info = type(source).from_pretrained(folder, output_loading_info=True)
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert f"{name}_scale_inv" in info["unexpected_keys"]
+    assert torch.equal(model.get_parameter(name), read(folder)[name].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+@pytest.mark.usefixtures("keeping")
+def test_experts_that_stay_in_bf16(tmp_path: Path, kind: str) -> None:
+    """The config tells it which, under the names of the checkpoint."""
+    source = model_of(kind)
+    convert(source, auto_filter_small_kn=False, skip=["*.experts"])
+    model = theirs(source, save_fp8(source, tmp_path / "fp8"), device_map="cpu")
+    for layer, other in zip(source.model.layers, model.model.layers, strict=True):
+        assert type(other.self_attn.q_proj).__name__ == "FP8Linear"
+        for name, stack in layer.mlp.experts.named_parameters():
+            assert torch.equal(other.mlp.experts.get_parameter(name), stack), name
 
 
 # We read what it writes
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def quantized(source: Any, folder: Path, scale_fmt: str, device: str) -> Any:
+    """A model that transformers has cast to FP8, and saved in ``folder / "installed"``."""
+    source.save_pretrained(folder / "bf16")
+    config = FineGrainedFP8Config(scale_fmt=scale_fmt)
+    model = theirs(source, folder / "bf16", quantization_config=config, device_map=device)
+    model.save_pretrained(folder / "installed")
+    return model
+
+
+READ: list[Any] = [
+    *[(kind, 384, device) for kind in LLAMAS for device in ("cpu",)],
+    *[pytest.param(kind, 384, "cuda", marks=pytest.mark.gpu) for kind in LLAMAS],
+    *[(kind, n, "cpu") for kind in MOES for n in (256, 128)],
+]
+
+
+@pytest.mark.parametrize(("kind", "n", "device"), READ)
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.usefixtures("keeping")
 def test_we_read_what_it_quantizes(
-    tmp_path: Path, keeping: str, scale_fmt: str, tied: bool
+    tmp_path: Path, kind: str, scale_fmt: str, n: int, device: str
 ) -> None:
-    source = llama(tied=tied)
-    source.save_pretrained(tmp_path / "bf16")
-    quantized = LlamaForCausalLM.from_pretrained(
-        tmp_path / "bf16",
-        quantization_config=FineGrainedFP8Config(scale_fmt=scale_fmt),
-        device_map=keeping,
-    )
-    folder = tmp_path / "fp8"
-    quantized.save_pretrained(folder)
-    stored = read(folder)
-    scales = {name for name in stored if name.endswith("_scale_inv")}
+    """As the installed one saves it, and as 5.23 does: with scales of stacks beside matrices."""
+    model = quantized(model_of(kind, n), tmp_path, scale_fmt, device)
+    held = {name: x.detach().cpu() for name, x in model.named_parameters()}
+    folders = [tmp_path / "installed"]
+    stored = read(folders[0])
     dtype = torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32
-    assert {stored[name].dtype for name in scales} == {dtype}
+    assert {x.dtype for name, x in stored.items() if name.endswith("_scale_inv")} == {dtype}
+    if kind in MOES:
+        stack_scales(stored)
+        experts = "block_sparse_moe.experts" if kind == "mixtral" else "mlp.experts"
+        assert f"model.layers.1.{experts}.3.w1.weight_scale_inv" not in stored
+        assert f"model.layers.1.{experts}.gate_up_proj_scale_inv" in stored
+        folders.append(tmp_path / "5.23")
+        folders[1].mkdir()
+        save_file(stored, folders[1] / "model.safetensors")
+    for folder in folders:
+        plain = model_of(kind, n, seed=1)
+        kinds = set(map(type, plain.modules()))
+        frozen = converted(model_of(kind, n, seed=2), frozen=True)
+        for ours in (plain, frozen):
+            report = load_fp8(ours, folder)
+            assert len(report.fp8) == FP8_WEIGHTS[kind]
+            for name, weight in ours.named_parameters():
+                if name not in report.fp8:
+                    assert torch.equal(weight, held[name])
+                    continue
+                assert isinstance(weight, BlockwiseFP8Tensor)
+                data, scale, _ = weight.rowwise()
+                assert torch.equal(bits(data), bits(held[name]))
+                assert torch.equal(scale, held[f"{name}_scale_inv"].float())
+                assert torch.equal(weight.dequantize(), scaled(data, scale))
+            assert_tied(ours, kind)
+        assert set(map(type, plain.modules())) == kinds
+        unfreeze(plain)
+        for name in report.fp8:
+            weight = plain.get_parameter(name)
+            assert weight.requires_grad
+            assert torch.equal(weight.master, frozen.get_parameter(name).dequantize())
+    plain(TOKENS).logits.float().square().mean().backward()
+    assert all(plain.get_parameter(name).grad.abs().sum() > 0 for name in report.fp8)
 
-    model, plain = llama(seed=1, tied=tied), llama(seed=2, tied=tied)
-    report = load_fp8(model, folder)
-    assert {f"{name}_scale_inv" for name in report.fp8} == scales
-    assert len(scales) == 14
-    for name, weight in model.named_parameters():
-        value = weight
-        if name in report.fp8:
-            assert isinstance(weight, BlockwiseFP8Tensor)
-            data, scale, _ = weight.rowwise()
-            wanted = stored[f"{name}_scale_inv"].float()
-            assert torch.equal(bits(data), bits(stored[name]))
-            assert torch.equal(scale, wanted)
-            value = scaled(stored[name], wanted)
-            assert torch.equal(weight.dequantize(), value)
-        else:
-            assert torch.equal(weight, stored[name])
-        with torch.no_grad():
-            plain.get_parameter(name).copy_(value)
-    assert_tied(model, tied)
-    assert set(map(type, model.modules())) == set(map(type, source.modules()))
 
+def test_the_noise_of_activations_in_fp8(tmp_path: Path) -> None:
+    """Measured 6.7%."""
+    folder = save_fp8(converted(model_of("llama")), tmp_path / "fp8")
+    model, plain = model_of("llama", seed=1), model_of("llama", seed=2)
+    load_fp8(model, folder)
+    values = {n: x.dequantize() if isinstance(x, BlockwiseFP8Tensor) else x
+              for n, x in model.state_dict().items()}  # fmt: skip
+    plain.load_state_dict(values)
     with torch.no_grad():
         logits, wanted = model(TOKENS).logits.float(), plain(TOKENS).logits.float()
-    # the noise of activations in FP8: measured 3.9 to 4.6%
-    assert (logits - wanted).norm() < 0.06 * wanted.norm()
+    assert 0.01 * wanted.norm() < (logits - wanted).norm() < 0.08 * wanted.norm()

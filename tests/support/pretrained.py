@@ -28,12 +28,14 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-def llama(seed: int = 0, hidden: int = 128, tied: bool = False, **options: Any) -> Any:
+def llama(
+    seed: int = 0, hidden: int = 128, intermediate: int = 256, tied: bool = False, **options: Any
+) -> Any:
     """Two layers in fp32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=256,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,

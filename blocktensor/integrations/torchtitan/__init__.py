@@ -4,8 +4,7 @@ The guide is docs/guides/torchtitan.md. Public: the names below, ``overrides`` f
 ``--override.imports`` and ``config_registry`` for ``--module blocktensor.integrations.torchtitan``.
 """
 
-from .activation_checkpoint import BlockwiseFP8SelectiveAC
 from .converter import BlockwiseFP8Converter
-from .train_config import with_blockwise_fp8
+from .overrides import BlockwiseFP8SelectiveAC, with_blockwise_fp8
 
 __all__ = ["BlockwiseFP8Converter", "BlockwiseFP8SelectiveAC", "with_blockwise_fp8"]

@@ -7,7 +7,7 @@ from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.trainer import Trainer
 
-from .train_config import with_blockwise_fp8
+from .overrides import with_blockwise_fp8
 
 
 def llama3_debugmodel() -> Trainer.Config:

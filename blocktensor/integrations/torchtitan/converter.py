@@ -1,18 +1,29 @@
-"""The converter: what a run in blockwise FP8 chooses, in the form of torchtitan's converters."""
+"""The converter: makes a model of torchtitan build itself in blockwise FP8.
+
+torchtitan hands a converter the config of a model, and the model is built from it later. The config
+is made one of a subclass of the model's class, which converts itself as it is built and refuses
+parallelism that FP8 lacks. It stays the same object, because the trainer has a reference to it
+already when overrides run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
+from torchtitan.tools.logging import logger
 
+from ...model.convert import convert
+from ...model.fuse import fuse
+from ...model.fused_class import fused_modules
+from ...model.fused_mlp import FusedMLP, why_apart
 from ...ops.formats import ScaleRounding
 from ...recipe import CachePolicy, ColumnwisePolicy, Recipe, WgradInput
-from .fp8_model import build_in_fp8
-from .model_options import ModelOptions
 
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
@@ -70,19 +81,16 @@ class BlockwiseFP8Converter(QuantizationConverter):
                 an empty name, which would match everything.
         """
         self.config = config
-        names = _checked_names(config.filter_fqns)
-        self._options = ModelOptions(
-            recipe=Recipe(
-                scale=config.scale,
-                columnwise=config.columnwise,
-                cache_weight=config.cache_weight,
-                wgrad_input=config.wgrad_input,
-            ),
-            filter_fqns=tuple(name for name in names if name != AUTO_FILTER),
-            auto_filter_small_kn=config.auto_filter_small_kn or AUTO_FILTER in names,
-            experts=config.experts,
-            head=config.head,
-            fuse=config.fuse,
+        _check_names(config.filter_fqns)
+        if config.head not in (None, "fp8"):
+            raise ValueError(
+                f"head={config.head!r}: expected 'fp8', or None to leave lm_head alone"
+            )
+        self._recipe = Recipe(
+            scale=config.scale,
+            columnwise=config.columnwise,
+            cache_weight=config.cache_weight,
+            wgrad_input=config.wgrad_input,
         )
 
     def convert(self, model_config: Any) -> Any:
@@ -97,10 +105,50 @@ class BlockwiseFP8Converter(QuantizationConverter):
                 f"cannot convert a {type(model_config).__qualname__}: expected the config of a "
                 f"torchtitan Decoder (llama3, qwen3, deepseek_v3, ...)"
             )
-        return build_in_fp8(model_config, self._options)
+        model_class: Any = type(model_config)._owner
+        if hasattr(model_class, _CONVERTER):
+            raise ValueError(
+                f"the model {model_class.__name__} is in blockwise FP8 already: keep one of the "
+                f"converter and the override"
+            )
+        model_config.__class__ = _in_fp8(model_class, self).Config
+        return model_config
+
+    def convert_built(self, model: nn.Module) -> None:
+        """Convert the weights of a model that was just built, and log what was done.
+
+        Routers stay in high precision, as torchtitan computes them in fp32.
+
+        Raises:
+            ValueError: a name in ``filter_fqns`` that no linear or stack of experts has.
+        """
+        config = self.config
+        kinds = (TokenChoiceTopKRouter,) + (() if config.experts else (GroupedExperts,))
+        left = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        parts = [part for part in config.filter_fqns if part != AUTO_FILTER]
+        try:
+            report = convert(
+                model,
+                self._recipe,
+                skip=[*left, *(f"*{part}*" for part in parts)],
+                auto_filter_small_kn=config.auto_filter_small_kn
+                or AUTO_FILTER in config.filter_fqns,
+                head=config.head,
+            )
+        except ValueError as error:
+            raise ValueError(f"filter_fqns={parts}: {error}") from error
+        logger.info("blockwise FP8: what was converted\n%s", report)
+        if config.fuse:
+            logger.info("blockwise FP8: what was fused\n%s", fuse(model))
+        if config.cache_weight == "step":
+            model.register_forward_pre_hook(_check_not_recorded)
 
 
-def _checked_names(filter_fqns: Any) -> Sequence[str]:
+_CONVERTER = "_blockwise_fp8_converter"
+"""The attribute of a model class by which it is known to be in FP8."""
+
+
+def _check_names(filter_fqns: Any) -> None:
     is_list = isinstance(filter_fqns, (list, tuple))
     if not is_list or not all(isinstance(name, str) for name in filter_fqns):
         raise TypeError(
@@ -112,5 +160,77 @@ def _checked_names(filter_fqns: Any) -> Sequence[str]:
             "filter_fqns holds an empty name, which every module contains: remove it; without the "
             "converter the whole model stays in high precision"
         )
-    names: Sequence[str] = filter_fqns
-    return names
+
+
+def _in_fp8(model_class: Any, converter: BlockwiseFP8Converter) -> Any:
+    """Return a subclass of a torchtitan model class, of the same name.
+
+    Its Config adds no fields, so that a config of the model can change its class to it.
+    """
+
+    class InFP8(model_class):
+        @dataclass(kw_only=True, slots=True)
+        class Config(model_class.Config):
+            def to_dict(self) -> dict[str, Any]:
+                """The fields, and the choices for FP8."""
+                return {
+                    **model_class.Config.to_dict(self),
+                    "blockwise_fp8": converter.config.to_dict(),
+                }
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            converter.convert_built(self)
+
+        def parallelize(self, parallel_dims: Any) -> None:
+            """Cut the model for parallelism other than FSDP's.
+
+            Raises:
+                NotImplementedError: weights in FP8 cannot be cut so; fused MLPs would come apart.
+            """
+            _check_parallelism(parallel_dims)
+            super().parallelize(parallel_dims)
+            _check_fused(self)
+
+    setattr(InFP8, _CONVERTER, converter)
+    InFP8.__name__ = model_class.__name__
+    InFP8.__qualname__ = model_class.__qualname__
+    InFP8.__doc__ = model_class.__doc__
+    InFP8.Config.__qualname__ = model_class.Config.__qualname__
+    return InFP8
+
+
+def _check_parallelism(parallel_dims: Any) -> None:
+    if parallel_dims.tp_enabled:
+        raise NotImplementedError(
+            f"tensor_parallel_degree={parallel_dims.tp}: torchtitan's tensor parallel linears "
+            f"would compute weight gradients in high precision; set "
+            f"--parallelism.tensor_parallel_degree 1 and shard with FSDP "
+            f"(--parallelism.data_parallel_shard_degree), or train without blockwise FP8"
+        )
+    if parallel_dims.spmd_backend != "partial_dtensor" and parallel_dims.world_size > 1:
+        raise NotImplementedError(
+            f"spmd_backend={parallel_dims.spmd_backend!r} on {parallel_dims.world_size} ranks cuts "
+            f"weights before FSDP does, which blockwise FP8 does not follow: set "
+            f"--parallelism.spmd_backend partial_dtensor"
+        )
+
+
+def _check_fused(model: nn.Module) -> None:
+    """Raise if ``parallelize`` has replaced the forward of a linear of a fused MLP."""
+    for name, module in fused_modules(model, FusedMLP):
+        why = why_apart(module, module._fused_parts)
+        if why is not None:
+            raise NotImplementedError(
+                f"fuse=True: torchtitan's parallelize takes {name!r} apart ({why}); set "
+                f"--parallelism.spmd_backend partial_dtensor and no expert parallelism, or "
+                f"fuse=False"
+            )
+
+
+def _check_not_recorded(model: nn.Module, inputs: Any) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "cache_weight='step' in a CUDA graph: every replay would read the weights of the step "
+            "that was recorded; set --training.disable_cuda_graphs, or cache_weight='backward'"
+        )

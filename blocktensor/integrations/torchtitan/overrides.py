@@ -1,20 +1,29 @@
-"""Overrides for the command line: ``--override.imports blocktensor.integrations.torchtitan...``."""
+"""Runs of torchtitan in blockwise FP8: overrides for the command line, and a function for code.
+
+``--override.imports blocktensor.integrations.torchtitan.overrides.NAME`` takes the overrides.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.trainer import Trainer
 
-from .activation_checkpoint import BlockwiseFP8SelectiveAC
 from .converter import BlockwiseFP8Converter
 
 
 @override(target=Decoder.Config, description="linears and experts in blockwise FP8")
 def blockwise_fp8(config: Decoder.Config, **options: Any) -> Decoder.Config:
-    """The model in blockwise FP8.
+    """Make a model train in blockwise FP8.
 
     Args:
         config: of the model; changed in place, because the trainer builds the one that it has.
@@ -24,7 +33,67 @@ def blockwise_fp8(config: Decoder.Config, **options: Any) -> Decoder.Config:
     return model
 
 
+def with_blockwise_fp8(config: Trainer.Config, **options: Any) -> Trainer.Config:
+    """Make a run train its model in blockwise FP8; changes ``config`` and returns it.
+
+    Selective activation checkpointing then counts FP8 products as torchtitan's counts ``mm``.
+
+    Args:
+        config: of a run, as functions of torchtitan's ``config_registry`` return it.
+        options: fields of :class:`BlockwiseFP8Converter.Config`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the converter.
+        ValueError: the config has no model.
+    """
+    if config.model_spec is None:
+        raise ValueError("this Trainer.Config has no model_spec: set it first")
+    config.model_spec.model = blockwise_fp8(config.model_spec.model, **options)
+    policy = config.activation_checkpoint
+    if type(policy) is SelectiveAC.Config:
+        config.activation_checkpoint = selective_ac(policy)
+    return config
+
+
+class BlockwiseFP8SelectiveAC(SelectiveAC):
+    """torchtitan's ``SelectiveAC``, which counts products in FP8 among the matrix products.
+
+    torchtitan's policy goes by ops: it saves the results of ``aten.mm``, all but every second, and
+    does not know ``blocktensor::gemm``. Here the results of every second product, in FP8 or not,
+    are saved; casts are made again. Products of experts are computed again, as torchtitan does in
+    high precision.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """The fields of ``SelectiveAC.Config``."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped: Any = super()._wrap_block(module, base_fqn=base_fqn)
+        contexts = wrapped.checkpoint_fn.keywords["context_fn"]
+
+        def counting_fp8() -> Any:
+            policy = contexts()[0].policy_fn
+            return create_selective_checkpoint_contexts(_gemm_as_linear(policy))
+
+        wrapped.checkpoint_fn = partial(wrapped.checkpoint_fn, context_fn=counting_fp8)
+        block: nn.Module = wrapped
+        return block
+
+
+def _gemm_as_linear(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a checkpointing policy decide about FP8 products as about ``aten.linear``."""
+
+    def of_both(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is torch.ops.blocktensor.gemm.default:
+            x, weight = args[1], args[3]  # the data; the policy looks at their shapes
+            return policy(context, torch.ops.aten.linear.default, x, weight)
+        return policy(context, op, *args, **kwargs)
+
+    return of_both
+
+
 @override(target=SelectiveAC.Config, exact=True, description="counts FP8 products as mm")
 def selective_ac(config: SelectiveAC.Config) -> BlockwiseFP8SelectiveAC.Config:
-    """Selective activation checkpointing that saves products in FP8."""
+    """Make selective activation checkpointing save products in FP8."""
     return derive(config, BlockwiseFP8SelectiveAC.Config)

@@ -4,10 +4,9 @@ The import registers the quantization method "blocktensor" in transformers.
 """
 
 from .config import BlockwiseFP8Config
-from .quantizer import BlockwiseFP8Quantizer
-from .saving import save_pretrained_fp8
-from .transformers_internals import announce_loading as _announce_loading
-from .transformers_internals import prefer_given_config as _prefer_given_config
+from .loading import announce_loading as _announce_loading
+from .loading import prefer_given_config as _prefer_given_config
+from .quantizer import BlockwiseFP8Quantizer, save_pretrained_fp8
 
 _prefer_given_config()
 _announce_loading()

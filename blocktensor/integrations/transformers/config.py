@@ -85,7 +85,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """The config of a ``config.json``; ``kwargs`` replace its entries.
+        """Make the config of a ``config.json``; ``kwargs`` replace its entries.
 
         Raises:
             ValueError: an entry that this version does not know.
@@ -101,16 +101,8 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """All entries, of the types of JSON, with ``quant_method``."""
-        entries: dict[str, Any] = {
-            x.name: getattr(self, x.name) for x in fields(self) if x.init
-        } | {"quant_method": METHOD, "skip": list(self.skip)}
-        for name in ("recipe", "auto_filter_small_kn"):
-            if not isinstance(entries[name], bool):
-                entries[name] = asdict(entries[name])
-        if isinstance(self.experts, dict):
-            entries["experts"] = {pattern: list(names) for pattern, names in self.experts.items()}
-        return entries
+        """Return all entries, of the types of JSON, with ``quant_method``."""
+        return asdict(self)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """For ``dict(config)``."""

@@ -1,9 +1,14 @@
-"""The quantizer "blocktensor" of transformers: weights load as ever, and are converted then."""
+"""The quantizer "blocktensor" of transformers: weights load as ever, and are converted then.
+
+``save_pretrained`` of the model writes ordinary weights, ``save_pretrained_fp8`` writes FP8.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...checkpoint.save import save_fp8
 from ...distributed.dtensor import local_of
 from ...model.conversion_report import ConversionReport
 from ...model.convert import convert
@@ -24,8 +30,7 @@ from ...model.pretrained_models import exchange, values_of
 from ...model.product_weights import fp8_weights
 from ...model.skip_patterns import weights_to_skip
 from .config import METHOD, BlockwiseFP8Config
-from .fp8_checkpoint import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint
-from .transformers_internals import state_given_to_save
+from .loading import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
 
 @register_quantizer(METHOD)
@@ -69,10 +74,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes an element, while loading."""
-        if self.param_needs_quantization(model, param_name):
-            return 1
-        size: int = param.element_size()
-        return size
+        return 1 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self) -> DropValues:
         """What is done to parameters that :meth:`param_needs_quantization`."""
@@ -98,7 +100,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             device_map: of modules.
 
         Raises:
-            CheckpointError: as :func:`.fp8_checkpoint.fp8_checkpoint`.
+            CheckpointError: as :func:`.loading.fp8_checkpoint`.
             NotImplementedError: FP8 weights for several devices; the files have other blocks.
         """
         self._stored = fp8_checkpoint(model, self._files, state, rules)
@@ -207,3 +209,43 @@ def _offloaded(what: str) -> NotImplementedError:
         f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk', and without "
         f"'cpu' beside GPUs (max_memory= sets their shares), or shard the model with FSDP2"
     )
+
+
+def save_pretrained_fp8(
+    model: PreTrainedModel, save_directory: str | os.PathLike[str], **options: Any
+) -> Path:
+    """Write a converted model in FP8, 1 byte a weight, as DeepSeek-V3's checkpoints.
+
+    ``from_pretrained(folder, quantization_config=BlockwiseFP8Config())`` reads its bytes again;
+    transformers by itself reads it as its method "fp8". ``model.save_pretrained`` writes ordinary
+    weights.
+
+    Args:
+        model: of transformers, converted; trainable, frozen, or both.
+        save_directory: the folder to make.
+        **options: of :func:`blocktensor.save_fp8`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: ``model`` is no PreTrainedModel.
+        ValueError: adapters are loaded; as :func:`blocktensor.save_fp8`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}: expected a transformers.PreTrainedModel; "
+            f"blocktensor.save_fp8 writes any module"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model has adapters, whose tensors no FP8 checkpoint holds: save them by "
+            "model.save_pretrained, which writes adapters alone"
+        )
+    config = model.config.to_diff_dict()
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    folder = save_fp8(model, save_directory, **{"config": config, **options})
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    return folder

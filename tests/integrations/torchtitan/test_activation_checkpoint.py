@@ -97,14 +97,9 @@ def test_torchtitans_own_policy_runs_all_fp8_products_again() -> None:
     assert calls[GEMM] == 2 * 4 + 4
 
 
-def test_fp8_products_are_all_that_is_saved_besides() -> None:
-    save = BlockwiseFP8SelectiveAC.Config().build().get_save_ops()
-    assert save == {*SelectiveAC.Config().build().get_save_ops(), GEMM}
-
-
 def test_names_must_be_those_of_linears() -> None:
     names = ["layers.0"]
-    with pytest.raises(ValueError, match=r"matches 'layers.0.?', a Sequential: expected names of"):
+    with pytest.raises(ValueError, match=r"expected to match a nn.Linear, but got: Sequential"):
         BlockwiseFP8SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(
             Blocks(fp8=True)
         )

@@ -147,7 +147,7 @@ def test_configs_show_the_choices() -> None:
         .convert(llama3("debugmodel").model)
     )
     shown = config.to_dict()
-    assert shown["blockwise_fp8"]["recipe"]["wgrad_input"] == "128x128"
+    assert shown["blockwise_fp8"]["wgrad_input"] == "128x128"
     assert shown["dim"] == 256 and len(shown["layers"]) == 6
 
 
@@ -220,7 +220,7 @@ def test_the_guide() -> None:
     names: dict[str, Any] = {}
     exec(block.code, names)
     options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
-    assert options["filter_fqns"] == ("layers.0.",)
+    assert options["filter_fqns"] == ["layers.0."]
 
 
 def test_full_checkpointing_stays() -> None:

@@ -24,7 +24,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.integrations.transformers import BlockwiseFP8Quantizer
-from blocktensor.integrations.transformers.fp8_checkpoint import FP8Checkpoint
+from blocktensor.integrations.transformers.loading import FP8Checkpoint
 from tests.support.checkpoint_models import assert_same, state
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import choices, gpt2, llama, loaded, logits
