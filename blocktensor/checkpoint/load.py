@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from ..model.module_names import is_module
 from ..model.pretrained_models import follow_pretrained_models
 from ..model.state_dict import register_state_hooks
-from ..ops import checks
-from ..ops.formats import BLOCKS_128X128, BlockFormat
+from ..ops.formats import BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..text_table import collapse, text_table
-from .contents import Entry, check_scales, entries_of
-from .match import Source, match, some
-from .names import aligned, possible_names
+from .contents import Entry, entries_of
+from .match import Source, check_fits, match, some
+from .names import possible_names
 from .on_disk import (
     HASHING_THREADS,
     INDEX,
@@ -155,7 +154,7 @@ def load_entries(
             f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
         )
     for name, source in sources.items():
-        _check(name, source, targets[name].current)
+        check_fits(name, source, targets[name].current)
 
     home = torch.device("cpu" if device is None else device)
     with reading() as read:
@@ -199,73 +198,6 @@ def _counted(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}" + (f" ({some(names)})" if names else "")
 
 
-def _check(name: str, source: Source, current: Tensor) -> None:
-    """Raise CheckpointError if what is stored does not fit its place in the model."""
-    names, first = source.names, source.weights[0]
-    shape, of, parts = tuple(current.shape), "", len(names.templates)
-    if names.experts is not None:
-        shape = (shape[1] // parts, shape[2])
-        of = f" for an expert of {name!r} {list(current.shape)}"
-    for entry in source.weights:
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{entry} has shape {list(entry.shape)}, the model's has {list(shape)}{of}"
-            )
-        if entry.is_fp8 != first.is_fp8:
-            raise CheckpointError(
-                f"{entry} is {entry.dtype}, {first.name!r} of the same stack is {first.dtype}: "
-                f"expected all in FP8 or none"
-            )
-        _check_dtype(entry, current)
-    scales = source.stack_scales
-    if scales is not None:
-        scaled = scales.scaled(current.shape)
-        check_scales(scales.entry, scaled)
-        if not aligned(current.shape[1], scales.parts):
-            raise CheckpointError(
-                f"{scales.entry} has the scales of {list(scaled)}, in which {first.name!r} shares "
-                f"blocks with another matrix: the model's {name!r} cannot have them; load into a "
-                f"model that holds both in one stack"
-            )
-    elif first.is_fp8 and not aligned(shape[0], parts):
-        raise CheckpointError(
-            f"{first} has {shape[0]} rows, no multiple of {BLOCKS_128X128.rows}: its blocks are "
-            f"not those of the model's {name!r}, in which the rows of {parts} such matrices follow "
-            f"each other; dequantize them with the library that wrote them, then convert"
-        )
-
-
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-"""Stored dtypes of tensors without scales."""
-
-
-def _check_dtype(entry: Entry, current: Tensor) -> None:
-    """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
-    problem = None
-    if entry.is_fp8:
-        if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
-            problem = (
-                "is stored in FP8, the model's is trainable and would lose its high-precision "
-                "values: load into a model that is not converted yet"
-            )
-        elif not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
-            problem = (
-                f"is an FP8 weight, the model's is a buffer or {current.dtype}: expected a "
-                f"parameter in one of {checks.HIGH_PRECISION}"
-            )
-    elif entry.dtype not in _PLAIN:
-        problem = f"has dtype {entry.dtype}"
-    elif isinstance(current, BlockwiseFP8Tensor):
-        problem = (
-            f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
-            f"model, then convert it"
-        )
-    elif ("F" in entry.dtype) != current.is_floating_point():
-        problem = f"is {entry.dtype}, the model's is {current.dtype}"
-    if problem is not None:
-        raise CheckpointError(f"{entry} {problem}")
-
-
 def _read(
     sources: Mapping[str, Source],
     targets: Mapping[str, _Target],
@@ -307,7 +239,7 @@ def _read(
         shape = tuple(current.shape)
         home = device if current.is_meta else current.device
         if source.is_fp8:
-            chosen = recipe or getattr(current, "recipe", DEFAULT_RECIPE)
+            chosen: Recipe = recipe or getattr(current, "recipe", DEFAULT_RECIPE)
             format = chosen.weight_format
             data = torch.empty(shape, dtype=format.dtype, device=home)
             scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)
@@ -320,8 +252,9 @@ def _read(
             )
         elif current.is_meta:
             value = copy(source, torch.empty(shape, dtype=current.dtype, device=home))
-            is_weight = isinstance(current, BlockwiseFP8Weight)
-            made[name] = BlockwiseFP8Weight(value, current.recipe) if is_weight else value
+            if isinstance(current, BlockwiseFP8Weight):
+                value = BlockwiseFP8Weight(value, current.recipe)
+            made[name] = value
         else:
             made[name] = [read(entry) for entry in source.weights]
     return made

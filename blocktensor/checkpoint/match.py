@@ -1,4 +1,4 @@
-"""Which stored tensors each tensor of a model is read from, found by their names.
+"""Which stored tensors each tensor of a model is read from, found by their names, and if they fit.
 
 The scales of an FP8 tensor lie beside it. Those of a stack of experts may lie beside the stack
 while its matrices are stored one by one. So transformers 5.23 saves what it has quantized itself:
@@ -13,10 +13,14 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .contents import Entry, scales_of
-from .names import Names, transformers_stacks
+from ..ops import checks
+from ..ops.formats import BLOCKS_128X128
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .contents import Entry, check_scales, scales_of
+from .names import Names, aligned, transformers_stacks
 from .on_disk import SCALE_SUFFIXES, CheckpointError
 
 
@@ -162,3 +166,70 @@ def _places_of_scales(way: Names, ways: Sequence[Names]) -> dict[str, tuple[int,
 def some(names: Sequence[str]) -> str:
     """Return the first five names, for a message."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def check_fits(name: str, source: Source, current: Tensor) -> None:
+    """Raise CheckpointError if what is stored does not fit its place in the model."""
+    names, first = source.names, source.weights[0]
+    shape, of, parts = tuple(current.shape), "", len(names.templates)
+    if names.experts is not None:
+        shape = (shape[1] // parts, shape[2])
+        of = f" for an expert of {name!r} {list(current.shape)}"
+    for entry in source.weights:
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{entry} has shape {list(entry.shape)}, the model's has {list(shape)}{of}"
+            )
+        if entry.is_fp8 != first.is_fp8:
+            raise CheckpointError(
+                f"{entry} is {entry.dtype}, {first.name!r} of the same stack is {first.dtype}: "
+                f"expected all in FP8 or none"
+            )
+        _check_dtype(entry, current)
+    scales = source.stack_scales
+    if scales is not None:
+        scaled = scales.scaled(current.shape)
+        check_scales(scales.entry, scaled)
+        if not aligned(current.shape[1], scales.parts):
+            raise CheckpointError(
+                f"{scales.entry} has the scales of {list(scaled)}, in which {first.name!r} shares "
+                f"blocks with another matrix: the model's {name!r} cannot have them; load into a "
+                f"model that holds both in one stack"
+            )
+    elif first.is_fp8 and not aligned(shape[0], parts):
+        raise CheckpointError(
+            f"{first} has {shape[0]} rows, no multiple of {BLOCKS_128X128.rows}: its blocks are "
+            f"not those of the model's {name!r}, in which the rows of {parts} such matrices follow "
+            f"each other; dequantize them with the library that wrote them, then convert"
+        )
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+"""Stored dtypes of tensors without scales."""
+
+
+def _check_dtype(entry: Entry, current: Tensor) -> None:
+    """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
+    problem = None
+    if entry.is_fp8:
+        if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
+            problem = (
+                "is stored in FP8, the model's is trainable and would lose its high-precision "
+                "values: load into a model that is not converted yet"
+            )
+        elif not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
+            problem = (
+                f"is an FP8 weight, the model's is a buffer or {current.dtype}: expected a "
+                f"parameter in one of {checks.HIGH_PRECISION}"
+            )
+    elif entry.dtype not in _PLAIN:
+        problem = f"has dtype {entry.dtype}"
+    elif isinstance(current, BlockwiseFP8Tensor):
+        problem = (
+            f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
+            f"model, then convert it"
+        )
+    elif ("F" in entry.dtype) != current.is_floating_point():
+        problem = f"is {entry.dtype}, the model's is {current.dtype}"
+    if problem is not None:
+        raise CheckpointError(f"{entry} {problem}")

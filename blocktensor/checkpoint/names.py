@@ -8,6 +8,7 @@ here in place of tensors, and the names under which they come out are the answer
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -268,9 +269,8 @@ def _revert(model: nn.Module, probes: Mapping[str, Tensor]) -> dict[str, Any]:
     model = copy.copy(model)
     vars(model).pop("_weight_conversions", None)
     try:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        made: dict[str, Any] = revert_weight_conversion(model, dict(probes))
+        library = importlib.import_module("transformers.core_model_loading")
+        made: dict[str, Any] = library.revert_weight_conversion(model, dict(probes))
     except Exception:
         return {}
     return made

@@ -17,18 +17,13 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from blocktensor import CheckpointError, load_fp8
-from blocktensor.checkpoint.contents import entries_of, scales_of
-from tests.support.checkpoint_folders import INDEX, NEW, OLD, SINGLE, save
-from tests.support.checkpoint_models import assert_same, filled, state
+from blocktensor.checkpoint.contents import check_blocks, entries_of, scales_of
+from tests.support.checkpoint_folders import INDEX, NEW, OLD, SINGLE, edit_json, folder
+from tests.support.checkpoint_models import assert_refused, assert_same, filled, state
+
+__all__ = ["folder"]
 
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three shards: the embedding; up; down, norm and steps."""
-    save(OLD, tmp_path / "fp8")
-    return tmp_path / "fp8"
 
 
 def test_what_a_checkpoint_holds(folder: Path) -> None:
@@ -147,22 +142,13 @@ INDEXES: dict[str, tuple[Callable[[Index], Any], str]] = {
 @pytest.mark.parametrize("change", INDEXES)
 def test_an_index_that_does_not_fit(folder: Path, change: str) -> None:
     mutate, message = INDEXES[change]
-    index = json.loads((folder / INDEX).read_text())
-    mutate(index)
-    (folder / INDEX).write_text(json.dumps(index))
-    model = filled(NEW, convert=False)
-    before = state(model)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_fp8(model, folder)
-    assert str(folder) in str(caught.value)
-    assert_same(state(model), before)
+    edit_json(folder / INDEX, mutate)
+    assert_refused(folder, filled(NEW, convert=False), message)
 
 
 @pytest.mark.parametrize("metadata", [None, [], "x", {}, {"total_size": -1}])
 def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    index["metadata"] = metadata
-    (folder / INDEX).write_text(json.dumps(index))
+    edit_json(folder / INDEX, lambda index: index.update(metadata=metadata))
     model = filled(NEW, convert=False)
     load_fp8(model, folder)
     assert_same(state(model), state(filled(OLD, frozen=True)))
@@ -173,13 +159,11 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     tensors = load_file(folder / FIRST)
     bias = torch.zeros(200, dtype=torch.bfloat16)
     save_file(tensors | {"up.bias": bias}, folder / FIRST, metadata={"format": "pt"})
-    index = json.loads((folder / INDEX).read_text())
-    del index["metadata"]["header_sha256"]
+    edit_json(folder / INDEX, lambda index: index["metadata"].pop("header_sha256"))
     for place in (FIRST, SECOND):
-        index["weight_map"]["up.bias"] = place
-        (folder / INDEX).write_text(json.dumps(index))
-        with pytest.raises(CheckpointError, match=r"has tensor 'up.bias': .* says that it is in"):
-            load_fp8(filled(NEW, convert=False), folder)
+        edit_json(folder / INDEX, lambda i, place=place: i["weight_map"].update({"up.bias": place}))
+        message = r"has tensor 'up.bias': .* says that it is in"
+        assert_refused(folder, filled(NEW, convert=False), message)
 
 
 def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -268,3 +252,55 @@ def test_every_flipped_byte_of_a_header_is_noticed(folder: Path) -> None:
                 load_fp8(model, folder)
         file.write_bytes(whole)
     assert_same(state(model), before)
+
+
+# Descriptions of blocks
+
+FILE = Path("folder/config.json")
+
+
+def groups(structure: object) -> dict[str, Any]:
+    return {"config_groups": {"g": {"weights": {"block_structure": structure}}}}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        None, {}, {"quant_method": "fp8"}, {"weight_block_size": None},
+        {"weight_block_size": [128, 128]}, {"config_groups": None}, {"config_groups": {"g": None}},
+        {"config_groups": {"g": {"weights": None}}}, groups([128, 128]), groups("128x128"),
+    ],
+)  # fmt: skip
+def test_blocks_of_128_pass(described: object) -> None:
+    check_blocks({"quantization_config": described}, FILE)
+    check_blocks({}, FILE)
+
+
+@pytest.mark.parametrize("size", [[128, 64], [64, 128], [1, 128], [128, 1], [256, 256]])
+def test_other_blocks_are_not_supported(size: list[int]) -> None:
+    for described in ({"weight_block_size": size}, groups(size)):
+        with pytest.raises(NotImplementedError, match=r"config.json: .* blocks of \[\d+, \d+\]"):
+            check_blocks({"quantization_config": described}, FILE)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128], [-128, 128],
+     [128.0, 128.0], {"rows": 128}, [[128, 128]], True],
+)  # fmt: skip
+def test_what_is_no_size_is_malformed(size: object) -> None:
+    for described in ({"weight_block_size": size}, groups(size)):
+        with pytest.raises(CheckpointError, match=r"config.json: .* expected \[128, 128\]"):
+            check_blocks({"quantization_config": described}, FILE)
+
+
+@pytest.mark.parametrize("other", [[], "fp8", 8, True, [1, 2], ["fp8"]])
+def test_what_is_no_object_is_malformed(other: object) -> None:
+    for config in (
+        {"quantization_config": other},
+        {"quantization_config": {"config_groups": other}},
+        {"quantization_config": {"config_groups": {"g": other}}},
+        {"quantization_config": {"config_groups": {"g": {"weights": other}}}},
+    ):
+        with pytest.raises(CheckpointError, match=r"config.json: '\w+' is .*: expected a JSON obj"):
+            check_blocks(config, FILE)

@@ -13,31 +13,37 @@ from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 
-from safetensors.torch import load_file, save_file
+from expecttest import assert_expected_inline
+from safetensors.torch import save_file
 
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     CheckpointError,
+    LoadReport,
     Recipe,
     convert,
     load_fp8,
     save_fp8,
 )
 from blocktensor.checkpoint import load as module
+from blocktensor.recipe import DEFAULT_RECIPE
+from tests.support.checkpoint_experts import read
+from tests.support.checkpoint_folders import INDEX, blank
 from tests.support.checkpoint_models import (
     VOCABULARY,
     K,
     Model,
     N,
+    assert_refused,
     assert_same,
     bits,
     filled,
+    on_meta,
     state,
 )
 
 TOKENS = torch.arange(VOCABULARY)[None]
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -45,14 +51,15 @@ def folder(tmp_path: Path) -> Path:
     return save_fp8(filled(frozen=True), tmp_path / "fp8", max_shard_bytes=60_000)
 
 
-def on_meta(dtype: torch.dtype = torch.bfloat16) -> Model:
-    with torch.device("meta"):
-        return Model().to(dtype)
+def stored(model: Model) -> dict[str, Tensor]:
+    """The tensors of a model to store, in high precision: the head is the embedding."""
+    return {name: x for name, x in model.state_dict().items() if name != "head.weight"}
 
 
-def converted_on_meta() -> Model:
-    model = on_meta()
-    convert(model, auto_filter_small_kn=False)
+def on_meta_in(recipe: Recipe = DEFAULT_RECIPE, frozen: bool = False) -> Model:
+    """A converted model on meta."""
+    model = on_meta().requires_grad_(not frozen)
+    convert(model, recipe, auto_filter_small_kn=False)
     return model
 
 
@@ -62,13 +69,14 @@ def converted_on_meta() -> Model:
 @pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
 @pytest.mark.parametrize(
     "make",
-    [lambda: filled(5, convert=False), lambda: filled(5, frozen=True), on_meta, converted_on_meta],
+    [lambda: filled(5, convert=False), lambda: filled(5, frozen=True), on_meta, on_meta_in],
     ids=["plain", "frozen", "meta", "converted on meta"],
 )
 def test_there_and_back(tmp_path: Path, spelling: str, make: Callable[[], Model]) -> None:
     source, model = filled(frozen=True), make()
     save_fp8(source, tmp_path / "fp8", spelling=spelling)
     report = load_fp8(model, tmp_path / "fp8")
+    blank(tmp_path / "fp8")
     assert_same(state(model), state(source))
     assert set(report.fp8) == {"up.weight", "down.weight"}
     assert (report.missing, report.unexpected) == ((), ())
@@ -76,7 +84,7 @@ def test_there_and_back(tmp_path: Path, spelling: str, make: Callable[[], Model]
     assert model.head.weight is model.embed.weight
     assert not model.up.weight.requires_grad
     assert model.norm.weight.requires_grad
-    if make is not on_meta and make is not converted_on_meta:  # buffers that are not saved
+    if make is not on_meta and make is not on_meta_in:  # buffers that are not saved
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
@@ -98,7 +106,7 @@ def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path) -> None:
     data = torch.randn(N, K).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 3) + 0.5
     plain = filled(2, convert=False)
-    tensors = {name: x for name, x in plain.state_dict().items() if name != "head.weight"}
+    tensors = stored(plain)
     tensors |= {"up.weight": data, "up.weight_scale_inv": scale}
     save_file(tensors, tmp_path / "model.safetensors")
     described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -116,8 +124,7 @@ def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
 def test_scales_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = dict(filled(convert=False).state_dict())
-    del tensors["head.weight"]
+    tensors = stored(filled(convert=False))
     tensors["up.weight"] = torch.randn(N, K).to(torch.float8_e4m3fn)
     wanted = torch.tensor([[1.0, 2**-14, 2.0**9], [0.5, 2**-3, 4.0]])
     tensors["up.weight_scale_inv"] = wanted.to(dtype)
@@ -147,11 +154,7 @@ def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_trainable_weights_are_loaded_from_high_precision_only(folder: Path) -> None:
-    model = filled(5)
-    before = state(model)
-    with pytest.raises(CheckpointError, match=r"'\w+\.weight' is stored in FP8, .* is trainable"):
-        load_fp8(model, folder)
-    assert_same(state(model), before)
+    assert_refused(folder, filled(5), r"'\w+\.weight' is stored in FP8, .* is trainable")
     plain = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
     save_file(dict(plain.state_dict()), folder.parent / "model.safetensors")
     target = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
@@ -161,23 +164,12 @@ def test_trainable_weights_are_loaded_from_high_precision_only(folder: Path) -> 
     assert torch.equal(target["up"].weight.master, plain["up"].weight)
 
 
-def on_meta_in(recipe: Recipe, frozen: bool) -> Model:
-    """A converted model on meta."""
-    with torch.device("meta"):
-        model = Model().bfloat16()
-    if frozen:
-        model.requires_grad_(False)
-    convert(model, recipe, auto_filter_small_kn=False)
-    return model
-
-
 POWERS = Recipe(scale="power_of_two")
 
 
 def test_a_converted_model_keeps_its_recipe(tmp_path: Path) -> None:
     """Trainable weights on meta, from a checkpoint in high precision, and frozen ones."""
-    tensors = dict(filled(convert=False).state_dict())
-    del tensors["head.weight"]
+    tensors = stored(filled(convert=False))
     save_file(tensors, tmp_path / "model.safetensors")
     model = on_meta_in(POWERS, frozen=False)
     load_fp8(model, tmp_path)
@@ -201,14 +193,9 @@ def test_a_converted_model_keeps_its_recipe(tmp_path: Path) -> None:
 
 def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
     """They would be saved as powers of two, which transformers rounds them to."""
-    for model, recipe in (
-        (on_meta_in(POWERS, frozen=True), None), (filled(5, convert=False), POWERS),
-    ):  # fmt: skip
-        before = state(model) if recipe else {}
-        with pytest.raises(CheckpointError, match="expected a power of two, as Recipe"):
-            load_fp8(model, folder, recipe=recipe)
-        assert model.up.weight.is_meta or recipe
-        assert_same(state(model) if recipe else {}, before)
+    message = "expected a power of two, as Recipe"
+    assert_refused(folder, on_meta_in(POWERS, frozen=True), message)
+    assert_refused(folder, filled(5, convert=False), message, recipe=POWERS)
     model = on_meta_in(POWERS, frozen=True)
     load_fp8(model, folder, recipe=Recipe())
     assert model.up.weight.recipe == Recipe()
@@ -220,20 +207,7 @@ def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
     convert(source, auto_filter_small_kn=False)
     load_fp8(model.bfloat16(), save_fp8(source, tmp_path / "fp8"))
     before = state(model)
-    (file,) = (tmp_path / "fp8").glob("*.safetensors")
-    with file.open("r+b") as opened:
-        opened.write(bytes(file.stat().st_size))
-    assert_same(state(model), before)
-
-
-@pytest.mark.parametrize("make", [lambda: filled(5, convert=False), on_meta, converted_on_meta])
-def test_what_is_loaded_does_not_lie_in_the_file(folder: Path, make: Callable[[], Model]) -> None:
-    model = make()
-    load_fp8(model, folder)
-    before = state(model)
-    for file in folder.glob("*.safetensors"):
-        with file.open("r+b") as opened:
-            opened.write(bytes(file.stat().st_size))
+    blank(tmp_path / "fp8")
     assert_same(state(model), before)
 
 
@@ -242,11 +216,9 @@ def test_what_is_loaded_does_not_lie_in_the_file(folder: Path, make: Callable[[]
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     """Change the tensors of a checkpoint, which becomes one file without index and digest."""
-    tensors: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
+    tensors = read(folder)
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
         file.unlink()
-    (folder / INDEX).unlink()
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
@@ -306,20 +278,12 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 def test_what_does_not_fit_says_what_and_where(folder: Path, change: str) -> None:
     mutate, message = MISFITS[change]
     rewrite(folder, mutate)
-    model = filled(5, convert=False)
-    before = state(model)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_fp8(model, folder)
-    assert str(folder) in str(caught.value)
-    assert_same(state(model), before)
+    assert_refused(folder, filled(5, convert=False), message)
 
 
 def test_a_model_in_fp64_is_refused(folder: Path) -> None:
-    model = filled(5, convert=False).double()
-    before = state(model)
-    with pytest.raises(CheckpointError, match=r"is an FP8 weight, the model's is .* torch.float64"):
-        load_fp8(model, folder)
-    assert_same(state(model), before)
+    message = r"is an FP8 weight, the model's is .* torch.float64"
+    assert_refused(folder, filled(5, convert=False).double(), message)
 
 
 def test_other_blocks_are_refused(folder: Path) -> None:
@@ -336,16 +300,49 @@ def test_other_blocks_are_refused(folder: Path) -> None:
 def test_a_file_that_breaks_while_it_is_read_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = filled(5, convert=False)
-    before, tensor, read = state(model), module._tensor, []
+    tensor, read = module._tensor, []
 
     def breaks(entry: Any, *at: Any) -> Tensor:
         read.append(entry.name)
         if len(read) == 6:
-            raise CheckpointError(f"{entry.file}: tensor {entry.name!r} cannot be read (I/O error)")
+            raise CheckpointError(f"{entry} cannot be read (I/O error)")
         return tensor(entry, *at)
 
     monkeypatch.setattr(module, "_tensor", breaks)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_fp8(model, folder)
-    assert_same(state(model), before)
+    assert_refused(folder, filled(5, convert=False), "cannot be read")
+
+
+# The report
+
+
+def test_the_table_of_a_report() -> None:
+    report = LoadReport(
+        fp8=tuple(f"layers.{i}.{name}.weight" for i in range(12) for name in ("up", "down")),
+        plain=("embed.weight", *(f"layers.{i}.norm.weight" for i in range(12))),
+        missing=("head.weight",),
+        unexpected=("layers.61.extra.weight", "layers.61.extra.bias"),
+    )
+    assert_expected_inline(
+        str(report),
+        """\
+tensor                     outcome    as
+-------------------------  ---------  ---------------------
+layers.*.up.weight (12)    loaded     FP8, frozen
+layers.*.down.weight (12)  loaded     FP8, frozen
+embed.weight               loaded     the model's dtype
+layers.*.norm.weight (12)  loaded     the model's dtype
+head.weight                unchanged  not in the checkpoint
+layers.61.extra.weight     not read   not in the model
+layers.61.extra.bias       not read   not in the model
+24 loaded in FP8, 13 in the model's dtype; 1 missing, 2 unexpected""",
+    )
+
+
+def test_the_table_of_nothing() -> None:
+    assert_expected_inline(
+        str(LoadReport((), (), (), ())),
+        """\
+tensor  outcome  as
+------  -------  --
+0 loaded in FP8, 0 in the model's dtype; 0 missing, 0 unexpected""",
+    )

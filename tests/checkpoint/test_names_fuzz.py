@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("safetensors")
 pytest.importorskip("accelerate")
@@ -22,16 +22,9 @@ pytest.importorskip("transformers", minversion="5.17")
 
 import transformers
 
-from blocktensor import (
-    BlockwiseFP8Tensor,
-    BlockwiseFP8Weight,
-    CheckpointError,
-    convert,
-    load_fp8,
-    save_fp8,
-)
+from blocktensor import CheckpointError, convert, load_fp8, save_fp8
 from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import choices, llama, quiet
+from tests.support.pretrained import choices, llama, quiet, values
 from tests.support.renamed_checkpoints import pair
 from tests.support.vision_models import qwen
 
@@ -75,16 +68,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             save_fp8(model, folder, config={**config, "dtype": "bfloat16"}, expert_names=names)
             made[folder.name] = folder
     return made
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    def of(x: Any) -> Tensor:
-        if isinstance(x, BlockwiseFP8Tensor):
-            return x.dequantize()
-        held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
-        return held.detach()
-
-    return {name: of(x) for name, x in model.named_parameters()}
 
 
 def assert_equal(found: nn.Module, wanted: nn.Module, without: set[str]) -> None:

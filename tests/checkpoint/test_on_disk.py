@@ -1,11 +1,12 @@
-"""Malformed JSON and descriptions of blocks: a CheckpointError that says what is wrong."""
+"""Malformed JSON, bad scales, and what digests cover."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,57 +14,14 @@ import torch
 from blocktensor import CheckpointError
 from blocktensor.checkpoint import on_disk
 from blocktensor.checkpoint.contents import check_blocks
-from blocktensor.checkpoint.on_disk import bad_scale, read_json, require_safetensors
+from blocktensor.checkpoint.on_disk import (
+    bad_scale,
+    header_digest,
+    read_json,
+    require_safetensors,
+    tensor_digest,
+)
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
-
-FILE = Path("folder/config.json")
-
-
-def groups(structure: object) -> dict[str, Any]:
-    return {"config_groups": {"g": {"weights": {"block_structure": structure}}}}
-
-
-@pytest.mark.parametrize(
-    "described",
-    [
-        None, {}, {"quant_method": "fp8"}, {"weight_block_size": None},
-        {"weight_block_size": [128, 128]}, {"config_groups": None}, {"config_groups": {"g": None}},
-        {"config_groups": {"g": {"weights": None}}}, groups([128, 128]), groups("128x128"),
-    ],
-)  # fmt: skip
-def test_blocks_of_128_pass(described: object) -> None:
-    check_blocks({"quantization_config": described}, FILE)
-    check_blocks({}, FILE)
-
-
-@pytest.mark.parametrize("size", [[128, 64], [64, 128], [1, 128], [128, 1], [256, 256]])
-def test_other_blocks_are_not_supported(size: list[int]) -> None:
-    for described in ({"weight_block_size": size}, groups(size)):
-        with pytest.raises(NotImplementedError, match=r"config.json: .* blocks of \[\d+, \d+\]"):
-            check_blocks({"quantization_config": described}, FILE)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128], [-128, 128],
-     [128.0, 128.0], {"rows": 128}, [[128, 128]], True],
-)  # fmt: skip
-def test_what_is_no_size_is_malformed(size: object) -> None:
-    for described in ({"weight_block_size": size}, groups(size)):
-        with pytest.raises(CheckpointError, match=r"config.json: .* expected \[128, 128\]"):
-            check_blocks({"quantization_config": described}, FILE)
-
-
-@pytest.mark.parametrize("other", [[], "fp8", 8, True, [1, 2], ["fp8"]])
-def test_what_is_no_object_is_malformed(other: object) -> None:
-    for config in (
-        {"quantization_config": other},
-        {"quantization_config": {"config_groups": other}},
-        {"quantization_config": {"config_groups": {"g": other}}},
-        {"quantization_config": {"config_groups": {"g": {"weights": other}}}},
-    ):
-        with pytest.raises(CheckpointError, match=r"config.json: '\w+' is .*: expected a JSON obj"):
-            check_blocks(config, FILE)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +102,40 @@ def test_scales_of_a_power_of_two_recipe_are_powers_of_two() -> None:
     found = bad_scale(scale, BLOCKS_128X128_POW2)
     assert found is not None
     assert found.startswith("the scale of block [2] is 0.75: expected a power of two, as Recipe(")
+
+
+# Digests
+
+
+def test_the_digest_covers_length_and_header(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"a": 1}).encode()
+    whole = len(header).to_bytes(8, "little") + header
+    file.write_bytes(whole + b"data")
+    assert header_digest(file) == hashlib.sha256(whole).hexdigest()
+    for broken in (
+        b"", whole[:7], whole[:8], whole[:-1], (2**63).to_bytes(8, "little") + header,
+        (len(header) + 1).to_bytes(8, "little") + header,
+    ):  # fmt: skip
+        file.write_bytes(broken)
+        with pytest.raises(CheckpointError, match="truncated"):
+            header_digest(file)
+
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16, torch.float32, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (3, 2, 7)])
+def test_the_digest_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (torch.rand(shape) * 9).to(dtype)
+    content = bytes(x.view(-1).view(torch.uint8).tolist())
+    wanted = hashlib.sha256(f"{dtype} {list(shape)}".encode() + content).hexdigest()
+    assert tensor_digest(x) == wanted
+
+
+def test_the_digest_covers_dtype_and_shape() -> None:
+    """Bytes that are the same have other values in another dtype."""
+    x = torch.zeros(2, 3, dtype=torch.bfloat16)
+    alike = [x, x.half(), x.view(3, 2), x.view(6), x.view(torch.uint8)]
+    assert len({tensor_digest(y) for y in alike}) == len(alike)

@@ -14,23 +14,20 @@ from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 
+from expecttest import assert_expected_inline
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file, save_model
 
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, save_fp8
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
+from blocktensor.checkpoint import save as save_module
+from blocktensor.checkpoint.names import possible_names, whole
 from blocktensor.checkpoint.on_disk import tensor_digest
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
-from tests.support.checkpoint_models import Model, bits, filled
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by the library that everybody reads it with."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
+from tests.support.checkpoint_experts import MATRICES, STACKS, E, K, Layer, layer, read
+from tests.support.checkpoint_folders import INDEX
+from tests.support.checkpoint_models import assert_same, bits, filled, on_meta, state
+from tests.support.models import complaint
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     for file in files:
         inside = load_file(folder / file)
         assert {name for name, place in index["weight_map"].items() if place == file} == set(inside)
@@ -121,7 +118,7 @@ def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: b
 
 def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
     folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     wanted = {}
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
@@ -134,7 +131,7 @@ def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
 def test_the_digests_are_of_all_tensors(tmp_path: Path, spelling: str, size: int) -> None:
     folder = save_fp8(filled(), tmp_path / "fp8", spelling=spelling, max_shard_bytes=size)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     wanted = {name: tensor_digest(x) for name, x in read(folder).items()}
     assert list(index["metadata"]["tensor_sha256"].items()) == sorted(wanted.items())
 
@@ -149,8 +146,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         save_fp8(filled(), tmp_path / "a", spelling="gguf")
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         save_fp8(filled(), tmp_path / "a", max_shard_bytes=0)
-    with torch.device("meta"):
-        model = Model()
+    model = on_meta()
     convert(model, auto_filter_small_kn=False)
     with pytest.raises(ValueError, match="on the meta device"):
         save_fp8(model, tmp_path / "a")
@@ -183,7 +179,7 @@ def test_a_full_disk(
     save_fp8(model, folder, overwrite=True)
 
 
-def test_stacks_of_experts(tmp_path: Path) -> None:
+def test_a_stack_that_is_whole(tmp_path: Path) -> None:
     experts = nn.Module()
     values = torch.randn(3, 130, 200, dtype=torch.bfloat16)
     frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
@@ -193,7 +189,7 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
     assert tensors["weight_scale_inv"].shape == (3, 2, 2)
     other = nn.Module()
     other.weight = nn.Parameter(torch.empty_like(values))
-    blocktensor.load_fp8(other, tmp_path / "fp8")
+    load_fp8(other, tmp_path / "fp8")
     assert torch.equal(other.weight.dequantize(), frozen.dequantize())
 
 
@@ -233,3 +229,138 @@ def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
             ValueError, match=rf"^weight has .* block \[0, 0\] is {scale}: expected a"
         ):
             save_fp8(module, tmp_path / "fp8")
+
+
+# Stacks of experts
+
+
+@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_matrices_are_rows_of_the_stack(tmp_path: Path, spelling: str, frozen: bool) -> None:
+    model = layer(frozen=frozen)
+    folder = save_fp8(model, tmp_path / "fp8", spelling=spelling, expert_names="separate")
+    suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
+    tensors, plain = read(folder), layer(convert=False).experts
+    digests = json.loads((folder / INDEX).read_text())["metadata"]["tensor_sha256"]
+    assert digests == {name: tensor_digest(x) for name, x in tensors.items()}
+    assert tensors.pop("router").dtype == torch.bfloat16
+    for e in range(E):
+        gate, up = plain.gate_up_proj[e].chunk(2)
+        for name, x in zip(MATRICES, (gate, up, plain.down_proj[e]), strict=True):
+            data, scale, _ = reference.quantize_rowwise(x, BLOCKS_128X128)
+            name = f"experts.{e}.{name}.weight"
+            assert torch.equal(bits(tensors.pop(name)), bits(data))
+            assert torch.equal(tensors.pop(name + suffix), scale)
+    assert tensors == {}
+
+
+@pytest.mark.parametrize("expert_names", ["auto", "fused"])
+def test_other_models_keep_their_names(tmp_path: Path, expert_names: str) -> None:
+    tensors = read(save_fp8(layer(), tmp_path / "fp8", expert_names=expert_names))
+    assert set(tensors) == {"router", *STACKS, *(f"{name}_scale_inv" for name in STACKS)}
+
+
+def test_experts_that_are_not_fp8(tmp_path: Path) -> None:
+    """They are split, too, and the config names their module."""
+    model = layer(convert=False)
+    model.linear = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    frozen = BlockwiseFP8Tensor.quantize(model.linear.weight.detach(), (128, 128))
+    model.linear.weight = nn.Parameter(frozen, requires_grad=False)
+    for expert_names, name in (("separate", "experts.0.down_proj.weight"), ("auto", None)):
+        folder = save_fp8(model, tmp_path / expert_names, expert_names=expert_names)
+        described = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert described["modules_to_not_convert"] == ["experts"]
+        x = read(folder)[name or "experts.down_proj"]
+        stack = model.experts.down_proj
+        assert torch.equal(x, stack[0] if name else stack)
+        loaded = layer(1, convert=False)
+        loaded.linear = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+        load_fp8(loaded, folder)
+        assert_same(state(loaded), state(model))
+
+
+def test_a_file_holds_whole_experts(tmp_path: Path) -> None:
+    size = 2 * (256 * K + 4 * 4)  # gate and up of two experts
+    model = layer(frozen=True)
+    folder = save_fp8(model, tmp_path / "fp8", expert_names="separate", max_shard_bytes=size)
+    found = [sorted(load_file(file)) for file in sorted(folder.glob("*.safetensors"))]
+    of = [{f"experts.{e}.{n}.weight" for n in MATRICES[:2]} for e in range(E)]
+    with_scales = [names | {f"{n}_scale_inv" for n in names} for names in of]
+    assert set(found[0]) == with_scales[0] | {"router"}
+    assert set(found[1]) == with_scales[1] | with_scales[2]
+    loaded = layer(1, convert=False)
+    load_fp8(loaded, folder)
+    assert_same(state(loaded), state(model))
+
+
+def test_experts_are_cast_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def quantize(x: Tensor, *args: object) -> object:
+        shapes.append(tuple(x.shape))
+        return original(x, *args)
+
+    original = save_module.quantize_rowwise
+    monkeypatch.setattr(save_module, "quantize_rowwise", quantize)
+    save_fp8(layer(), tmp_path / "fp8", expert_names="separate")
+    assert shapes == [(256, K)] * E + [(K, 128)] * E
+
+
+NO_NAMES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "another name": ("kernel", (2, 130, 200)),
+    # half of 257 rows is a whole block, but 257 rows are not two halves
+    "gate and up of different sizes": ("gate_up_proj", (2, 257, K)),
+}
+
+
+@pytest.mark.parametrize("stack", NO_NAMES)
+def test_stacks_without_names_for_single_experts(tmp_path: Path, stack: str) -> None:
+    name, shape = NO_NAMES[stack]
+    model = nn.Module()
+    frozen = BlockwiseFP8Tensor.quantize(torch.ones(shape).bfloat16(), (128, 128))
+    model.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
+    message = rf"{name} \[{shape[0]}, {shape[1]}, {shape[2]}\] has no names for single experts"
+    with pytest.raises(ValueError, match=message):
+        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+    with pytest.raises(ValueError, match="expert_names='both': expected one of auto, separate, f"):
+        save_fp8(model, tmp_path / "fp8", expert_names="both")
+    assert list(tmp_path.iterdir()) == []
+    assert possible_names(Layer(experts=0))["experts.down_proj"] == [whole("experts.down_proj")]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_with_nan(tmp_path: Path, frozen: bool) -> None:
+    model = layer(convert=False, frozen=frozen)
+    with torch.no_grad():
+        model.experts.down_proj[1, 140, 3] = float("nan")
+    convert(model, auto_filter_small_kn=False)
+    message = (
+        r"experts.down_proj\[1\] has a block that FP8 cannot hold, the scale of block \[1, 0\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Other writers
+
+
+def test_safetensors_of_a_frozen_model(tmp_path: Path) -> None:
+    model = filled(frozen=True)
+    tensors = dict(model.state_dict())
+    del tensors["head.weight"]
+    assert_expected_inline(
+        complaint(RuntimeError, lambda: save_file(tensors, tmp_path / "x")),
+        """\
+this BlockwiseFP8Tensor [200, 300] has no storage of its own, so that safetensors
+cannot write it: blocktensor.save_fp8(model, path) writes the model in FP8; in high
+precision write .dequantize() of a frozen weight, and state_dict() of trainable
+ones, which holds plain tensors""",
+    )
+    with pytest.raises(RuntimeError, match=r"blocktensor.save_fp8\(model, path\) writes"):
+        save_model(model, str(tmp_path / "x"))
+    with pytest.raises(RuntimeError, match=r"this BlockwiseFP8Weight \[200, 300\] has no stor"):
+        filled().up.weight.storage()
+    plain = filled().state_dict()
+    del plain["head.weight"]
+    save_file(plain, tmp_path / "x")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from tests.support.models import randn
 E, K = 3, 200
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
 MATRICES = ("gate_proj", "up_proj", "down_proj")
+Tensors = dict[str, Tensor]
+GATE_UP, DOWN = "experts.gate_up_proj_scale_inv", "experts.down_proj_scale_inv"
 _SCALE = re.compile(r"(.*experts\.)(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight_scale_inv")
 
 
@@ -113,3 +116,36 @@ def written(folder: Path, change: Callable[[dict[str, Tensor]], object], **kwarg
         file.unlink()
     save_file({name: x.clone() for name, x in made.items()}, folder / "model.safetensors")
     return folder
+
+
+def own_scales(made: Tensors) -> None:
+    """Leave the scales of each matrix."""
+
+
+SCALES: dict[str, Callable[[Tensors], None]] = {"own": own_scales, "stack": stack_scales}
+each_scales = pytest.mark.parametrize("scales", SCALES)
+
+
+def sharing(folder: Path) -> Path:
+    """144 rows of gate and of up: the second block of the stack has rows of both."""
+    made = read(save_fp8(layer(n=144, frozen=True), folder))
+    for stack, parts in (("gate_up_proj", MATRICES[:2]), ("down_proj", MATRICES[2:])):
+        for e, expert in enumerate(made.pop(f"experts.{stack}")):
+            for part, x in zip(parts, expert.chunk(len(parts)), strict=True):
+                made[f"experts.{e}.{part}.weight"] = x.clone()
+    for file in folder.iterdir():
+        file.unlink()
+    save_file(made, folder / "model.safetensors")
+    return folder
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda made: [made.pop(key) for key in list(made) if key.startswith(name)]
+
+
+def to_bf16(matrix: str) -> Callable[[Tensors], object]:
+    def change(made: Tensors) -> None:
+        made[f"{matrix}.weight"] = made[f"{matrix}.weight"].bfloat16()
+        made.pop(f"{matrix}.weight_scale_inv", None)
+
+    return change

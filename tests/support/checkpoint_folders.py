@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +43,19 @@ def seed_in(folder: Path) -> int:
     seed = int(model.steps) - 7
     assert_same(state(model), state(filled(seed, frozen=True)))
     return seed
+
+
+def blank(folder: Path) -> None:
+    """Overwrite the files of tensors, in which a model that was loaded must not lie."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor import BlockwiseFP8Tensor, CheckpointError, Recipe, load_fp8
 from blocktensor import convert as convert_model
 
 N, K, VOCABULARY = 200, 300, 32
@@ -67,3 +71,21 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def on_meta(dtype: torch.dtype = torch.bfloat16) -> Model:
+    with torch.device("meta"):
+        return Model().to(dtype)
+
+
+def assert_refused(folder: Path, model: nn.Module, message: str, **options: Any) -> None:
+    """``load_fp8`` raises an error that names the folder, and the model stays as it was."""
+    is_meta = any(x.is_meta for x in model.parameters())
+    before = {} if is_meta else state(model)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_fp8(model, folder, **options)
+    assert str(folder) in str(caught.value)
+    if is_meta:
+        assert all(x.is_meta for x in model.state_dict().values())
+    else:
+        assert_same(state(model), before)

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
 from blocktensor.integrations.transformers import BlockwiseFP8Config
+from tests.support.moe_models import transformers_moe
 
 VOCABULARY = 64
 TOKENS = torch.arange(VOCABULARY).view(4, -1) * 7 % VOCABULARY
@@ -53,6 +56,40 @@ def gpt2(seed: int = 0) -> Any:
     sizes = {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ends))
+
+
+def deepseek() -> Any:
+    """Of whole blocks."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
+    rope = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
+    return transformers_moe("deepseek", **sizes, **latent, **rope)
+
+
+MODELS: dict[str, Any] = {
+    "llama": llama,
+    "tied": lambda: llama(tied=True),
+    "gpt2": gpt2,
+    "qwen3": lambda: transformers_moe("qwen3"),
+    "deepseek": deepseek,
+}
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters in high precision, by name."""
+
+    def of(x: Any) -> Tensor:
+        if isinstance(x, BlockwiseFP8Tensor):
+            return x.dequantize()
+        held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
+        return held.detach().clone()
+
+    return {name: of(x) for name, x in model.named_parameters()}
+
+
+def fp8_names(model: nn.Module) -> set[str]:
+    kinds = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
+    return {name for name, x in model.named_parameters() if isinstance(x, kinds)}
 
 
 def saved(folder: Path, model: Any) -> Path:

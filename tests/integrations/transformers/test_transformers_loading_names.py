@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Tensor, CheckpointError, convert, save_fp8
+from blocktensor import CheckpointError, convert, save_fp8
+from tests.support.checkpoint_experts import read
 from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import choices, llama, loaded
+from tests.support.pretrained import choices, fp8_names, llama, loaded, values
 from tests.support.vision_models import qwen
-
-Names = Callable[[str], str]
 
 
 def written(model: Any, folder: Path) -> dict[str, Tensor]:
@@ -30,21 +29,10 @@ def written(model: Any, folder: Path) -> dict[str, Tensor]:
     return values(model)
 
 
-def values(model: Any) -> dict[str, Tensor]:
-    return {
-        name: x.dequantize() if isinstance(x, BlockwiseFP8Tensor) else x.detach().clone()
-        for name, x in model.named_parameters()
-    }
-
-
-def fp8_names(model: Any) -> set[str]:
-    return {name for name, x in model.named_parameters() if isinstance(x, BlockwiseFP8Tensor)}
-
-
-def forget(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Take something out of a folder's config.json."""
+def forget(folder: Path) -> None:
+    """Take the word of FP8 out of a folder's config.json."""
     config = json.loads((folder / "config.json").read_text())
-    change(config)
+    del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -61,7 +49,7 @@ def swapped(name: str) -> str:
 SWAP = {"gate_proj": "upproj", "up_proj": "gate_proj", "upproj": "up_proj"}
 """Renames gate to up and up to gate, of the same shape."""
 
-CASES: dict[str, tuple[Callable[[], Any], str, Names, dict[str, Any]]] = {
+CASES: dict[str, tuple[Callable[[], Any], str, Callable[[str], str], dict[str, Any]]] = {
     "text model": (lambda: qwen("Qwen3_5"), "Qwen3_5ForCausalLM", to_text, {}),
     "experts": (lambda: qwen("Qwen3_5Moe"), "Qwen3_5MoeForCausalLM", to_text, {}),
     "body": (llama, "LlamaModel", lambda name: name.removeprefix("model."), {}),
@@ -86,7 +74,7 @@ def test_renamed_weights_have_the_values_of_the_files(
     wanted = {renamed(name): x for name, x in written(source, tmp_path).items()}
     in_fp8 = {renamed(name) for name in fp8_names(source)}
     if not with_config:
-        forget(tmp_path, lambda config: config.pop("quantization_config"))
+        forget(tmp_path)
     model = getattr(transformers, kind).from_pretrained(
         tmp_path, dtype="auto", quantization_config=choices(frozen=True), **options
     )
@@ -101,22 +89,17 @@ def test_renamed_weights_have_the_values_of_the_files(
 # What is in FP8 the tensors say, and nothing else
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
 def rewritten(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """One file without an index, and no word of FP8 in the config."""
     for file in folder.glob("model*"):
         file.unlink()
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    forget(folder, lambda config: config.pop("quantization_config"))
+    forget(folder)
 
 
 def test_one_file_and_no_config(tmp_path: Path) -> None:
     wanted = written(llama(), tmp_path)
-    rewritten(tmp_path, tensors_of(tmp_path))
+    rewritten(tmp_path, read(tmp_path))
     for options in ({}, {"disable_mmap": True}):
         found = values(loaded(tmp_path, choices(frozen=True), dtype="auto", **options))
         assert all(torch.equal(found[name], wanted[name]) for name in found)
@@ -128,7 +111,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_values_without_their_scales_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     written(llama(), tmp_path)
-    tensors = tensors_of(tmp_path)
+    tensors = read(tmp_path)
     tensors[UP] = tensors[UP].view(dtype)
     if dtype == torch.float8_e4m3fn:
         del tensors[f"{UP}_scale_inv"]
@@ -139,7 +122,7 @@ def test_values_without_their_scales_are_refused(dtype: torch.dtype, tmp_path: P
 
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     written(llama(), tmp_path)
-    tensors = tensors_of(tmp_path)
+    tensors = read(tmp_path)
     with pytest.raises(CheckpointError, match=r"state_dict: .* read from safetensors files only"):
         transformers.LlamaForCausalLM.from_pretrained(
             None, config=llama().config, state_dict=tensors, quantization_config=choices()
@@ -154,7 +137,7 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
 def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
     """Its files are not those that the folder's index names."""
     written(llama(), tmp_path)
-    rewritten(tmp_path, tensors_of(tmp_path))
+    rewritten(tmp_path, read(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "model.fp8.safetensors")
     llama(seed=1).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="keep this variant in a folder of its own"):
@@ -168,7 +151,7 @@ def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     written(llama(), tmp_path)
-    tensors = tensors_of(tmp_path)
+    tensors = read(tmp_path)
     tensors |= {name.removeprefix("model."): x.clone() for name, x in tensors.items() if UP in name}
     rewritten(tmp_path, tensors)
     with pytest.raises(CheckpointError, match="would both be loaded into"):

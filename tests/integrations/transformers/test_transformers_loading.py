@@ -1,4 +1,4 @@
-"""Checkpoints in FP8, ours and those of transformers, by ``from_pretrained`` with our config."""
+"""Checkpoints in FP8 by ``from_pretrained`` with our config: what is in FP8 the files say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import (
@@ -25,28 +25,9 @@ from blocktensor import (
 )
 from blocktensor.integrations.transformers import BlockwiseFP8Quantizer
 from blocktensor.integrations.transformers.loading import FP8Checkpoint
+from tests.support.checkpoint_experts import read
 from tests.support.checkpoint_models import assert_same, state
-from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import choices, gpt2, llama, loaded, logits
-
-LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
-ROPE = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
-
-
-def deepseek() -> Any:
-    """Of whole blocks."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
-    model = transformers_moe("deepseek", **sizes, **LATENT, **ROPE)
-    return model
-
-
-MODELS = {
-    "llama": llama,
-    "tied": lambda: llama(tied=True),
-    "gpt2": gpt2,
-    "qwen3": lambda: transformers_moe("qwen3"),
-    "deepseek": deepseek,
-}
+from tests.support.pretrained import MODELS, choices, fp8_names, llama, loaded, logits, values
 
 
 def built(kind: str, folder: Path) -> Any:
@@ -73,8 +54,10 @@ def test_its_bytes_are_the_weights(kind: str, frozen: bool, tmp_path: Path) -> N
     assert not any(info.values()), info
     wanted = built(kind, tmp_path / "wanted")
     report = load_fp8(wanted, tmp_path / "fp8")
-    assert_same(state(model), state(wanted) if frozen else state(_trainable(wanted)))
-    found = {name for name, x in model.named_parameters() if "FP8" in type(x).__name__}
+    if not frozen:
+        unfreeze(wanted)
+    assert_same(state(model), state(wanted))
+    found = fp8_names(model)
     assert found == set(report.fp8) and len(found) > 7
     fp8 = BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight
     assert {type(model.get_parameter(name)) for name in found} == {fp8}
@@ -84,11 +67,6 @@ def test_its_bytes_are_the_weights(kind: str, frozen: bool, tmp_path: Path) -> N
         assert torch.equal(logits(model), logits(source))
     if kind == "tied":
         assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def _trainable(model: nn.Module) -> nn.Module:
-    unfreeze(model)
-    return model
 
 
 @pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
@@ -109,9 +87,7 @@ def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
     found = []
     for options in ({}, {"skip": ["*.k_proj"]}, {"head": "fp8"}):
         model = loaded(tmp_path, choices(**options), dtype="auto")
-        fp8 = {n.split(".")[-2] for n, x in model.named_parameters()
-               if isinstance(x, BlockwiseFP8Weight)}  # fmt: skip
-        found.append(fp8)
+        found.append({name.split(".")[-2] for name in fp8_names(model)})
         with torch.no_grad():
             k = model.model.layers[0].self_attn.k_proj.weight
             wanted = source.model.layers[0].self_attn.k_proj.weight.master
@@ -133,7 +109,7 @@ def test_loading_takes_a_byte_a_weight(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(FP8Checkpoint, "load", watched)
     model = loaded(folder, choices(frozen=True), dtype="auto")
-    fp8 = {n for n, x in model.named_parameters() if isinstance(x, BlockwiseFP8Tensor)}
+    fp8 = fp8_names(model)
     assert {name for name, is_meta in made[0].items() if is_meta} == fp8 and len(fp8) == 14
 
 
@@ -161,9 +137,7 @@ def test_a_checkpoint_of_transformers(
     keeping.undo()
     keeping.setattr(torch.cuda, "is_available", lambda: False)
     ours = loaded(tmp_path / "fp8", choices(frozen=True), dtype=torch.float32)
-    stored = {}
-    for file in (tmp_path / "fp8").glob("*.safetensors"):
-        stored |= load_file(file)
+    stored = read(tmp_path / "fp8")
     fp8 = {n: x for n, x in ours.named_parameters() if isinstance(x, BlockwiseFP8Tensor)}
     assert any(".experts." in name for name in fp8) == (kind == "deepseek")
     for name, x in fp8.items():
@@ -173,8 +147,7 @@ def test_a_checkpoint_of_transformers(
             assert torch.equal(x.rowwise().scale, scale)
     in_fp8 = logits(ours)
     again = MODELS[kind]()
-    again.load_state_dict({n: x.dequantize() if n in fp8 else x
-                           for n, x in ours.state_dict().items()})  # fmt: skip
+    again.load_state_dict({**ours.state_dict(), **values(ours)})
     again.eval()
     plain = logits(again)
     convert(again.requires_grad_(False), filter=lambda module, name: any(
@@ -209,7 +182,7 @@ def test_other_blocks_are_refused(tmp_path: Path) -> None:
     entries["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(entries))
     with pytest.raises(NotImplementedError, match=r"blocks of \[64, 64\]"):
-        LlamaForCausalLM.from_pretrained(folder, quantization_config=choices())
+        loaded(folder)
 
 
 def test_a_bad_scale_is_refused(tmp_path: Path) -> None:

@@ -13,21 +13,13 @@ from torch import Tensor, nn
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers", minversion="5.17")
 
-from safetensors import safe_open
 from transformers import core_model_loading
 
 from blocktensor.checkpoint.names import Names, possible_names, pretrained_names, whole
+from tests.support.checkpoint_experts import read
 from tests.support.moe_models import transformers_moe
 
 KINDS = ("qwen3", "mixtral", "deepseek", "gpt_oss", "llama4")
-
-
-def saved_names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            names |= set(opened.keys())
-    return names
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,7 +29,7 @@ def test_they_are_those_it_writes(tmp_path: Path, kind: str) -> None:
     written = set()
     for ways in possible_names(model).values():
         written |= set(ways[0].all)
-    assert written == saved_names(tmp_path)
+    assert written == set(read(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])

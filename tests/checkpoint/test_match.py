@@ -1,0 +1,238 @@
+"""Stacks of experts in checkpoints: whole, or a matrix for each expert, in the same bytes.
+
+Matrices have scales of their own, or all those of the stack, as transformers 5.23 saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import save_file
+
+from blocktensor import (
+    BlockwiseFP8Weight,
+    Recipe,
+    load_fp8,
+    save_fp8,
+    unfreeze,
+)
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_128X128
+from tests.support.checkpoint_experts import (
+    DOWN,
+    GATE_UP,
+    MATRICES,
+    SCALES,
+    STACKS,
+    E,
+    K,
+    Layer,
+    Tensors,
+    drop,
+    each_scales,
+    layer,
+    on_meta,
+    own_scales,
+    read,
+    sharing,
+    split_experts,
+    stack_scales,
+    to_bf16,
+    written,
+)
+from tests.support.checkpoint_folders import blank
+from tests.support.checkpoint_models import assert_refused, assert_same, bits, state
+
+FP32, POW2 = Recipe(), Recipe(scale="power_of_two")
+
+
+def squeeze(made: Tensors) -> None:
+    """Scales without dimensions of one block, as transformers 5.17 writes those of experts."""
+    for name in made:
+        made[name] = made[name].squeeze() if "scale" in name else made[name]
+    assert made["experts.0.down_proj.weight_scale_inv"].shape == (2,)
+
+
+def cast_stack_scales(dtype: torch.dtype) -> Callable[[Tensors], None]:
+    def change(made: Tensors) -> None:
+        stack_scales(made)
+        assert (made[GATE_UP].shape, made[DOWN].shape) == ((E, 2, 2), (E, 2, 1))
+        for name in (GATE_UP, DOWN):
+            made[name] = made[name].to(dtype)
+
+    return change
+
+
+def plain_matrices(experts: Any) -> dict[str, Tensor]:
+    """The values of a layer's experts, by the names of their matrices."""
+    made = {}
+    for e in range(E):
+        gate, up = experts.gate_up_proj.detach()[e].chunk(2)
+        for name, x in zip(MATRICES, (gate, up, experts.down_proj.detach()[e]), strict=True):
+            made[f"experts.{e}.{name}.weight"] = x
+    return made
+
+
+# What loads
+
+FILES: list[Any] = [
+    *(("separate", None, recipe) for recipe in (FP32, POW2)),
+    *(("fused", None, recipe) for recipe in (FP32, POW2)),
+    ("squeezed", squeeze, FP32),
+    *((f"stack scales in {dtype}", cast_stack_scales(dtype), recipe) for dtype, recipe in (
+        (torch.float32, FP32), (torch.bfloat16, POW2), (torch.float8_e8m0fnu, POW2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "change", "recipe"), FILES)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: layer(5, convert=False), lambda: layer(5, frozen=True), on_meta],
+    ids=["plain", "frozen", "meta"],
+)
+def test_there_and_back(
+    tmp_path: Path,
+    make: Callable[[], Layer],
+    how: str,
+    change: Callable[[Tensors], None] | None,
+    recipe: Recipe,
+) -> None:
+    source, model, folder = layer(frozen=True, recipe=recipe), make(), tmp_path / "fp8"
+    if change is None:
+        save_fp8(source, folder, expert_names=how)
+    else:
+        written(folder, change, recipe=recipe)
+    stored = {name: x.clone() for name, x in read(folder).items()}
+    report = load_fp8(model, folder, recipe=recipe)
+    blank(folder)
+    assert_same(state(model), state(source))
+    assert (set(report.fp8), report.plain) == (STACKS, ("router",))
+    assert (report.missing, report.unexpected) == ((), ())
+    unfreeze(model)
+    assert isinstance(model.experts.down_proj, BlockwiseFP8Weight)
+    if change is None:
+        again = read(save_fp8(model, tmp_path / "again", expert_names=how))
+        assert again.keys() == stored.keys()
+        assert all(torch.equal(bits(x), bits(stored[name])) for name, x in again.items())
+
+
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), MATRICES])
+def test_either_names_of_matrices(tmp_path: Path, names: tuple[str, ...]) -> None:
+    spelled = dict(zip(MATRICES, names, strict=True))
+
+    def rename(made: Tensors) -> None:
+        for name in list(made):
+            words = name.split(".")
+            made[".".join(spelled.get(word, word) for word in words)] = made.pop(name)
+
+    model = layer(1, convert=False)
+    load_fp8(model, written(tmp_path / "fp8", rename))
+    assert_same(state(model), state(layer(frozen=True)))
+
+
+@each_scales
+def test_torchtitans_experts(tmp_path: Path, scales: str) -> None:
+    """Stacks of gate and of up take their rows of the scales of both."""
+    model = nn.Module()
+    model.experts, model.router = split_experts(1), nn.Parameter(layer().router.detach())
+    load_fp8(model, written(tmp_path / "fp8", SCALES[scales]))
+    assert_same(state(model.experts), state(split_experts(0)))
+    folder = save_fp8(split_experts(0), tmp_path / "titan", expert_names="separate")
+    assert {f"2.w{i}.weight" for i in (1, 2, 3)} <= set(read(folder))
+    loaded = split_experts(1)
+    load_fp8(loaded, folder)
+    assert_same(state(loaded), state(split_experts(0)))
+
+
+def test_masters_of_trainable_experts(tmp_path: Path) -> None:
+    """Matrices in bf16 are written to them, as ``load_state_dict`` would."""
+    plain = layer(2, convert=False).experts
+    (tmp_path / "bf16").mkdir()
+    router = layer().router.detach()
+    tensors = {name: x.clone() for name, x in plain_matrices(plain).items()}
+    save_file(tensors | {"router": router}, tmp_path / "bf16" / "model.safetensors")
+    for recipe in (Recipe(), Recipe(cache_weight="step")):
+        model = layer(1, recipe=recipe)
+        stack = model.experts.gate_up_proj
+        assert isinstance(stack, BlockwiseFP8Weight)
+        stack.rowwise()  # a cast that must not be used again
+        before = stack.master.clone()
+        half = stack.half()  # its values are read later
+        report = load_fp8(model, tmp_path / "bf16")
+        assert report.fp8 == ()
+        assert model.experts.gate_up_proj is stack
+        assert torch.equal(stack.master, plain.gate_up_proj)
+        assert torch.equal(model.experts.down_proj.master, plain.down_proj)
+        data, scale, _ = reference.quantize_rowwise(plain.gate_up_proj.detach(), BLOCKS_128X128)
+        assert torch.equal(bits(stack.rowwise().data), bits(data))
+        assert torch.equal(stack.rowwise().scale, scale)
+        assert torch.equal(half.master, before.half())
+    model = on_meta()
+    load_fp8(model, tmp_path / "bf16")
+    assert torch.equal(model.experts.gate_up_proj, plain.gate_up_proj)
+
+
+def test_experts_that_the_model_does_not_have(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.router = nn.Parameter(torch.zeros(E, K))
+    report = load_fp8(model, written(tmp_path / "fp8", stack_scales), strict=False)
+    assert report.plain == ("router",)
+    assert set(report.unexpected) == {GATE_UP, DOWN, *plain_matrices(layer().experts)}
+
+
+def test_experts_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    folder = written(tmp_path / "fp8", drop("experts."))
+    message = r"2 missing \(experts.gate_up_proj, experts.down_pr"
+    assert_refused(folder, layer(1, convert=False), message)
+    report = load_fp8(layer(1, convert=False), folder, strict=False)
+    assert set(report.missing) == STACKS
+
+
+def test_scales_that_no_matrix_needs(tmp_path: Path) -> None:
+    """So transformers 5.23 leaves what is no whole blocks: in bf16, its scales without meaning."""
+
+    def change(made: Tensors) -> None:
+        stack_scales(made)
+        for e in range(E):
+            to_bf16(f"experts.{e}.down_proj")(made)
+
+    folder, model = written(tmp_path / "fp8", change), layer(1, convert=False)
+    assert_refused(folder, model, rf"0 missing, 1 unexpected \({DOWN}\)")
+    report = load_fp8(model, folder, strict=False)
+    assert (report.fp8, report.unexpected) == (("experts.gate_up_proj",), (DOWN,))
+    stored = read(folder)
+    for e in range(E):
+        x = model.experts.down_proj[e]
+        assert torch.equal(x, stored[f"experts.{e}.down_proj.weight"])
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_stacks_that_cannot_be_split(tmp_path: Path, is_transposed: bool) -> None:
+    """Of 144 rows of gate and of up the second block has 112 of gate's and 16 of up's."""
+    kind: dict[str, Any] = {"is_transposed": True} if is_transposed else {"n": 144}
+    model = layer(frozen=True, **kind)
+    message = (
+        r"gate_up_proj \[3, 200, 256\] has no names for single"
+        if is_transposed
+        else "have 144 rows, no multiple of 128, and share blocks"
+    )
+    with pytest.raises(ValueError, match=message):
+        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+    save_fp8(model, tmp_path / "fp8")
+    folders = [tmp_path / "fp8", *([] if is_transposed else [sharing(tmp_path / "matrices")])]
+    for folder in folders:
+        loaded = layer(1, convert=False, **kind)
+        load_fp8(loaded, folder)
+        assert_same(state(loaded), state(model))
+    if is_transposed:  # matrices [K, N] would fit by their shape
+        square = Layer(100, is_transposed=True)
+        report = load_fp8(square, written(tmp_path / "other", own_scales), strict=False)
+        assert set(report.missing) == STACKS
