@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every tensor with its file, dtype and shape, from index and headers.
+"""Reading index and headers of a checkpoint: every tensor with its file, dtype and shape.
 
 No data is read here, and nothing is allocated by a size that a file claims.
 """
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
-    """Every tensor of a checkpoint, by name, from checked headers.
+    """Return every tensor of a checkpoint, by name, from checked headers.
 
     Raises:
         CheckpointError: a file is missing or malformed, or index and headers disagree.
@@ -190,7 +190,7 @@ def check_blocks(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """An object inside a JSON object; empty if it is absent or null."""
+    """Return an object inside a JSON object; empty if it is absent or null."""
     found = parent.get(name)
     if found is not None and not isinstance(found, dict):
         raise CheckpointError(

@@ -21,21 +21,21 @@ from typing import Any
 from .on_disk import CONFIG, HEADERS, INDEX, SINGLE, CheckpointError, read_json
 
 STAGING = ".save_fp8."
-"""How the name of a staging folder inside the folder begins; beside it, its name comes first."""
+"""Beginning of the name of a staging folder inside the folder; beside it, its name comes first."""
 
 _UNLOCKED = ".new.save_fp8."
-"""How it begins until the folder is locked."""
+"""Its beginning until the folder is locked."""
 
 _JOURNAL = "files.json"
 """Inside a staging folder: all file names that this save may make or remove in the folder."""
 
 _LOCK_TIMEOUT_S = 60.0
-"""How long to wait for another process that is replacing the same checkpoint; it takes under 1."""
+"""Wait so long for another process that is replacing the same checkpoint; it takes under 1."""
 
 
 @contextlib.contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """A new staging folder for a checkpoint at ``folder``, an absolute path without links."""
+    """Make a new staging folder for a checkpoint at ``folder``, an absolute path without links."""
     inside = folder.is_dir()
     base, prefix = (folder, STAGING) if inside else (folder.parent, f".{folder.name}{STAGING}")
     # It gets a name that is known after its lock, or another process would take it for abandoned.
@@ -67,7 +67,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def holds_nothing(folder: Path) -> bool:
-    """Whether a folder is empty, or holds only what a killed save has left."""
+    """Return whether a folder is empty, or holds only what a killed save has left."""
     names = set(os.listdir(folder))
     left = {name for name in names if name.startswith((STAGING, _UNLOCKED))}
     return names <= left.union(*(_journal(folder / name) for name in left))
@@ -171,7 +171,7 @@ def _settle(made: Path, folder: Path) -> None:
 
 
 def _named_in(folder: Path) -> set[str] | None:
-    """The shards of a folder's checkpoint; None if its index cannot be read."""
+    """Return the shards of a folder's checkpoint; None if its index cannot be read."""
     if not os.path.lexists(folder / INDEX):
         return {SINGLE} if os.path.lexists(folder / SINGLE) else set()
     try:
@@ -190,7 +190,7 @@ def _journal(made: Path) -> set[str]:
 
 
 def _shard_names(names: Any) -> set[str]:
-    """Those that can be shards: another index may name anything, and what it names is removed."""
+    """Keep names that shards can have: what another index names is removed, and may be anything."""
     files = [x for x in names if isinstance(x, str) and x.endswith(".safetensors")]
     return {name for name in files if os.path.basename(name) == name}
 
@@ -210,7 +210,7 @@ def _remove(path: Path) -> None:
 
 
 def _abandoned(base: Path, prefix: str) -> list[Path]:
-    """Staging folders in ``base`` whose process is gone."""
+    """Find staging folders in ``base`` whose process is gone."""
     found = []
     for path in (base / name for name in os.listdir(base) if name.startswith(prefix)):
         if path.is_dir() and not path.is_symlink():
@@ -268,7 +268,7 @@ def flush(path: Path) -> None:
 
 
 def umask() -> int:
-    """The process's mask of file modes, which can be read only by setting it."""
+    """Return the process's mask of file modes, which can be read only by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -43,7 +43,7 @@ from .on_disk import (
 )
 
 _AHEAD = 2 * HASHING_THREADS
-"""How many large tensors may wait: after too long their pages would have left the memory."""
+"""Large tensors that may wait: after too long their pages would have left the memory."""
 
 _SMALL = 1 << 20
 """Bytes up to which the reading thread hashes itself: another gains nothing."""
@@ -137,7 +137,7 @@ def load_entries(
     device: torch.device | str | None,
     recipe: Recipe | None,
 ) -> LoadReport:
-    """:func:`load_fp8`, of ``entries`` of a checkpoint; their keys are matched with the model.
+    """Load ``entries`` of a checkpoint as :func:`load_fp8`; match their keys with the model.
 
     A key may differ from the name in the file, where somebody renames tensors as they are loaded.
     """
@@ -239,7 +239,8 @@ def _read(
         shape = tuple(current.shape)
         home = device if current.is_meta else current.device
         if source.is_fp8:
-            chosen: Recipe = recipe or getattr(current, "recipe", DEFAULT_RECIPE)
+            own: Recipe = getattr(current, "recipe", DEFAULT_RECIPE)
+            chosen = recipe or own
             format = chosen.weight_format
             data = torch.empty(shape, dtype=format.dtype, device=home)
             scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)

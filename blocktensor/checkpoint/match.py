@@ -1,4 +1,4 @@
-"""Which stored tensors each tensor of a model is read from, found by their names, and if they fit.
+"""Matching stored tensors with those of a model, by their names, and checking that they fit.
 
 The scales of an FP8 tensor lie beside it. Those of a stack of experts may lie beside the stack
 while its matrices are stored one by one. So transformers 5.23 saves what it has quantized itself:

@@ -1,4 +1,4 @@
-"""How the tensors of a model are named in checkpoints: stacks of experts have several ways.
+"""The names of a model's tensors in checkpoints: stacks of experts have several.
 
 transformers 5 stacks the experts of a model as it loads, and renames some modules. As it saves it
 reverts both. Which models it does this to, and how, only its own function knows: it gets probes
@@ -34,7 +34,7 @@ _MATRICES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("w2", "w2_EDF"), tuple((name,) for name in reversed(_DOWN))),
     **dict.fromkeys(("w3", "w3_EFD"), tuple((name,) for name in reversed(_UP))),
 }
-"""The matrices of an expert by the names of stacks: that of transformers and of torchtitan."""
+"""The matrices of an expert by the names of stacks, those of transformers and of torchtitan."""
 
 
 class Names(NamedTuple):

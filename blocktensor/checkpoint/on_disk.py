@@ -36,7 +36,7 @@ SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 """Suffix that names a weight's scales, by spelling."""
 
 HASHING_THREADS = min(8, os.cpu_count() or 1)
-"""That hash at the same time: eight are faster than most disks."""
+"""Eight threads hash faster than most disks read."""
 
 MAX_HEADER = 100 << 20
 """The limit of safetensors itself, in bytes; an index of 300,000 tensors is shorter."""
@@ -68,7 +68,7 @@ def refuse_sharded(name: str, x: Tensor) -> None:
 
 
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
-    """What is wrong with stored fp32 scales on the CPU, which must be finite and above 0."""
+    """Say what is wrong with stored fp32 scales on the CPU, which must be finite and above 0."""
     fits = scale.isfinite() & (scale > 0)
     expected = "a finite number above 0"
     if format.power_of_two and fits.all():
@@ -81,7 +81,7 @@ def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError if the file or the object is missing."""
+    """Read the object in a JSON file; CheckpointError if the file or the object is missing."""
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe or a device would be read for ever
@@ -101,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def header_digest(file: Path) -> str:
-    """SHA-256 of a file's header (length, names, dtypes, places); CheckpointError if truncated."""
+    """Hash a file's header (length, names, dtypes, places); CheckpointError if it is truncated."""
     with file.open("rb") as opened:
         length = opened.read(8)
         size = int.from_bytes(length, "little")
@@ -113,7 +113,7 @@ def header_digest(file: Path) -> str:
 
 
 def tensor_digest(x: Tensor) -> str:
-    """SHA-256 of dtype, shape and bytes of a contiguous tensor on the CPU, which is not copied.
+    """Hash dtype, shape and bytes of a contiguous tensor on the CPU, which is not copied.
 
     The dtype and the shape come first, as in ``"torch.bfloat16 [200, 300]"``: the same bytes have
     other values in another dtype.

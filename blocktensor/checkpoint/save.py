@@ -39,7 +39,7 @@ _FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
 
 
 class _Part(NamedTuple):
-    """What is written at once: a tensor of the model, or an expert of a stack.
+    """A part that is written at once: a tensor of the model, or an expert of a stack.
 
     Attributes:
         x: the tensor or the stack.
@@ -120,12 +120,10 @@ def save_fp8(
     """
     require_safetensors()
     is_module(model, "save_fp8")
-    if spelling not in SCALE_SUFFIXES:
-        raise ValueError(f"spelling={spelling!r}: expected one of {', '.join(SCALE_SUFFIXES)}")
-    if expert_names not in EXPERT_NAMES:
-        raise ValueError(
-            f"expert_names={expert_names!r}: expected one of {', '.join(EXPERT_NAMES)}"
-        )
+    choices = (("spelling", spelling, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
+    for name, chosen, known in choices:
+        if chosen not in known:
+            raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     folder = Path(os.path.realpath(path))
@@ -167,7 +165,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names in ``state_dict``, each once."""
+    """Return parameters and persistent buffers by their names in ``state_dict``, each once."""
     unique: dict[object, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         if isinstance(x, Tensor):  # not extra state, which safetensors cannot hold
@@ -178,7 +176,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
-    """The weights of linears and experts that are not FP8, by name."""
+    """List the names of weights of linears and experts that are not FP8."""
     known = {id(x) for x in fp8.values()}
     for prefix, module in model.named_modules():
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
@@ -260,7 +258,7 @@ def _stored(part: _Part, suffix: str) -> dict[str, Tensor]:
 
 
 def _named(names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
-    """A tensor by its name; by several names its rows, in as many equal parts."""
+    """Name a tensor, or with several names its rows, in as many equal parts."""
     x = x.cpu().contiguous()
     parts = [x] if len(names) == 1 else x.chunk(len(names))
     return dict(zip(names, parts, strict=True))

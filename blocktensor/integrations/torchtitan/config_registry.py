@@ -11,30 +11,30 @@ from .overrides import with_blockwise_fp8
 
 
 def llama3_debugmodel() -> Trainer.Config:
-    """The run of this name in torchtitan, with all linears in FP8, however small."""
+    """Return the run of this name in torchtitan, with linears of any size in FP8."""
     return with_blockwise_fp8(llama3.llama3_debugmodel(), auto_filter_small_kn=False)
 
 
 def llama3_8b() -> Trainer.Config:
-    """The run of this name in torchtitan."""
+    """Return the run of this name in torchtitan."""
     return with_blockwise_fp8(llama3.llama3_8b())
 
 
 def llama3_70b() -> Trainer.Config:
-    """The run of this name in torchtitan."""
+    """Return the run of this name in torchtitan."""
     return with_blockwise_fp8(llama3.llama3_70b())
 
 
 def qwen3_30b_a3b() -> Trainer.Config:
-    """The run of this name in torchtitan."""
+    """Return the run of this name in torchtitan."""
     return with_blockwise_fp8(qwen3.qwen3_30b_a3b())
 
 
 def deepseek_v3_debugmodel() -> Trainer.Config:
-    """The run of this name in torchtitan, with all linears and experts in FP8, however small."""
+    """Return the run of this name in torchtitan, with linears and experts of any size in FP8."""
     return with_blockwise_fp8(deepseek_v3.deepseek_v3_debugmodel(), auto_filter_small_kn=False)
 
 
 def deepseek_v3_16b() -> Trainer.Config:
-    """The run of this name in torchtitan."""
+    """Return the run of this name in torchtitan."""
     return with_blockwise_fp8(deepseek_v3.deepseek_v3_16b())

@@ -40,7 +40,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What is converted, and how it is cast."""
+        """The choices: which weights are converted, and how they are cast."""
 
         filter_fqns: list[str] = field(default_factory=list)
         """
@@ -172,7 +172,7 @@ def _in_fp8(model_class: Any, converter: BlockwiseFP8Converter) -> Any:
         @dataclass(kw_only=True, slots=True)
         class Config(model_class.Config):
             def to_dict(self) -> dict[str, Any]:
-                """The fields, and the choices for FP8."""
+                """Return the fields, and the choices for FP8."""
                 return {
                     **model_class.Config.to_dict(self),
                     "blockwise_fp8": converter.config.to_dict(),

@@ -69,15 +69,15 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             raise _offloaded(f"device_map puts modules on {sorted(map(str, places))}")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether the values of a parameter are read from FP8 in the end."""
+        """Return whether the values of a parameter are read from FP8 in the end."""
         return self._stored is not None and param_name in self._stored.weights
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes an element, while loading."""
+        """Return the bytes of an element while loading."""
         return 1 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self) -> DropValues:
-        """What is done to parameters that :meth:`param_needs_quantization`."""
+        """Return the operation on parameters that :meth:`param_needs_quantization`."""
         return DropValues()
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return state_given_to_save(sys._getframe(1)), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """``save_pretrained`` works."""
+        """Say that ``save_pretrained`` works."""
         return True
 
     @property
