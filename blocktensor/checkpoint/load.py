@@ -158,14 +158,20 @@ def load_entries(
 
     home = torch.device("cpu" if device is None else device)
     with reading() as read:
-        made = _read(sources, targets, home, recipe, read)
-    replaced: dict[int, nn.Parameter] = {}
-    for name, values in made.items():
-        _put(targets[name], sources[name], values, replaced)
-    for target in targets.values():
-        new = replaced.get(id(target.current))
-        if new is not None:
-            setattr(target.module, target.attribute, new)
+        values = _read(sources, targets, home, recipe, read)
+    replaced: dict[int, Tensor] = {}
+    for name, made in values.items():
+        current = targets[name].current
+        if isinstance(made, list):
+            _copy_into(current, sources[name], made)
+        elif isinstance(current, nn.Parameter):
+            trains = current.requires_grad and not isinstance(made, BlockwiseFP8Tensor)
+            replaced[id(current)] = nn.Parameter(made, requires_grad=trains)
+        else:
+            replaced[id(current)] = made
+    for target in targets.values():  # tied tensors, too
+        if id(target.current) in replaced:
+            setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             register_state_hooks(target.module)
             follow_pretrained_models()
@@ -261,23 +267,8 @@ def _read(
     return made
 
 
-def _put(
-    target: _Target,
-    source: Source,
-    values: Tensor | list[Tensor],
-    replaced: dict[int, nn.Parameter],
-) -> None:
-    """Assign a tensor to the model; parameters that are replaced are recorded for their ties."""
-    module, attribute, current = target
-    if isinstance(values, Tensor):
-        if isinstance(current, nn.Parameter):
-            trains = current.requires_grad and not isinstance(values, BlockwiseFP8Tensor)
-            new = nn.Parameter(values, requires_grad=trains)
-            replaced[id(current)] = new
-            setattr(module, attribute, new)
-        else:
-            module._buffers[attribute] = values
-        return
+def _copy_into(current: Tensor, source: Source, values: list[Tensor]) -> None:
+    """Write the values of a source into a tensor that is not FP8, or into its master."""
     if source.names.experts is not None and isinstance(current, BlockwiseFP8Weight):
         current.before_write()
         current = current.master

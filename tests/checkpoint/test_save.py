@@ -29,17 +29,19 @@ from tests.support.checkpoint_folders import INDEX
 from tests.support.checkpoint_models import assert_same, bits, filled, on_meta, state
 from tests.support.models import complaint
 
+SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
+
 
 def config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("spelling", SUFFIXES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_are_their_casts(tmp_path: Path, spelling: str, frozen: bool) -> None:
     model = filled(frozen=frozen)
     tensors = read(save_fp8(model, tmp_path / "fp8", spelling=spelling))
-    suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
+    suffix = SUFFIXES[spelling]
     for name in ("up", "down"):
         weight = getattr(filled(convert=False), name).weight
         data, scale, _ = reference.quantize_rowwise(weight, BLOCKS_128X128)
@@ -88,19 +90,25 @@ def test_the_config_of_compressed_tensors(tmp_path: Path) -> None:
     assert group["weights"]["block_structure"] == [128, 128]
 
 
-def test_shards_and_their_index(tmp_path: Path) -> None:
-    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    assert len(files) > 2
+@pytest.mark.parametrize("spelling", SUFFIXES)
+@pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
+def test_shards_index_and_digests(tmp_path: Path, spelling: str, size: int) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", spelling=spelling, max_shard_bytes=size)
+    files, headers = sorted(file.name for file in folder.glob("*.safetensors")), {}
+    assert (len(files) > 2) == (size <= 60_000)
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     index = json.loads((folder / INDEX).read_text())
     for file in files:
-        inside = load_file(folder / file)
+        inside, data = load_file(folder / file), (folder / file).read_bytes()
         assert {name for name, place in index["weight_map"].items() if place == file} == set(inside)
-        assert len(inside) <= 2 or sum(x.nbytes for x in inside.values()) <= 60_000
-    tensors = read(folder)
+        assert len(inside) <= 2 or sum(x.nbytes for x in inside.values()) <= size
+        headers[file] = hashlib.sha256(data[: 8 + int.from_bytes(data[:8], "little")]).hexdigest()
+    tensors, metadata = read(folder), index["metadata"]
     assert set(index["weight_map"]) == set(tensors)
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert metadata["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert metadata["header_sha256"] == headers
+    wanted = {name: tensor_digest(x) for name, x in tensors.items()}
+    assert list(metadata["tensor_sha256"].items()) == sorted(wanted.items())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -114,26 +122,6 @@ def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: b
     folder = save_fp8(model, tmp_path / "small", max_shard_bytes=1)
     sizes = [len(load_file(file)) for file in folder.glob("*.safetensors")]
     assert sorted(sizes) == [1] * 5 + [2] * 2  # a weight and its scales stay together
-
-
-def test_the_digests_are_of_the_headers(tmp_path: Path) -> None:
-    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=60_000)
-    index = json.loads((folder / INDEX).read_text())
-    wanted = {}
-    for file in folder.glob("*.safetensors"):
-        data = file.read_bytes()
-        size = 8 + int.from_bytes(data[:8], "little")
-        wanted[file.name] = hashlib.sha256(data[:size]).hexdigest()
-    assert index["metadata"]["header_sha256"] == wanted
-
-
-@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
-@pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
-def test_the_digests_are_of_all_tensors(tmp_path: Path, spelling: str, size: int) -> None:
-    folder = save_fp8(filled(), tmp_path / "fp8", spelling=spelling, max_shard_bytes=size)
-    index = json.loads((folder / INDEX).read_text())
-    wanted = {name: tensor_digest(x) for name, x in read(folder).items()}
-    assert list(index["metadata"]["tensor_sha256"].items()) == sorted(wanted.items())
 
 
 # What is refused
@@ -234,12 +222,12 @@ def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
 # Stacks of experts
 
 
-@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("spelling", SUFFIXES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_matrices_are_rows_of_the_stack(tmp_path: Path, spelling: str, frozen: bool) -> None:
     model = layer(frozen=frozen)
     folder = save_fp8(model, tmp_path / "fp8", spelling=spelling, expert_names="separate")
-    suffix = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}[spelling]
+    suffix = SUFFIXES[spelling]
     tensors, plain = read(folder), layer(convert=False).experts
     digests = json.loads((folder / INDEX).read_text())["metadata"]["tensor_sha256"]
     assert digests == {name: tensor_digest(x) for name, x in tensors.items()}

@@ -86,7 +86,7 @@ def _gemm_as_linear(policy: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_both(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if op is torch.ops.blocktensor.gemm.default:
-            x, weight = args[1], args[3]  # the data; the policy looks at their shapes
+            x, _, _, weight, *_ = args  # without scales and formats
             return policy(context, torch.ops.aten.linear.default, x, weight)
         return policy(context, op, *args, **kwargs)
 

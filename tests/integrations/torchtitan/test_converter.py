@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.docs.code_blocks import pages
 from tests.support import titan_cpu
 
 titan_cpu.skip_without_torchtitan()
 titan_cpu.patch_torchtitan()
 
-from torchtitan.config import ConfigManager
-from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -24,11 +21,8 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from blocktensor import BlockwiseFP8Weight
 from blocktensor.integrations.torchtitan import (
     BlockwiseFP8Converter,
-    BlockwiseFP8SelectiveAC,
     with_blockwise_fp8,
 )
-
-HERE = "blocktensor.integrations.torchtitan"
 
 
 def built(config: Any) -> nn.Module:
@@ -37,12 +31,15 @@ def built(config: Any) -> nn.Module:
     return model
 
 
-def converted(registry: Any, layers: int = 2, **options: Any) -> nn.Module:
-    """A debug model of torchtitan in FP8, on the meta device."""
-    config = registry("debugmodel").model
+def convert(config: Any, **options: Any) -> Any:
+    return BlockwiseFP8Converter.Config(**options).build().convert(config)
+
+
+def converted(registry: Any, size: str = "debugmodel", layers: int = 2, **options: Any) -> Any:
+    """A model of torchtitan in FP8, on the meta device."""
+    config = registry(size).model
     config.layers = config.layers[:layers]
-    options = {"auto_filter_small_kn": False, **options}
-    return built(BlockwiseFP8Converter.Config(**options).build().convert(config))
+    return built(convert(config, **{"auto_filter_small_kn": False, **options}))
 
 
 def in_fp8(model: nn.Module) -> set[str]:
@@ -57,18 +54,14 @@ def kinds(model: nn.Module) -> list[str]:
 def test_converters_go_to_model_registry() -> None:
     options = BlockwiseFP8Converter.Config(auto_filter_small_kn=False)
     model = built(llama3("debugmodel", converters=[options]).model)
-    assert kinds(model) == ["w1", "w2", "w3", "wo", "wqkv"]
+    assert kinds(model) == LLAMA
     assert len(in_fp8(model)) == 5 * 6
 
 
 def test_the_model_is_the_one_in_high_precision() -> None:
     plain = llama3("debugmodel").model
     want = built(plain)
-    config = (
-        BlockwiseFP8Converter.Config(auto_filter_small_kn=False)
-        .build()
-        .convert(llama3("debugmodel").model)
-    )
+    config = convert(llama3("debugmodel").model, auto_filter_small_kn=False)
     model = built(config)
     shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
     assert shapes == {name: (p.shape, p.dtype) for name, p in want.named_parameters()}
@@ -78,12 +71,15 @@ def test_the_model_is_the_one_in_high_precision() -> None:
     model.verify_module_protocol()
 
 
+LLAMA = ["w1", "w2", "w3", "wo", "wqkv"]
+EXPERTS = {"w1_EFD", "w2_EDF", "w3_EFD"}
+
+
 def test_experts_are_in_fp8_and_routers_are_not() -> None:
-    model = converted(deepseek_v3)
-    assert {"w1_EFD", "w2_EDF", "w3_EFD", "wkv_a", "wkv_b", "wq"} < set(kinds(model))
-    assert "gate" not in kinds(model)
-    model = converted(deepseek_v3, experts=False)
-    assert "w1_EFD" not in kinds(model) and "wq" in kinds(model)
+    found = set(kinds(converted(deepseek_v3)))
+    assert found > {*EXPERTS, "wkv_a", "wkv_b", "wq"} and "gate" not in found
+    found = set(kinds(converted(deepseek_v3, experts=False)))
+    assert "wq" in found and not found & EXPERTS
 
 
 def test_filters() -> None:
@@ -96,27 +92,21 @@ def test_small_weights_are_left_alone_by_default() -> None:
     for options in ({"auto_filter_small_kn": True}, {"filter_fqns": ["auto_filter_small_kn"]}):
         with pytest.warns(UserWarning, match="auto_filter_small_kn=False converts small weights"):
             assert not in_fp8(converted(llama3, **options))
-    config = llama3("8B").model
-    config.layers = config.layers[:1]
-    model = built(BlockwiseFP8Converter.Config().build().convert(config))
-    assert kinds(model) == ["w1", "w2", "w3", "wo", "wqkv"]
+    assert kinds(converted(llama3, "8B", layers=1, auto_filter_small_kn=True)) == LLAMA
 
 
 def test_the_head() -> None:
     assert "lm_head.weight" in in_fp8(converted(llama3, head="fp8"))
-    config = llama3("1B").model  # tied to the embedding
-    config.layers = config.layers[:1]
-    model = built(BlockwiseFP8Converter.Config(head="fp8").build().convert(config))
+    model = converted(llama3, "1B", layers=1, head="fp8")  # tied to the embedding
     assert model.lm_head.weight is model.tok_embeddings.weight
-    assert "lm_head" not in kinds(model) and "w1" in kinds(model)
+    assert kinds(model) == LLAMA
 
 
 def test_recipe() -> None:
     choices = {"scale": "power_of_two", "columnwise": "keep", "cache_weight": False}
-    model = converted(llama3, wgrad_input="128x128", **choices)
-    recipe = model.layers["0"].attention.wo.weight.recipe
+    choices["wgrad_input"] = "128x128"
+    recipe = converted(llama3, layers=1, **choices).layers["0"].attention.wo.weight.recipe
     assert {name: getattr(recipe, name) for name in choices} == choices
-    assert recipe.wgrad_input == "128x128"
 
 
 def test_fuse() -> None:
@@ -141,12 +131,7 @@ def test_the_report_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_configs_show_the_choices() -> None:
-    config = (
-        BlockwiseFP8Converter.Config(wgrad_input="128x128")
-        .build()
-        .convert(llama3("debugmodel").model)
-    )
-    shown = config.to_dict()
+    shown = convert(llama3("debugmodel").model, wgrad_input="128x128").to_dict()
     assert shown["blockwise_fp8"]["wgrad_input"] == "128x128"
     assert shown["dim"] == 256 and len(shown["layers"]) == 6
 
@@ -177,55 +162,3 @@ def test_what_cannot_be_converted() -> None:
     run.model_spec = None
     with pytest.raises(ValueError, match="has no model_spec"):
         with_blockwise_fp8(run)
-
-
-def test_overrides_reach_the_config_that_the_trainer_has() -> None:
-    run = llama3_debugmodel()
-    held = run.model_spec.model  # the trainer takes it before it applies overrides
-    options = {"auto_filter_small_kn": False, "filter_fqns": ["wo"]}
-    imports = [(f"{HERE}.overrides.blockwise_fp8", options), f"{HERE}.overrides.selective_ac"]
-    apply_overrides(OverrideConfig(imports=imports), run)
-    assert kinds(built(held)) == ["w1", "w2", "w3", "wqkv"]
-    assert isinstance(run.activation_checkpoint, BlockwiseFP8SelectiveAC.Config)
-
-
-def parse(*arguments: str) -> Any:
-    return ConfigManager().parse_args(list(arguments))
-
-
-def test_command_line() -> None:
-    fp8 = f'{HERE}.overrides.blockwise_fp8={{"filter_fqns": ["wo"]}}'
-    ac = f"{HERE}.overrides.selective_ac"
-    stock = ("--module", "llama3", "--config", "llama3_debugmodel")
-    run = parse(*stock, "--override.imports", fp8, ac)
-    assert run.override.imports == [(fp8.partition("=")[0], {"filter_fqns": ["wo"]}), ac]
-
-    run = parse("--module", HERE, "--config", "deepseek_v3_debugmodel", "--training.steps", "3")
-    assert run.training.steps == 3
-    assert type(run.activation_checkpoint) is BlockwiseFP8SelectiveAC.Config
-    shown = run.model_spec.model.to_dict()
-    assert shown["blockwise_fp8"]["auto_filter_small_kn"] is False
-
-
-@pytest.mark.parametrize(
-    "name", ["llama3_debugmodel", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3_16b"]
-)
-def test_configs_of_runs(name: str) -> None:
-    run = parse("--module", HERE, "--config", name)
-    assert "blockwise_fp8" in run.model_spec.model.to_dict()
-
-
-def test_the_guide() -> None:
-    (block,) = (x for x in pages()["docs/guides/torchtitan.md"] if x.language == "python")
-    names: dict[str, Any] = {}
-    exec(block.code, names)
-    options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
-    assert options["filter_fqns"] == ["layers.0."]
-
-
-def test_full_checkpointing_stays() -> None:
-    from torchtitan.distributed.activation_checkpoint import FullAC
-
-    run = llama3_debugmodel()
-    run.activation_checkpoint = FullAC.Config()
-    assert type(with_blockwise_fp8(run).activation_checkpoint) is FullAC.Config

@@ -103,7 +103,7 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     experts = {"expert_parallel_degree": 2}
     return {
         "llama3": (train(config("llama3"))[0], *train(in_fp8(config("llama3")), audited)),
-        "experts": (
+        "deepseek_v3": (
             train(config("deepseek_v3"))[0],
             *train(in_fp8(config("deepseek_v3", **experts)), audited),
         ),
@@ -147,29 +147,33 @@ LLAMA = {"wqkv", "wo", "w1", "w2", "w3"}
 DEEPSEEK = {"wq", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3", "inner_experts"}
 
 
-def test_llama3(alone: dict[str, Any]) -> None:
-    plain, fp8, products = alone["llama3"]
+MODELS = {"llama3": LLAMA, "deepseek_v3": DEEPSEEK}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_alone(alone: dict[str, Any], model: str) -> None:
+    plain, fp8, products = alone[model]
     assert_close(fp8, plain, steps=4)
-    assert_all_in_fp8(products, LLAMA)
+    assert_all_in_fp8(products, MODELS[model])
 
 
-def test_deepseek_v3(alone: dict[str, Any]) -> None:
-    plain, fp8, products = alone["deepseek_v3"]
-    assert_close(fp8, plain, steps=4)
-    assert_all_in_fp8(products, DEEPSEEK)
+@pytest.mark.parametrize("model", MODELS)
+def test_fsdp2_and_expert_parallel(on_two: dict[str, Any], model: str) -> None:
+    plain, fp8, products = on_two[model]
+    assert_close(fp8, plain, steps=2)
+    assert_all_in_fp8(products, MODELS[model])
 
 
-def test_compiled_blocks_keep_the_bits(alone: dict[str, Any]) -> None:
-    assert alone["compiled"] == alone["llama3"][1][:2]
+@pytest.mark.parametrize("run", ["compiled", "fused", "spmd_types"])
+def test_what_keeps_the_bits(alone: dict[str, Any], run: str) -> None:
+    assert alone[run] == alone["llama3"][1][:2]
+
+
+def test_compiled_experts(alone: dict[str, Any]) -> None:
     assert_close(alone["compiled experts"], alone["deepseek_v3"][0][:2], steps=2)
 
 
-def test_fused_mlps_keep_the_bits(alone: dict[str, Any]) -> None:
-    assert alone["fused"] == alone["llama3"][1][:2]
-
-
-def test_spmd_types_on_one_rank(alone: dict[str, Any]) -> None:
-    assert alone["spmd_types"] == alone["llama3"][1][:2]
+def test_what_takes_fused_mlps_apart(alone: dict[str, Any]) -> None:
     assert "takes 'layers.0.feed_forward' apart (w1 has a forward" in alone["fused spmd_types"]
     assert "set --parallelism.spmd_backend partial_dtensor" in alone["fused spmd_types"]
 
@@ -180,18 +184,6 @@ def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
 
 def test_a_checkpoint_in_bf16_goes_on_in_fp8(alone: dict[str, Any]) -> None:
     assert_close(alone["two in bf16"] + alone["two more in fp8"], alone["four steps"], steps=4)
-
-
-def test_fsdp2(on_two: dict[str, Any]) -> None:
-    plain, fp8, products = on_two["llama3"]
-    assert_close(fp8, plain, steps=2)
-    assert_all_in_fp8(products, LLAMA)
-
-
-def test_expert_parallel_with_fsdp2(on_two: dict[str, Any]) -> None:
-    plain, fp8, products = on_two["experts"]
-    assert_close(fp8, plain, steps=2)
-    assert_all_in_fp8(products, DEEPSEEK)
 
 
 def test_parallelism_that_fp8_lacks(on_two: dict[str, Any]) -> None:

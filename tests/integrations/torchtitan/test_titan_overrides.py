@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: FP8 products are saved as torchtitan saves ``mm``."""
+"""Runs by overrides, configs and code; checkpointing saves FP8 products as it saves ``mm``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.docs.code_blocks import pages
 from tests.support import titan_cpu
 
 titan_cpu.skip_without_torchtitan()
 titan_cpu.patch_torchtitan()
 
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.config import ConfigManager
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from blocktensor import convert
-from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC
+from blocktensor import BlockwiseFP8Weight, convert
+from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC, with_blockwise_fp8
+
+HERE = "blocktensor.integrations.torchtitan"
 
 MM = torch.ops.aten.mm.default
 GEMM = torch.ops.blocktensor.gemm.default
-CAST = torch.ops.blocktensor.quantize_both.default
 SIZES = (256, 384, 512, 128, 640)
 
 
@@ -103,3 +108,59 @@ def test_names_must_be_those_of_linears() -> None:
         BlockwiseFP8SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(
             Blocks(fp8=True)
         )
+
+
+# Configs of runs
+
+
+def test_overrides_reach_the_config_that_the_trainer_has() -> None:
+    run = llama3_debugmodel()
+    held = run.model_spec.model  # the trainer takes it before it applies overrides
+    options = {"auto_filter_small_kn": False, "filter_fqns": ["wo"]}
+    imports = [(f"{HERE}.overrides.blockwise_fp8", options), f"{HERE}.overrides.selective_ac"]
+    apply_overrides(OverrideConfig(imports=imports), run)
+    with torch.device("meta"):
+        model = held.build()
+    fp8 = [n for n, p in model.named_parameters() if isinstance(p, BlockwiseFP8Weight)]
+    assert {name.split(".")[-2] for name in fp8} == {"w1", "w2", "w3", "wqkv"}
+    assert isinstance(run.activation_checkpoint, BlockwiseFP8SelectiveAC.Config)
+
+
+def parse(*arguments: str) -> Any:
+    return ConfigManager().parse_args(list(arguments))
+
+
+def test_command_line() -> None:
+    fp8 = f'{HERE}.overrides.blockwise_fp8={{"filter_fqns": ["wo"]}}'
+    ac = f"{HERE}.overrides.selective_ac"
+    stock = ("--module", "llama3", "--config", "llama3_debugmodel")
+    run = parse(*stock, "--override.imports", fp8, ac)
+    assert run.override.imports == [(fp8.partition("=")[0], {"filter_fqns": ["wo"]}), ac]
+
+    run = parse("--module", HERE, "--config", "deepseek_v3_debugmodel", "--training.steps", "3")
+    assert run.training.steps == 3
+    assert type(run.activation_checkpoint) is BlockwiseFP8SelectiveAC.Config
+    shown = run.model_spec.model.to_dict()
+    assert shown["blockwise_fp8"]["auto_filter_small_kn"] is False
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3_debugmodel", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3_16b"]
+)
+def test_configs_of_runs(name: str) -> None:
+    run = parse("--module", HERE, "--config", name)
+    assert "blockwise_fp8" in run.model_spec.model.to_dict()
+
+
+def test_the_guide() -> None:
+    (block,) = (x for x in pages()["docs/guides/torchtitan.md"] if x.language == "python")
+    names: dict[str, Any] = {}
+    exec(block.code, names)
+    options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
+    assert options["filter_fqns"] == ["layers.0."]
+
+
+def test_full_checkpointing_stays() -> None:
+    run = llama3_debugmodel()
+    run.activation_checkpoint = FullAC.Config()
+    assert type(with_blockwise_fp8(run).activation_checkpoint) is FullAC.Config
