@@ -43,106 +43,70 @@ def test_what_a_checkpoint_holds(folder: Path) -> None:
     }
 
 
-Index = dict[str, Any]
-INDEXES: dict[str, tuple[Callable[[Index], Any], str]] = {
-    "no map": (lambda i: i.pop("weight_map"), "weight_map is no object of strings"),
-    "a map that is none": (lambda i: i.update(weight_map=3), "weight_map is no object of strings"),
-    "a list as a place": (
-        lambda i: i["weight_map"].update({"up.weight": [SECOND]}),
-        "weight_map is no object of strings",
-    ),
-    "a file above": (
-        lambda i: i["weight_map"].update(a="../secret"),
-        "'../secret' is no file of its folder",
-    ),
-    "a long name": (
-        lambda i: i["weight_map"].update(a="x" * 100_000),
-        r"'xxx.{,40}xxx' is no file of its folder$",
-    ),
-    "names no file can have": (
-        lambda i: i["weight_map"].update(a="\0", b="\ud800"),
-        "is no file, but model.safetensors.index.json names it",
-    ),
-    "a name of umlauts, too long in bytes": (
-        lambda i: i["weight_map"].update(a="ü" * 255),
-        "is no file, but model.safetensors.index.json names it",
-    ),
-    "an empty name": (lambda i: i["weight_map"].update(a=""), "'' is no file of its"),
-    "the folder": (lambda i: i["weight_map"].update(a="."), "'.' is no file of its"),
-    "the folder above": (lambda i: i["weight_map"].update(a=".."), "'..' is no file"),
-    "a file less": (
-        lambda i: i["weight_map"].update(more="gone.safetensors"),
-        "'gone.safetensors' is no file, but model.safetensors.index.json names it",
-    ),
-    "itself": (
-        lambda i: i["weight_map"].update(more=INDEX),
-        f"{INDEX}: truncated or corrupted",
-    ),
-    "a tensor more": (
-        lambda i: i["weight_map"].update(more=FIRST),
-        f"{FIRST}: tensor 'more' is missing",
-    ),
-    "a tensor less": (
-        lambda i: i["weight_map"].pop("up.bias"),
-        f"{SECOND}: has tensor 'up.bias': {INDEX} does not name it",
-    ),
-    "the wrong file": (
-        lambda i: i["weight_map"].update({"up.bias": FIRST}),
-        f"{SECOND}: has tensor 'up.bias': {INDEX} says that it is in {FIRST}",
-    ),
-    "all in one file": (
-        lambda i: i.update(weight_map=dict.fromkeys(i["weight_map"], FIRST)),
-        "is missing",
-    ),
-    "digests that are none": (
-        lambda i: i["metadata"].update(header_sha256=[1]),
-        "header_sha256 is no object of strings",
-    ),
-    **{
-        f"digests of tensors that are {value!r}": (
-            lambda i, value=value: i["metadata"].update(tensor_sha256=value),
-            f"{INDEX}: tensor_sha256 is no object of strings",
-        )
-        for value in (None, [1], "x", {"up.weight": 1}, {"up.weight": None}, {"up.weight": ["x"]})
-    },
-    "no digest of a tensor": (
-        lambda i: i["metadata"]["tensor_sha256"].pop("up.bias"),
-        f"{INDEX}: tensor 'up.bias' has no digest in tensor_sha256, which has one for each tensor: "
-        f"copy the index again from where it is intact; without tensor_sha256 all tensors load "
-        f"unchecked$",
-    ),
-    "no digest of scales": (
-        lambda i: i["metadata"]["tensor_sha256"].pop("up.weight_scale_inv"),
-        "tensor 'up.weight_scale_inv' has no digest in tensor_sha256",
-    ),
-    "no digest of any tensor": (
-        lambda i: i["metadata"].update(tensor_sha256={}),
-        "tensor 'down.weight' has no digest in tensor_sha256",
-    ),
-    **{
-        f"another digest of a tensor, {what}": (
-            lambda i, other=other: i["metadata"]["tensor_sha256"].update(
-                {"up.bias": other(i["metadata"]["tensor_sha256"]["up.bias"])}
-            ),
-            f"{SECOND}: corrupted: tensor 'up.bias' is not the one that was written",
-        )
-        for what, other in {
-            "empty": lambda digest: "",
-            "cut": lambda digest: digest[:-1],
-            "in its last digit": lambda digest: digest[:-1] + ("1" if digest[-1] == "0" else "0"),
-        }.items()
-    },
-    "another digest": (
-        lambda i: i["metadata"]["header_sha256"].update({SECOND: "0" * 64}),
-        f"{SECOND}: corrupted: its header is not the one that was written",
-    ),
-}
+NO_STRINGS, NO_FILE = "is no object of strings", f"is no file, but {INDEX} names it"
+PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"up.weight": [SECOND]}, f"weight_map {NO_STRINGS}"),
+    ({"a": "../secret"}, "'../secret' is no file of its folder"),
+    ({"a": "x" * 100_000}, r"'xxx.{,40}xxx' is no file of its folder$"),
+    ({"a": "\0", "b": "\ud800"}, NO_FILE),
+    ({"a": "ü" * 255}, NO_FILE),  # too long in bytes
+    ({"a": ""}, "'' is no file of its"),
+    ({"a": "."}, "'.' is no file of its"),
+    ({"a": ".."}, "'..' is no file"),
+    ({"more": "gone.safetensors"}, f"'gone.safetensors' {NO_FILE}"),
+    ({"more": INDEX}, f"{INDEX}: truncated or corrupted"),
+    ({"more": FIRST}, f"{FIRST}: tensor 'more' is missing"),
+    ({"up.bias": FIRST}, f"{SECOND}: has tensor 'up.bias': {INDEX} says that it is in {FIRST}"),
+]
+"""Files of tensors in the index."""
+
+METADATA: list[tuple[str, Any, str]] = [
+    ("header_sha256", [1], f"header_sha256 {NO_STRINGS}"),
+    *(("tensor_sha256", value, f"{INDEX}: tensor_sha256 {NO_STRINGS}")
+      for value in (None, [1], "x", {"up.weight": 1}, {"up.weight": None}, {"up.weight": ["x"]})),
+    ("tensor_sha256", {}, "tensor 'down.weight' has no digest in tensor_sha256"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", INDEXES)
-def test_an_index_that_does_not_fit(folder: Path, change: str) -> None:
-    mutate, message = INDEXES[change]
-    edit_json(folder / INDEX, mutate)
+def digest(change: Callable[[str], str]) -> Callable[[dict[str, Any]], object]:
+    """Change that of a tensor."""
+
+    def of_index(index: dict[str, Any]) -> None:
+        digests = index["metadata"]["tensor_sha256"]
+        digests["up.bias"] = change(digests["up.bias"])
+
+    return of_index
+
+
+CORRUPTED = f"{SECOND}: corrupted: tensor 'up.bias' is not the one that was written"
+INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    *((lambda i, new=new: i["weight_map"].update(new), message) for new, message in PLACES),
+    *((lambda i, key=key, value=value: i["metadata"].update({key: value}), message)
+      for key, value, message in METADATA),
+    (lambda i: i.pop("weight_map"), f"weight_map {NO_STRINGS}"),
+    (lambda i: i.update(weight_map=3), f"weight_map {NO_STRINGS}"),
+    (lambda i: i["weight_map"].pop("up.bias"),
+     f"{SECOND}: has tensor 'up.bias': {INDEX} does not name it"),
+    (lambda i: i.update(weight_map=dict.fromkeys(i["weight_map"], FIRST)), "is missing"),
+    (lambda i: i["metadata"]["tensor_sha256"].pop("up.bias"),
+     f"{INDEX}: tensor 'up.bias' has no digest in tensor_sha256, which has one for each tensor: "
+     f"copy the index again from where it is intact; without tensor_sha256 all tensors load "
+     f"unchecked$"),
+    (lambda i: i["metadata"]["tensor_sha256"].pop("up.weight_scale_inv"),
+     "tensor 'up.weight_scale_inv' has no digest in tensor_sha256"),
+    (digest(lambda old: ""), CORRUPTED),
+    (digest(lambda old: old[:-1]), CORRUPTED),
+    (digest(lambda old: old[:-1] + ("1" if old[-1] == "0" else "0")), CORRUPTED),
+    (lambda i: i["metadata"]["header_sha256"].update({SECOND: "0" * 64}),
+     f"{SECOND}: corrupted: its header is not the one that was written"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_does_not_fit(
+    folder: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit_json(folder / INDEX, change)
     assert_refused(folder, filled(NEW, convert=False), message)
 
 

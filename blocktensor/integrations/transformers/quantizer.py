@@ -46,6 +46,8 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     quantization_config: BlockwiseFP8Config
     report: ConversionReport | None = None
     fusion: FusionReport | None = None
+    is_trainable = True  # by adapters, and unless it is frozen the model itself
+    is_compileable = True  # by ``generate``
 
     def __init__(self, quantization_config: BlockwiseFP8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -147,19 +149,9 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return True
 
     @property
-    def is_trainable(self) -> bool:
-        """Adapters train on it, and unless it is frozen the model itself."""
-        return True
-
-    @property
     def is_qat_trainable(self) -> bool:
         """Whether the model itself trains."""
         return not self.quantization_config.frozen
-
-    @property
-    def is_compileable(self) -> bool:
-        """``generate`` may compile it."""
-        return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """``model.dequantize()``: FP8 weights become plain parameters of the model's dtype."""
