@@ -12,8 +12,8 @@ from .autograd import torch_functions as _torch_functions
 from .autograd.quantize import quantize
 from .checkpoint import CheckpointError, LoadReport, load_fp8, save_fp8
 from .checkpoint.save import STORAGE_READERS as _STORAGE_READERS
-from .distributed.expert_parallel import send_frozen as _send_frozen
-from .distributed.fsdp import begin_shard as _begin_shard
+from .distributed import dtensor as _dtensor
+from .distributed.fsdp import shards as _shards
 from .model.audit import audit, audit_step
 from .model.audit_report import AuditReport
 from .model.conversion_report import ConversionReport, SmallKN
@@ -53,15 +53,15 @@ for _ops in (
     _aten_slicing.PARTS,
     _aten_products.PRODUCTS,
     _aten_products.SUMS,
-    _begin_shard.FROZEN_SHARDS,
-    _send_frozen.FROZEN_CUTS,
+    _shards.FROZEN_SHARDS,
+    _dtensor.FROZEN_CUTS,
 ):
     _ATEN_OPS.update(_ops)
 for _ops in (
     _aten_weight.WEIGHT_VIEWS,
     _aten_products.PRODUCTS,
     _aten_products.UNSUPPORTED_PRODUCTS,
-    _begin_shard.TRAINABLE_SHARDS,
+    _shards.TRAINABLE_SHARDS,
 ):
     _WEIGHT_OPS.update(_ops)
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.dtensor import local_of
-from ..distributed.expert_parallel.stack_cuts import check_cuts
-from ..distributed.fsdp.begin_shard import chunks
+from ..distributed.dtensor import check_cuts, local_of
+from ..distributed.fsdp.shards import chunks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import carry_over, take_content

@@ -14,9 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .expert_parallel.all_to_all import all_to_all_fp8
-from .fsdp.frozen import FrozenShard
-from .fsdp.places import precompute_block_amax
-from .fsdp.trainable import FP8Shard
+from .fsdp.amax_table import precompute_block_amax
+from .fsdp.shards import FP8Shard, FrozenShard
 
 if TYPE_CHECKING:
     from .tensor_parallel.prepare_input import PrepareModuleInput

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
-from ..distributed.dtensor import local_of
-from ..distributed.expert_parallel.stack_cuts import check_cuts
-from ..distributed.fsdp.fsdp_internals import Sharded, owner_of, sharded_with
+from ..distributed.dtensor import check_cuts, local_of
+from ..distributed.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..ops.checks import high_precision_dtype
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -139,13 +138,15 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | No
     return True
 
 
-def _are_whole_experts(weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[Sharded]) -> bool:
+def _are_whole_experts(
+    weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[ShardedParam]
+) -> bool:
     """Whether a stack that FSDP2 shards is besides cut between experts only, as by EP.
 
     ``dims``: along which it is cut, FSDP2's own among them.
     """
     local = local_of(weight)
-    own = next(x.dim for x in of_fsdp if local_of(x.parameter()) is local)
+    own = next(x.dim for x in of_fsdp if x.local is local)
     return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
 
 

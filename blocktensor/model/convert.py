@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of, with_local
 from ..distributed.fsdp.fsdp_internals import owner_of
-from ..distributed.fsdp.trainable import FP8Shard, shard_of
+from ..distributed.fsdp.shards import FP8Shard, shard_of
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

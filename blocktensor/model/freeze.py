@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.dtensor import with_local
-from ..distributed.fsdp.gathered import GatheredInFP8
+from ..distributed.fsdp.gather import GatheredInFP8
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight

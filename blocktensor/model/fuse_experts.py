@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed.dtensor import as_if_cut, local_of
-from ..distributed.fsdp.gathered import GatheredInFP8
+from ..distributed.fsdp.gather import GatheredInFP8
 from ..ops.producers.ops import ActivationName
 from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
 from .fused_class import Fused, own_forward

@@ -7,8 +7,7 @@ from dataclasses import astuple, dataclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..distributed.fsdp.frozen import FrozenShard
-from ..distributed.fsdp.trainable import FP8Shard
+from ..distributed.fsdp.shards import FP8Shard, FrozenShard
 from ..ops.formats import Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.operand import Operand

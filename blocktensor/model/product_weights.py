@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.dtensor import local_of
 from ..distributed.fsdp.fsdp_internals import owner_of
-from ..distributed.fsdp.gathered import GatheredInFP8
+from ..distributed.fsdp.gather import GatheredInFP8
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from . import linears

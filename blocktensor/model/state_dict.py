@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.trainable import FP8Shard
+from ..distributed.fsdp.shards import FP8Shard
 from ..ops.checks import HIGH_PRECISION
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

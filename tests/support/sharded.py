@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
-from blocktensor.distributed.fsdp.places import known_place
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp.amax_table import known_place
+from blocktensor.distributed.fsdp.fsdp_internals import owner_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.ops.formats import Quantized
 from tests.support.numeric import assert_same
 
@@ -151,7 +152,7 @@ def reductions(model: nn.Module) -> int:
     tables = {}
     for parameter in model.parameters():
         found = shard_of(parameter)
-        place = None if found is None else known_place(found)
+        place = None if found is None else known_place(owner_of(found))
         if place is not None:
             tables[id(place[0])] = place[0]
     return sum(table.reductions for table in tables.values())

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import blocktensor
-from blocktensor.distributed.fsdp.places import known_place
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp.amax_table import known_place
+from blocktensor.distributed.fsdp.fsdp_internals import owner_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
@@ -67,7 +68,7 @@ def trained(
 def table_of(model: nn.Sequential, layer: int) -> Any:
     """The amax table that a weight is in."""
     found = shard_of(model[layer].weight)
-    place = None if found is None else known_place(found)
+    place = None if found is None else known_place(owner_of(found))
     assert place is not None
     return place[0]
 

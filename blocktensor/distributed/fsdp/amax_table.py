@@ -7,21 +7,27 @@ gathered weight use the scales of this table, which are therefore not gathered.
 
 from __future__ import annotations
 
-import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ...ops.cast.shard_ops import shard_amax
+from ...ops.cast.shard_ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
+from ...recipe import Recipe
+from ...tensor.base import MasterBase
 from ...tensor.step_reuse import optimizer_steps
-from .kept_cast import KeptCast
+from ..compare_ranks import agree
+from .fsdp_internals import ShardedParam, owners_in, sharded_with
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class ShardSlice:
         return self.start % rows * (self._side == -2), self.start % cols * (self._side == -1)
 
     def blocks(self, table: Tensor, local: Tensor) -> Tensor:
-        """The entries of a table ``[..., N/128, K/128]`` for the blocks that ``local`` lies in."""
+        """Return the entries of ``table[..., N/128, K/128]`` for the blocks ``local`` lies in."""
         size = local.shape[self.dim]
         if self._side < -2:
             return table.narrow(self.dim, self.start, size)
@@ -56,31 +62,16 @@ class ShardSlice:
         first, within = divmod(self.start, block)
         return table.narrow(self.dim, first, ceil_div(within + size, block))
 
+    @property
+    def entries(self) -> int:
+        """How many entries of a flat table the weight takes; its rows of scales are padded."""
+        *rows, cols = self.format.scale_shape(self.shape)
+        return math.prod(rows) * pad4(cols)
 
-@dataclass(frozen=True)
-class ShardedWeight:
-    """One sharded weight, with the part of it that this rank holds.
-
-    Attributes:
-        local: returns the present high-precision rows, a plain tensor; None once they are freed.
-        changes: returns how often the rows have changed in ways that PyTorch counts, alike on all
-            ranks.
-        forwards: returns how many forwards have begun, alike on all ranks.
-        in_backward: returns True while the weight is gathered for a backward.
-    """
-
-    name: str
-    slice: ShardSlice
-    local: Callable[[], Tensor | None]
-    changes: Callable[[], int | None]
-    forwards: Callable[[], int]
-    in_backward: Callable[[], bool]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} {list(self.slice.shape)} sharded on dim {self.slice.dim}, "
-            f"scale={self.slice.format.scale_rounding!r}"
-        )
+    def of(self, flat: Tensor, first: int) -> Tensor:
+        """View the weight's entries of a flat table, from ``first`` on, without the padding."""
+        *rows, cols = self.format.scale_shape(self.shape)
+        return flat[first : first + self.entries].view((*rows, pad4(cols)))[..., :cols]
 
 
 class AmaxTable:
@@ -90,74 +81,72 @@ class AmaxTable:
     decide alike when to, from what they run and not from what they hold.
 
     With ``reuses`` it is refreshed by a forward only after changes that PyTorch counts and after
-    optimizers' steps. Each rank detects changes by itself then: weights must be changed on all
-    ranks alike, as optimizers and loads do.
+    optimizers' steps, and a rank keeps the cast of its rows until then. Each rank detects changes
+    by itself: weights must be changed on all ranks alike, as optimizers and loads do.
     """
 
     def __init__(
         self,
-        weights: Sequence[ShardedWeight],
-        group: dist.ProcessGroup,
-        device: torch.device,
+        weights: Sequence[ShardedParam],
+        formats: Sequence[BlockFormat],
         *,
         reuses: bool = False,
         alone: bool = False,
     ) -> None:
-        """Lay out a table for ``weights``, given in one order on all ranks.
+        """Lay out a table for ``weights`` of one group, given in one order on all ranks.
 
         ``alone``: True if further weights of the same root may be found later.
         """
-        self.weights, self.alone = tuple(weights), alone
-        self.kept = tuple(KeptCast() for _ in weights)  # with reuses, the cast of each
-        self.reductions = 0
-        self._group, self._reuses = group, reuses
+        self.weights, self.alone, self.reductions = tuple(weights), alone, 0
+        self.slices = [
+            ShardSlice(w.shape, w.dim, w.start, f) for w, f in zip(weights, formats, strict=True)
+        ]
+        self._reuses = reuses
+        self._kept = WeakIdKeyDictionary()  # by a rank's rows: what they were as they were cast
         self._forward = -1  # the forward of the last refresh
         self._fresh: set[int] = set()  # weights that were not gathered since
         self._is_precomputed = False  # for the next forward
-        self._seen: list[int | None] = [None] * len(weights)  # changes before the last refresh
-        self._seen_steps: int | None = None
+        self._seen: tuple[list[int | None], int | None] = [None] * len(weights), None
         # weights of one format lie side by side, so that their scales are computed at once
-        order = sorted(range(len(weights)), key=lambda i: weights[i].slice.format.name)
-        sizes = [_slot_size(weight.slice) for weight in self.weights]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self._scales = torch.ones_like(self._flat)
-        starts = [0] * len(weights)
-        for before, after in itertools.pairwise(order):
-            starts[after] = starts[before] + sizes[before]
+        starts, size = [0] * len(weights), 0
         self._formats: dict[BlockFormat, slice] = {}
-        for index in order:
-            format, stop = weights[index].slice.format, starts[index] + sizes[index]
-            first = self._formats.get(format, slice(starts[index], None)).start
-            self._formats[format] = slice(first, stop)
+        for index in sorted(range(len(weights)), key=lambda i: formats[i].name):
+            part = self.slices[index]
+            starts[index], size = size, size + part.entries
+            first = self._formats.get(part.format, slice(starts[index], None)).start
+            self._formats[part.format] = slice(first, size)
+        self._flat = torch.zeros(size, dtype=torch.float32, device=weights[0].device)
+        self._scales = torch.ones_like(self._flat)
         # views are made once: every gather reads some, and a view takes as long as a launch
-        slices = [weight.slice for weight in self.weights]
-        self._amaxes = list(map(_slot, itertools.repeat(self._flat), slices, starts))
-        self._weight_scales = list(map(_slot, itertools.repeat(self._scales), slices, starts))
+        self._amaxes = list(map(ShardSlice.of, self.slices, repeat(self._flat), starts))
+        self.scales = list(map(ShardSlice.of, self.slices, repeat(self._scales), starts))
         self._of_rows: dict[tuple[int, torch.Size], Tensor] = {}
 
-    def amax_of_rows(self, index: int, local: Tensor) -> Tensor:
-        """The amaxes of the blocks of a weight that ``local``, this rank's rows, lies in."""
-        key = index, local.shape
-        found = self._of_rows.get(key)
-        if found is None:
-            part = self.weights[index].slice
-            found = self._of_rows[key] = part.blocks(self._amaxes[index], local)
-        return found
+    def cast(self, index: int, rows: Tensor) -> Tensor:
+        """Cast this rank's rows of a weight by the scales of the whole: e4m3."""
+        part = self.slices[index]
+        if not rows.numel():
+            return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
+        return quantize_shard(rows, self._amax(index, rows), part.format, *part.offsets)
 
-    def scale(self, index: int) -> Tensor:
-        """The scale of each block of a weight, laid out as by a cast."""
-        return self._weight_scales[index]
+    def once_a_step(self, index: int, cast: Callable[[], Tensor]) -> Tensor:
+        """Return ``cast()``, or with ``reuses`` an earlier one of the same values.
 
-    def reused(self, index: int) -> tuple[Tensor, object] | None:
-        """The rows of a weight, and a value that changes when a cast of them may not be reused.
-
-        The rows are those of the parameter: FSDP may gather a copy of it on another device.
-        Without ``reuses`` None.
+        The rows are those of the parameter: FSDP may gather a copy of it on another device. When
+        they are freed, the bytes are as well. Bytes are read on the stream that made them alone: no
+        other one is known to have waited for it.
         """
-        rows = self.weights[index].local() if self._reuses else None
+        rows = self._rows(index) if self._reuses else None
         if rows is None:
-            return None
-        return rows, (self.reductions, self.weights[index].changes(), self._steps())
+            return cast()
+        device = self._flat.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        made_of = index, self.reductions, self.weights[index].changes(), self._steps(), stream
+        known, sent = self._kept.get(rows, (None, None))
+        if sent is None or known != made_of:
+            sent = cast()
+            self._kept[rows] = made_of, sent
+        return sent
 
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
@@ -170,13 +159,11 @@ class AmaxTable:
         """
         weight = self.weights[index]
         if weight.in_backward():
-            return self._seen[index] != weight.changes()
+            return self._seen[0][index] != weight.changes()
         forward = weight.forwards()
-        is_new = forward != self._forward or index not in self._fresh
-        can_reuse = self._reuses or self._is_precomputed
-        if is_new and not (can_reuse and (self._seen, self._seen_steps) == self._now()):
-            self.refresh()
-        if is_new:
+        if forward != self._forward or index not in self._fresh:
+            if not ((self._reuses or self._is_precomputed) and self._seen == self._now()):
+                self.refresh()
             self._forward, self._fresh = forward, set(range(len(self.weights)))
             self._is_precomputed = False
         self._fresh.discard(index)
@@ -189,23 +176,36 @@ class AmaxTable:
 
     def refresh(self) -> None:
         """Recompute the table with one all-reduce of 4 bytes a block."""
-        self._seen, self._seen_steps = self._now()
+        self._seen = self._now()
         self._flat.zero_()
         targets, sources = [], []
-        for index, weight in enumerate(self.weights):
-            local = weight.local()
-            if local is not None and local.numel():
-                target = self.amax_of_rows(index, local)
-                targets.append(target)
-                part = weight.slice
-                sources.append(shard_amax(local, part.format, *part.offsets).to(target.device))
+        for index, part in enumerate(self.slices):
+            rows = self._rows(index)
+            if rows is not None and rows.numel():
+                targets.append(self._amax(index, rows))
+                amax = shard_amax(rows, part.format, *part.offsets)
+                sources.append(amax.to(self._flat.device))
         if targets:
             torch._foreach_copy_(targets, sources)
         # as integers, magnitudes keep their order, with NaN above Inf
-        dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self.weights[0].group)
         self.reductions += 1
         for format, where in self._formats.items():
             self._scales[where].copy_(scale_from_amax(self._flat[where], format))
+
+    def _amax(self, index: int, rows: Tensor) -> Tensor:
+        """Return the amaxes of the blocks of a weight that this rank's rows lie in."""
+        key = index, rows.shape
+        if key not in self._of_rows:
+            self._of_rows[key] = self.slices[index].blocks(self._amaxes[index], rows)
+        return self._of_rows[key]
+
+    def _rows(self, index: int) -> Tensor | None:
+        """Return the present high-precision rows of a weight; None once they are freed."""
+        weight = self.weights[index]
+        check_no_main_grad(getattr(weight.tensor, "main_grad", None))
+        shard = _shard_of(weight)
+        return None if shard is None else shard.master
 
     def _now(self) -> tuple[list[int | None], int | None]:
         return [weight.changes() for weight in self.weights], self._steps()
@@ -214,13 +214,107 @@ class AmaxTable:
         return optimizer_steps() if self._reuses else None
 
 
-def _slot(flat: Tensor, part: ShardSlice, start: int) -> Tensor:
-    """The entries of a weight in a flat table, without those that pad its rows."""
-    *rows, cols = part.format.scale_shape(part.shape)
-    padded = flat[start : start + _slot_size(part)].view((*rows, pad4(cols)))
-    return padded[..., :cols]
+class Place(NamedTuple):
+    """Where a weight is in which table, which was made for a shard with this recipe."""
+
+    table: AmaxTable
+    slot: int
+    recipe: Recipe
 
 
-def _slot_size(part: ShardSlice) -> int:
-    *rows, cols = part.format.scale_shape(part.shape)
-    return math.prod(rows) * pad4(cols)
+_PLACES: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+"""The place of each parameter, by FSDP's own object for it.
+
+It outlives the shard: after a move FSDP pads the rows into a new one, on those ranks alone that
+have fewer than others. They must not compare their weights while the other ranks do not.
+"""
+
+
+def known_place(owner: Any) -> Place | None:
+    """Return the place of FSDP's parameter, if it was made for the recipe that its shard has."""
+    place = None if owner is None else _PLACES.get(owner)
+    if place is None:
+        return None
+    weight = place.table.weights[place.slot]
+    shard = _shard_of(weight)
+    # a backward needs the scales of its forward: it raises if it uses the shard of another recipe
+    is_valid = shard is not None and (shard.recipe == place.recipe or weight.in_backward())
+    return place if is_valid else None
+
+
+def place_of(owner: Any) -> Place | None:
+    """Return the place of FSDP's parameter; make it now if FSDP knows the weights of one table."""
+    place = known_place(owner)
+    if place is None or place.table.alone:
+        together, are_all = sharded_with(owner)
+        if together and (are_all or place is None):
+            by_group: dict[str, list[ShardedParam]] = {}
+            for weight in together:
+                if _shard_of(weight) is not None:
+                    by_group.setdefault(weight.group.group_name, []).append(weight)
+            for weights in by_group.values():
+                _build(weights, alone=not are_all)
+            place = known_place(owner)
+    return place
+
+
+def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
+    """Make the tables of weights that share a group, after a comparison with the other ranks.
+
+    Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
+    rank holds rows: the others would miss changes that other ranks count.
+    """
+    by_reuse: dict[bool, list[tuple[ShardedParam, Recipe]]] = {}
+    lines = []
+    for weight in weights:
+        recipe = _shard_of(weight).recipe
+        reuses = recipe.cache_weight == "step" and weight.on_all_ranks
+        by_reuse.setdefault(reuses, []).append((weight, recipe))
+        lines.append(
+            f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
+            f"scale={recipe.weight_format.scale_rounding!r}, reuses={reuses}"
+        )
+    agree("sharded FP8 weights", lines, weights[0].group)
+    for reuses, entries in by_reuse.items():
+        formats = [recipe.weight_format for _, recipe in entries]
+        table = AmaxTable([w for w, _ in entries], formats, reuses=reuses, alone=alone)
+        for index, (weight, recipe) in enumerate(entries):
+            weight.track()
+            _PLACES[weight.owner()] = Place(table, index, recipe)
+
+
+def precompute_block_amax(model: nn.Module) -> int:
+    """Reduce the block amaxes of a sharded model's FP8 weights now, for the next forward.
+
+    A forward does this by itself. After a call right behind ``optimizer.step()``, the all-reduce
+    may overlap with work before the forward. All ranks must call it. A weight may change between
+    this call and the forward only in ways that PyTorch counts, on all ranks alike
+    (:class:`~blocktensor.Recipe` lists the others).
+
+    Returns:
+        The number of weights whose amaxes are kept: 0 before the first forward.
+    """
+    places = [place for owner in owners_in(model) if (place := known_place(owner)) is not None]
+    for table in dict.fromkeys(place.table for place in places):
+        table.precompute()
+    return len(places)
+
+
+def check_no_main_grad(main_grad: Any) -> None:
+    """Raise for a sharded weight with a ``main_grad``, which no backward would add to.
+
+    Raises:
+        NotImplementedError: it has one.
+    """
+    if main_grad is not None:
+        raise NotImplementedError(
+            "weight.main_grad with FSDP2, which reduces and shards gradients itself: set it to "
+            "None. MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces in fp32, and "
+            "model.set_requires_gradient_sync(False) sums microbatches before"
+        )
+
+
+def _shard_of(weight: ShardedParam) -> Any:
+    """Return the present FP8Shard of a weight; None of a parameter that is not in FP8."""
+    local = weight.local
+    return local if isinstance(local, MasterBase) else None

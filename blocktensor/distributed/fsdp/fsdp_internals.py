@@ -1,171 +1,234 @@
-"""The weights that FSDP2 shards together, read from its private structures (torch 2.11 to 2.13)."""
+"""FSDP2's private structures, read here and nowhere else (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
+from ...ops.formats import ceil_div
+from ...tensor.base import MasterBase
 from ..dtensor import local_of
-from .changes import Changes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Sharded(NamedTuple):
-    """A parameter ``name`` of the root module, which FSDP shards along ``dim`` over ``group``.
+class ShardedParam:
+    """A parameter that FSDP2 shards, read from FSDP's own objects, which it does not keep alive.
 
     Attributes:
+        name: in the root module.
         shape: of the whole parameter.
-        rank, ranks: index of this process's shard along ``dim``, and the number of shards.
+        dim, start: this rank holds a part from index ``start`` on along ``dim``.
+        on_all_ranks: whether no rank's part is empty.
+        group: the ranks that hold the parts.
         device: where it is gathered.
-        parameter: returns the present DTensor; None once the model is freed.
-        forwards: returns how many forwards FSDP has begun, of the root or of a part that was called
-            by itself. It counts alike on all ranks.
-        in_backward: returns True while FSDP gathers for a backward.
-        owner: FSDP's own object for the parameter, which outlives the tensors.
+        owner: a weak reference to FSDP's object for the parameter, which outlives the tensors.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    group: ProcessGroup
-    rank: int
-    ranks: int
-    device: torch.device
-    parameter: Callable[[], Tensor | None]
-    forwards: Callable[[], int]
-    in_backward: Callable[[], bool]
-    owner: Any
+    def __init__(self, param: Any, group: Any, context: Any) -> None:
+        """Read the object of a parameter, of its group, and of the root.
+
+        Raises:
+            NotImplementedError: ``reshard_after_forward`` is a number of ranks.
+        """
+        info, after = param.mesh_info, param.post_forward_mesh_info
+        if after is not None and after is not info:
+            raise NotImplementedError(
+                f"reshard_after_forward={after.shard_mesh_size} with FP8 weights: FSDP2 cannot "
+                f"reshard to fewer ranks what tensors gather in their own way; pass True or False"
+            )
+        self.name: str = param._param_fqn or param._module_info.param_name
+        self.shape, self.dim = tuple(param._orig_size), param.fsdp_placement.dim
+        # replicate() is FSDP2 with nothing sharded
+        is_sharded = hasattr(info, "shard_process_group")
+        rank, ranks = (info.shard_mesh_rank, info.shard_mesh_size) if is_sharded else (0, 1)
+        self.group: ProcessGroup = (
+            info.shard_process_group if is_sharded else info.replicate_process_group
+        )
+        size = self.shape[self.dim]
+        each = ceil_div(size, ranks)
+        self.start, self.on_all_ranks = min(rank * each, size), each * (ranks - 1) < size
+        self.device: torch.device = param.device
+        self.owner, self._group, self._context = map(weakref.ref, (param, group, context))
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The present DTensor; None once the model is freed."""
+        owner = self.owner()
+        return None if owner is None else owner.sharded_param
+
+    @property
+    def local(self) -> Tensor | None:
+        """The present part on this rank; None once the model is freed."""
+        owner = self.owner()
+        return None if owner is None else owner._sharded_local_tensor
+
+    def track(self) -> None:
+        """Count from now on what :meth:`changes` and :meth:`forwards` return."""
+        owner: Any = self.owner()
+        context: Any = self._context()
+        if not hasattr(owner, "changes"):
+            owner.__class__ = _counts_changes(owner.__class__)
+        if not hasattr(context, "forwards"):
+            context.__class__ = _counts_forwards(context.__class__)
+
+    def changes(self) -> int | None:
+        """Return how often the part was changed or replaced, as far as PyTorch counts.
+
+        Ranks compare their counts with earlier ones, never with those of other ranks, and all come
+        to the same verdict. None once the model is freed.
+        """
+        owner = self.owner()
+        return None if owner is None else owner.changes()
+
+    def forwards(self) -> int:
+        """Return how many forwards have begun, of the root or of a part called by itself."""
+        context = self._context()
+        return 0 if context is None else context.forwards
+
+    def in_backward(self) -> bool:
+        """Return True while FSDP gathers for a backward."""
+        # a backward that raised leaves its state; no task of autograd runs then
+        group = self._group() if torch._C._current_graph_task_id() != -1 else None
+        return group is not None and group._training_state.name in _BACKWARD
 
 
-def sharded_with(owner: Any) -> tuple[list[Sharded], bool]:
-    """The parameters under the FSDP2 root of one of them, of which ``owner`` is FSDP's object.
+_BACKWARD = "PRE_BACKWARD", "POST_BACKWARD"
 
-    Returns:
-        The parameters in FSDP's order (none without an owner), and True if these are all: before
-        the root's first forward, only those gathered together are known.
+
+def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
+    """Return the parameters under the FSDP2 root of one of them, of which ``owner`` is the object.
+
+    They come in FSDP's order (none without an owner), with True if these are all: before the root's
+    first forward, only those gathered together are known.
     """
     for state in _states():
         if any(param is owner for param in _params(state)):
-            states = state._state_ctx.all_states
-            forwards = _counter_of_forwards(state._state_ctx)
+            context = state._state_ctx
             found = [
-                _sharded(param, group, forwards)
-                for s in states or [state]
+                ShardedParam(param, group, context)
+                for s in context.all_states or [state]
                 for group in _groups(s)
                 for param in group.fsdp_params
             ]
-            return found, bool(states)
+            return found, bool(context.all_states)
     return [], False
 
 
+_FOUND = WeakIdKeyDictionary()
+"""Weak references to the owners found last, by the local parts of their parameters."""
+
+_COPIED_FROM = WeakIdKeyDictionary()
+"""Weak references to the parts that parts on other devices are copies of."""
+
+
+def is_copy(part: Tensor, original: Tensor) -> None:
+    """Note that ``part`` is a copy on another device: FSDP gathers one of what it offloads."""
+    _COPIED_FROM[part] = weakref.ref(original)
+
+
 def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
-    """FSDP's own object for the parameter, of ``module``, whose local part this is; else None."""
-    return next(owners_of(local, module), None)
+    """Return FSDP's object for the parameter, of ``module``, with this local part, or None.
+
+    It alone says what weight this is: other modules may be assigned the same part, or aliases.
+    """
+    copied = _COPIED_FROM.get(local)
+    for part in (None if copied is None else copied(), local):
+        if part is None:
+            continue
+        found = _FOUND.get(part)
+        owner = None if found is None else found()
+        if owner is None or not _holds(owner, part, module):
+            owner = next(_owners_of(part, module), None)
+        if owner is not None:
+            _FOUND[part] = weakref.ref(owner)
+            return owner
+    return None
 
 
-def owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
-    """All such objects: models may share a parameter."""
+def owners_in(model: nn.Module) -> list[Any]:
+    """Return FSDP's objects for the parameters of the modules of ``model``."""
+    modules = set(model.modules())
+    params = (param for state in _states() for param in _params(state))
+    return [param for param in params if param._module_info.module in modules]
+
+
+def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
+    """Yield all such objects: models may share a parameter."""
     for state in _states():
-        yield from (param for param in _params(state) if holds(param, local, module))
+        yield from (param for param in _params(state) if _holds(param, local, module))
 
 
-def holds(owner: Any, local: Tensor, module: nn.Module | None = None) -> bool:
-    """Whether this is the local part of FSDP's parameter, now; ``module``: which that one is of."""
+def _holds(owner: Any, local: Tensor, module: nn.Module | None) -> bool:
     held: bool = owner._sharded_local_tensor is local
     return held and (module is None or owner._module_info.module is module)
 
 
-def count_changes(owner: Any) -> Callable[[], int | None]:
-    """A function that returns how often FSDP's parameter has changed; None once it is freed."""
-    if not hasattr(owner, "changes"):
-        owner.__class__ = _resetting(owner.__class__)
-        owner.changes = Changes()
-    reference = weakref.ref(owner)
-
-    def changes() -> int | None:
-        param = reference()
-        return None if param is None else param.changes.count(param.sharded_param)
-
-    return changes
-
-
 @functools.cache
-def _resetting(base: Any) -> Any:
-    """The class of parameters that leave out what FSDP does to them after a move or a load.
+def _counts_changes(base: Any) -> Any:
+    """Return a class of parameters that count their changes, but for what FSDP does by itself.
 
-    FSDP pads the rows anew then, on those ranks alone that have fewer rows than others.
+    After a move or a load FSDP pads the part anew on those ranks alone that have fewer rows.
     """
 
-    class ResettingParam(base):
-        changes: Changes
+    class CountsChanges(base):
+        seen: tuple[int, object] = 0, None  # how many changes, and the state after the last
+
+        def changes(self, weight: Tensor | None = None) -> int:
+            state = _state_of(self.sharded_param if weight is None else weight)
+            if state != self.seen[1]:
+                self.seen = self.seen[0] + 1, state
+            return self.seen[0]
 
         def reset_sharded_param(self) -> None:
             info = self._module_info
             weight = getattr(info.module, info.param_name)  # FSDP adopts it now
-            counting = [self.changes]
+            counting = [self]
             local = local_of(weight)
             if local is not None and local.shape != self.padded_sharded_param_size:
                 # other models may share it
-                params = (param for param in owners_of(local) if param is not self)
-                counting += [param.changes for param in params if hasattr(param, "changes")]
-            for changes in counting:
-                changes.count(weight)
+                others = (param for param in _owners_of(local) if param is not self)
+                counting += [param for param in others if hasattr(param, "changes")]
+            for param in counting:
+                param.changes(weight)
             super().reset_sharded_param()
-            for changes in counting:
-                changes.skip(weight)
+            for param in counting:
+                param.seen = param.seen[0], _state_of(weight)
 
-    return ResettingParam
-
-
-def _sharded(param: Any, group: Any, forwards: Callable[[], int]) -> Sharded:
-    info, after = param.mesh_info, param.post_forward_mesh_info
-    if after is not None and after is not info:
-        raise NotImplementedError(
-            f"reshard_after_forward={after.shard_mesh_size} with FP8 weights: FSDP2 cannot reshard "
-            f"to fewer ranks what tensors gather in their own way; pass True or False"
-        )
-    # replicate() is FSDP2 with nothing sharded
-    is_sharded = hasattr(info, "shard_process_group")
-    return Sharded(
-        param._param_fqn or param._module_info.param_name,
-        tuple(param._orig_size),
-        param.fsdp_placement.dim,
-        info.shard_process_group if is_sharded else info.replicate_process_group,
-        info.shard_mesh_rank if is_sharded else 0,
-        info.shard_mesh_size if is_sharded else 1,
-        param.device,
-        _parameter_of(weakref.ref(param)),
-        forwards,
-        _is_in_backward(weakref.ref(group)),
-        param,
-    )
+    return CountsChanges
 
 
-def _counter_of_forwards(context: Any) -> Callable[[], int]:
-    """FSDP sets ``iter_forward_root`` as a forward begins and resets it as it ends."""
-    if not hasattr(context, "forwards"):
-        context.__class__ = _counting(context.__class__)
-    reference = weakref.ref(context)
-
-    def forwards() -> int:
-        found = reference()
-        return 0 if found is None else found.forwards
-
-    return forwards
+def _state_of(weight: Tensor) -> object:
+    """Return a value that differs after a change."""
+    local = local_of(weight)
+    if not isinstance(local, MasterBase):
+        return None
+    master = local.master
+    with torch._C.DisableTorchFunctionSubclass():  # for host time: a microsecond a counter
+        if weight.is_inference():
+            return object()  # PyTorch counts nothing: it may have changed
+        # a view shares the version counter of its base: the parameter, its to_local(), or the
+        # master that torch.distributed.checkpoint writes to
+        counters = [x._version for x in (weight, local, master) if not x.is_inference()]
+    # counters of other objects begin again at 0
+    return counters, WeakIdRef(local), WeakIdRef(master), master.data_ptr(), master.device
 
 
 @functools.cache
-def _counting(base: Any) -> Any:
-    """The class of contexts that count forwards. A hook on modules would break compiled graphs."""
+def _counts_forwards(base: Any) -> Any:
+    """Return a class of contexts that count forwards: a hook on modules breaks compiled graphs.
 
-    class CountingContext(base):
+    FSDP sets ``iter_forward_root`` as a forward begins and resets it as it ends.
+    """
+
+    class CountsForwards(base):
         forwards = 0
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -173,29 +236,7 @@ def _counting(base: Any) -> Any:
                 self.__dict__["forwards"] = self.forwards + 1
             super().__setattr__(name, value)
 
-    return CountingContext
-
-
-def _is_in_backward(reference: Callable[[], Any]) -> Callable[[], bool]:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    backward = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
-
-    def in_backward() -> bool:
-        group = reference()
-        # a backward that raised leaves its state; no task of autograd runs then
-        runs = torch._C._current_graph_task_id() != -1
-        return runs and group is not None and group._training_state in backward
-
-    return in_backward
-
-
-def _parameter_of(reference: Callable[[], Any]) -> Callable[[], Tensor | None]:
-    def parameter() -> Tensor | None:
-        param = reference()
-        return None if param is None else param.sharded_param
-
-    return parameter
+    return CountsForwards
 
 
 def _states() -> Iterator[Any]:

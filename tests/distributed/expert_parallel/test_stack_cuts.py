@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from blocktensor.distributed.expert_parallel.stack_cuts import check_cuts
+from blocktensor.distributed.dtensor import check_cuts
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.models import complaint
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, freeze, memory_report
 from blocktensor.distributed import FrozenShard
-from blocktensor.distributed.fsdp.begin_shard import chunks
+from blocktensor.distributed.fsdp.shards import chunks
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     HIDDEN,

@@ -177,7 +177,7 @@ def test_a_later_gather_changes_the_weight_in_place() -> None:
         cast = reference.quantize_rowwise(values, recipe.weight_format)
         gathered, table = cast.data.view(torch.uint8).flatten(), cast.scale.clone()
         returned = rows.fsdp_post_all_gather(
-            (gathered,), (shape, table, recipe, seed, False), torch.bfloat16, out=made
+            (gathered,), (shape, table, recipe, (seed, False)), torch.bfloat16, out=made
         )
         made, others = (made, ()) if returned is None else returned
         assert others == ()

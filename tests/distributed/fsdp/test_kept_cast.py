@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe
-from blocktensor.distributed.fsdp import trainable
-from blocktensor.distributed.fsdp.kept_cast import KeptCast
-from blocktensor.distributed.fsdp.places import known_place
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp import amax_table
+from blocktensor.distributed.fsdp.amax_table import known_place
+from blocktensor.distributed.fsdp.fsdp_internals import owner_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import batch, build, loss_of, mesh_of, whole
 
@@ -35,14 +35,14 @@ class Casts:
     """Counts the casts of shards while it is entered."""
 
     def __enter__(self) -> Casts:
-        self.count, cast = 0, trainable.quantize_shard
+        self.count, cast = 0, amax_table.quantize_shard
 
         def counted(*args: Any) -> Tensor:
             self.count += 1
             return cast(*args)
 
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(trainable, "quantize_shard", counted)
+        self._patch.setattr(amax_table, "quantize_shard", counted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,8 +52,8 @@ class Casts:
 def held(model: nn.Module) -> int:
     """How many weights' casts are kept."""
     shards = [shard_of(p) for p in model.parameters()]
-    places = [place for s in shards if s is not None and (place := known_place(s)) is not None]
-    return sum(table.kept[index]._bytes is not None for table, index in places)
+    places = [place for s in shards if s is not None and (place := known_place(owner_of(s))) is not None]
+    return sum(place.table.slices[place.slot] is not None and len(place.table._kept) for place in places[:1])
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -140,26 +140,3 @@ def test_a_model_that_moves_keeps_no_bytes(world: int, device: str) -> None:
     assert held(model) == 0
 
 
-def test_bytes_of_other_values_or_rows_are_not_found() -> None:
-    kept, cast, rows = KeptCast(), torch.zeros(3), torch.ones(3)
-    assert kept.find(rows, None) is None
-    kept.keep(cast, rows, (1, "a"))
-    assert kept.find(rows, (1, "a")) is cast
-    assert kept.find(rows, (2, "a")) is None
-    assert kept.find(rows.clone(), (1, "a")) is None
-    others = torch.ones(3)
-    kept.keep(cast, others, (1, "a"))
-    del rows  # of an earlier cast
-    assert kept.find(others, (1, "a")) is cast
-    del others
-    assert kept._bytes is None
-    assert kept.find(torch.ones(3), (1, "a")) is None
-
-
-@pytest.mark.gpu
-def test_another_stream_finds_nothing() -> None:
-    kept, cast, rows = KeptCast(), torch.zeros(3, device="cuda"), torch.ones(3)
-    kept.keep(cast, rows, 1)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert kept.find(rows, 1) is None
-    assert kept.find(rows, 1) is cast

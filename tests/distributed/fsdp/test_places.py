@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import precompute_block_amax
-from blocktensor.distributed.fsdp import places
+from blocktensor.distributed.fsdp import amax_table
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.sharded_checkpoints import (
@@ -211,7 +211,7 @@ def test_tables_end_with_their_model(world: int, device: str) -> None:
     table = weakref.ref(table_of(model, 0))
     model.half().bfloat16()
     loss_of(model, 0)
-    owners = [o for o, (_, place) in places._PLACES.items() if place[0] is table()]
+    owners = [o for o, place in amax_table._PLACES.items() if place.table is table()]
     assert len(owners) == 3
     del model, optimizer, owners
     gc.collect()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import FP8Shard
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.sharded_checkpoints import (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from blocktensor import memory_report, save_fp8
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import batch, loss_of, mesh_of, shard, twins
 

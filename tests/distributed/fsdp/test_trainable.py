@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.distributed import FP8Shard
-from blocktensor.distributed.fsdp.places import known_place
-from blocktensor.distributed.fsdp.trainable import shard_of
+from blocktensor.distributed.fsdp.amax_table import known_place
+from blocktensor.distributed.fsdp.fsdp_internals import owner_of
+from blocktensor.distributed.fsdp.shards import shard_of
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
     RECIPES,
@@ -306,8 +307,8 @@ def test_weights_gathered_before_the_first_forward_join_the_others(world: int, d
         part.reshard()
     before = reductions(model)
     assert_trains_as(single, model, device)
-    places = [known_place(shard_of(m.weight)) for m in (model.up, model.mid, model.down)]
-    assert len({id(table) for table, _ in places}) == 1
+    places = [known_place(owner_of(shard_of(m.weight))) for m in (model.up, model.mid, model.down)]
+    assert len({id(place.table) for place in places}) == 1
     assert (before, reductions(model)) == (3, 3)  # one each, and one a step of them all
 
 

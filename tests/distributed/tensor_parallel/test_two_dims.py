@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from blocktensor.distributed.fsdp.trainable import FP8Shard
+from blocktensor.distributed.fsdp.shards import FP8Shard
 from tests.support.audited import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_blocks import batch, block, parallelize, tokens_of

@@ -1,0 +1,211 @@
+"""How FSDP2 gathers an FP8 weight: the bytes that a rank sends, and the weight made of them all.
+
+    a weight [N, K]         tensor parallelism, if any,        FSDP2 cuts each part again:
+                            cuts it between 2 ranks ...        rows of 2 ranks
+    +--------------+        +--------------+                   +--------------+
+    |              |        |  the part    |                   | master, rank 0   high precision
+    |              |  -->   |  of rank 0   |            -->    +--------------+
+    |              |        +--------------+                   | master, rank 1
+    |              |        |  of rank 1   |                   +--------------+
+    +--------------+        +--------------+
+
+    Trainable, in a forward:
+
+    master --amax of its share of each block--> table --one all-reduce for all weights--> scales
+    master, scales --cast--> e4m3 rows, padded --all-gather--> e4m3 bytes of the part
+    bytes, scales --> BlockwiseFP8Tensor, which the linear (of tensor parallelism) multiplies by
+
+    Frozen: every rank holds e4m3 rows and all scales, so that the bytes are gathered as they are.
+
+FSDP calls ``fsdp_pre_all_gather`` for what a rank sends and ``fsdp_post_all_gather`` with what
+arrives, once for each weight in a forward, and again in the backward of weights that it has freed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops import checks
+from ...ops.formats import Quantized, ceil_div
+from ...ops.scale_layouts import empty_scale
+from ...recipe import Recipe
+from ...tensor.base import FP8Base, MasterBase
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
+from ..dtensor import local_of
+from .amax_table import place_of
+from .fsdp_internals import owner_of
+
+
+class Sent(NamedTuple):
+    """What a rank knows of a weight without gathering it.
+
+    Attributes:
+        shape, scale, recipe: of the whole weight.
+        generation: of a trainable weight, what its :class:`Generation` becomes.
+    """
+
+    shape: torch.Size
+    scale: Tensor
+    recipe: Recipe
+    generation: tuple[object, bool] | None = None
+
+
+Inputs = tuple[tuple[Tensor, ...], Sent]
+"""What FSDP gathers, and what it hands on to ``fsdp_post_all_gather``."""
+
+
+class GatheredInFP8(FP8Base):
+    """Base class of shards, which hold a rank's rows and make the weight of gathered bytes.
+
+    Attributes:
+        recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
+    """
+
+    recipe: Recipe
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the weight on this rank, a plain tensor."""
+        raise NotImplementedError
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the rows, by which FSDP checks that they have not moved."""
+        return self.rows.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
+        )
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Sent,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return an FP8 weight that views the gathered bytes; an earlier one, ``out``, is updated.
+
+        A trainable weight has scales of its own, which change with its bytes: graphs save both.
+        FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. A
+        backward compares the generation with that of its forward.
+        """
+        (gathered,), (shape, scale, recipe, generation) = all_gather_outputs, metadata
+        local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
+        weight: Any = out if local is None else local
+        format, own_recipe = recipe.weight_format, _of_gathered(recipe)
+        data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
+        if generation is not None:
+            own = empty_scale(shape, format, scale.device) if weight is None else weight.rowwise_scale
+            own.data.copy_(scale)
+            scale = own
+        if weight is None:
+            form = Quantized(data, scale, format)
+            weight = BlockwiseFP8Tensor(
+                form, None, shape=shape, dtype=param_dtype, recipe=own_recipe
+            )
+            weight.generation = None if generation is None else Generation()
+        else:
+            weight.rowwise_data, weight.rowwise_scale = data, scale
+            # those of the first gather, unless a load has assigned a shard with others
+            weight.recipe, weight.rowwise_format = own_recipe, format
+            weight.columnwise_format = format
+        if generation is not None:
+            weight.generation.of, weight.generation.is_stale = generation
+        return (weight, ()) if out is None else None
+
+
+class GatheredTrainable(GatheredInFP8, MasterBase):
+    """Rows of a master, which are cast as they are gathered."""
+
+    @property
+    def rows(self) -> Tensor:
+        """The master."""
+        return self.master
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Inputs]:
+        """The method that FSDP calls for the tensors to gather.
+
+        FSDP also looks it up when the root's first forward begins, before anything is gathered. The
+        ranks compare their weights then, while none of them waits in a collective.
+        """
+        place_of(owner_of(self))
+        return self._cast_rows
+
+    def _cast_rows(
+        self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
+    ) -> Inputs:
+        """Return these rows as e4m3 bytes, cast by the scales of the whole weight."""
+        place = place_of(owner_of(self, module))
+        if place is None:
+            raise RuntimeError(
+                f"the shard of an FP8 weight of {type(module).__name__} is gathered, but not by "
+                f"torch.distributed.fsdp.fully_shard: shard the converted model with that"
+            )
+        table, index, _ = place
+        weight = table.weights[index]
+        checks.high_precision(self.master, f"the sharded FP8 weight {weight.name!r}")
+        is_stale = table.prepare_gather(index)
+        sent = table.once_a_step(
+            index, lambda: padded(table.cast(index, self.master), weight.dim, outer_size, mesh)
+        )
+        generation = weight.changes(), is_stale
+        return (sent,), Sent(outer_size, table.scales[index], self.recipe, generation)
+
+
+# FSDP inspects the signature at every gather of every weight; this is found without work
+GatheredTrainable._cast_rows.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    GatheredTrainable._cast_rows
+)
+
+
+class GatheredFrozen(GatheredInFP8):
+    """Rows in e4m3, which are gathered as they are.
+
+    Attributes:
+        data_rows: the rows, plain e4m3.
+        scale: the scales of the whole weight.
+    """
+
+    data_rows: Tensor
+    scale: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The e4m3 rows."""
+        return self.data_rows
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
+    ) -> Inputs:
+        """Return the bytes of these rows, for FSDP to gather."""
+        sizes = zip(self.shape, outer_size, strict=True)
+        dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
+        sent = padded(self.data_rows, dim, outer_size, mesh)
+        return (sent,), Sent(outer_size, self.scale, self.recipe)
+
+
+@functools.cache
+def _of_gathered(recipe: Recipe) -> Recipe:
+    """Return the recipe of a gathered weight: FSDP would have to free a kept columnwise form."""
+    return Recipe(scale=recipe.scale, wgrad_input=recipe.wgrad_input)
+
+
+def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
+    """Return a rank's e4m3 rows as FSDP gathers them, padded to the size of a full shard."""
+    as_bytes = data.view(torch.uint8)  # gloo does not support e4m3
+    missing = ceil_div(whole[dim], mesh.size()) - data.shape[dim]
+    if missing <= 0:
+        return as_bytes
+    # only along rows: FSDP shards other dimensions evenly
+    return F.pad(as_bytes, [0, 0] * (data.ndim - 1 - dim) + [0, missing])

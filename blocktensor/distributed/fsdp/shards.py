@@ -1,0 +1,249 @@
+"""FP8Shard and FrozenShard: a rank's rows of an FP8 weight, and the ops that FSDP2 runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops import checks
+from ...ops.formats import Quantized
+from ...recipe import Recipe
+from ...tensor.base import is_composite, on_master
+from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.refusals import refuse
+from ...tensor.weight import BlockwiseFP8Weight
+from ..dtensor import local_of
+from .amax_table import check_no_main_grad
+from .fsdp_internals import is_copy
+from .gather import GatheredFrozen, GatheredTrainable
+
+aten = torch.ops.aten
+
+_PRODUCTS = {
+    *(F.linear, torch.mm, torch.matmul, torch.addmm),
+    *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
+}
+
+_ALIASES = {aten.detach.default, aten.alias.default}
+"""Ops whose result is the same rows, as another object."""
+
+_COPIES = {
+    *(aten.new_zeros.default, aten.slice.Tensor),  # for FSDP's padded shard and its rows
+    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # for copies
+    *(aten._to_copy.default, aten._pin_memory.default),  # for moves
+}
+"""Ops whose result is a shard with other rows."""
+
+_VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int, aten.split.Tensor}
+"""Ops whose results are parts of a shard, with which products raise too."""
+
+
+class FP8Shard(GatheredTrainable):
+    """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
+
+    Optimizers, clipping, checkpoints and other ops act on the high-precision rows; FSDP gathers
+    e4m3 bytes. Products raise, since they need the whole weight.
+
+    Attributes:
+        master: the rows, a plain high-precision tensor.
+    """
+
+    @staticmethod
+    def __new__(cls, master: Tensor, recipe: Recipe) -> FP8Shard:
+        """Wrap ``master``, whose storage is shared.
+
+        Its dtype is checked where it is cast: ``model.double()`` gives it one that cannot be.
+
+        Raises:
+            ValueError: another rank than a weight's.
+        """
+        checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
+        self: FP8Shard = cls.wrapper_of(master, master.dtype)
+        self.master, self.recipe = master, recipe
+        return self
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return the plain rows, for ``torch.distributed.checkpoint`` to write and read."""
+        return self.master
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["master"], (self.recipe,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> FP8Shard:
+        return FP8Shard(inner["master"], *context)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            _refuse_product(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in _PRODUCTS:
+            _refuse_product(func)
+        if func in _ALIASES:
+            # the same master: an alias made below autograd would have a counter of its own
+            return FP8Shard(args[0].master, args[0].recipe)
+        if is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
+        out = on_master(func, args, kwargs or {})
+        first = args[0] if args else None
+        if not isinstance(first, FP8Shard) or not (func in _COPIES or func in _VIEWS):
+            return out
+        ranks = (2, 3) if func in _VIEWS else (first.ndim,)
+        return torch.utils._pytree.tree_map(lambda x: first._with_rows(x, ranks), out)
+
+    def _with_rows(self, rows: Any, ranks: tuple[int, ...]) -> Any:
+        """Return a shard of the same weight with other rows, or what cannot be such rows."""
+        if not isinstance(rows, Tensor) or rows.ndim not in ranks:
+            return rows
+        if not (rows.is_floating_point() or rows.is_complex()):
+            return rows
+        shard = FP8Shard(rows, self.recipe)
+        if shard.device != self.device:
+            is_copy(shard, self)
+        return shard
+
+
+def shard_of(x: Any) -> FP8Shard | None:
+    """Return the local part of a DTensor, if that is an :class:`FP8Shard`."""
+    local = local_of(x)
+    return local if isinstance(local, FP8Shard) else None
+
+
+def _refuse_product(func: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
+        f"gathers while the forward of its module runs"
+    )
+
+
+_ON_BYTES = {
+    *(aten.new_zeros.default, aten.slice.Tensor, aten.view.default, aten._to_copy.default),
+    *(aten._pin_memory.default, aten.empty_like.default, aten.clone.default),
+    *(aten.is_pinned.default,),
+    aten.new_empty.default,  # what ranks hold if a weight has fewer rows, or experts, than ranks
+    *_ALIASES,
+}
+"""Ops that act on e4m3 rows as on any tensor."""
+
+
+class FrozenShard(GatheredFrozen):
+    """Rows of the e4m3 bytes of a frozen 128x128 :class:`~blocktensor.BlockwiseFP8Tensor`.
+
+    The weight (of a model under low-rank adapters) takes 1 byte a parameter over all ranks. The
+    scales are small: every rank keeps all of them.
+
+    Attributes:
+        data_rows: the rows, plain e4m3.
+        scale: the scales of the whole weight.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
+    ) -> FrozenShard:
+        """Wrap rows; ``dtype`` is the weight's dtype for autograd."""
+        self: FrozenShard = cls.wrapper_of(data, dtype)
+        self.data_rows, self.scale, self.recipe = data, scale, recipe
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["data_rows", "scale"], (self.recipe, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> FrozenShard:
+        return FrozenShard(inner["data_rows"], inner["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
+        first, *others = args
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.pop("dtype", None)  # the rows stay e4m3
+        if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
+            first.data_rows.copy_(others[0].data_rows)
+            return first
+        if not isinstance(first, FrozenShard) or func not in _ON_BYTES:
+            _refuse_values(str(func))
+        rows = first.data_rows if func in _ALIASES else func(first.data_rows, *others, **kwargs)
+        if not isinstance(rows, Tensor) or rows.ndim != first.ndim:
+            return rows
+        scale = first.scale.to(rows.device)
+        return FrozenShard(rows, scale, first.recipe, dtype or first.dtype)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Raise: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision."""
+        _refuse_values("torch.distributed.checkpoint")
+
+
+def _refuse_values(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} needs the values of a frozen FP8 weight, of which a rank has some rows in e4m3: "
+        f"save what trains (get_model_state_dict with ignore_frozen_params=True), and load the "
+        f"base anew with blocktensor.load_fp8, before fully_shard"
+    )
+
+
+# How fully_shard makes shards of whole weights: it cuts them and pads the parts
+
+
+def chunks(weight: BlockwiseFP8Tensor, *args: Any, **kwargs: Any) -> list[FrozenShard]:
+    """``torch.chunk`` of a frozen weight in 128x128 blocks; a chunk may begin inside a block."""
+    data, scale, _ = _squares(weight)
+    parts = torch.chunk(data, *args, **kwargs)
+    return [FrozenShard(part, scale, weight.recipe, weight.dtype) for part in parts]
+
+
+def _squares(weight: BlockwiseFP8Tensor) -> Quantized:
+    if not weight.format.transposes:
+        raise NotImplementedError(
+            f"FSDP2 can shard FP8 weights in 128x128 blocks, got blocks of {weight.block_shape}"
+        )
+    return weight.rowwise()
+
+
+def _frozen_zeros(
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> FrozenShard:
+    if len(size) != x.ndim or dtype not in (None, x.dtype) or device not in (None, x.device):
+        refuse(func)
+    data, scale, _format = _squares(x)
+    zeros = torch.zeros(tuple(size), dtype=torch.uint8, device=data.device).view(data.dtype)
+    return FrozenShard(zeros, scale, x.recipe, x.dtype)
+
+
+def _trainable_zeros(
+    func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any
+) -> Tensor:
+    """Return zeros: a shard where FSDP asks for one, plain for another rank, dtype or device."""
+    zeros: Tensor = func(w.master, size, **kwargs)
+    check_no_main_grad(w.main_grad)
+    is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
+    return FP8Shard(zeros, w.recipe) if is_part else zeros
+
+
+FROZEN_SHARDS: dict[Any, Callable[..., Any]] = {aten.new_zeros.default: _frozen_zeros}
+"""Ops of BlockwiseFP8Tensor that begin a shard."""
+
+TRAINABLE_SHARDS: dict[Any, Callable[..., Any]] = {aten.new_zeros.default: _trainable_zeros}
+"""Ops of BlockwiseFP8Weight that begin a shard."""
