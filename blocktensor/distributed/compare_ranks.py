@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -54,10 +55,8 @@ def agree(
     store.set(f"{key}/{me}/has read", "")
     with contextlib.suppress(RuntimeError):  # the process of one of the ranks serves the store
         store.wait([f"{key}/{rank}/has read" for rank in ranks], TIMEOUT)
-    longest = max(len(found[other]), len(mine))
-    ours, others = ([*x] + ["nothing"] * (longest - len(x)) for x in (mine, found[other]))
-    place = next(i for i, (a, b) in enumerate(zip(ours, others, strict=True)) if a != b)
+    pairs = itertools.zip_longest(mine, found[other], fillvalue="nothing")
+    ours, theirs = next((a, b) for a, b in pairs if a != b)
     raise RuntimeError(
-        f"ranks disagree on {what}: rank {me} has {ours[place]}, rank {other} has "
-        f"{others[place]}; {remedy}"
+        f"ranks disagree on {what}: rank {me} has {ours}, rank {other} has {theirs}; {remedy}"
     )

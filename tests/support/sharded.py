@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
-from blocktensor.distributed.fsdp.amax_table import known_place
+from blocktensor.distributed.fsdp.amax_table import Place, known_place
 from blocktensor.distributed.fsdp.fsdp_internals import owner_of
 from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.ops.formats import Quantized
@@ -147,12 +147,12 @@ def assert_same_cast(got: Quantized, want: Quantized) -> None:
     assert got.format is want.format
 
 
+def places_of(model: nn.Module) -> list[Place]:
+    """Where the weights of a sharded model are in tables of amaxes, after its first forward."""
+    shards = [shard for p in model.parameters() if (shard := shard_of(p)) is not None]
+    return [place for x in shards if (place := known_place(owner_of(x))) is not None]
+
+
 def reductions(model: nn.Module) -> int:
     """How often block amaxes were reduced."""
-    tables = {}
-    for parameter in model.parameters():
-        found = shard_of(parameter)
-        place = None if found is None else known_place(owner_of(found))
-        if place is not None:
-            tables[id(place[0])] = place[0]
-    return sum(table.reductions for table in tables.values())
+    return sum(table.reductions for table in {place.table for place in places_of(model)})

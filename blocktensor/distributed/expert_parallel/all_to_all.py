@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from ..compare_ranks import agree
 
 Gradient = Literal["high_precision", "fp8"]
 
-_WAYS = ("high_precision", "fp8")
+_compared: set[tuple[str, str]] = set()
+"""Groups, and descriptions of tokens that their ranks were found to send alike."""
 
 
 def all_to_all_fp8(
@@ -62,17 +63,22 @@ def all_to_all_fp8(
         TypeError, ValueError: dtypes, shapes, sizes or recipes that do not fit.
         RuntimeError: the ranks do not send alike. They are compared at the first call of a kind.
     """
-    if gradient not in _WAYS:
-        raise ValueError(f"gradient={gradient!r}: expected one of {', '.join(map(repr, _WAYS))}")
+    if gradient not in get_args(Gradient):
+        known = ", ".join(map(repr, get_args(Gradient)))
+        raise ValueError(f"gradient={gradient!r}: expected one of {known}")
     checks.high_precision(x, "the tokens to send")
     checks.rank(x, (2,), "the tokens to send", "flatten tokens to [T, K]")
     _check_cast(x, recipe)
     received, sent = _splits(x.shape[0], output_split_sizes, input_split_sizes, group)
+    format = recipe.activation_format
     if not is_compiling():
-        _compare_ranks(x, recipe.activation_format, gradient, group)
-    arrived, data, scale = _AllToAll.apply(
-        x, received, sent, group, recipe.activation_format, gradient == "fp8"
-    )
+        line = f"{x.shape[1]} columns of {x.dtype} in {format.name} blocks, gradient={gradient!r}"
+        if (group.group_name, line) not in _compared:
+            remedy = "pass x of one width and dtype, one recipe and one gradient on every rank"
+            agree("tokens that travel in FP8", [line], group, remedy)
+            _compared.add((group.group_name, line))
+    in_fp8 = gradient == "fp8"
+    arrived, data, scale = _AllToAll.apply(x, received, sent, group, format, in_fp8)
     made: BlockwiseFP8Tensor = _AsFP8.apply(arrived, data, scale, recipe)
     return made
 
@@ -92,27 +98,13 @@ def _check_cast(x: Tensor, recipe: Recipe) -> None:
         )
 
 
-_compared: set[tuple[str, str]] = set()
-"""Groups, and what their ranks are known to send alike."""
-
-
-def _compare_ranks(
-    x: Tensor, format: BlockFormat, gradient: Gradient, group: dist.ProcessGroup
-) -> None:
-    line = f"{x.shape[1]} columns of {x.dtype} in {format.name} blocks, gradient={gradient!r}"
-    if (group.group_name, line) not in _compared:
-        remedy = "pass x of one width and dtype, one recipe and one gradient on every rank"
-        agree("tokens that travel in FP8", [line], group, remedy)
-        _compared.add((group.group_name, line))
-
-
 def _splits(
     rows: int,
     received: Sequence[int] | None,
     sent: Sequence[int] | None,
     group: dist.ProcessGroup,
 ) -> tuple[list[int], list[int]]:
-    """How many rows come from and go to each rank."""
+    """Return how many rows come from each rank and go to each rank."""
     world, me = group.size(), group.rank()
     if received is None and sent is None:
         if rows % world:
@@ -120,7 +112,7 @@ def _splits(
         return [rows // world] * world, [rows // world] * world
     if received is None or sent is None:
         raise ValueError("output_split_sizes and input_split_sizes: expected both, or None twice")
-    received, sent = [int(size) for size in received], [int(size) for size in sent]
+    received, sent = list(map(int, received)), list(map(int, sent))
     what = f"output_split_sizes {received} and input_split_sizes {sent} of {rows} rows"
     if (len(received), len(sent), sum(sent)) != (world, world, rows):
         raise ValueError(
@@ -136,7 +128,7 @@ def _splits(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Data and scales that arrive, and a tensor of their shape, without memory, for the gradient.
+    """Return data and scales that arrive, and a tensor without memory, of their shape, for dx.
 
     A compiler traces the backward of a Function with gradients of the types of its outputs, so that
     this one, which computes with the gradient, has plain outputs. They are no views, which torch
@@ -167,18 +159,20 @@ class _AllToAll(torch.autograd.Function):
             dx = wait_tensor(all_to_all_single(grad, *ctx.way_back))
         else:
             data, scale = _exchange(quantize_rowwise(grad, ctx.format), *ctx.way_back)
-            dx = dequantize(_arranged(data, scale, ctx.format), grad.dtype)
+            form = laid_out(data.view(ctx.format.dtype), scale, ctx.format)
+            dx = dequantize(form, grad.dtype)
         return dx, None, None, None, None, None
 
 
 class _AsFP8(torch.autograd.Function):
-    """What arrived, as one tensor; its gradient is that of the first argument."""
+    """Make one tensor of what arrived; its gradient goes to the first argument."""
 
     @staticmethod
     def forward(
         ctx: Any, arrived: Tensor, data: Tensor, scale: Tensor, recipe: Recipe
     ) -> BlockwiseFP8Tensor:
-        form = _arranged(data, scale, recipe.activation_format)
+        format = recipe.activation_format
+        form = laid_out(data.view(format.dtype), scale, format)
         return BlockwiseFP8Tensor(form, None, shape=data.shape, dtype=arrived.dtype, recipe=recipe)
 
     @staticmethod
@@ -189,15 +183,8 @@ class _AsFP8(torch.autograd.Function):
 def _exchange(
     row: Quantized, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The bytes of rows of a rowwise cast, from all ranks, and their scales, row by row."""
-    data, scale, _ = row
+    """Return the bytes of rows of a rowwise cast, from all ranks, and their scales, row by row."""
     # as bytes, which gloo can send; the scales of a row side by side
-    parts = data.view(torch.uint8), scale.contiguous()
-    both = [all_to_all_single(part, received, sent, group) for part in parts]
-    data, scale = (wait_tensor(part) for part in both)
-    return data, scale
-
-
-def _arranged(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
-    """The form of rows whose bytes and scales arrived."""
-    return laid_out(data.view(format.dtype), scale, format)
+    parts = row.data.view(torch.uint8), row.scale.contiguous()
+    data, scale = [all_to_all_single(part, received, sent, group) for part in parts]
+    return wait_tensor(data), wait_tensor(scale)

@@ -32,7 +32,7 @@ from .fsdp_internals import ShardedParam, owners_in, sharded_with
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """The part of a weight that a rank holds, from index ``start`` along ``dim``.
+    """The part of a weight that a rank holds, from index ``start`` on along ``dim``.
 
     ``shape`` is that of the whole weight, ``[..., N, K]``, and ``format`` that of its cast.
     """
@@ -55,12 +55,9 @@ class ShardSlice:
 
     def blocks(self, table: Tensor, local: Tensor) -> Tensor:
         """Return the entries of ``table[..., N/128, K/128]`` for the blocks ``local`` lies in."""
-        size = local.shape[self.dim]
-        if self._side < -2:
-            return table.narrow(self.dim, self.start, size)
-        block = self.format.block_shape[self._side]
+        block = 1 if self._side < -2 else self.format.block_shape[self._side]
         first, within = divmod(self.start, block)
-        return table.narrow(self.dim, first, ceil_div(within + size, block))
+        return table.narrow(self.dim, first, ceil_div(within + local.shape[self.dim], block))
 
     @property
     def entries(self) -> int:
@@ -85,21 +82,16 @@ class AmaxTable:
     by itself: weights must be changed on all ranks alike, as optimizers and loads do.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[ShardedParam],
-        formats: Sequence[BlockFormat],
-        *,
-        reuses: bool = False,
-        alone: bool = False,
-    ) -> None:
+    def __init__(self, weights: Sequence[ShardedParam], *, reuses: bool, alone: bool) -> None:
         """Lay out a table for ``weights`` of one group, given in one order on all ranks.
 
         ``alone``: True if further weights of the same root may be found later.
         """
         self.weights, self.alone, self.reductions = tuple(weights), alone, 0
+        shards = [_shard_of(weight) for weight in weights]
         self.slices = [
-            ShardSlice(w.shape, w.dim, w.start, f) for w, f in zip(weights, formats, strict=True)
+            ShardSlice(w.shape, w.dim, w.start, shard.recipe.weight_format)
+            for w, shard in zip(weights, shards, strict=True)
         ]
         self._reuses = reuses
         self._kept = WeakIdKeyDictionary()  # by a rank's rows: what they were as they were cast
@@ -110,7 +102,7 @@ class AmaxTable:
         # weights of one format lie side by side, so that their scales are computed at once
         starts, size = [0] * len(weights), 0
         self._formats: dict[BlockFormat, slice] = {}
-        for index in sorted(range(len(weights)), key=lambda i: formats[i].name):
+        for index in sorted(range(len(weights)), key=lambda i: self.slices[i].format.name):
             part = self.slices[index]
             starts[index], size = size, size + part.entries
             first = self._formats.get(part.format, slice(starts[index], None)).start
@@ -118,16 +110,16 @@ class AmaxTable:
         self._flat = torch.zeros(size, dtype=torch.float32, device=weights[0].device)
         self._scales = torch.ones_like(self._flat)
         # views are made once: every gather reads some, and a view takes as long as a launch
-        self._amaxes = list(map(ShardSlice.of, self.slices, repeat(self._flat), starts))
+        amaxes = map(ShardSlice.of, self.slices, repeat(self._flat), starts)
+        self._amaxes = list(map(ShardSlice.blocks, self.slices, amaxes, shards))  # of its rows
         self.scales = list(map(ShardSlice.of, self.slices, repeat(self._scales), starts))
-        self._of_rows: dict[tuple[int, torch.Size], Tensor] = {}
 
     def cast(self, index: int, rows: Tensor) -> Tensor:
         """Cast this rank's rows of a weight by the scales of the whole: e4m3."""
         part = self.slices[index]
         if not rows.numel():
             return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
-        return quantize_shard(rows, self._amax(index, rows), part.format, *part.offsets)
+        return quantize_shard(rows, self._amaxes[index], part.format, *part.offsets)
 
     def once_a_step(self, index: int, cast: Callable[[], Tensor]) -> Tensor:
         """Return ``cast()``, or with ``reuses`` an earlier one of the same values.
@@ -141,7 +133,7 @@ class AmaxTable:
             return cast()
         device = self._flat.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        made_of = index, self.reductions, self.weights[index].changes(), self._steps(), stream
+        made_of = index, self.reductions, self.weights[index].changes(), stream
         known, sent = self._kept.get(rows, (None, None))
         if sent is None or known != made_of:
             sent = cast()
@@ -182,7 +174,7 @@ class AmaxTable:
         for index, part in enumerate(self.slices):
             rows = self._rows(index)
             if rows is not None and rows.numel():
-                targets.append(self._amax(index, rows))
+                targets.append(self._amaxes[index])
                 amax = shard_amax(rows, part.format, *part.offsets)
                 sources.append(amax.to(self._flat.device))
         if targets:
@@ -193,13 +185,6 @@ class AmaxTable:
         for format, where in self._formats.items():
             self._scales[where].copy_(scale_from_amax(self._flat[where], format))
 
-    def _amax(self, index: int, rows: Tensor) -> Tensor:
-        """Return the amaxes of the blocks of a weight that this rank's rows lie in."""
-        key = index, rows.shape
-        if key not in self._of_rows:
-            self._of_rows[key] = self.slices[index].blocks(self._amaxes[index], rows)
-        return self._of_rows[key]
-
     def _rows(self, index: int) -> Tensor | None:
         """Return the present high-precision rows of a weight; None once they are freed."""
         weight = self.weights[index]
@@ -208,10 +193,8 @@ class AmaxTable:
         return None if shard is None else shard.master
 
     def _now(self) -> tuple[list[int | None], int | None]:
-        return [weight.changes() for weight in self.weights], self._steps()
-
-    def _steps(self) -> int | None:
-        return optimizer_steps() if self._reuses else None
+        steps = optimizer_steps() if self._reuses else None
+        return [weight.changes() for weight in self.weights], steps
 
 
 class Place(NamedTuple):
@@ -264,23 +247,22 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
     Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
     rank holds rows: the others would miss changes that other ranks count.
     """
-    by_reuse: dict[bool, list[tuple[ShardedParam, Recipe]]] = {}
+    by_reuse: dict[bool, list[ShardedParam]] = {}
     lines = []
     for weight in weights:
         recipe = _shard_of(weight).recipe
         reuses = recipe.cache_weight == "step" and weight.on_all_ranks
-        by_reuse.setdefault(reuses, []).append((weight, recipe))
+        by_reuse.setdefault(reuses, []).append(weight)
         lines.append(
             f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
             f"scale={recipe.weight_format.scale_rounding!r}, reuses={reuses}"
         )
     agree("sharded FP8 weights", lines, weights[0].group)
-    for reuses, entries in by_reuse.items():
-        formats = [recipe.weight_format for _, recipe in entries]
-        table = AmaxTable([w for w, _ in entries], formats, reuses=reuses, alone=alone)
-        for index, (weight, recipe) in enumerate(entries):
+    for reuses, members in by_reuse.items():
+        table = AmaxTable(members, reuses=reuses, alone=alone)
+        for slot, weight in enumerate(members):
             weight.track()
-            _PLACES[weight.owner()] = Place(table, index, recipe)
+            _PLACES[weight.owner()] = Place(table, slot, _shard_of(weight).recipe)
 
 
 def precompute_block_amax(model: nn.Module) -> int:

@@ -52,9 +52,9 @@ class ShardedParam:
         self.group: ProcessGroup = (
             info.shard_process_group if is_sharded else info.replicate_process_group
         )
-        size = self.shape[self.dim]
-        each = ceil_div(size, ranks)
-        self.start, self.on_all_ranks = min(rank * each, size), each * (ranks - 1) < size
+        whole = self.shape[self.dim]
+        each = ceil_div(whole, ranks)
+        self.start, self.on_all_ranks = min(rank * each, whole), each * (ranks - 1) < whole
         self.device: torch.device = param.device
         self.owner, self._group, self._context = map(weakref.ref, (param, group, context))
 
@@ -97,10 +97,7 @@ class ShardedParam:
         """Return True while FSDP gathers for a backward."""
         # a backward that raised leaves its state; no task of autograd runs then
         group = self._group() if torch._C._current_graph_task_id() != -1 else None
-        return group is not None and group._training_state.name in _BACKWARD
-
-
-_BACKWARD = "PRE_BACKWARD", "POST_BACKWARD"
+        return group is not None and group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
 
 def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
@@ -110,14 +107,10 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
     first forward, only those gathered together are known.
     """
     for state in _states():
-        if any(param is owner for param in _params(state)):
+        if any(param is owner for param, _ in _params(state)):
             context = state._state_ctx
-            found = [
-                ShardedParam(param, group, context)
-                for s in context.all_states or [state]
-                for group in _groups(s)
-                for param in group.fsdp_params
-            ]
+            states = context.all_states or [state]
+            found = [ShardedParam(*pair, context) for s in states for pair in _params(s)]
             return found, bool(context.all_states)
     return [], False
 
@@ -156,14 +149,14 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
 def owners_in(model: nn.Module) -> list[Any]:
     """Return FSDP's objects for the parameters of the modules of ``model``."""
     modules = set(model.modules())
-    params = (param for state in _states() for param in _params(state))
+    params = (param for state in _states() for param, _ in _params(state))
     return [param for param in params if param._module_info.module in modules]
 
 
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
     """Yield all such objects: models may share a parameter."""
     for state in _states():
-        yield from (param for param in _params(state) if _holds(param, local, module))
+        yield from (param for param, _ in _params(state) if _holds(param, local, module))
 
 
 def _holds(owner: Any, local: Tensor, module: nn.Module | None) -> bool:
@@ -249,13 +242,11 @@ def _states() -> Iterator[Any]:
             yield state
 
 
-def _groups(state: Any) -> list[Any]:
+def _params(state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield parameters, each with its group."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13: one group per state
         groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _params(state: Any) -> Iterator[Any]:
-    for group in _groups(state):
-        yield from group.fsdp_params
+    yield from (
+        (param, group) for group in groups if group is not None for param in group.fsdp_params
+    )

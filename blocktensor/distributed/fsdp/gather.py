@@ -70,14 +70,11 @@ class GatheredInFP8(FP8Base):
 
     recipe: Recipe
 
-    @property
-    def rows(self) -> Tensor:
-        """The rows of the weight on this rank, a plain tensor."""
-        raise NotImplementedError
-
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the rows, by which FSDP checks that they have not moved."""
-        return self.rows.untyped_storage()
+        (rows, *_), _context = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        storage: torch.UntypedStorage = getattr(self, rows).untyped_storage()
+        return storage
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -105,7 +102,9 @@ class GatheredInFP8(FP8Base):
         format, own_recipe = recipe.weight_format, _of_gathered(recipe)
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
         if generation is not None:
-            own = empty_scale(shape, format, scale.device) if weight is None else weight.rowwise_scale
+            own = (
+                empty_scale(shape, format, scale.device) if weight is None else weight.rowwise_scale
+            )
             own.data.copy_(scale)
             scale = own
         if weight is None:
@@ -126,11 +125,6 @@ class GatheredInFP8(FP8Base):
 
 class GatheredTrainable(GatheredInFP8, MasterBase):
     """Rows of a master, which are cast as they are gathered."""
-
-    @property
-    def rows(self) -> Tensor:
-        """The master."""
-        return self.master
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Inputs]:
@@ -162,11 +156,8 @@ class GatheredTrainable(GatheredInFP8, MasterBase):
         generation = weight.changes(), is_stale
         return (sent,), Sent(outer_size, table.scales[index], self.recipe, generation)
 
-
-# FSDP inspects the signature at every gather of every weight; this is found without work
-GatheredTrainable._cast_rows.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    GatheredTrainable._cast_rows
-)
+    # FSDP inspects it at every gather of every weight; so it is found without work
+    _cast_rows.__signature__ = inspect.signature(_cast_rows)  # type: ignore[attr-defined]
 
 
 class GatheredFrozen(GatheredInFP8):
@@ -179,11 +170,6 @@ class GatheredFrozen(GatheredInFP8):
 
     data_rows: Tensor
     scale: Tensor
-
-    @property
-    def rows(self) -> Tensor:
-        """The e4m3 rows."""
-        return self.data_rows
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any

@@ -105,9 +105,8 @@ class FP8Shard(GatheredTrainable):
 
     def _with_rows(self, rows: Any, ranks: tuple[int, ...]) -> Any:
         """Return a shard of the same weight with other rows, or what cannot be such rows."""
-        if not isinstance(rows, Tensor) or rows.ndim not in ranks:
-            return rows
-        if not (rows.is_floating_point() or rows.is_complex()):
+        is_part = isinstance(rows, Tensor) and rows.ndim in ranks
+        if not is_part or not (rows.is_floating_point() or rows.is_complex()):
             return rows
         shard = FP8Shard(rows, self.recipe)
         if shard.device != self.device:
@@ -216,18 +215,11 @@ def _squares(weight: BlockwiseFP8Tensor) -> Quantized:
     return weight.rowwise()
 
 
-def _frozen_zeros(
-    func: Any,
-    x: BlockwiseFP8Tensor,
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> FrozenShard:
-    if len(size) != x.ndim or dtype not in (None, x.dtype) or device not in (None, x.device):
+def _frozen_zeros(func: Any, x: BlockwiseFP8Tensor, size: Sequence[int], **options: Any) -> Tensor:
+    same = options.get("dtype") in (None, x.dtype) and options.get("device") in (None, x.device)
+    if len(size) != x.ndim or not same:
         refuse(func)
-    data, scale, _format = _squares(x)
+    data, scale, _ = _squares(x)
     zeros = torch.zeros(tuple(size), dtype=torch.uint8, device=data.device).view(data.dtype)
     return FrozenShard(zeros, scale, x.recipe, x.dtype)
 
