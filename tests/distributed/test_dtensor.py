@@ -1,8 +1,9 @@
-"""DTensors as operands of products that no style has cut are refused, with a remedy."""
+"""DTensors as operands of products that no style has cut, and cuts of stacks inside blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
 from blocktensor.distributed import all_to_all_fp8
+from blocktensor.distributed.dtensor import check_cuts
+from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.models import complaint, linear, randn
 from tests.support.ranks import on_ranks, shared_mesh
 
@@ -124,3 +128,51 @@ def test_what_the_error_recommends(world: int, device: str) -> None:
         made = results(take, distribute_tensor(whole, mesh, [placement]))
         for got, wanted in zip(made, want, strict=True):
             assert torch.equal(got, wanted)
+
+
+# Which cuts of a stack are refused, on meshes of one dimension and two
+
+
+def check(shape: tuple[int, ...], sizes: tuple[int, ...], *placements: Any) -> None:
+    mesh = SimpleNamespace(size=lambda dim: sizes[dim])
+    check_cuts(shape, mesh, placements, BLOCKS_128X128, "a stack")
+
+
+HALVES = _StridedShard(1, split_factor=2)
+CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int | None]] = [
+    ((5, 130, 70), (4,), (Shard(0),), None),
+    ((5, 130, 70), (4,), (Replicate(),), None),
+    ((5, 130, 70), (1,), (Shard(1),), None),
+    ((2, 512, 70), (4,), (Shard(1),), None),
+    ((2, 100, 512), (2,), (Shard(-1),), None),
+    ((2, 384, 70), (3,), (Shard(1),), None),
+    ((2, 512, 512), (2, 2), (Shard(1), Shard(2)), None),
+    ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
+    ((2, 512, 70), (2,), (HALVES,), None),
+    ((8, 130, 70), (2, 2), (Shard(0), _StridedShard(0, split_factor=2)), None),
+    ((2, 512, 70), (8,), (Shard(1),), 64),
+    ((2, 384, 70), (2,), (Shard(1),), 192),
+    ((2, 100, 384), (2,), (Shard(-1),), 192),
+    ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), 64),
+    ((2, 256, 70), (2,), (HALVES,), 64),
+]
+
+
+@pytest.mark.parametrize(("shape", "sizes", "placements", "part"), CUTS)
+def test_cuts_of_a_stack(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...], part: int | None
+) -> None:
+    """``part``: the size of parts of blocks, which are refused."""
+    if part is None:
+        return check(shape, sizes, *placements)
+    text = complaint(NotImplementedError, lambda: check(shape, sizes, *placements))
+    assert f"into parts of {part}, inside" in " ".join(text.split())
+
+
+def test_partial_sums_of_a_stack() -> None:
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: check((2, 128, 128), (2,), Partial())),
+        """\
+a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(),
+or leave the stack unconverted (skip=[...])""",
+    )

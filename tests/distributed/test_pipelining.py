@@ -196,9 +196,7 @@ def test_steps_of_an_optimizer_that_share_casts(world: int, device: str, name: s
 
 @pytest.mark.parametrize("name", [SCHEDULES[1], SCHEDULES[4]])
 @on_ranks(2, gpus=())
-def test_a_schedule_scales_buffers_as_it_scales_gradients(
-    world: int, device: str, name: str
-) -> None:
+def test_buffers_are_scaled_as_gradients(world: int, device: str, name: str) -> None:
     """It does so unless it is given scale_grads=False."""
     pipeline, single = Pipeline(name, build(buffers=True)), build(buffers=True)
     scaled = one_by_one(single, 127)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,9 +148,15 @@ def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
     return model
 
 
-def cut(model: nn.Module, mesh: DeviceMesh, dim: int = 0) -> nn.Module:
-    """Every stack along ``dim``."""
-    return parallelize_module(model, mesh, ExpertParallel(dim))
+def cut(model: nn.Module, mesh: DeviceMesh, dim: int = 0, **dims: int) -> nn.Module:
+    """Cut every stack along ``dim``, or those named along their own."""
+    return parallelize_module(model, mesh, ExpertParallel(dim, dims))
+
+
+def cut_in_fp8(model: nn.Module, mesh: DeviceMesh, before: bool, **dims: int) -> nn.Module:
+    """Cut a copy of the model; convert it ``before``, or the parts."""
+    model = copy.deepcopy(model)
+    return cut(converted(model), mesh, **dims) if before else converted(cut(model, mesh, **dims))
 
 
 def local_kinds(model: nn.Module) -> set[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from blocktensor.distributed.fsdp.amax_table import known_place
 from blocktensor.distributed.fsdp.fsdp_internals import owner_of
 from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
+from tests.support.sharded import whole as whole_master
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
 IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -122,16 +124,63 @@ def assert_forward_is_fresh(model: nn.Sequential) -> None:
             assert torch.equal(loss_of(model, step), loss_of(reference, step))
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, mesh: DeviceMesh) -> None:
+def save(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Any, mesh: DeviceMesh | None = None
+) -> None:
+    """Write a model and its optimizer, from the ranks of ``mesh``, or from all."""
     weights, state = dcs.get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
-    dcp.save(both, checkpoint_id=folder, process_group=mesh.get_group())
+    dcp.save(both, checkpoint_id=folder, process_group=mesh and mesh.get_group())
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, mesh: DeviceMesh) -> None:
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Any, mesh: DeviceMesh | None = None
+) -> None:
+    """Read what :func:`save` has written, on any number of ranks."""
     weights, state = dcs.get_state_dict(model, optimizer)
     both = {"model": weights, "optimizer": state}
-    dcp.load(both, checkpoint_id=folder, process_group=mesh.get_group())
+    dcp.load(both, checkpoint_id=folder, process_group=mesh and mesh.get_group())
     dcs.set_state_dict(
         model, optimizer, model_state_dict=weights, optim_state_dict=both["optimizer"]
     )
+
+
+def assert_read_by(
+    others: Sequence[Callable[[], nn.Module]],
+    model: nn.Module,
+    step: Callable[[nn.Module, torch.optim.Optimizer, int], Any],
+    folder: Any,
+) -> None:
+    """What a model writes is read by others, which train on from there as it does, bit for bit.
+
+    Args:
+        others: make models, sharded in other ways.
+        model: trains one step, is written, and trains on.
+        step: trains one step of this number.
+        folder: for the checkpoint, empty.
+    """
+
+    def weights(model: nn.Module) -> dict[str, Tensor]:
+        return {name: whole_master(p.detach()).clone() for name, p in model.named_parameters()}
+
+    def train_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+        found = []
+        for number in (1, 2):
+            step(model, optimizer, number)
+            found.append(weights(model))
+        return found
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    save(model, optimizer, folder)
+    wanted = [weights(model), *train_on(model, optimizer)]
+    for make in others:
+        other = make()
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(2)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        step(other, optimizer, 7)  # amaxes and moments of other weights are there
+        load(other, optimizer, folder)
+        for found, want in zip([weights(other), *train_on(other, optimizer)], wanted, strict=True):
+            assert_same_tensors(found, want)

@@ -14,22 +14,22 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     Recipe,
-    convert,
     functional,
     quantize,
 )
 from blocktensor.distributed import all_to_all_fp8, compare_ranks
 from tests.support import ranks
+from tests.support.compiling import fresh
 from tests.support.expert_parallel import (
     Dispatched,
-    ExpertParallel,
     assert_steps_as_one,
+    converted,
+    cut,
     experts_of,
 )
 from tests.support.models import POWER_OF_TWO, complaint, randn
@@ -156,10 +156,8 @@ def test_experts_train_as_in_one_process_that_casts_rows_alone(world: int, devic
     mesh = init_device_mesh(device, (world,))
     cast = functools.partial(all_to_all_fp8, group=alone(device))
     for experts, recipe in ((4, Recipe()), (3, Recipe(wgrad_input="128x128"))):
-        single = experts_of(experts, K, N, device, torch.float32)
-        convert(single, recipe, auto_filter_small_kn=False)
-        model = copy.deepcopy(single)
-        parallelize_module(model, mesh, ExpertParallel())
+        single = converted(experts_of(experts, K, N, device, torch.float32), recipe)
+        model = cut(copy.deepcopy(single), mesh)
         sizes = torch.randint(0, 40, (world, experts), generator=torch.Generator().manual_seed(1))
         sizes[:, 1], sizes[0] = 0, 0
         assert_steps_as_one(
@@ -172,17 +170,13 @@ def test_experts_train_as_in_one_process_that_casts_rows_alone(world: int, devic
 
 
 @on_ranks(2, gpus=())
-def test_outputs_and_input_gradients_are_those_of_a_dispatch_in_bf16(
-    world: int, device: str
-) -> None:
+def test_outputs_are_those_of_a_dispatch_in_bf16(world: int, device: str) -> None:
     """And the weight gradients are as close as two casts of the rows allow."""
     mesh = init_device_mesh(device, (world,))
     group, rank = here()
     made = []
     for all_to_all in (all_to_all_single_autograd, all_to_all_fp8):
-        model = experts_of(4, K, N, device, torch.bfloat16)
-        convert(model, auto_filter_small_kn=False)
-        parallelize_module(model, mesh, ExpertParallel())
+        model: Any = cut(converted(experts_of(4, K, N, device, torch.bfloat16)), mesh)
         x = randn(400, K, seed=rank, device=device, grad=True)
         y = Dispatched(model, group, all_to_all)(x, [100] * 4)
         y.backward(randn(*y.shape, seed=9 + rank, device=device))
@@ -263,3 +257,36 @@ recipe=x.recipe""",
     assert "[T, K]" in text(x.view(2, 2, K), None, None)
     assert "expected one of 'high_precision', 'fp8'" in text(x, None, None, gradient="bf16")
     assert "torch.int64" in text(x.long(), None, None, kind=TypeError)
+
+
+# Dynamo itself instantiates the Functions that it traces.
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
+)
+@pytest.mark.usefixtures("group")
+def test_a_compiled_block_of_experts() -> None:
+    """It computes the bits of eager mode."""
+    mesh = init_device_mesh("cpu", (1,))
+    group = mesh.get_group()
+    experts: Any = cut(converted(experts_of(3, K, N, "cpu", torch.float32)), mesh)
+    order, sizes = torch.arange(33).flip(0), torch.tensor([20, 0, 13])
+
+    def plain(x: Tensor) -> Tensor:
+        return experts(x, sizes)
+
+    def sent(x: Tensor) -> Tensor:
+        return experts(all_to_all_fp8(x, [33], [33], group)[order], sizes)
+
+    with fresh():
+        for block in (plain, sent):
+            made = []
+            for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+                x = randn(33, K, grad=True)
+                y = run(x)
+                y.backward(randn(33, K, seed=1))
+                made.append(
+                    [y.detach(), x.grad, *(p.grad.to_local() for p in experts.parameters())]
+                )
+                experts.zero_grad()
+            for eager, compiled in zip(*made, strict=True):
+                assert torch.equal(eager, compiled)

@@ -20,6 +20,7 @@ from tests.support.expert_parallel import (
     assert_steps_as_one,
     converted,
     cut,
+    cut_in_fp8,
     experts_of,
     local_kinds,
     local_values,
@@ -53,14 +54,9 @@ def test_experts_train_as_in_one_process(world: int, device: str) -> None:
         (1, FLOAT, True),
     ):
         single = experts_of(experts, K, N, device, dtype)
-        model = copy.deepcopy(single)
+        assert local_kinds(cut(copy.deepcopy(single), mesh)) == {Tensor}
+        model = cut_in_fp8(single, mesh, before)
         converted(single)
-        if before:
-            converted(model)
-        cut(model, mesh)
-        if not before:
-            assert local_kinds(model) == {Tensor}
-            converted(model)
         assert local_kinds(model) == {BlockwiseFP8Weight}
         assert all(p.requires_grad and p.is_leaf for p in model.parameters())
         sizes = sizes_of(experts, world)
@@ -73,14 +69,10 @@ def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
     mesh = shared_mesh(device, 2, 2, names=("data", "expert"))
     for before in (True, False):
         single = experts_of(4, K, N, device, FLOAT)
-        model = copy.deepcopy(single)
-        converted(single)
-        if before:
-            converted(model)
-        cut(model, mesh["expert"])
+        model = cut(converted(copy.deepcopy(single)) if before else single, mesh["expert"])
         fully_shard(model, mesh=mesh["data"])
-        if not before:
-            converted(model)
+        model = converted(model)
+        single = converted(experts_of(4, K, N, device, FLOAT))
         assert local_kinds(model) == {FP8Shard}
         dispatched = Dispatched(model, mesh["expert"].get_group())
         # both rows of the mesh run the same batches: FSDP averages two equal gradients
@@ -97,13 +89,7 @@ def test_frozen_experts_that_are_cut_and_sharded(world: int, device: str) -> Non
         p.copy_(q[mine])
     converted(single)
     for before in (True, False):
-        model = copy.deepcopy(whole_model)
-        if before:
-            converted(model)
-        cut(model, mesh["expert"])
-        if not before:
-            converted(model)
-        fully_shard(model, mesh=mesh["data"])
+        model = fully_shard(cut_in_fp8(whole_model, mesh["expert"], before), mesh=mesh["data"])
         assert local_kinds(model) == {FrozenShard}
         made = []
         for each in (model, single):
@@ -175,12 +161,7 @@ over fewer ranks, or leave the stack unconverted (skip=[...])""",
 def test_meta_stacks_are_initialised_as_fp8(world: int, device: str) -> None:
     mesh = mesh_of(world, device)
     for before in (True, False):
-        model = experts_of(4, K, N, "meta", FLOAT)
-        if before:
-            converted(model)
-        cut(model, mesh)
-        if not before:
-            converted(model)
+        model = cut_in_fp8(experts_of(4, K, N, "meta", FLOAT), mesh, before)
         model.to_empty(device=device)
         assert local_kinds(model) == {BlockwiseFP8Weight}
         with torch.no_grad():

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -30,10 +29,16 @@ from tests.support.expert_parallel import (
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
+from tests.support.sharded_checkpoints import assert_read_by
 from tests.support.split_backward import backward, needs_halves
 
 K, N = 192, 256
 FLOAT = torch.float32
+
+
+def fresh(count: int = 4, recipe: Recipe | None = None) -> nn.Module:
+    """Return experts in FP8, the same on every rank."""
+    return converted(experts_of(count, K, N, "cpu", FLOAT), recipe)
 
 
 @on_ranks(2, gpus=())
@@ -112,7 +117,7 @@ def test_optimizers_and_clipping(world: int, device: str) -> None:
         lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
         lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     ):
-        single = converted(experts_of(4, K, N, device, FLOAT))
+        single = fresh()
         model = cut(copy.deepcopy(single), mesh)
         optimizers = [make(m.parameters()) for m in (model, single)]
         for seed in range(2):
@@ -130,30 +135,43 @@ def test_optimizers_and_clipping(world: int, device: str) -> None:
             assert torch.equal(whole(p), q.master)
 
 
+def as_local(p: Any, buffer: Tensor) -> None:
+    p.to_local().main_grad = buffer
+
+
+def as_dtensor(p: Any, buffer: Tensor) -> None:
+    p.main_grad = DTensor.from_local(buffer, p.device_mesh, [Shard(0)])
+
+
+WAYS: tuple[Callable[[Any, Tensor], None], ...] = (
+    lambda p, buffer: setattr(p, "main_grad", buffer),
+    as_dtensor,
+    as_local,
+)
+
+
+def with_buffers(mesh: DeviceMesh, way: Callable[[Any, Tensor], None]) -> Any:
+    """Return experts that are cut, their weights, and a ``main_grad`` of each."""
+    model = cut(fresh(), mesh)
+    weights = list(model.parameters())
+    buffers = [torch.zeros_like(local_values(p)) for p in weights]
+    for p, buffer in zip(weights, buffers, strict=True):
+        way(p, buffer)
+    return model, weights, buffers
+
+
 @on_ranks(2, gpus=())
 def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
     """Given to the DTensor, plain or cut as it is, or to its local part."""
-
-    def as_local(p: Any, buffer: Tensor) -> None:
-        p.to_local().main_grad = buffer
-
-    ways: tuple[Callable[[Any, Tensor], None], ...] = (
-        lambda p, buffer: setattr(p, "main_grad", buffer),
-        lambda p, buffer: setattr(p, "main_grad", DTensor.from_local(buffer, mesh, [Shard(0)])),
-        as_local,
-    )
     mesh = mesh_of(world, device)
-    model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
+    model = cut(fresh(), mesh)
     step_of(model)
     wanted = [p.grad.to_local().clone() for p in model.parameters()]
-    for way in ways:
-        model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
-        buffers = [torch.zeros_like(local_values(p)) for p in model.parameters()]
-        for p, buffer in zip(model.parameters(), buffers, strict=True):
-            way(p, buffer)
+    for way in WAYS:
+        model, weights, buffers = with_buffers(mesh, way)
         for _ in range(2):
             step_of(model)
-        for p, buffer, want in zip(model.parameters(), buffers, wanted, strict=True):
+        for p, buffer, want in zip(weights, buffers, wanted, strict=True):
             if torch.__version__ < (2, 13) and p.grad is not None:  # by torch 2.11's DTensor
                 assert not p.grad.to_local().any()
             else:
@@ -165,18 +183,12 @@ def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
 
 
 @needs_halves
-@pytest.mark.parametrize("of_local_part", [False, True])
+@pytest.mark.parametrize("way", range(3))
 @on_ranks(2, gpus=())
-def test_main_grad_of_a_cut_stack_in_a_split_backward(
-    world: int, device: str, of_local_part: bool
-) -> None:
+def test_main_grad_of_a_cut_stack_in_a_split_backward(world: int, device: str, way: int) -> None:
     found = []
     for split in (False, True):
-        model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh_of(world, device))
-        weights = list(model.parameters())
-        buffers = [torch.zeros_like(local_values(p)) for p in weights]
-        for p, buffer in zip(weights, buffers, strict=True):
-            (p.to_local() if of_local_part else p).main_grad = buffer
+        model, weights, buffers = with_buffers(mesh_of(world, device), WAYS[way])
         x = randn(40, K, dtype=FLOAT, grad=True)
         for seed in range(2):
             y = model(x, torch.tensor([20, 20]))
@@ -213,19 +225,18 @@ def test_no_write_to_a_cut_stack_leaves_its_cast_stale(world: int, device: str) 
     policies: tuple[Any, ...] = ("backward", "step", False)
     for policy in policies:
         for name, write in WRITES.items():
-            model = converted(experts_of(2, K, N, device, FLOAT), Recipe(cache_weight=policy))
-            cut(model, mesh)
+            model = cut(fresh(2, Recipe(cache_weight=policy)), mesh)
             before = step_of(model)
             model.zero_grad()
             with torch.no_grad():
                 for p in model.parameters():
                     write(p)
-            fresh = cut(experts_of(2, K, N, device, FLOAT), mesh)
+            other = cut(experts_of(2, K, N, device, FLOAT), mesh)
             with torch.no_grad():
-                for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
+                for p, q in zip(other.parameters(), model.parameters(), strict=True):
                     p.to_local().copy_(local_values(q))
             got = step_of(model)
-            assert torch.equal(got, step_of(converted(fresh))), (policy, name)
+            assert torch.equal(got, step_of(converted(other))), (policy, name)
             assert not torch.equal(got, before), (policy, name)
     y = model(randn(20, K, grad=True), torch.tensor([20]))
     with torch.no_grad():
@@ -236,56 +247,26 @@ def test_no_write_to_a_cut_stack_leaves_its_cast_stale(world: int, device: str) 
 
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4, gpus=())
-def test_checkpoints_are_read_by_other_ranks_and_cuts(
-    world: int, device: str, tmp_path: Path
-) -> None:
+def test_who_reads_a_checkpoint(world: int, device: str, tmp_path: Path) -> None:
     """Written from 4 ranks; read by experts on 2 x 2, under FSDP2, whole, and by plain ones."""
     mesh = mesh_of(world, device)
     both = shared_mesh(device, 2, 2, names=("data", "expert"))
 
-    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        weights, moments = dcs.get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         for p in model.parameters():
-            grad = randn(4, *p.shape[1:], seed=seed, dtype=FLOAT)
+            p.grad = randn(4, *p.shape[1:], seed=seed, dtype=FLOAT)
             if isinstance(p, DTensor):
-                grad = distribute_tensor(grad, p.device_mesh, p.placements)
-            p.grad = grad
+                p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
         optimizer.step()
         optimizer.zero_grad()
 
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    model = cut(converted(experts_of(4, K, N, device, FLOAT)), mesh)
-    optimizer = adamw(model)
-    step(model, optimizer, 0)
-    dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
-    step(model, optimizer, 1)
-    wanted = [whole(p.detach()) for p in model.parameters()]
-
     def over_experts() -> nn.Module:
-        return cut(converted(experts_of(4, K, N, device, FLOAT)), both["expert"])
+        return cut(fresh(), both["expert"])
 
     others = (
-        over_experts(),
-        fully_shard(over_experts(), mesh=both["data"]),
-        converted(experts_of(4, K, N, device, FLOAT)),
-        cut(experts_of(4, K, N, device, FLOAT), mesh),
+        over_experts,
+        lambda: fully_shard(over_experts(), mesh=both["data"]),
+        fresh,
+        lambda: cut(experts_of(4, K, N, device, FLOAT), mesh),
     )
-    for other in others:
-        optimizer = adamw(other)
-        step(other, optimizer, 7)
-        loaded = state(other, optimizer)
-        dcp.load(loaded, checkpoint_id=tmp_path)
-        dcs.set_state_dict(
-            other,
-            optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-        step(other, optimizer, 1)
-        for p, want in zip(other.parameters(), wanted, strict=True):
-            assert torch.equal(whole(p.detach()), want)
+    assert_read_by(others, cut(fresh(), mesh), step, tmp_path)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Weight, SmallKN, convert, functional
 from blocktensor.distributed import FP8Shard
-from tests.support.expert_parallel import ExpertParallel, experts_of
+from tests.support.expert_parallel import converted, cut, cut_in_fp8, experts_of
 from tests.support.models import complaint, randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import mesh_of, whole
@@ -41,29 +40,20 @@ def part_of(model: nn.Module, rank: int, world: int) -> nn.Module:
     for name, parameter in part.named_parameters():
         values = getattr(model, name).detach().chunk(world, DIMS[name])[rank].contiguous()
         parameter.data = values.clone()
-    convert(part, auto_filter_small_kn=False)
-    return part
+    return converted(part)
 
 
 @on_ranks(2, 4)
-def test_parts_of_experts_compute_what_one_process_computes_with_them(
-    world: int, device: str
-) -> None:
+def test_parts_of_experts_compute_as_in_one_process(world: int, device: str) -> None:
     """And the gradients of the stacks are those of whole experts."""
     mesh, rank = mesh_of(world, device), dist.get_rank()
     plain = experts_of(E, K, N, device, torch.float32)
-    single = copy.deepcopy(plain)
-    convert(single, auto_filter_small_kn=False)
-    _, _, wanted = step(single, device)
+    _, _, wanted = step(converted(copy.deepcopy(plain)), device)
     part = part_of(plain, rank, world).to(device)
+    report = str(convert(cut(copy.deepcopy(plain), mesh, **DIMS), auto_filter_small_kn=False))
+    assert f"E=3, N=512, K=192; on this rank 3 x {N // world} x 192" in report
     for before in (True, False):
-        model = copy.deepcopy(plain)
-        if before:
-            convert(model, auto_filter_small_kn=False)
-        parallelize_module(model, mesh, ExpertParallel(dims=DIMS))
-        if not before:
-            report = str(convert(model, auto_filter_small_kn=False))
-            assert f"E=3, N=512, K=192; on this rank 3 x {N // world} x 192" in report
+        model = cut_in_fp8(plain, mesh, before, **DIMS)
         assert {type(p._local_tensor) for p in model.parameters()} == {BlockwiseFP8Weight}
         part.zero_grad()
         y, dx, grads = step(model, device)
@@ -78,8 +68,7 @@ def test_parts_of_experts_compute_what_one_process_computes_with_them(
 
 @on_ranks(2, 4, gpus=())
 def test_parts_that_are_small_are_left_alone(world: int, device: str) -> None:
-    model = experts_of(E, K, N, device, torch.float32)
-    parallelize_module(model, mesh_of(world, device), ExpertParallel(dims=DIMS))
+    model = cut(experts_of(E, K, N, device, torch.float32), mesh_of(world, device), **DIMS)
     small = SmallKN(expert_n=192, expert_k=192, expert_size=0)
     if world == 2:
         assert len(convert(model, auto_filter_small_kn=small).converted) == 3
@@ -97,10 +86,7 @@ def test_fsdp_over_parts_of_experts(world: int, device: str) -> None:
     mesh = shared_mesh(device, 2, 2, names=("data", "tensor"))
     plain = experts_of(E, K, N, device, torch.float32)
     part = part_of(plain, mesh["tensor"].get_local_rank(), 2)
-    model = copy.deepcopy(plain)
-    convert(model, auto_filter_small_kn=False)
-    parallelize_module(model, mesh["tensor"], ExpertParallel(dims=DIMS))
-    fully_shard(model, mesh=mesh["data"])
+    model = fully_shard(cut_in_fp8(plain, mesh["tensor"], True, **DIMS), mesh=mesh["data"])
     assert {type(p._local_tensor) for p in model.parameters()} == {FP8Shard}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, part)]
     for _ in range(2):

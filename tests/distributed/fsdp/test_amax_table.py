@@ -108,41 +108,29 @@ def test_a_model_that_moves_keeps_its_table(world: int, device: str, policy: Any
     assert_forward_is_fresh(model)
 
 
-@on_ranks(2, gpus=())
-def test_shards_of_another_recipe_are_assigned(world: int, device: str) -> None:
-    """They are gathered, and their inputs cast, by that recipe."""
+@on_ranks(2, 3, gpus=())
+def test_shards_of_another_recipe_are_assigned_and_back(world: int, device: str) -> None:
+    """They are gathered, and their inputs cast, by that recipe, whether that model has run."""
     mesh = mesh_of(world, device)
     model, _ = trained(mesh)
     source, _ = sharded(converted(seed=3, recipe=POW2), mesh)
-    before = table_of(model, 0)
-    model.load_state_dict(aliases(source), assign=True)
-    reference = converted(recipe=POW2)
-    for _ in range(2):
-        reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
-        with torch.no_grad():
-            assert torch.equal(loss_of(model, 7), loss_of(reference, 7))
-        model.half().bfloat16()
-    assert table_of(model, 0) is not before
-
-
-@on_ranks(3, gpus=())
-def test_shards_of_other_recipes_are_assigned_and_those_of_before_again(
-    world: int, device: str
-) -> None:
-    mesh = mesh_of(world, device)
-    model, _ = trained(mesh)
-    own, others = aliases(model), aliases(trained(mesh, recipe=POW2)[0])
-    for state in (others, own, others, own):
-        model.load_state_dict(state, assign=True)
-        loss_of(model, 0)
-    assert_forward_is_fresh(model)
+    states = {POW2: aliases(source), Recipe(): aliases(model)}
+    for recipe in (POW2, Recipe(), POW2, Recipe()):
+        before = table_of(model, 0)
+        model.load_state_dict(states[recipe], assign=True)
+        reference = converted(recipe=recipe)
+        for _ in range(2):
+            reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+            with torch.no_grad():
+                assert torch.equal(loss_of(model, 7), loss_of(reference, 7))
+            model.half().bfloat16()
+        assert table_of(model, 0) is not before
+        loss_of(source, 0)
 
 
 @both_policies
 @on_ranks(2, 3, gpus=())
-def test_shards_of_another_model_that_has_run_are_assigned(
-    world: int, device: str, policy: Any
-) -> None:
+def test_shards_of_another_model_are_assigned(world: int, device: str, policy: Any) -> None:
     """They come without its table: each model counts its own forwards and changes."""
     mesh, recipe = mesh_of(world, device), Recipe(cache_weight=policy)
     (model, _), (source, _) = trained(mesh, recipe=recipe), trained(mesh, recipe=recipe)
@@ -192,9 +180,7 @@ def test_two_models_share_parameters(world: int, device: str, policy: Any) -> No
 
 
 @on_ranks(2, gpus=())
-def test_a_shard_of_another_recipe_is_assigned_between_forward_and_backward(
-    world: int, device: str
-) -> None:
+def test_another_recipe_is_assigned_before_backward(world: int, device: str) -> None:
     """A backward that does not read this weight reads the others as its forward did."""
     model, other = converted(), converted(recipe=POW2)
     for root in (model, other):  # backward gathers all weights at once
@@ -307,18 +293,20 @@ def test_how_many_casts_the_microbatches_of_a_step_make(
 
 @on_ranks(2)
 def test_an_evaluation_makes_the_cast_of_the_step(world: int, device: str) -> None:
+    """A move frees it."""
     model, x = after_a_step(world, device, "step"), batch(1, device)
     with torch.no_grad():
         model.mid.weight.mul_(2)
         # of one weight the rows changed, and with it the amaxes of all
         assert casts(lambda: loss_of_net(model, x)) == LAYERS
     assert casts(lambda: loss_of_net(model, x).backward()) == 0
+    assert held(model) == LAYERS
+    model.float()
+    assert held(model) == 0
 
 
 @on_ranks(2)
-def test_an_uncounted_write_between_forward_and_backward_changes_no_gradient(
-    world: int, device: str
-) -> None:
+def test_an_uncounted_write_before_backward_is_not_read(world: int, device: str) -> None:
     found: list[list[Tensor]] = []
     for writes in (False, True):
         model = after_a_step(world, device, "step")
@@ -333,9 +321,7 @@ def test_an_uncounted_write_between_forward_and_backward_changes_no_gradient(
 
 
 @on_ranks(2)
-def test_scales_of_a_later_forward_are_not_used_with_bytes_of_an_earlier_one(
-    world: int, device: str
-) -> None:
+def test_scales_of_a_later_forward_are_not_used(world: int, device: str) -> None:
     """An evaluation of other values lies between a forward and its backward."""
     model = after_a_step(world, device, "step")
     loss = loss_of_net(model, batch(1, device))
@@ -344,14 +330,6 @@ def test_scales_of_a_later_forward_are_not_used_with_bytes_of_an_earlier_one(
         loss_of_net(model, batch(2, device))
     with pytest.raises(RuntimeError, match="changed"):
         loss.backward()
-
-
-@on_ranks(2)
-def test_a_model_that_moves_keeps_no_bytes(world: int, device: str) -> None:
-    model = after_a_step(world, device, "step")
-    assert held(model) == LAYERS
-    model.float()
-    assert held(model) == 0
 
 
 def table_of_one(device: str = "cpu") -> tuple[AmaxTable, Any]:

@@ -65,9 +65,7 @@ def test_training_goes_on_with_another_number_of_ranks(
 
 
 @on_ranks(3, gpus=())
-def test_converted_and_unconverted_models_read_what_the_other_wrote(
-    world: int, device: str, tmp_path: Path
-) -> None:
+def test_unconverted_models_read_and_write(world: int, device: str, tmp_path: Path) -> None:
     two, three = first_ranks(2), first_ranks(3)
     if dist.get_rank() < 2:
         model, optimizer = trained(two)
@@ -90,9 +88,7 @@ def test_converted_and_unconverted_models_read_what_the_other_wrote(
 
 
 @on_ranks(4, gpus=())
-def test_whole_state_dicts_are_gathered_on_rank_0_and_sent_out_from_there(
-    world: int, device: str, tmp_path: Path
-) -> None:
+def test_whole_state_dicts_of_rank_0(world: int, device: str, tmp_path: Path) -> None:
     mesh, folder = first_ranks(world), str(tmp_path)
     model, optimizer = trained(mesh)
     save(model, optimizer, folder, mesh)

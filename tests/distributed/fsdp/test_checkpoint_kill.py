@@ -59,8 +59,7 @@ def _train(rank: int, world: int, folder: str, store: str, device: str) -> None:
         world_size=world,
         timeout=TIMEOUT,
     )
-    mesh = DeviceMesh(device, list(range(world)))
-    where = Path(folder)
+    mesh, where = DeviceMesh(device, list(range(world))), Path(folder)
     model, optimizer = sharded(converted().to(device), mesh)
     losses = torch.zeros(STEPS)
     done = max((int(path.suffix[1:]) for path in where.glob("step.*")), default=0)
@@ -95,11 +94,9 @@ def _train(rank: int, world: int, folder: str, store: str, device: str) -> None:
 @contextmanager
 def _started(folder: Path, attempt: int, device: str = "cpu") -> Iterator[list[Any]]:
     """Two ranks that train, killed in the end if they still do."""
-    context = forking()
+    folder.mkdir(exist_ok=True)
     arguments = str(folder), str(folder / f"store.{attempt}"), device
-    processes: list[Any] = [
-        context.Process(target=_train, args=(rank, 2, *arguments)) for rank in range(2)
-    ]
+    processes = [forking().Process(target=_train, args=(rank, 2, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     try:
@@ -132,25 +129,16 @@ def _finish(folder: Path, attempt: int, device: str = "cpu") -> dict[str, torch.
     return found
 
 
-def _kill_after(seconds: float, folder: Path, attempt: int) -> None:
-    """Kill both ranks so long after the last of them began to train."""
-    began = [folder / f"store.{attempt}.{rank}" for rank in range(2)]
-    with _started(folder, attempt) as processes:
-        _wait(processes, lambda: all(path.exists() for path in began))
-        time.sleep(seconds)
-
-
 @pytest.mark.slow
 def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    wanted = _finish(whole, 0)
-    moments = random.Random(0)
-    kills = 0
+    killed, moments, kills = tmp_path / "killed", random.Random(0), 0
+    wanted = _finish(tmp_path / "whole", 0)
     while kills < KILLS and not (killed / "end").exists():
         kills += 1
-        _kill_after(moments.uniform(0, 0.12), killed, kills)
+        began = [killed / f"store.{kills}.{rank}" for rank in range(2)]
+        with _started(killed, kills) as processes:  # and kill both, soon after they began to train
+            _wait(processes, lambda: all(path.exists() for path in began))  # noqa: B023
+            time.sleep(moments.uniform(0, 0.12))
     assert kills > KILLS // 2, "killed too late to interrupt much"
     found = _finish(killed, kills + 1)
     assert wanted["losses"].isfinite().all() and wanted["losses"][-1] < wanted["losses"][0]
@@ -160,10 +148,7 @@ def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 def test_a_rank_that_dies_ends_the_other(device: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    wanted = _finish(whole, 0, device)
+    killed, wanted = tmp_path / "killed", _finish(tmp_path / "whole", 0, device)
     with _started(killed, 0, device) as processes:
         _wait(processes, lambda: any(killed.glob("step.*")))
         os.kill(processes[1].pid, signal.SIGKILL)

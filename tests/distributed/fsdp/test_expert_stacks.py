@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +21,7 @@ from tests.support.models import SQUARE, randn
 from tests.support.moe_models import BatchedMoE, TitanMoE
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import K, assert_trains_as, batch, loss_of, mesh_of, reductions, whole
+from tests.support.sharded_checkpoints import assert_read_by
 from tests.support.wire import Wire
 
 N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
@@ -60,18 +59,29 @@ def in_fp32(model: nn.Module, x: Tensor) -> Tensor:
     return loss_of(model, x[:, : model.gate.in_features].float())
 
 
+def titan() -> nn.Module:
+    return TitanMoE(3, K, N)
+
+
 def assert_trains_as_one_process(
-    make: Callable[[], nn.Module],
     sharded: Callable[[nn.Module], Any],
     device: str,
+    make: Callable[[], nn.Module] = titan,
     recipe: Recipe | None = None,
+    skip: Sequence[str] = ("gate",),
+    wanted: int | None = None,
+    **steps: Any,
 ) -> None:
-    """Two steps of a model that ``sharded`` has sharded are those of a whole one, bit for bit."""
-    single = converted(make().to(device), recipe)
+    """Two steps of a model that ``sharded`` has sharded are those of a whole one, bit for bit.
+
+    ``wanted``: how many reductions of amaxes the steps make; ``steps``: for ``assert_trains_as``.
+    """
+    single = converted(make().to(device), recipe, skip)
     model = copy.deepcopy(single)
     sharded(model)
     assert all(isinstance(p._local_tensor, FP8Shard) for p in model.experts.parameters())
-    assert_trains_as(single, model, device, steps=2, run=in_fp32)
+    assert_trains_as(single, model, device, steps=2, run=in_fp32, **steps)
+    assert wanted in (None, reductions(model))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -79,36 +89,33 @@ def assert_trains_as_one_process(
 def test_experts_train_as_in_one_process(world: int, device: str, dim: int) -> None:
     """Whole experts, fewer of them than ranks and unevenly; rows and columns inside blocks."""
     mesh = mesh_of(world, device)
-    for make in (lambda: TitanMoE(3, K, N), lambda: BatchedMoE(3, K, N)):
-        assert_trains_as_one_process(make, lambda m: shard(m, mesh, dim), device)
+    for make in (titan, lambda: BatchedMoE(3, K, N)):
+        assert_trains_as_one_process(lambda m: shard(m, mesh, dim), device, make)
 
 
+MICROBATCHES = {"microbatches": 2, "exact_gradients": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "steps"),
+    [
+        ({"reshard_after_forward": False}, Recipe(), {}),
+        ({}, Recipe(scale="power_of_two", columnwise="keep"), {}),
+        ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, Recipe(), {}),
+        ({}, Recipe(cache_weight="backward"), {"wanted": 4, **MICROBATCHES}),
+        ({}, Recipe(cache_weight="step"), {"wanted": 2, **MICROBATCHES}),
+    ],
+)
 @on_ranks(2)
-def test_blocks_that_no_rank_shares_and_other_ways_to_gather(world: int, device: str) -> None:
+def test_ways_to_gather_experts(
+    world: int, device: str, options: dict[str, Any], recipe: Recipe, steps: dict[str, Any]
+) -> None:
+    """In blocks that no rank shares, and in others."""
     mesh = mesh_of(world, device)
-    ways: list[tuple[dict[str, Any], Recipe]] = [
-        ({"reshard_after_forward": False}, Recipe()),
-        ({}, Recipe(scale="power_of_two", columnwise="keep")),
-        ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, Recipe()),
-    ]
-    for options, recipe in ways:
+    for make in (lambda: TitanMoE(2, 128, 512), lambda: TitanMoE(2, K, N)):
         assert_trains_as_one_process(
-            lambda: TitanMoE(2, 128, 512),
-            lambda m, options=options: shard(m, mesh, 1, **options),
-            device,
-            recipe,
+            lambda m: shard(m, mesh, 1, **options), device, make, recipe, **steps
         )
-
-
-@pytest.mark.parametrize(("policy", "wanted"), [("backward", 4), ("step", 2)])
-@on_ranks(2)
-def test_microbatches_of_experts(world: int, device: str, policy: Any, wanted: int) -> None:
-    single = converted(TitanMoE(2, K, N).to(device), Recipe(cache_weight=policy))
-    model = shard(copy.deepcopy(single), mesh_of(world, device), 1)
-    assert_trains_as(
-        single, model, device, steps=2, microbatches=2, exact_gradients=False, run=in_fp32
-    )
-    assert reductions(model) == wanted
 
 
 @on_ranks(4)
@@ -116,10 +123,14 @@ def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
     """The rest over all ranks; also with replicas, and given for each parameter (torch 2.13)."""
     everywhere, both = mesh_of(world, device), two_dims(world, device)
     for own, dim in ((both["inner"], 0), (both["outer"], 1), (both, 0)):
-        single = converted(TitanMoE(3, K, N).to(device), skip=[])  # the router in FP8, too
-        model = shard(copy.deepcopy(single), everywhere, dim, own)
-        assert_trains_as(single, model, device, steps=2, run=in_fp32)
-        assert reductions(model) == 2 * 2  # steps, and groups of ranks
+        assert_trains_as_one_process(
+            lambda m, own=own, dim=dim: shard(m, everywhere, dim, own),
+            device,
+            skip=[],  # the router in FP8, too
+            wanted=2 * 2,  # steps, and groups of ranks
+        )
+    # and everything over half the ranks, replicated
+    assert_trains_as_one_process(lambda m: shard(m, both, 1), device)
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     if not hasattr(common, "ShardPlacementResult"):
@@ -132,16 +143,8 @@ def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
         return common.ShardPlacementResult(Shard(dim), infos[dim])
 
     assert_trains_as_one_process(
-        lambda: TitanMoE(3, K, N),
-        lambda m: fully_shard(m, mesh=everywhere, shard_placement_fn=place),
-        device,
+        lambda m: fully_shard(m, mesh=everywhere, shard_placement_fn=place), device
     )
-
-
-@on_ranks(4)
-def test_everything_sharded_over_half_the_ranks_and_replicated(world: int, device: str) -> None:
-    mesh = two_dims(world, device)
-    assert_trains_as_one_process(lambda: TitanMoE(3, K, N), lambda m: shard(m, mesh, 1), device)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -213,57 +216,20 @@ def test_clipping(world: int, device: str) -> None:
 
 
 @on_ranks(4, gpus=())
-def test_checkpoints_are_read_by_other_ranks_placements_and_models(
-    world: int, device: str, tmp_path: Path
-) -> None:
-    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        weights, moments = dcs.get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-        loss = in_fp32(model, batch(number, device))
-        loss.backward()
+def test_who_reads_a_checkpoint(world: int, device: str, tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        in_fp32(model, batch(number, device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
-
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     everywhere, both = mesh_of(world, device), two_dims(world, device)
-    model = shard(converted(TitanMoE(3, K, N)), everywhere)
-    optimizer = adamw(model)
-    step(model, optimizer, 0)
-    dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
-    saved = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    wanted = [step(model, optimizer, number) for number in (1, 2)]
-
-    for mesh, own, dim in (
-        (everywhere, None, 1),
-        (everywhere, both["inner"], 1),
-        (both["outer"], None, 0),
-        (None, None, 0),
-    ):
-        other = converted(TitanMoE(3, K, N))
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(2)
-        if mesh is not None:
-            shard(other, mesh, dim, own)
-        optimizer = adamw(other)
-        step(other, optimizer, 7)  # amaxes of other weights are there
-        loaded = state(other, optimizer)
-        dcp.load(loaded, checkpoint_id=tmp_path)
-        dcs.set_state_dict(
-            other,
-            optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-        for name, p in other.named_parameters():
-            assert torch.equal(whole(p.detach()), saved[name]), name
-        for number, loss in zip((1, 2), wanted, strict=True):
-            assert torch.equal(step(other, optimizer, number), loss)
+    others = [
+        lambda: shard(converted(titan()), everywhere, 1),
+        lambda: shard(converted(titan()), everywhere, 1, both["inner"]),
+        lambda: shard(converted(titan()), both["outer"], 0),
+        lambda: converted(titan()),
+    ]
+    assert_read_by(others, shard(converted(titan()), everywhere), step, tmp_path)
 
 
 class LocalExperts(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,22 +69,19 @@ def assert_gathered_as_one_process_casts(
     assert reductions(model) == 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scale)
-@pytest.mark.parametrize("rows", [1, 64, 127, 128, 192, 576, 1000])
+@pytest.mark.parametrize(
+    ("rows", "recipe"),
+    [
+        *((rows, recipe) for rows in (1, 64, 127, 128, 192, 576, 1000) for recipe in RECIPES),
+        *((rows, Recipe()) for rows in (4096, 10944)),
+    ],
+)
 @on_ranks(2, 3, 4, gpus=(2,))
-def test_gathered_bytes_are_those_of_the_whole_cast(
-    world: int, device: str, rows: int, recipe: Recipe
-) -> None:
+def test_bytes_of_the_whole_cast(world: int, device: str, rows: int, recipe: Recipe) -> None:
     assert_gathered_as_one_process_casts(world, device, rows, recipe)
-    assert_gathered_as_one_process_casts(world, device, rows, recipe, tied=True)
     assert_gathered_as_one_process_casts(world, device, rows, recipe, dim=1)
-
-
-@pytest.mark.parametrize("rows", [4096, 10944])
-@on_ranks(3, gpus=(2,))
-def test_gathered_bytes_of_large_weights(world: int, device: str, rows: int) -> None:
-    assert_gathered_as_one_process_casts(world, device, rows, Recipe())
-    assert_gathered_as_one_process_casts(world, device, rows, Recipe(), dim=1)
+    if rows <= 1000:
+        assert_gathered_as_one_process_casts(world, device, rows, recipe, tied=True)
 
 
 @on_ranks(2)
@@ -114,8 +109,8 @@ def test_a_byte_a_parameter_is_held_and_memory_does_not_grow(world: int, device:
     assert max(held[3:]) == held[3]
 
 
-def three_steps(model: nn.Sequential, world: int, device: str, micro: int = 1) -> list[Traffic]:
-    """The traffic of each of three steps of ``micro`` forwards and backwards, the model sharded."""
+def three_steps(model: nn.Sequential, world: int, device: str) -> list[Traffic]:
+    """Return the traffic of each of three steps of a model, which is sharded."""
     mesh = mesh_of(world, device)
     for module in model:
         fully_shard(module, mesh=mesh)
@@ -124,9 +119,8 @@ def three_steps(model: nn.Sequential, world: int, device: str, micro: int = 1) -
     steps = []
     for step in range(3):
         with Wire() as wire:
-            for _ in range(micro):
-                x = torch.randn(4, 512, generator=torch.Generator().manual_seed(step))
-                model(x.to(device, torch.bfloat16)).float().sum().backward()
+            x = torch.randn(4, 512, generator=torch.Generator().manual_seed(step))
+            model(x.to(device, torch.bfloat16)).float().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         steps.append(wire.traffic())
@@ -145,18 +139,6 @@ def test_half_the_bytes_and_one_small_reduction_a_step(world: int, device: str) 
         assert found.reduced_bytes == 3 * 16 * 4  # 3 weights of 4 x 4 blocks
         assert found.gathered_bytes == was.gathered_bytes / 2
         assert found.gathered_bytes + found.reduced_bytes <= 0.505 * was.gathered_bytes
-
-
-@pytest.mark.parametrize(("policy", "wanted"), [("backward", 3), (False, 3), ("step", 1)])
-@on_ranks(2, gpus=())
-def test_one_reduction_a_forward_or_a_step(
-    world: int, device: str, policy: Any, wanted: int
-) -> None:
-    """However many layers there are."""
-    model = deep(6)
-    convert(model, Recipe(cache_weight=policy), auto_filter_small_kn=False)
-    steps = three_steps(model, world, device, micro=3)
-    assert [step.reductions for step in steps] == [wanted] * 3
 
 
 @on_ranks(4, gpus=())

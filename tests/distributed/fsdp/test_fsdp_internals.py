@@ -37,15 +37,14 @@ CHANGES_NO_VALUES: dict[str, Callable[[nn.Module], Any]] = {
     "move to where it is": lambda model: model.bfloat16(),
     "load of nothing": lambda model: model.load_state_dict({}, strict=False),
 }
+both_policies = pytest.mark.parametrize("policy", ["backward", "step"])
 RAISED = "was changed or moved on this rank between a forward and its backward"
 
 
 @pytest.mark.parametrize("again", CHANGES_NO_VALUES)
 @pytest.mark.parametrize("pads", PADS_AGAIN)
 @on_ranks(3, gpus=())
-def test_what_follows_after_rows_were_padded_again(
-    world: int, device: str, pads: str, again: str
-) -> None:
+def test_rows_that_were_padded_again(world: int, device: str, pads: str, again: str) -> None:
     model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
     PADS_AGAIN[pads](model)
     assert_forward_is_fresh(model)
@@ -54,20 +53,15 @@ def test_what_follows_after_rows_were_padded_again(
     train(model, optimizer, 1)
     CHANGES_NO_VALUES[again](model)
     assert_forward_is_fresh(model)
-
-
-@pytest.mark.parametrize("again", CHANGES_NO_VALUES)
-@on_ranks(3, gpus=())
-def test_amaxes_are_precomputed_before(world: int, device: str, again: str) -> None:
     model, _ = trained(mesh_of(world, device))
-    assign_clones(model)
+    PADS_AGAIN[pads](model)
     loss_of(model, 0)
     assert precompute_block_amax(model) == 3
     CHANGES_NO_VALUES[again](model)
     assert_forward_is_fresh(model)
 
 
-@pytest.mark.parametrize("policy", ["backward", "step"])
+@both_policies
 @on_ranks(3, gpus=())
 def test_a_part_moves_and_the_root_pads_it_later(world: int, device: str, policy: Any) -> None:
     """FSDP notices the part, which it does not shard by itself, at the root's next load."""
@@ -91,7 +85,7 @@ def test_a_part_moves_and_the_root_pads_it_later(world: int, device: str, policy
     assert_forward_is_fresh(model)
 
 
-@pytest.mark.parametrize("policy", ["backward", "step"])
+@both_policies
 @on_ranks(3, gpus=())
 def test_a_move_between_forward_and_backward(world: int, device: str, policy: Any) -> None:
     """All ranks raise, those that did not pad again too; a load of nothing is no change."""
@@ -108,7 +102,7 @@ def test_a_move_between_forward_and_backward(world: int, device: str, policy: An
             loss.backward()
 
 
-@pytest.mark.parametrize("policy", ["backward", "step"])
+@both_policies
 @on_ranks(3, gpus=())
 def test_a_move_under_inference_mode(world: int, device: str, policy: Any) -> None:
     """PyTorch counts no writes to such tensors: every forward sees them."""
