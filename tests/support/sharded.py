@@ -109,15 +109,19 @@ def assert_trains_as(
     """Losses, gradients and weights of a sharded model are those of a whole one, bit for bit.
 
     Args:
-        single, model: the whole one and the sharded one. Both are trained.
+        single, model: the whole one and the sharded one. What is not frozen is trained.
         device: of the inputs.
         steps: of AdamW, whose options are ``adamw``, each over ``microbatches``. It updates tensors
             one by one: on GPUs, in fp32, the other way rounds otherwise, and takes no FP8 weights.
         exact_gradients: False where ranks round as they sum gradients.
         run: returns the loss of a model.
     """
+
+    def trainable() -> list[list[Tensor]]:
+        return [[p for p in m.parameters() if p.requires_grad] for m in (model, single)]
+
     options: dict[str, Any] = {"lr": 1e-2, "foreach": False, **adamw}
-    optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (model, single)]
+    optimizers = [torch.optim.AdamW(parameters, **options) for parameters in trainable()]
     for step in range(steps):
         for micro in range(microbatches):
             x = batch(step * microbatches + micro, device)
@@ -127,7 +131,7 @@ def assert_trains_as(
             assert torch.equal(*[loss.detach() for loss in losses]), (step, losses)
             for loss in losses:
                 loss.backward()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        for p, q in zip(*trainable(), strict=True):
             assert p.grad is not None and q.grad is not None
             gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             if exact_gradients:
@@ -136,7 +140,7 @@ def assert_trains_as(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        for p, q in zip(*trainable(), strict=True):
             assert torch.equal(whole(p), whole(q)), step
 
 

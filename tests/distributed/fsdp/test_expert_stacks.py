@@ -182,15 +182,7 @@ def test_frozen_experts_are_sharded_as_bytes(world: int, device: str) -> None:
             each = -(-size // world)
             mine = max(min(size - rank * each, each), 0)
             assert any(x.data_rows.shape[dim] == mine for x in held)
-            optimizers = [torch.optim.SGD(m.gate.parameters(), lr=0.1) for m in (model, single)]
-            for step in range(2):
-                losses = [in_fp32(m, batch(step, device)) for m in (model, single)]
-                assert torch.equal(*[loss.detach() for loss in losses])
-                for loss, optimizer in zip(losses, optimizers, strict=True):
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert torch.equal(whole(model.gate.weight), single.gate.weight)
+            assert_trains_as(single, model, device, steps=2, run=in_fp32)
 
 
 @on_ranks(4)

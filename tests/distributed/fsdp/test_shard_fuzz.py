@@ -6,6 +6,7 @@ sequences.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -30,9 +31,8 @@ WIDTHS = (64, 160, 64)
 Write = Callable[[Any], Any]
 
 
-def copied(p: Any) -> None:
-    local = p.to_local()
-    local.copy_(randn(*local.shape, seed=7 + dist.get_rank(), dtype=local.dtype, device=p.device))
+def other(x: Tensor) -> Tensor:
+    return randn(*x.shape, seed=7 + dist.get_rank(), dtype=x.dtype, device=x.device)
 
 
 ON_ALL_RANKS: dict[str, Write] = {
@@ -59,16 +59,12 @@ ON_ANY_RANK: dict[str, Write] = {
     "data.to_local": lambda p: p.data.to_local().mul_(2),
     "rows": lambda p: p.to_local()[:3].zero_(),
     "data of rows": lambda p: p.to_local()[:3].data.fill_(1),
-    "local copy_": copied,
+    "local copy_": lambda p: p.to_local().copy_(other(p.to_local())),
     "master": lambda p: p._local_tensor.master.mul_(2),
     "data of the master": lambda p: p._local_tensor.master.data.mul_(2),
     "numpy": lambda p: p._local_tensor.master.numpy().__imul__(2),
 }
-
-
-def writes_of(device: str) -> dict[str, Write]:
-    found = ON_ALL_RANKS | ON_ANY_RANK
-    return found if device == "cpu" else {k: w for k, w in found.items() if k != "numpy"}
+WRITES = ON_ALL_RANKS | ON_ANY_RANK
 
 
 class Player:
@@ -76,63 +72,53 @@ class Player:
 
     def __init__(self, seed: int, device: str, mesh: DeviceMesh) -> None:
         self.choice, self.device = random.Random(seed), device
-        recipe = Recipe(scale=self.choice.choice(["fp32", "power_of_two"]))
-        pairs = zip(WIDTHS[1:], WIDTHS, strict=False)
-        layers = [linear(*s, dtype=torch.float32, device=device, recipe=recipe) for s in pairs]
-        self.model, self.recipe = nn.Sequential(*layers), recipe
+        self.recipe = Recipe(scale=self.choice.choice(["fp32", "power_of_two"]))
+        options = {"dtype": torch.float32, "device": device, "recipe": self.recipe}
+        layers = [linear(n, k, **options) for k, n in itertools.pairwise(WIDTHS)]
+        self.model = nn.Sequential(*layers)
         stays = self.choice.random() < 0.3
         for layer in layers if self.choice.random() < 0.7 else []:
             fully_shard(layer, mesh=mesh, reshard_after_forward=not stays)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.sharded: list[Any] = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.sharded, lr=0.01)
         self.loss: Tensor | None = None
         self.trace: list[str] = []
 
-    def x(self) -> Tensor:
+    def run(self, run: Callable[[Tensor], Tensor], grad: bool) -> Tensor:
+        """Run on an input; the output is that of the weights as they are now."""
+        for module in self.model.modules():  # what FSDP keeps whole is not gathered anew
+            if isinstance(module, FSDPModule):
+                module.reshard()
         seed = self.choice.randrange(1000)
-        return randn(5, WIDTHS[0], seed=seed, dtype=torch.float32, device=self.device)
-
-    def check(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        wanted = x.detach()
+        x = wanted = randn(5, WIDTHS[0], seed=seed, dtype=torch.float32, device=self.device)
         with torch.no_grad():
-            masters = [whole(p.detach()).clone() for p in self.sharded()]
+            masters = [whole(p.detach()).clone() for p in self.sharded]
         for master in masters:
             wanted = functional.linear(wanted, master, recipe=self.recipe)
-        y = run(x)
+        with torch.set_grad_enabled(grad):
+            y = run(x.requires_grad_(grad))
         assert torch.equal(y, wanted), self.trace
         return y
 
-    def sharded(self) -> list[Any]:
-        return list(self.model.parameters())
-
-    def reshard(self) -> None:
-        """What FSDP keeps whole after a forward without a backward is not gathered anew."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def write(self) -> None:
-        self.backward()
-        self.reshard()
-        name, parameter = self.choice.choice(list(writes_of(self.device))), self.sharded()
+        name = self.choice.choice([x for x in WRITES if self.device == "cpu" or x != "numpy"])
         which, alone = self.choice.randrange(2), self.choice.choice([None, None, 0, 1])
         self.trace.append(name)
         with torch.no_grad():
             if name in ON_ALL_RANKS or alone in (None, dist.get_rank()):
-                writes_of(self.device)[name](parameter[which])
-            values = parameter[which]._local_tensor.master.data
+                WRITES[name](self.sharded[which])
+            values = self.sharded[which]._local_tensor.master.data
             values.copy_(values.nan_to_num(1, 1, 1).clamp(-4, 4))
 
     def forward(self) -> None:
-        self.backward()
-        self.reshard()
         again = self.choice.choice([None, None, False])
-        x = self.x().requires_grad_()
-        y = self.check(
-            self.model if again is None
-            else lambda x: checkpoint(self.model, x, use_reentrant=again), x
-        )  # fmt: skip
-        self.loss = y.square().mean()
+
+        def run(x: Tensor) -> Tensor:
+            made: Tensor = checkpoint(self.model, x, use_reentrant=again)
+            return made
+
+        self.loss = self.run(self.model if again is None else run, True).square().mean()
 
     def backward(self) -> None:
         if self.loss is not None:
@@ -140,7 +126,6 @@ class Player:
         self.loss = None
 
     def step(self) -> None:
-        self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.choice.random() < 0.3:
@@ -148,15 +133,13 @@ class Player:
             self.evaluate()
 
     def evaluate(self) -> None:
-        self.backward()
-        self.reshard()
-        with torch.no_grad():
-            self.check(self.model, self.x())
+        self.run(self.model, False)
 
     def move(self) -> None:
         moves = {"write": 5, "forward": 3, "backward": 1, "step": 2, "evaluate": 2}
         name = self.choice.choices(list(moves), list(moves.values()))[0]
         self.trace.append(name)
+        self.backward()
         getattr(self, name)()
 
 
@@ -171,4 +154,4 @@ def test_no_forward_is_stale(world: int, device: str) -> None:
 
 
 def test_there_are_many_kinds_of_writes() -> None:
-    assert len(writes_of("cpu")) >= 25
+    assert len(WRITES) >= 25
