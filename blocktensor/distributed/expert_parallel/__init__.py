@@ -1,1 +1,1 @@
-"""Internal: stacks of experts that ranks share, and tokens that travel to their experts in FP8."""
+"""Internal: tokens that travel in FP8 to their experts on other ranks."""

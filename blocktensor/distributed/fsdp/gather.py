@@ -1,7 +1,8 @@
 """How FSDP2 gathers an FP8 weight: the bytes that a rank sends, and the weight made of them all.
 
-    a weight [N, K]         tensor parallelism, if any,        FSDP2 cuts each part again:
-                            cuts it between 2 ranks ...        rows of 2 ranks
+    a weight [N, K]         Tensor parallelism, if any,        FSDP2 cuts each part again,
+                            cuts it between 2 ranks. So        here between 2 ranks.
+                            does expert parallelism.
     +--------------+        +--------------+                   +--------------+
     |              |        |  the part    |                   | master, rank 0   high precision
     |              |  -->   |  of rank 0   |            -->    +--------------+
@@ -90,7 +91,7 @@ class GatheredInFP8(FP8Base):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return an FP8 weight that views the gathered bytes; an earlier one, ``out``, is updated.
+        """Return an FP8 weight that views the gathered bytes, or update an earlier one, ``out``.
 
         A trainable weight has scales of its own, which change with its bytes: graphs save both.
         FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. A
@@ -99,15 +100,15 @@ class GatheredInFP8(FP8Base):
         (gathered,), (shape, scale, recipe, generation) = all_gather_outputs, metadata
         local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
         weight: Any = out if local is None else local
+        is_first = weight is None
         format, own_recipe = recipe.weight_format, _of_gathered(recipe)
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
         if generation is not None:
-            own = (
-                empty_scale(shape, format, scale.device) if weight is None else weight.rowwise_scale
-            )
+            device = scale.device
+            own = empty_scale(shape, format, device) if is_first else weight.rowwise_scale
             own.data.copy_(scale)
             scale = own
-        if weight is None:
+        if is_first:
             form = Quantized(data, scale, format)
             weight = BlockwiseFP8Tensor(
                 form, None, shape=shape, dtype=param_dtype, recipe=own_recipe
@@ -120,7 +121,7 @@ class GatheredInFP8(FP8Base):
             weight.columnwise_format = format
         if generation is not None:
             weight.generation.of, weight.generation.is_stale = generation
-        return (weight, ()) if out is None else None
+        return (weight, ()) if is_first else None
 
 
 class GatheredTrainable(GatheredInFP8, MasterBase):
