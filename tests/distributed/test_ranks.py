@@ -23,22 +23,22 @@ def _rank(rank: int, world: int) -> tuple[int, int]:
     return rank, world
 
 
-def _raise_while_the_other_waits(rank: int, world: int) -> None:
+def _raise() -> None:
+    raise ValueError("of rank 1 alone")
+
+
+def _die() -> None:
+    os._exit(3)
+
+
+def _abort() -> None:
+    os.write(2, b"why it aborts")
+    os.abort()
+
+
+def _fail_while_the_other_waits(rank: int, world: int, fail: Callable[[], None]) -> None:
     if rank == 1:
-        raise ValueError("of rank 1 alone")
-    dist.barrier()
-
-
-def _die_while_the_other_waits(rank: int, world: int) -> None:
-    if rank == 1:
-        os._exit(3)
-    dist.barrier()
-
-
-def _abort_while_the_other_waits(rank: int, world: int) -> None:
-    if rank == 1:
-        os.write(2, b"why it aborts")
-        os.abort()
+        fail()
     dist.barrier()
 
 
@@ -63,10 +63,10 @@ def test_answers_come_in_the_order_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("fail", "why"),
     [
-        (_raise_while_the_other_waits, "ValueError: of rank 1 alone"),
-        (_die_while_the_other_waits, "the process died with exit code 3"),
-        (_abort_while_the_other_waits, "the process died with exit code -6\nwhy it aborts"),
-        (_abort_while_the_other_waits, "in _abort_while_the_other_waits"),
+        (_raise, "ValueError: of rank 1 alone"),
+        (_die, "the process died with exit code 3"),
+        (_abort, "the process died with exit code -6\nwhy it aborts"),
+        (_abort, "in _fail_while_the_other_waits"),
     ],
 )
 def test_a_rank_that_fails_is_named_while_others_wait_for_it(
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_is_named_while_others_wait_for_it(
 ) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        ranks.run(fail, 2)
+        ranks.run(_fail_while_the_other_waits, 2, fail)
     assert time.monotonic() - start < AT_ONCE
     assert "rank 1:\n" in str(error.value)
     assert why in str(error.value)
@@ -104,8 +104,8 @@ def test_a_rank_that_dies_names_the_calls_before() -> None:
     with ranks._started(2, "cpu") as group:
         group.call(ranks._run_test, _make_groups, world=2, device="cpu")
         with pytest.raises(RuntimeError) as error:
-            group.call(ranks._run_on_rank, _die_while_the_other_waits, 2)
-    calls = f"{__name__}._make_groups\n{__name__}._die_while_the_other_waits"
+            group.call(ranks._run_on_rank, _fail_while_the_other_waits, 2, _die)
+    calls = f"{__name__}._make_groups\n{__name__}._fail_while_the_other_waits"
     assert f"its calls, in order:\n{calls}\n" in f"{error.value}\n"
 
 
