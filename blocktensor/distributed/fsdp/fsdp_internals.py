@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 from ...ops.formats import ceil_div
 from ...tensor.base import MasterBase
 from ..dtensor import local_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class ShardedParam:
@@ -49,7 +46,7 @@ class ShardedParam:
         # replicate() is FSDP2 with nothing sharded
         is_sharded = hasattr(info, "shard_process_group")
         rank, ranks = (info.shard_mesh_rank, info.shard_mesh_size) if is_sharded else (0, 1)
-        self.group: ProcessGroup = (
+        self.group: torch.distributed.ProcessGroup = (
             info.shard_process_group if is_sharded else info.replicate_process_group
         )
         whole = self.shape[self.dim]
@@ -115,8 +112,8 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
     return [], False
 
 
-_FOUND = WeakIdKeyDictionary()
-"""Weak references to the owners found last, by the local parts of their parameters."""
+_FOUND: dict[int, tuple[weakref.ref[Any], weakref.ref[Tensor]]] = {}
+"""By id, the owners found last of parts that exist. Every gather of every weight asks for one."""
 
 _COPIED_FROM = WeakIdKeyDictionary()
 """Weak references to the parts that parts on other devices are copies of."""
@@ -132,18 +129,20 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
 
     It alone says what weight this is: other modules may be assigned the same part, or aliases.
     """
+    key = id(local)
+    found = _FOUND.get(key)
+    owner = None if found is None else found[0]()
+    if owner is not None and _holds(owner, local, module):
+        return owner
     copied = _COPIED_FROM.get(local)
-    for part in (None if copied is None else copied(), local):
-        if part is None:
-            continue
-        found = _FOUND.get(part)
-        owner = None if found is None else found()
-        if owner is None or not _holds(owner, part, module):
-            owner = next(_owners_of(part, module), None)
+    original = None if copied is None else copied()
+    owner = None if original is None else owner_of(original, module)
+    if owner is None:
+        owner = next(_owners_of(local, module), None)
         if owner is not None:
-            _FOUND[part] = weakref.ref(owner)
-            return owner
-    return None
+            part = weakref.ref(local, lambda _: _FOUND.pop(key, None))
+            _FOUND[key] = weakref.ref(owner), part
+    return owner
 
 
 def owners_in(model: nn.Module) -> list[Any]:
