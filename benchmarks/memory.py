@@ -47,12 +47,11 @@ def _frozen(recipe: bt.Recipe | None) -> Callable[[nn.Module], object]:
     return prepare
 
 
-KEEP, NO_CACHE = bt.Recipe(columnwise="keep"), bt.Recipe(cache_weight=False)
+NO_CACHE = bt.Recipe(cache_weight=False)
 POLICIES: dict[str, Callable[[nn.Module], object]] = {
     "bf16": lambda model: None,
     "fp8": lambda model: bt.convert(model),
     "fp8, inputs shared": _shared(bt.Recipe()),
-    "fp8, columnwise kept": lambda model: bt.convert(model, KEEP),
     "fp8, inputs shared, cache_weight=False": _shared(NO_CACHE),
     "fp8, fused": _fused(bt.Recipe()),
     "fp8, fused, recompute": _fused(bt.Recipe(), recompute=True),
@@ -62,7 +61,6 @@ POLICIES: dict[str, Callable[[nn.Module], object]] = {
     "fp8, fused, store_fp8, recompute": _fused(bt.Recipe(), store_fp8=True, recompute=True),
     "bf16, frozen": _frozen(None),
     "fp8, frozen": _frozen(bt.Recipe()),
-    "fp8, frozen, columnwise kept": _frozen(KEEP),
 }
 
 

@@ -32,11 +32,7 @@ from .model.memory import MemoryReport, memory_report
 from .model.share_inputs import SharingReport, share_inputs
 from .ops.formats import named as _named
 from .recipe import Recipe
-from .tensor import aten_copies as _aten_copies
-from .tensor import aten_products as _aten_products
-from .tensor import aten_slicing as _aten_slicing
-from .tensor import aten_views as _aten_views
-from .tensor import aten_weight as _aten_weight
+from .tensor import aten_products, aten_slicing, aten_tensor, aten_weight
 from .tensor.base import TORCH_FUNCTIONS as _TORCH_FUNCTIONS
 from .tensor.base import rebuilt as _rebuilt
 from .tensor.fp8_tensor import ATEN_OPS as _ATEN_OPS
@@ -47,23 +43,10 @@ from .tensor.weight_cache import FP8Cache as _FP8Cache
 
 _TORCH_FUNCTIONS.update(_torch_functions.OVERRIDES)
 _TORCH_FUNCTIONS.update(_STORAGE_READERS)
-for _ops in (
-    _aten_views.VIEWS,
-    _aten_copies.COPIES,
-    _aten_slicing.PARTS,
-    _aten_products.PRODUCTS,
-    _aten_products.SUMS,
-    _shards.FROZEN_SHARDS,
-    _dtensor.FROZEN_CUTS,
-):
-    _ATEN_OPS.update(_ops)
-for _ops in (
-    _aten_weight.WEIGHT_VIEWS,
-    _aten_products.PRODUCTS,
-    _aten_products.UNSUPPORTED_PRODUCTS,
-    _shards.TRAINABLE_SHARDS,
-):
-    _WEIGHT_OPS.update(_ops)
+_ATEN_OPS.update(_shards.FROZEN_SHARDS)
+_ATEN_OPS.update(_dtensor.FROZEN_CUTS)
+_WEIGHT_OPS.update(_shards.TRAINABLE_SHARDS)
+del aten_products, aten_slicing, aten_tensor, aten_weight  # which have filled the tables of ops
 
 # For torch.load(weights_only=True) of frozen weights and of whole models.
 _torch.serialization.add_safe_globals(

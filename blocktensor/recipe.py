@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
-ColumnwisePolicy = Literal["on_demand", "keep"]
 CachePolicy = Literal["backward", "step", False]
 WgradInput = Literal["1x128", "128x128", "high_precision"]
 
@@ -20,10 +19,6 @@ class Recipe:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of
             two (DeepSeek's UE8M0; scales then multiply exactly). A run of 320M parameters ended
             1.2% above bf16's loss by it (docs/evidence.md).
-        columnwise: whether a 128x128 tensor keeps its columnwise form, which a data gradient needs:
-            ``"on_demand"`` holds one form (1 byte a parameter), and transposes the bytes where the
-            other is read; the graph of a forward holds the form that its data gradient reads.
-            ``"keep"`` keeps both (2 bytes). The bits are the same.
         cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
             weight as it is then, but for ``"step"``.
 
@@ -51,14 +46,12 @@ class Recipe:
     """
 
     scale: ScaleRounding = "fp32"
-    columnwise: ColumnwisePolicy = "on_demand"
     cache_weight: CachePolicy = "backward"
     wgrad_input: WgradInput = "1x128"
 
     def __post_init__(self) -> None:
         fields = {
             "scale": ScaleRounding,
-            "columnwise": ColumnwisePolicy,
             "cache_weight": CachePolicy,
             "wgrad_input": WgradInput,
         }
@@ -70,9 +63,11 @@ class Recipe:
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.get("cache_weight") is True:  # a file from before there were three choices
-            state = {**state, "cache_weight": "backward"}
-        self.__dict__.update({"wgrad_input": "1x128", **state})  # or from before that was one
+        # Files of older versions have other choices, or lack one.
+        known = {name: state[name] for name in vars(Recipe()) if name in state}
+        if known.get("cache_weight") is True:
+            known["cache_weight"] = "backward"
+        self.__dict__.update(vars(Recipe()) | known)
 
     @classmethod
     def fast(cls) -> Recipe:

@@ -77,8 +77,12 @@ LAZY = "blocktensor.distributed"
 Its names are imported under ``TYPE_CHECKING``, too, where go-to-definition finds them.
 """
 
-DTENSOR = "blocktensor.distributed.dtensor"
-"""The one module that reads the local part of a DTensor."""
+OWNED = {
+    "_local_tensor": "blocktensor.distributed.dtensor",
+    **dict.fromkeys(("_getframe", "f_back", "f_locals"), "blocktensor.tensor.callers"),
+    "get_referrers": "blocktensor.model.holders",
+}
+"""Names that one module alone may use."""
 
 # The rules: each returns its violations as lines to print
 
@@ -150,7 +154,7 @@ def block_sizes(modules: dict[str, Path]) -> list[str]:
 
 
 def duck_typing(modules: dict[str, Path]) -> list[str]:
-    """``__getattr__``, which go-to-definition cannot follow, and readers of ``_local_tensor``."""
+    """``__getattr__``, which go-to-definition cannot follow, and names that another owns."""
     found = []
     for module, path in modules.items():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -158,8 +162,8 @@ def duck_typing(modules: dict[str, Path]) -> list[str]:
             if is_getattr and module != LAZY:
                 found.append(f"{module}:{node.lineno}: __getattr__")
             name = getattr(node, "attr", None) or getattr(node, "value", None)
-            if name == "_local_tensor" and module != DTENSOR:
-                found.append(f"{module}:{node.lineno}: _local_tensor")
+            if isinstance(name, str) and OWNED.get(name, module) != module:
+                found.append(f"{module}:{node.lineno}: {name}")
     return found
 
 
@@ -360,7 +364,10 @@ def test_a_block_size_is_found(tmp_path: Path, source: str, found: str | None) -
 
 @pytest.mark.parametrize(
     "source",
-    ["x._local_tensor", "getattr(x, '_local_tensor')", "class A:\n def __getattr__(self, x): ..."],
+    [
+        *("x._local_tensor", "getattr(x, '_local_tensor')", "sys._getframe(1)"),
+        "class A:\n def __getattr__(self, x): ...",
+    ],
 )
 def test_duck_typing_is_found(tmp_path: Path, source: str) -> None:
     files = {"model/x.py": source, "distributed/dtensor.py": "x._local_tensor"}

@@ -225,7 +225,7 @@ def inner(x: Any) -> Tensor:
     """Return a tensor that ``x`` is made of, whose type tells if it has memory."""
     if type(x) is BlockwiseFP8Weight:
         if is_compiling() or "master" not in x.__dict__:  # a late copy has none
-            return x.cast_from
+            return x._cast_from
         return x.master
     if isinstance(x, BlockwiseFP8Tensor):
         x = x.columnwise_data if x.rowwise_data is None else x.rowwise_data

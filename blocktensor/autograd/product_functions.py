@@ -85,11 +85,11 @@ def _is_one_weight(factors: list[FP8Base]) -> bool:
     if len(factors) < 2 or torch.is_grad_enabled():
         return False
     weights = [x for x in factors if isinstance(x, MasterBase)]
-    return len(weights) == len(factors) and all(x.counted is weights[0].counted for x in weights)
+    return len(weights) == len(factors) and all(x._counted is weights[0]._counted for x in weights)
 
 
 def _readable(x: Any) -> Any:
-    return x.readable if isinstance(x, MasterBase) else x
+    return x._readable if isinstance(x, MasterBase) else x
 
 
 def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:

@@ -96,7 +96,7 @@ class SavedWeight:
             return operand_of(named, format, format).need_columnwise()
         if isinstance(w, BlockwiseFP8Weight):
             if self.plan.tracing:
-                return quantize_transpose(w.cast_from, w.format)
+                return quantize_transpose(w._cast_from, w.format)
             return w.columnwise(cast)
         if isinstance(w, BlockwiseFP8Tensor) and not self.plan.tracing:
             return w.columnwise()
@@ -117,13 +117,13 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
         if w.cache.main_grad is not None and needs_dw:
             check_main_grad(plan.tracing)
         if needs_dx and not plan.tracing:
-            w_row, read.cast = w.rowwise_for_backward()
+            w_row, read.cast = w._rowwise_for_backward()
         elif needs_dx and w.recipe.cache_weight == "step":  # backward casts nothing then
             if w.cache.reuses():  # in eager mode, of an x of another type
                 w_row = w.rowwise(before_backward=needs_dw)
                 read.names, saved_form = ROWWISE, w_row
             else:
-                w_row, saved_form = w.both_forms()
+                w_row, saved_form = w._both_forms()
                 read.names = COLUMNWISE
             return w_row, saved_form[:2], read
         else:
@@ -147,8 +147,6 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
 
 def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], tuple[str, ...]]:
     """Return the inner tensors of a frozen weight, and their names."""
-    if w.recipe.columnwise == "keep":
-        w.columnwise()  # made once, kept by the weight, found by every backward
     names = w.__tensor_flatten__()[0]
     return [getattr(w, name) for name in names], tuple(names)
 

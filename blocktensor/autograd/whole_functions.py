@@ -143,7 +143,7 @@ def linear_cross_entropy(
 
 def _fields(recipe: Recipe) -> tuple[Any, ...]:
     # dataclasses.astuple makes deep copies in Python 3.10, which Dynamo cannot trace
-    return recipe.scale, recipe.columnwise, recipe.cache_weight, recipe.wgrad_input
+    return recipe.scale, recipe.cache_weight, recipe.wgrad_input
 
 
 def _gated_mlp_whole(*args: Any) -> Tensor:

@@ -270,7 +270,7 @@ def _read(
 def _copy_into(current: Tensor, source: Source, values: list[Tensor]) -> None:
     """Write the values of a source into a tensor that is not FP8, or into its master."""
     if source.names.experts is not None and isinstance(current, BlockwiseFP8Weight):
-        current.before_write()
+        current._before_write()
         current = current.master
     with torch.no_grad():
         for rows, value in zip(source.rows(current), values, strict=True):

@@ -92,7 +92,7 @@ class WeightMemory:
 
     def _meet(self, x: Any, name: str) -> bool:
         if isinstance(x, BlockwiseFP8Weight):
-            parts: tuple[Tensor | None, ...] = (x.cast_from,)
+            parts: tuple[Tensor | None, ...] = (x._cast_from,)
         elif isinstance(x, BlockwiseFP8Tensor) and x.format.transposes:
             parts = x.rowwise_data, x.columnwise_data
         else:

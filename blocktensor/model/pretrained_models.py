@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..tensor.callers import callers
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
@@ -112,10 +113,8 @@ def _cast(head: Any, recipe: Recipe) -> None:
 def _from_pretrained(theirs: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Warn of a reference model in high precision that trl makes beside a policy in FP8."""
     made = theirs(kind, *args, **kwargs)
-    frame: Any = sys._getframe(1)
-    while frame is not None and not _is_of_trainer(frame):
-        frame = frame.f_back
-    trainer = None if frame is None else frame.f_locals["self"]
+    trainers = (x.local("self") for x in callers() if x.module.startswith("trl."))
+    trainer = next((x for x in trainers if x is not None), None)
     policy = getattr(trainer, "model", None)
     is_copy = policy is not None and _source(policy) == _source(made)
     if is_copy and _has_fp8(policy) and not _has_fp8(made):
@@ -128,10 +127,6 @@ def _from_pretrained(theirs: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
             stacklevel=3,
         )
     return made
-
-
-def _is_of_trainer(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("trl.") and "self" in frame.f_locals
 
 
 def _source(model: Any) -> Any:

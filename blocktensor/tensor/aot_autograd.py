@@ -8,12 +8,19 @@
   counter. An output that it takes for new memory need not see that the weight was written to.
 - Its partitioner moves what a backward computes of saved tensors alone into the forward, and saves
   the result. Ops with a tag stay, and so do those that read them.
+- Its cache of compiled graphs finds one by what Dynamo has traced: a call of ``F.linear`` with a
+  weight. What AOTAutograd makes of that call is this package's code, which the key must name.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +29,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 _TAG = "partitioner_tag"
+_PACKAGE = Path(__file__).parents[1]
+_IMPORTED = time.time()
 
 
 def plain_tangent(output: Any) -> Tensor:
@@ -76,3 +85,19 @@ def kept_in_backward() -> Iterator[None]:
         yield
     finally:
         meta[_TAG] = tag
+
+
+@functools.cache
+def source_key() -> str:
+    """Return a digest of this package's files (some 10 ms, once).
+
+    A process whose files have changed since the import runs code that is not in them: it shares no
+    graph with another process.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_mtime > _IMPORTED:
+                digest.update(os.urandom(32))
+            digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + file.read())
+    return digest.hexdigest()

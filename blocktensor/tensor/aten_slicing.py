@@ -7,8 +7,9 @@ from which the other is derived; a 1x128 part keeps both, which are two casts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from ..ops.formats import Quantized, ceil_div
 from ..ops.scale_layouts import columnwise_width, laid_out
-from .base import view_of_its_kind
-from .fp8_tensor import BlockwiseFP8Tensor
+from .base import implements, view_of_its_kind
+from .fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from .operand import Operand
 
 aten = torch.ops.aten
@@ -29,59 +30,46 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
         return x.relabel()
     shape = list(x.shape)
     shape[dim] = stop - start
-    operand = x.operand
-    if _in_squares(x) and dim < x.ndim - 2:
-        lead = (None if form is None else _matrices(form, start, stop) for form in operand)
-        return _like(x, Operand(*lead), shape)
+    if _is_of_stack(x, dim):
+        return _like(
+            x, Operand(*(form and _cut(form, 0, start, stop) for form in x.operand)), shape
+        )
+    # the columns of one form are the rows of the other
     columns = dim == x.ndim - 1
-    if columns:  # the columns of one form are the rows of the other
-        operand = operand.transposed()
-    rows = math.prod(x.shape[dim + 1 : -1]) if not columns else 1  # of data, for an index of dim
-    across = operand.columnwise
-    in_rows = operand.rowwise is not None and operand.rowwise.format.rows > 1
-    _check_boundary(x, dim, start, stop, max(rows, 1), across is not None or in_rows, op)
+    along, across = x.operand.transposed() if columns else x.operand
+    rows = 1 if columns else math.prod(x.shape[dim + 1 : -1])  # of data, for an index of dim
+    if across is not None or (along is not None and along.format.rows > 1):
+        for index in (start, stop):
+            _check_boundary(x, dim, index, max(rows, 1), op)
     start, stop = start * rows, stop * rows
-    along = None if operand.rowwise is None else _rows(operand.rowwise, start, stop)
-    made = Operand(along, None)
-    if across is not None and not (_in_squares(x) and along is not None):
-        made = Operand(along, _columns(across, start, stop))
+    if along is not None and x.format.transposes:
+        across = None
+    made = Operand(along and _cut(along, -2, start, stop), across and _cut(across, -1, start, stop))
     return _like(x, made.transposed() if columns else made, shape)
 
 
-def _check_boundary(
-    x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, rows: int, blocks: bool, op: str
-) -> None:
-    """Refuse a cut through a block; ``blocks``: those of a form held lie along ``dim``."""
-    if not blocks:
-        return
+def _check_boundary(x: BlockwiseFP8Tensor, dim: int, index: int, rows: int, op: str) -> None:
+    """Refuse a cut through a block."""
     size, block = x.shape[dim], x.format.cols
-    for index in (start, stop):
-        if index != size and index * rows % block:
-            step = block // math.gcd(block, rows)
-            below = index // step * step
-            raise ValueError(
-                f"{op} of a BlockwiseFP8Tensor {list(x.shape)} at index {index} of dimension {dim} "
-                f"cuts through a block of {block}: the nearest boundaries are {below} and "
-                f"{min(below + step, size)}; call .dequantize() first to cut elsewhere"
-            )
+    if index != size and index * rows % block:
+        step = block // math.gcd(block, rows)
+        below = index // step * step
+        raise ValueError(
+            f"{op} of a BlockwiseFP8Tensor {list(x.shape)} at index {index} of dimension {dim} "
+            f"cuts through a block of {block}: the nearest boundaries are {below} and "
+            f"{min(below + step, size)}; call .dequantize() first to cut elsewhere"
+        )
 
 
-def _rows(form: Quantized, start: int, stop: int) -> Quantized:
+def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
+    """Cut a form along the columns (-1) or rows (-2) of its data, or out of a stack (0)."""
     data, scale, format = form
-    first, last = start // format.rows, ceil_div(stop, format.rows)
-    return Quantized(data[..., start:stop, :], scale[..., first:last, :], format)
-
-
-def _columns(form: Quantized, start: int, stop: int) -> Quantized:
-    data, scale, format = form
-    first, last = start // format.cols, ceil_div(stop, format.cols)
+    block = format.block_shape[axis] if axis else 1
+    scale = aten.slice(scale, axis, start // block, ceil_div(stop, block))
+    if axis != -1:
+        return Quantized(aten.slice(data, axis, start, stop), scale, format)
     end = columnwise_width(stop, format) if start < stop else stop  # with the zeros at the end
-    return laid_out(data[..., start:end].contiguous(), scale[..., first:last], format)
-
-
-def _matrices(form: Quantized, start: int, stop: int) -> Quantized:
-    data, scale, format = form
-    return Quantized(data[start:stop], scale[start:stop], format)
+    return laid_out(data[..., start:end].contiguous(), scale, format)
 
 
 def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> BlockwiseFP8Tensor:
@@ -89,9 +77,7 @@ def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> Bloc
     if not x.is_contiguous() and len(shape) > 1:  # as its transpose would have them
         *lead, n, k = torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride()
         strides = [*lead, k, n]
-    return BlockwiseFP8Tensor(
-        *operand, shape=shape, strides=strides, dtype=x.dtype, recipe=x.recipe, formats=x.formats
-    )
+    return x.like(operand, shape, strides)
 
 
 def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
@@ -99,7 +85,7 @@ def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{op}: dimension {dim} of a tensor with {x.ndim}")
     dim %= x.ndim
-    if dim not in (0, x.ndim - 2, x.ndim - 1) or (0 < dim < x.ndim - 1 and not _in_squares(x)):
+    if 0 < dim < x.ndim - 1 and not (x.format.transposes and dim == x.ndim - 2):
         raise NotImplementedError(
             f"{op} along dimension {dim} of a BlockwiseFP8Tensor {list(x.shape)}: its bytes are a "
             f"matrix of the last dimension by all others, which can be cut along the first "
@@ -108,19 +94,17 @@ def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
     return dim
 
 
-def _in_squares(x: BlockwiseFP8Tensor) -> bool:
-    return x.format.transposes
+def _is_of_stack(x: BlockwiseFP8Tensor, dim: int) -> bool:
+    """Whether matrices of a stack lie along ``dim``."""
+    return x.format.transposes and dim < x.ndim - 2
 
 
+@implements(ATEN_OPS, aten.slice.Tensor)
 @view_of_its_kind
 def _slice(
-    func: Any,
-    x: BlockwiseFP8Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> BlockwiseFP8Tensor:
+    func: Any, x: BlockwiseFP8Tensor, dim: int = 0, start: int | None = None,
+    end: int | None = None, step: int = 1,
+) -> BlockwiseFP8Tensor:  # fmt: skip
     dim = _dim(x, dim, "a slice")
     first, last, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:
@@ -128,6 +112,7 @@ def _slice(
     return _part(x, dim, first, max(first, last), "a slice")
 
 
+@implements(ATEN_OPS, aten.select.int)
 @view_of_its_kind
 def _select(func: Any, x: BlockwiseFP8Tensor, dim: int, index: int) -> BlockwiseFP8Tensor:
     dim = _dim(x, dim, "select")
@@ -140,43 +125,36 @@ def _select(func: Any, x: BlockwiseFP8Tensor, dim: int, index: int) -> Blockwise
         raise IndexError(f"index {index} of a dimension of {x.shape[0]}")
     index %= x.shape[0]
     part = _part(x, 0, index, index + 1, "select")
-    shape = part.shape[1:]
-    if not _in_squares(x):
-        return part.relabel(shape=shape)
-    forms = (
-        None if form is None else Quantized(form.data[0], form.scale[0], form.format)
-        for form in part.operand
-    )
-    return _like(x, Operand(*forms), shape)
+    if not x.format.transposes:
+        return part.relabel(shape=part.shape[1:])
+    forms = (form and Quantized(form.data[0], form.scale[0], form.format) for form in part.operand)
+    return _like(x, Operand(*forms), part.shape[1:])
 
 
+@implements(ATEN_OPS, aten.unbind.int)
 @view_of_its_kind
 def _unbind(func: Any, x: BlockwiseFP8Tensor, dim: int = 0) -> list[BlockwiseFP8Tensor]:
     return [_select(aten.select.int, x, dim, i) for i in range(x.shape[_dim(x, dim, "unbind")])]
 
 
+@implements(ATEN_OPS, aten.split.Tensor, aten.split_with_sizes.default)
 @view_of_its_kind
-def _split(func: Any, x: BlockwiseFP8Tensor, size: int, dim: int = 0) -> list[BlockwiseFP8Tensor]:
-    dim = _dim(x, dim, "split")
-    total = x.shape[dim]
-    if size < 1:
-        raise ValueError(f"split into parts of {size}: expected at least 1")
-    return [
-        _part(x, dim, at, min(at + size, total), "split") for at in range(0, max(total, 1), size)
-    ]
-
-
-@view_of_its_kind
-def _split_with_sizes(
-    func: Any, x: BlockwiseFP8Tensor, sizes: list[int], dim: int = 0
+def _split(
+    func: Any, x: BlockwiseFP8Tensor, sizes: int | list[int], dim: int = 0
 ) -> list[BlockwiseFP8Tensor]:
     dim = _dim(x, dim, "split")
-    if sum(sizes) != x.shape[dim]:
-        raise ValueError(f"split into {sizes}: expected a sum of {x.shape[dim]}")
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    total = x.shape[dim]
+    if not isinstance(sizes, list):
+        if sizes < 1:
+            raise ValueError(f"split into parts of {sizes}: expected at least 1")
+        sizes = [min(sizes, total - at) for at in range(0, max(total, 1), sizes)]
+    if sum(sizes) != total:
+        raise ValueError(f"split into {sizes}: expected a sum of {total}")
+    ends = itertools.accumulate(sizes)
     return [_part(x, dim, end - size, end, "split") for end, size in zip(ends, sizes, strict=True)]
 
 
+@implements(ATEN_OPS, aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tensor:
     first = tensors[0]
     fp8 = [x for x in tensors if isinstance(x, BlockwiseFP8Tensor)]
@@ -190,46 +168,32 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
             f"rounding; call .dequantize() first"
         )
     dim = _dim(first, dim, "cat")
+    if len({(*x.shape[:dim], *x.shape[dim + 1 :]) for x in fp8}) > 1:
+        raise ValueError(f"cat along {dim} of shapes {[list(x.shape) for x in fp8]}")
     shape = list(first.shape)
-    for x in fp8[1:]:
-        if [*x.shape[:dim], *x.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
-            raise ValueError(f"cat along {dim} of shapes {[list(x.shape) for x in fp8]}")
     shape[dim] = sum(x.shape[dim] for x in fp8)
-    lead = _in_squares(first) and dim < first.ndim - 2
-    columns = dim == first.ndim - 1
-    rows = 1 if columns or lead else math.prod(first.shape[dim + 1 : -1])
-    across = [x.operand[0 if columns else 1] is not None for x in fp8]
-    squares = [form.format.rows > 1 for x in fp8 for form in x.operand if form is not None]
-    for x in [] if lead else fp8[:-1]:
-        block = x.format.cols
-        if any(squares + across) and x.shape[dim] * rows % block:
+    columns, stack = dim == first.ndim - 1, _is_of_stack(first, dim)
+    rows = 1 if columns else math.prod(first.shape[dim + 1 : -1])
+    across = any(x.operand[0 if columns else 1] is not None for x in fp8)
+    squares = any(form.format.rows > 1 for x in fp8 for form in x.operand if form is not None)
+    block = first.format.cols
+    for x in fp8[:-1]:
+        if (squares or across) and not stack and x.shape[dim] * rows % block:
             raise ValueError(
                 f"cat along {dim}: {list(x.shape)} ends inside a block of {block}, and only the "
                 f"last part may; call .dequantize() first"
             )
     made: list[Quantized | None] = []
     for side in (0, 1):
-        forms = [x.operand[side] for x in fp8]
-        held = [form for form in forms if form is not None]
+        held = [form for x in fp8 if (form := x.operand[side]) is not None]
         if len(held) < len(fp8):
             made.append(None)
             continue
-        at = 0 if lead else -2 if (side == 1) == columns else -1
+        at = 0 if stack else -2 if (side == 1) == columns else -1
         width = min(form.data.shape[-1] for form in held)  # some may have zeros after it
         parts = [form.data if at == -1 else form.data[..., :width] for form in held]
-        data = torch.cat(parts, at)
         scale = torch.cat([form.scale for form in held], at)
-        made.append(laid_out(data, scale, first.formats[side]))
+        made.append(laid_out(torch.cat(parts, at), scale, first.formats[side]))
     if made == [None, None]:
         raise ValueError("cat of BlockwiseFP8Tensors that hold no form in common")
     return _like(first, Operand(*made), shape)
-
-
-PARTS: dict[Any, Callable[..., Any]] = {
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.unbind.int: _unbind,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split_with_sizes,
-    aten.cat.default: _cat,
-}

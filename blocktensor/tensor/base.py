@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .accelerate_internals import address_of_bytes, names_by_address
-from .aot_autograd import plain_tangent
-from .module_of_error import name_module
-from .package_source import source_key
+from .aot_autograd import plain_tangent, source_key
+from .callers import address_as_a_name, caller
+from .refusals import name_module, refuse
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
@@ -28,76 +25,44 @@ _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _GRAD: Any = Tensor.grad  # the descriptor
 
 
-def without_memory(wrapper: Any) -> Any:
-    """Make functions in C that read memory raise for a wrapper, whose pointer is null."""
-    torch._C._set_throw_on_mutable_data_ptr(wrapper)
-    return wrapper
+def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
+    """Return a tensor without memory; functions in C that would read it raise."""
+    made: Any = torch.Tensor._make_wrapper_subclass(kind, size, **layout)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
 
 
 class FP8Base(Tensor):
-    """Base class of the FP8 types: overrides above autograd, and no constructor of Tensor."""
+    """Base class of the FP8 types: overrides above autograd, and a table of ops below it."""
+
+    _ops: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    """Aten ops, which :func:`implements` enters; those of other libraries by name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
-    def wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
+    def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
         """A tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
-        return without_memory(
-            torch.Tensor._make_wrapper_subclass(
-                cls,
-                inner.shape,
-                strides=inner.stride(),
-                storage_offset=inner.storage_offset(),
-                dtype=dtype,
-                device=inner.device,
-            )
-        )
+        strides, offset = inner.stride(), inner.storage_offset()
+        return wrapper(
+            cls, inner.shape, strides=strides, storage_offset=offset, dtype=dtype,
+            device=inner.device,
+        )  # fmt: skip
 
     def data_ptr(self) -> int:
-        """The address of the master of a trainable weight.
+        """Return the address of the master of a trainable weight.
 
         Raises:
             NotImplementedError: the tensor is frozen, and has several addresses.
         """
-        # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
-        if sys._getframe(1).f_globals.get("__name__") == "torch._tensor":
-            return 0
-        return self._address(sys._getframe(1))
-
-    def _address(self, caller: FrameType) -> int:
-        if names_by_address(caller):
-            return address_of_bytes(self)
+        name = address_as_a_name(self, caller())
+        if name is not None:
+            return name
         raise NotImplementedError(
             f"a {type(self).__name__} has no memory of its own: take .rowwise_data and "
             f".rowwise_scale, or call .dequantize()"
         )
-
-    def _use_count(self) -> int:
-        """As of any tensor; refuses the swap with which a parametrization would end FP8.
-
-        ``register_parametrization`` gives the parameter the content of ``right_inverse(weight)``,
-        which is plain where that computes new values. A swap of a tensor with itself, which changes
-        nothing, is allowed whoever uses it.
-        """
-        frame = sys._getframe(1).f_back
-        if frame is not None and frame.f_code.co_name == "swap_tensors":
-            names = frame.f_locals
-            if names.get("t1") is self and names.get("t2") is self:
-                return 1
-        caller = frame
-        while caller is not None and caller.f_code.co_name == "swap_tensors":  # torch's and ours
-            caller = caller.f_back
-        if caller is not None and caller.f_code.co_name == "_maybe_set":
-            is_parametrize = caller.f_globals.get("__name__") == "torch.nn.utils.parametrize"
-            if is_parametrize and not isinstance(caller.f_locals.get("src"), FP8Base):
-                raise NotImplementedError(
-                    f"this parametrization would make an FP8 weight {list(self.shape)} plain, so "
-                    f"that its linear ran in high precision: register it before converting, which "
-                    f"then leaves the linear alone, or convert with skip=[...]"
-                )
-        count: int = super()._use_count()  # type: ignore[misc]
-        return count
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce as any tensor does, but for the device: that of the parts, as they are loaded.
@@ -107,9 +72,9 @@ class FP8Base(Tensor):
         rebuild, args = super().__reduce_ex__(protocol)
         if args[0] is not torch._utils._rebuild_wrapper_subclass:
             return rebuild, args
-        _, _, wrapper, state = args
+        _, _, about, state = args
         names = [n for n, x in state.items() if isinstance(x, Tensor) and x.dtype == _E4M3]
-        return rebuilt, (wrapper, _viewed(state, names, torch.uint8), names)
+        return rebuilt, (about, _viewed(state, names, torch.uint8), names)
 
     def element_size(self) -> int:
         """Return the bytes an element takes: 1 of a frozen weight (``get_memory_footprint``)."""
@@ -162,6 +127,20 @@ class FP8Base(Tensor):
                 name_module(error, (args, kwargs))
             raise
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        implementation = cls._ops.get(func) or cls._ops.get(func.name())
+        if implementation is not None:
+            return implementation(func, *args, **(kwargs or {}))
+        if is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
+        return cls._other_op(func, args, kwargs or {})
+
+    @classmethod
+    def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is not in the table and not made of others."""
+        refuse(func)
+
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -171,32 +150,38 @@ def _viewed(state: dict[str, Any], names: Sequence[str], dtype: torch.dtype) -> 
     return {**state, **{name: state[name].view(dtype) for name in names}}
 
 
-def rebuilt(wrapper: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] = ()) -> Any:
+def rebuilt(about: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] = ()) -> Any:
     """Return a tensor from a file: torch's function cannot ask a ``map_location`` for a device.
 
     Args:
-        wrapper: the arguments of ``torch._utils._rebuild_wrapper_subclass``.
+        about: the arguments of ``torch._utils._rebuild_wrapper_subclass``.
         state: the attributes.
         e4m3: the names of those that are written as bytes.
     """
-    kind, dtype, size, strides, offset, layout, device, requires_grad = wrapper
+    kind, dtype, size, strides, offset, layout, device, requires_grad = about
     state = _viewed(state, e4m3, _E4M3)
     parts = [x for x in state.values() if isinstance(x, Tensor)]
 
     def make() -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
-            kind,
-            size,
-            strides=strides,
-            storage_offset=offset,
-            dtype=dtype,
-            layout=layout,
-            device=parts[0].device if parts else device,
-            requires_grad=requires_grad,
-        )
-        return without_memory(made)
+        return wrapper(
+            kind, size, strides=strides, storage_offset=offset, dtype=dtype, layout=layout,
+            device=parts[0].device if parts else device, requires_grad=requires_grad,
+        )  # fmt: skip
 
     return torch._tensor._rebuild_from_type_v2(make, kind, (), state)
+
+
+class StraightThrough(torch.autograd.Function):
+    """High-precision values of an FP8 tensor, to which their gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dtype: torch.dtype | None, of_master: bool) -> Tensor:
+        made: Tensor = x.master.view_as(x.master) if of_master else x._values_in(dtype)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None, None  # autograd converts it to the dtype of x
 
 
 class MasterBase(FP8Base):
@@ -206,8 +191,9 @@ class MasterBase(FP8Base):
     transposed: bool = False
     """Whether the tensor shows the transpose of its master."""
 
-    def _address(self, caller: FrameType) -> int:
-        return self.master.data_ptr()
+    def data_ptr(self) -> int:
+        # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
+        return 0 if caller().module == "torch._tensor" else self.master.data_ptr()
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: Any, expected_type: type | None = None
@@ -216,16 +202,16 @@ class MasterBase(FP8Base):
         return self.master if expected_type is Tensor else None
 
     @property
-    def counted(self) -> Tensor:
+    def _counted(self) -> Tensor:
         """The tensor whose version counter tells that the master has changed."""
         return self.master
 
     @property
-    def readable(self) -> Tensor:
+    def _readable(self) -> Tensor:
         """The master, for ops that only read it."""
         return self.master
 
-    def before_write(self) -> None:
+    def _before_write(self) -> None:
         """A write to the master follows."""
 
 
@@ -248,26 +234,21 @@ def _hands_out_memory(func: Any) -> bool:
     return bool(_written_arguments(func)) or any(x.alias_info is not None for x in returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MasterBase]:
-    """The wrappers whose masters an op writes to; those that it only reads do not change."""
-    arguments = [
-        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
-    ]
-    return [x for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, MasterBase)]
-
-
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
     wrapped: dict[int, MasterBase] = {}
-    written = _written(func, args, kwargs)
+    arguments = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
+    ]
+    written = [x for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, MasterBase)]
     hands_out = _hands_out_memory(func)
-    for wrapper in written:
-        wrapper.before_write()
+    for x in written:
+        x._before_write()
 
     def unwrap(x: Any) -> Any:
         if not isinstance(x, MasterBase):
             return x
-        master = x.master if hands_out else x.readable
+        master = x.master if hands_out else x._readable
         wrapped[id(master)] = x
         return master
 
@@ -275,11 +256,21 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*plain_args, **plain_kwargs)
     # Below autograd an in-place op leaves the master's version alone, and an alias of the weight
     # made by .data has a counter of its own: count here, where both are known.
-    for wrapper in written:
-        torch.autograd.graph.increment_version(wrapper.counted)
+    for x in written:
+        torch.autograd.graph.increment_version(x._counted)
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )
+
+
+def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[..., Any]:
+    """Return a decorator that enters a function in ``table`` as the implementation of ``ops``."""
+
+    def enter(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        table.update(dict.fromkeys(ops, implementation))
+        return implementation
+
+    return enter
 
 
 @functools.cache

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import FP8Base, without_memory
+from .base import FP8Base, implements, wrapper
 from .fp8_tensor import BlockwiseFP8Tensor
+from .operand import Operand
 from .refusals import refuse
 
 aten = torch.ops.aten
+
+_OPS: dict[Any, Callable[..., Any]] = {}
 
 
 class Bucket(FP8Base):
@@ -28,16 +31,13 @@ class Bucket(FP8Base):
     """
 
     parts: Sequence[Tensor]
+    _ops = _OPS
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor]) -> Bucket:
         """Lay ``parts`` end to end, which have one dtype and device."""
         first, size = parts[0], sum(part.numel() for part in parts)
-        self: Bucket = without_memory(
-            torch.Tensor._make_wrapper_subclass(
-                cls, (size,), dtype=first.dtype, device=first.device
-            )
-        )
+        self: Bucket = wrapper(cls, (size,), dtype=first.dtype, device=first.device)
         self.parts = parts
         return self
 
@@ -45,37 +45,25 @@ class Bucket(FP8Base):
     def of(x: BlockwiseFP8Tensor) -> Bucket:
         """Return ``x.view(-1)`` with one form of ``x``; ``copy_`` back makes the other form."""
         row, col = x.operand
-        made = BlockwiseFP8Tensor(
-            row,
-            None if row is not None else col,
-            shape=x.shape,
-            strides=x.stride(),
-            dtype=x.dtype,
-            recipe=x.recipe,
-            formats=x.formats,
-        )
-        return Bucket([made])
+        one = Operand(row, None if row is not None else col)
+        return Bucket([x.like(one, x.shape, x.stride())])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Bucket({self.parts!r})"
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        implementation = _OPS.get(func)
-        if implementation is None:
-            refuse(func)
-        return implementation(func, *args, **(kwargs or {}))
 
-
+@implements(_OPS, aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Bucket) -> Bucket:
     return Bucket(x.parts)
 
 
+@implements(_OPS, aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
     parts = [x.parts if isinstance(x, Bucket) else [x] for x in tensors]
     return Bucket([*itertools.chain.from_iterable(parts)])
 
 
+@implements(_OPS, aten.slice.Tensor)
 def _slice(
     func: Any, x: Bucket, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
@@ -89,6 +77,7 @@ def _slice(
     return parts[0].detach() if is_plain else Bucket(parts)
 
 
+@implements(_OPS, aten.view.default)
 def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
     if list(size) in ([-1], [x.shape[0]]):
         return Bucket(x.parts)
@@ -113,13 +102,5 @@ def _broadcast(func: Any, tensors: Sequence[Bucket], *args: Any) -> Any:
     return tensors, result
 
 
-_OPS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.cat.default: _cat,
-    aten.slice.Tensor: _slice,
-    aten.view.default: _view,
-}
-
 if torch.distributed.is_available():
-    _OPS[torch.ops.c10d.broadcast_.default] = _broadcast
+    implements(_OPS, torch.ops.c10d.broadcast_.default)(_broadcast)

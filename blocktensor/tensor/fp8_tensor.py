@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +21,26 @@ from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base, is_composite, without_memory
-from .operand import Operand, form_of, operand_of
-from .prepared import PREPARED, HoldsPrepared
-from .refusals import refuse, refuse_rebuilding
-from .straight_through import Dequantize
-from .unpickled import checked
+from .base import FP8Base, StraightThrough, wrapper
+from .operand import Operand, checked, form_of, operand_of
+from .refusals import refuse_rebuilding
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
 
+_PREPARED = ("prepared_data", "prepared_scale", "prepared_runs")
 _INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source",
-          *PREPARED)  # fmt: skip
+          *_PREPARED)  # fmt: skip
 
 
+def _prepared_part(index: int) -> property:
+    def part(self: BlockwiseFP8Tensor) -> Tensor | None:
+        return None if self.prepared is None else self.prepared.parts[index]
+
+    return property(part)
+
+
+@dataclass(eq=False)
 class Generation:
     """Which values the bytes of a gathered weight are a cast of; shared by all its aliases.
 
@@ -42,14 +49,11 @@ class Generation:
         is_stale: True where a backward has gathered changed values with the scales of old ones.
     """
 
-    __slots__ = ("is_stale", "of")
-
-    def __init__(self) -> None:
-        self.of: object = None
-        self.is_stale = False
+    of: object = None
+    is_stale: bool = False
 
 
-class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
+class BlockwiseFP8Tensor(FP8Base):
     """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
 
     To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
@@ -65,7 +69,9 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
-        prepared: of an input that tensor parallel linears share; else None (``prepared.py``).
+        prepared: what tensor parallel linears find on an input that they share
+            (``shared_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
+            ``context``, which makes them whole, as a constant.
 
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
     128x128 tensor may be a stack ``[E, N, K]``.
@@ -81,6 +87,9 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
     source_version: tuple[int, int] | None = None
     recipe: Recipe
     generation: Generation | None = None
+    prepared: Any = None
+    _ops = ATEN_OPS
+    prepared_data, prepared_scale, prepared_runs = map(_prepared_part, range(3))
 
     @staticmethod
     def __new__(
@@ -100,13 +109,10 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
 
         Args:
             rowwise, columnwise: the forms that exist; at least one.
-            shape: logical shape; for 1x128 blocks any ``[..., K]`` over the rows of the data.
+            shape, strides: logical ones; for 1x128 blocks any ``[..., K]`` over the rows of data.
             dtype: the high-precision dtype to show to autograd and to produce.
-            recipe: how the casts were made.
-            strides: logical strides; contiguous by default.
-            formats: of the rowwise and of the columnwise form; by default those of the forms, and
-                of a form that does not exist that of the other.
-            source: see the attribute.
+            formats: of both forms; by default a form that does not exist has the other's.
+            recipe, source: see the attributes.
             requires_grad: given by frameworks that rebuild a parameter, ``rowwise`` then.
 
         Raises:
@@ -126,14 +132,8 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
                 "BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither; "
                 "BlockwiseFP8Tensor.quantize(x) makes them"
             )
-        self = without_memory(
-            torch.Tensor._make_wrapper_subclass(
-                cls,
-                shape,
-                strides=strides,  # None: contiguous
-                dtype=dtype,
-                device=present.data.device,
-            )
+        self: BlockwiseFP8Tensor = wrapper(
+            cls, shape, strides=strides, dtype=dtype, device=present.data.device
         )
         self.rowwise_data, self.rowwise_scale = (None, None) if rowwise is None else rowwise[:2]
         self.columnwise_data, self.columnwise_scale = columnwise[:2] if columnwise else (None, None)
@@ -141,9 +141,9 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
             present.format,
             present.format if columnwise is None else columnwise.format,
         )
+        self.recipe = recipe
         if source is not None:
             self.source = source
-        self.recipe = recipe
         return self
 
     @classmethod
@@ -170,13 +170,8 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         form = Quantized(rowwise_data, rowwise_scale, with_block_shape(block_shape, recipe.scale))
         checks.quantized(form)
         checks.gemm_output(dtype)
-        return cls(
-            laid_out(rowwise_data.contiguous(), rowwise_scale, form.format),
-            None,
-            shape=rowwise_data.shape,
-            dtype=dtype,
-            recipe=recipe,
-        )
+        row = laid_out(rowwise_data.contiguous(), rowwise_scale, form.format)
+        return cls(row, None, shape=rowwise_data.shape, dtype=dtype, recipe=recipe)
 
     @classmethod
     def quantize(
@@ -277,10 +272,7 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         Raises:
             ValueError: 1x128 blocks cast without it: a second rounding would be needed.
         """
-        form = self.operand.need_rowwise(self.rowwise_format)
-        if self.rowwise_data is None and self.recipe.columnwise == "keep":
-            self.rowwise_data, self.rowwise_scale, _ = form
-        return form
+        return self.operand.need_rowwise(self.rowwise_format)
 
     def columnwise(self) -> Quantized:
         """The columnwise form, derived by a byte transpose where 128x128 blocks lack it.
@@ -288,35 +280,30 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         Raises:
             ValueError: as :meth:`rowwise`.
         """
-        form = self.operand.need_columnwise(self.columnwise_format)
-        if self.columnwise_data is None and self.recipe.columnwise == "keep":
-            self.columnwise_data, self.columnwise_scale, _ = form
-        return form
+        return self.operand.need_columnwise(self.columnwise_format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``data * scale`` as a plain tensor, in ``dtype`` or ``self.dtype``.
 
-        Read from the rowwise form, or the columnwise one where that is all there is.
         Differentiable: the gradient passes straight through.
         """
         if self.requires_grad and torch.is_grad_enabled():
-            made: Tensor = Dequantize.apply(self, dtype)
+            made: Tensor = StraightThrough.apply(self, dtype, False)
             return made
-        return self.values_in(dtype)
+        return self._values_in(dtype)
 
-    def values_in(self, dtype: torch.dtype | None) -> Tensor:
+    def _values_in(self, dtype: torch.dtype | None) -> Tensor:
         """Return what :meth:`dequantize` returns, without a gradient."""
-        dtype, (row, _) = dtype or self.dtype, self.operand
+        dtype, (row, col) = dtype or self.dtype, self.operand
         *lead, cols = self.shape
         if row is not None:
             value = _first_columns(cast.dequantize(row, dtype), cols)
         else:
+            assert col is not None
             rows = math.prod(lead) if self.format.rows == 1 else lead[-1]
-            value = _first_columns(cast.dequantize(self.columnwise(), dtype), rows)
-            value = value.transpose(-1, -2)
+            value = _first_columns(cast.dequantize(col, dtype), rows).transpose(-1, -2)
         # a plain view could not be changed in place by the caller of an autograd function
-        made: Tensor = torch.ops.aten._unsafe_view(value, self.shape)
-        return made
+        return torch.ops.aten._unsafe_view(value, self.shape)
 
     def relabel(
         self,
@@ -327,24 +314,30 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
         dtype: torch.dtype | None = None,
     ) -> BlockwiseFP8Tensor:
         """The same bytes under another shape (by default contiguous), orientation or dtype."""
-        operand = self.operand
-        made = BlockwiseFP8Tensor(
-            *(operand.transposed() if transpose else operand),
-            shape=self.shape if shape is None else shape,
-            strides=self.stride() if shape is None else strides,
-            dtype=dtype or self.dtype,
-            recipe=self.recipe,
-            formats=self.formats[::-1] if transpose else self.formats,
-            source=None if transpose else self.source,
-        )
+        operand, formats, source = self.operand, self.formats, self.source
+        if transpose:
+            operand, formats, source = operand.transposed(), formats[::-1], None
+        if shape is None:
+            shape, strides = self.shape, self.stride()
+        dtype = dtype or self.dtype
+        made = self.like(operand, shape, strides, formats=formats, dtype=dtype, source=source)
         for name in ("generation", "source_version", "prepared"):
             if (value := getattr(self, name)) is not None:
                 setattr(made, name, value)
         return made
 
+    def like(
+        self, operand: Operand, shape: Sequence[int], strides: Sequence[int] | None, **others: Any
+    ) -> BlockwiseFP8Tensor:
+        """Return other forms, with this tensor's formats, recipe and dtype by default."""
+        known: dict[str, Any] = {"formats": self.formats, "recipe": self.recipe}
+        known |= {"dtype": self.dtype, **others}
+        return BlockwiseFP8Tensor(*operand, shape=shape, strides=strides, **known)
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self.dtype, self.formats, self.recipe, self.prepared_context)
+        prepared = None if self.prepared is None else self.prepared.context
+        return names, (self.dtype, self.formats, self.recipe, prepared)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -360,7 +353,9 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
             formats=formats,
             source=inner.get("source"),
         )
-        return made.with_prepared(prepared, inner)
+        if prepared is not None:
+            made.prepared = prepared.of(*map(inner.get, _PREPARED))
+        return made
 
     def __setstate__(self, state: Any) -> None:
         parts = dict(state) if isinstance(state, dict) else {}
@@ -385,15 +380,6 @@ class BlockwiseFP8Tensor(HoldsPrepared, FP8Base):
             f"block_shape={self.block_shape}, scale={self.recipe.scale!r}, forms={forms}, "
             f"device={str(self.device)!r}{grad})"
         )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        implementation = ATEN_OPS.get(func)
-        if implementation is None:
-            if is_composite(func):
-                return func.decompose(*args, **(kwargs or {}))
-            refuse(func)
-        return implementation(func, *args, **(kwargs or {}))
 
 
 def _first_columns(value: Tensor, count: int) -> Tensor:

@@ -1,12 +1,15 @@
-"""Errors of the FP8 types that several files raise."""
+"""Errors of the FP8 types, and the module and the weight that they name."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves
 
 from ..ops.formats import BlockFormat
+from .callers import modules_that_run
 
 
 def refuse_rebuilding(cls: type) -> NoReturn:
@@ -62,3 +65,46 @@ def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:
             f"other with Recipe(scale={b.scale_rounding!r}); cast both with one recipe, e.g. "
             f"blocktensor.quantize(x, recipe=weight.recipe)"
         )
+
+
+@_disable_dynamo  # it looks at the stack, which no compiler can trace
+def name_module(error: Exception, operands: Any) -> None:
+    """Add to ``error`` the module whose code runs, and the weights that a refused op reads.
+
+    Args:
+        error: raised for an op of an FP8 type; NotImplementedError if the op is refused.
+        operands: of the op, one of which may be a weight or a view of one.
+    """
+    modules = [] if getattr(error, "names_module", False) else modules_that_run()
+    if not modules:
+        return
+    inner, model = modules[0], modules[-1]
+    name = next((name for name, x in model.named_modules() if x is inner), "")
+    text = f"{error}; in {name!r}, a {type(inner).__name__}" if name else str(error)
+    is_refused = isinstance(error, NotImplementedError)
+    if is_refused and (weights := _weights_of(model, operands)):
+        text += f", by {' and '.join(map(repr, weights))}; to compute that in high precision, "
+        patterns = list(dict.fromkeys(map(_pattern, weights)))
+        text += f"convert(model, skip={patterns})" if all(patterns) else "leave it unconverted"
+    error.args = (text,)
+    error.names_module = True  # type: ignore[attr-defined]
+
+
+def _pattern(weight: str) -> str:
+    """Return a skip pattern for the module of a weight in every layer."""
+    *parts, _ = weight.split(".")
+    of_layers = ["*" if part.isdigit() else part for part in parts]
+    return ".".join(parts if len(parts) == 1 else of_layers)
+
+
+def _weights_of(model: nn.Module, operands: Any) -> list[str]:
+    """Return the names of the FP8 parameters of ``model`` that operands are views of."""
+    read = {storage for x in tree_leaves(operands) for storage in _storages(x)}
+    return [name for name, p in model.named_parameters() if read & _storages(p)]
+
+
+def _storages(x: Any) -> set[int]:
+    """Return the storages of an FP8 tensor, which its views share."""
+    names = ("rowwise_data", "columnwise_data") if hasattr(x, "columnwise_data") else ("_counted",)
+    parts = [part for name in names if (part := getattr(x, name, None)) is not None]
+    return {part.untyped_storage()._cdata for part in parts}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .base import FP8Base
+from .callers import APPLY, PARAMETRIZE, caller
 from .fp8_tensor import BlockwiseFP8Tensor
 from .weight import BlockwiseFP8Weight
 
@@ -80,14 +81,25 @@ _swap_tensors = torch.utils.swap_tensors
 
 @functools.wraps(_swap_tensors)
 def swap_tensors(t1: Any, t2: Any) -> None:
-    """Swap two tensors, but set ``.data`` of FP8 parameters that ``nn.Module._apply`` moves.
+    """Swap two tensors as torch does, except for FP8 parameters.
 
-    ``torch.utils.swap_tensors`` refuses a tensor with weak references, which EMA helpers and
-    ``torch.export`` hold, even where it would swap a tensor with itself.
+    - A swap with itself changes nothing. torch refuses one of a tensor with weak references, which
+      EMA helpers and ``torch.export`` hold.
+    - ``nn.Module._apply`` moves a parameter: it takes the content of the new one.
+    - ``register_parametrization`` gives a parameter the content of ``right_inverse(weight)``, which
+      is plain where that computes new values: it is refused.
     """
-    is_moved = sys._getframe(1).f_code.co_name == "_apply" and isinstance(t1, _FP8)
-    if not (is_moved and (t1 is t2 or take_content(t1, t2))):
-        _swap_tensors(t1, t2)
+    if isinstance(t1, _FP8):
+        place = caller().place
+        if t1 is t2 or (place == APPLY and take_content(t1, t2)):
+            return
+        if place == PARAMETRIZE and not isinstance(t2, FP8Base):
+            raise NotImplementedError(
+                f"this parametrization would make an FP8 weight {list(t1.shape)} plain, so that "
+                f"its linear ran in high precision: register it before converting, which then "
+                f"leaves the linear alone, or convert with skip=[...]"
+            )
+    _swap_tensors(t1, t2)
 
 
 torch.utils.swap_tensors = swap_tensors

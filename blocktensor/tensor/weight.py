@@ -17,16 +17,15 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base, MasterBase, is_composite, on_master
+from .base import FP8Base, MasterBase, StraightThrough, on_master
 from .fp8_tensor import BlockwiseFP8Tensor
+from .late_copy import LateCopy
 from .operand import Operand
 from .refusals import refuse_rebuilding
-from .straight_through import Dequantize, HighPrecision
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
 """Ops that do more than act on the master, from ``aten_*.py``; those of other libraries by name."""
-
 
 _aten = torch.ops.aten
 
@@ -39,6 +38,14 @@ NOT_COMPUTED = {
 """Ops whose results are plain, whatever their shape."""
 
 
+class _CacheOfLateCopy:
+    """The casts that products of a late copy read; other weights hold theirs."""
+
+    def __get__(self, w: BlockwiseFP8Weight, owner: Any = None) -> FP8Cache:
+        assert w._late is not None
+        return w._late.read() if isinstance(w._late, LateCopy) else w._late
+
+
 class BlockwiseFP8Weight(MasterBase):
     """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
 
@@ -48,11 +55,14 @@ class BlockwiseFP8Weight(MasterBase):
         recipe: the :class:`~blocktensor.Recipe` of its casts.
     """
 
-    cache: FP8Cache
+    _ops = WEIGHT_OPS
+    cache: FP8Cache = _CacheOfLateCopy()  # type: ignore[assignment]
+    _late: LateCopy | FP8Cache | None = None
+    """A late copy, in place of a cache; in a copy or pickle of it, the cache of its values."""
     transposed: bool
-    traced: Tensor | None = None
-    """The master of a transpose :meth:`without_master` that a compiler traces: it reads the master
-    after the trace, when no view can be taken."""
+    _traced: Tensor | None = None
+    """The master of a transposed late copy that a compiler traces: it reads the master after the
+    trace, when no view can be taken."""
 
     @staticmethod
     def __new__(
@@ -89,45 +99,44 @@ class BlockwiseFP8Weight(MasterBase):
         if cache is None:
             checks.high_precision(master, "the weight")
             checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
-        self = cls.wrapper_of(master, master.dtype)
+        self = cls._wrapper_of(master, master.dtype)
         self.master = master
         self.cache = FP8Cache(master, recipe) if cache is None else cache
         self.transposed = transposed
         return self
 
     @classmethod
-    def without_master(
-        cls, like: Tensor, dtype: torch.dtype, cache: FP8Cache, transposed: bool
-    ) -> BlockwiseFP8Weight:
-        """A weight laid out as ``like``, in ``dtype``, whose master ``cache`` makes when read."""
-        self: BlockwiseFP8Weight = cls.wrapper_of(like, dtype)
-        self.cache, self.transposed = cache, transposed
+    def _of_late_copy(cls, like: Tensor, copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
+        """A weight laid out as ``like``, whose master is made when it is first read."""
+        self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype)
+        self._late, self.transposed = copy, transposed
         return self
 
     @functools.cached_property
     def master(self) -> Tensor:  # type: ignore[override]
-        """The master of a weight that is made :meth:`without_master`; others hold theirs."""
-        own = self.cache.own().master
-        return self.oriented(own) if self.traced is None else self.traced
+        """The master of a late copy; other weights hold theirs."""
+        cache = self._late.own() if isinstance(self._late, LateCopy) else self.cache
+        return self._oriented(cache.master) if self._traced is None else self._traced
 
     @property
-    def readable(self) -> Tensor:
+    def _readable(self) -> Tensor:
         """The master, for ops that only read it."""
-        held: Tensor | None = self.__dict__.get("master")
-        return self.oriented(self.cache.values()) if held is None else held
+        if "master" in self.__dict__ or not isinstance(self._late, LateCopy):
+            return self.master
+        return self._oriented(self._late.values())
 
     @property
-    def cast_from(self) -> Tensor:
+    def _cast_from(self) -> Tensor:
         """The tensor that casts read, in the orientation of this weight."""
-        return self.oriented(self.cache.cast_from)
+        return self._oriented(self.cache.master)
 
-    def oriented(self, master: Tensor) -> Tensor:
-        """A master of the cache, as this view of the weight lays it out."""
+    def _oriented(self, master: Tensor) -> Tensor:
+        """Lay out a master of the cache as this view of the weight does."""
         return master.transpose(-1, -2) if self.transposed else master
 
-    def before_write(self) -> None:
-        """A write to the master follows."""
-        self.cache.before_write()
+    def _before_write(self) -> None:
+        """Prepare for a write to the master."""
+        self.cache._before_write()
 
     @property
     def recipe(self) -> Recipe:
@@ -135,7 +144,7 @@ class BlockwiseFP8Weight(MasterBase):
         return self.cache.recipe
 
     @property
-    def counted(self) -> Tensor:
+    def _counted(self) -> Tensor:
         """The cache's tensor: below autograd, views of the master have counters of their own."""
         return self.cache.counted
 
@@ -173,62 +182,66 @@ class BlockwiseFP8Weight(MasterBase):
         return operand.transposed() if self.transposed else operand
 
     def rowwise(self, before_backward: bool = False) -> Quantized:
-        """The rowwise FP8 form of the weight as it is now.
+        """Return the rowwise FP8 form of the weight as it is now.
 
-        ``before_backward``: a forward reads it that is recorded for a backward.
+        Args:
+            before_backward: a forward reads it that is recorded for a backward.
         """
         operand = self.cache.get(self, before_backward)
-        form = self.cache.columnwise(operand) if self.transposed else operand.rowwise
+        form = operand.need_columnwise() if self.transposed else operand.rowwise
         assert form is not None  # it is cast so
         return form
 
-    def rowwise_for_backward(self) -> tuple[Quantized, ForwardCast]:
-        """The rowwise FP8 form of the weight as it is now, for a forward whose dgrad reads it too.
+    def _rowwise_for_backward(self) -> tuple[Quantized, ForwardCast]:
+        """Return the rowwise FP8 form of the weight as it is now, for a forward before a dgrad.
 
         Also returns what its graph holds until then, for :meth:`columnwise`.
         """
         operand, cast = self.cache.get_for_backward(self)
-        form = self.cache.columnwise(operand, cast) if self.transposed else operand.rowwise
+        form = operand.need_columnwise() if self.transposed else operand.rowwise
         assert form is not None  # it is cast so
         return form, cast
 
-    def both_forms(self) -> tuple[Quantized, Quantized]:
-        """The rowwise and the columnwise FP8 form of the weight as it is now, cast together."""
+    def _both_forms(self) -> tuple[Quantized, Quantized]:
+        """Return both FP8 forms of the weight as it is now, cast together."""
         operand = self.cache.cast_both()
         operand = operand.transposed() if self.transposed else operand
         return operand.need_rowwise(), operand.need_columnwise()
 
     def columnwise(self, cast: ForwardCast | None = None) -> Quantized:
-        """The columnwise FP8 form of the weight as it is now, or of its forward's cast.
+        """Return the columnwise FP8 form of the weight as it is now, or of its forward's cast.
 
         Raises:
             RuntimeError: the weight was written to since its forward.
         """
         operand = self.cache.get_in_backward(self, cast)
-        return operand.need_rowwise() if self.transposed else self.cache.columnwise(operand, cast)
+        if self.transposed:
+            return operand.rowwise or operand.need_rowwise()
+        return operand.columnwise or operand.need_columnwise()
 
     def high_precision(self) -> Tensor:
-        """The values as a plain tensor, for products in high precision on purpose.
+        """Return the values as a plain tensor, for products in high precision on purpose.
 
-        It shares the master's memory. The gradient passes through to the weight, which that of
+        It shares the master's memory. Its gradient passes through to the weight; the gradient of
         ``.master`` would not.
         """
-        return HighPrecision.apply(self)
+        made: Tensor = StraightThrough.apply(self, None, True)
+        return made
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the FP8 form as a plain tensor, in ``dtype`` or ``self.dtype``.
 
         Differentiable: the gradient passes straight through to the weight.
         """
-        made: Tensor = Dequantize.apply(self, dtype)
+        made: Tensor = StraightThrough.apply(self, dtype, False)
         return made
 
-    def values_in(self, dtype: torch.dtype | None) -> Tensor:
+    def _values_in(self, dtype: torch.dtype | None) -> Tensor:
         """Return what :meth:`dequantize` returns, without a gradient."""
-        return self.quantized().values_in(dtype)
+        return self._quantized()._values_in(dtype)
 
-    def quantized(self) -> BlockwiseFP8Tensor:
-        """The FP8 forms of the weight as it is now, as a tensor."""
+    def _quantized(self) -> BlockwiseFP8Tensor:
+        """Return the FP8 forms of the weight as it is now, as a tensor."""
         return BlockwiseFP8Tensor(
             *self.operand,
             shape=self.shape,
@@ -237,11 +250,10 @@ class BlockwiseFP8Weight(MasterBase):
             recipe=self.recipe,
         )
 
-    def replace_master(self, master: Tensor) -> None:
+    def _replace_master(self, master: Tensor) -> None:
         """Take another master of the same shape, dtype and device (``weight.data = …``)."""
-        self.master = master
-        recipe, main_grad = self.cache.recipe, self.cache.main_grad
-        self.cache = FP8Cache(master.transpose(-1, -2) if self.transposed else master, recipe)
+        self.master, main_grad = master, self.main_grad
+        self.cache, self._late = FP8Cache(self._oriented(master), self.recipe), None
         self.cache.main_grad = main_grad
 
     def invalidate(self) -> None:
@@ -275,13 +287,8 @@ class BlockwiseFP8Weight(MasterBase):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        special = WEIGHT_OPS.get(func) or WEIGHT_OPS.get(func.name())
-        if special is not None:
-            return special(func, *args, **(kwargs or {}))
-        if is_composite(func):
-            return func.decompose(*args, **(kwargs or {}))
-        out = on_master(func, args, kwargs or {})
+    def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        out = on_master(func, args, kwargs)
         if not torch.is_grad_enabled() or func.overloadpacket in NOT_COMPUTED:
             return out
         # of decompositions and inverses: their derivatives multiply by them

@@ -1,24 +1,28 @@
-"""The FP8 form of a trainable weight: when it is cast, how long it is kept."""
+"""The FP8 form of a trainable weight: when it is cast, how long it is kept.
+
+PyTorch does not count every write to a master: not those through ``.data`` of a view, and not those
+of a collective on one. So every forward casts, and its graph holds the form that dgrad reads
+(:class:`ForwardCast`), unless ``Recipe(cache_weight="step")`` asks for reuse
+(:class:`StepReuse`).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..ops.cast.ops import (
-    quantize_rowwise,
-    quantize_transpose,
-    quantize_with_transpose,
-    transpose,
-)
-from ..ops.formats import Quantized
+from ..ops.cast.ops import quantize_rowwise, quantize_transpose, quantize_with_transpose
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .base import MasterBase
 from .operand import Operand
-from .step_reuse import StepReuse
 
 ONE_READ_BYTES = 64 << 20
 """Most bytes of a form that a forward casts with its transpose: both are there during fprop. The
@@ -26,6 +30,7 @@ forms of larger weights are made one by one, the second in backward, so that the
 layer does not grow."""
 
 
+@dataclass(eq=False)
 class WaitingForm:
     """The FP8 form of a weight's latest forward, for all backwards that wait.
 
@@ -35,12 +40,10 @@ class WaitingForm:
         operand: in the orientation of the master; None until it is cast.
     """
 
-    __slots__ = ("__weakref__", "operand")
-
-    def __init__(self) -> None:
-        self.operand: Operand | None = None
+    operand: Operand | None = None
 
 
+@dataclass(eq=False)
 class ForwardCast:
     """What one graph holds of its forward's cast.
 
@@ -51,20 +54,94 @@ class ForwardCast:
             once a backward has read it.
     """
 
-    __slots__ = ("cache", "version", "waiting")
+    cache: FP8Cache
+    version: int
+    waiting: WaitingForm | None
 
-    def __init__(self, cache: FP8Cache, version: int, waiting: WaitingForm | None) -> None:
-        self.cache, self.version, self.waiting = cache, version, waiting
+
+_GRAD: Any = Tensor.grad  # the descriptor: half of the time of FP8Base.grad
+
+_optimizer_steps = 0
+
+
+def optimizer_steps() -> int:
+    """Return how many steps all ``torch.optim.Optimizer`` have made since this was first called."""
+    _count_optimizer_steps()
+    return _optimizer_steps
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    def count(*_: Any) -> None:
+        global _optimizer_steps
+        _optimizer_steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+class StepReuse:
+    """The FP8 form of one version of a master, kept for as long as it is needed and no longer.
+
+    A version ends at a write that PyTorch counts and at any optimizer's step. The form is released
+    by the version's last backward: there will be as many as the previous version saw; in the first
+    version, the last is the one after which no forward waits for its backward. So one backward a
+    step leaves no FP8 bytes between steps, and N microbatches share one cast, but for the first
+    step, which learns their number. A wrong guess costs a cast, never a bit.
+
+    Attributes:
+        held: the forms, or None.
+    """
+
+    __slots__ = ("_backwards", "_expected", "_key", "_pending", "held")
+
+    def __init__(self) -> None:
+        _count_optimizer_steps()
+        self.held: Operand | None = None
+        self._key: tuple[int, ...] | None = None
+        self._pending = 0  # forwards of this version that wait for their backward
+        self._backwards = 0  # backwards of this version
+        self._expected: float | None = None  # how many there will be; None: not known yet
+
+    def find(self, user: MasterBase, master: Tensor, before_backward: bool) -> Operand | None:
+        """Return the form of the master's present version, if it is held.
+
+        Args:
+            user: the weight, or a view of it.
+            master: a plain tensor whose writes are counted.
+            before_backward: a forward asks that is recorded for a backward.
+        """
+        self._pending += before_backward
+        version = 0 if user.is_inference() else user._version
+        key = version, user._counted._version, master.data_ptr(), _optimizer_steps
+        if key != self._key:
+            self._expected = self._backwards or self._expected
+            self._backwards, self._pending = 0, int(before_backward)
+            self._key, self.held = key, None
+        elif self.held is None and user.is_leaf and _GRAD.__get__(user) is not None:
+            # Used after its expected last backward, and it holds a gradient: this is one more
+            # microbatch, and more may follow.
+            self._expected = math.inf
+        return self.held
+
+    def after_backward(self) -> None:
+        """Release the form if the backward that has read it was the last one expected."""
+        self._pending -= 1
+        self._backwards += 1
+        expected = self._expected
+        if self._pending <= 0 if expected is None else self._backwards >= expected:
+            self.held = None
+
+    def forget(self) -> None:
+        """Find nothing until a form is held again."""
+        self._key = self.held = None
 
 
 class FP8Cache:
     """The casts of one master, and the FP8 form that waits for a backward.
 
-    PyTorch does not count every write to a master: not those through ``.data`` of a view, and not
-    those of a collective on one. So every forward casts, unless the recipe asks for reuse
-    (``step_reuse.py``). Forwards that wait for their backwards share one form, of the latest: a
-    counted write between the two raises in backward, as in plain PyTorch, and after an uncounted
-    one plain PyTorch would use the new values as well.
+    Forwards that wait for their backwards share one form, of the latest: a counted write between
+    the two raises in backward, as in plain PyTorch, and after an uncounted one plain PyTorch would
+    use the new values as well.
 
     Attributes:
         master: the high-precision weight.
@@ -73,12 +150,10 @@ class FP8Cache:
         recipe, format: of its casts.
         casts: how many were made so far.
         main_grad: the buffer that weight gradients are added to, if any.
-        in_whole: the cache of casts with the scales of a whole of which the master is a part
-            (``distributed/tensor_parallel/weight_part.py``); None until it is asked for.
     """
 
     __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format",
-                 "in_whole", "main_grad", "master", "recipe")  # fmt: skip
+                 "main_grad", "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
@@ -86,11 +161,10 @@ class FP8Cache:
         self.recipe, self.format = recipe, recipe.weight_format
         self.casts = 0
         self.main_grad: Tensor | None = None
-        self.in_whole: FP8Cache | None = None
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._reuse = StepReuse() if recipe.cache_weight == "step" else None
-        self._parts: dict[int, FP8Cache] = {}
-        self._copies: weakref.WeakSet[FP8Cache] | None = None
+        self._parts: dict[object, FP8Cache] = {}
+        self._copies: weakref.WeakSet[Any] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:  # copies and checkpoints cast for themselves
         return self.master, self.recipe, None, self.main_grad
@@ -99,61 +173,54 @@ class FP8Cache:
         self.__init__(*state[:3])  # type: ignore[misc]
         self.main_grad = state[3] if len(state) > 3 else None
 
-    @property
-    def cast_from(self) -> Tensor:
-        """The tensor that casts read."""
-        return self.master
-
     def part(self, index: int) -> FP8Cache:
-        """The cache of one matrix of a stack, which all views of that matrix share.
+        """Return the cache of one matrix of a stack, which all views of that matrix share.
 
         It casts that matrix alone: a loop over experts casts those that get tokens, once each.
         """
-        found = self._parts.get(index)
-        if found is None:
-            found = FP8Cache(self.master[index], self.recipe, counted=self.counted)
-            self._parts[index] = found
-        return found
+        return self.derived(
+            index, lambda: FP8Cache(self.master[index], self.recipe, counted=self.counted)
+        )
 
-    def own(self) -> FP8Cache:
-        """The cache of memory that belongs to the weight: this one."""
-        return self
+    def derived(self, key: object, make: Callable[[], FP8Cache]) -> FP8Cache:
+        """Return the cache for a part of the master or for other scales, made where it is new."""
+        if key not in self._parts:
+            self._parts[key] = make()
+        return self._parts[key]
 
-    def values(self) -> Tensor:
-        """The master, for ops that only read it."""
-        return self.master
+    def parts(self) -> tuple[FP8Cache, ...]:
+        """Return the derived caches that were asked for."""
+        return tuple(self._parts.values())
 
-    def remember(self, copy: FP8Cache) -> None:
-        """Let ``copy`` be made before the next write to the weight."""
+    def remember(self, copy: Any) -> None:
+        """Let a ``LateCopy`` be made before the next write to the weight."""
         if self._copies is None:
             self._copies = weakref.WeakSet()
         self._copies.add(copy)
 
-    def before_write(self) -> None:
-        """A write through the weight follows."""
-        if self._copies:
-            for copy in tuple(self._copies):
-                copy.values()
-            self._copies = None
+    def _before_write(self) -> None:
+        """Make the copies of the values that a write through the weight will change."""
+        for copy in tuple(self._copies or ()):
+            copy.values()
+        self._copies = None
 
     def get(self, user: MasterBase, before_backward: bool = False) -> Operand:
-        """The FP8 form of the master as it is now.
+        """Return the FP8 form of the master as it is now.
 
         Args:
             user: the weight, or a view of it.
-            before_backward: whether a forward asks that is recorded for a backward.
+            before_backward: a forward asks that is recorded for a backward.
         """
         reuse = self._reuse
         if reuse is None or not self.reuses():
             return self._cast()
         held = reuse.find(user, self.master, before_backward)
         if held is None:
-            held = self._cast()
-            reuse.keep(held)
+            held = reuse.held = self._cast()
         return held
 
     def reuses(self) -> bool:
-        """Whether casts are found again for the rest of a step.
+        """Return True if casts are found again for the rest of a step.
 
         A fake tensor has no memory, and its cast belongs to the graph that is traced.
         """
@@ -161,7 +228,7 @@ class FP8Cache:
         return self._reuse is not None and not master.is_inference() and type(master) in PLAIN
 
     def cast_both(self) -> Operand:
-        """Both FP8 forms of the master as it is now, from one read; neither is held.
+        """Cast the master as it is now to both FP8 forms, in one read; neither is held.
 
         Of a part of a whole, whose ranks cast it together, the columnwise form may be absent.
         """
@@ -173,23 +240,20 @@ class FP8Cache:
         The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``) or the form of a
         whole step is kept; the graph holds the one that dgrad reads.
         """
-        version, policy = self.version(), self.recipe.cache_weight
-        if policy != "backward":
+        version = self.version()
+        if self.recipe.cache_weight != "backward":
             return self.get(user, before_backward=True), ForwardCast(self, version, None)
         waiting = None if self._waiting is None else self._waiting()
         if waiting is None:
             waiting = WaitingForm()
             self._waiting = weakref.ref(waiting)
-        cast = ForwardCast(self, version, waiting)
-        operand = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
-        waiting.operand = operand
-        if self.recipe.columnwise != "keep" and operand.columnwise is not None:
-            row, col = operand
-            waiting.operand = Operand(row, None) if user.transposed else Operand(None, col)
-        return operand, cast
+        row, col = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
+        in_rows = col is None or user.transposed
+        waiting.operand = Operand(row, None) if in_rows else Operand(None, col)
+        return Operand(row, col), ForwardCast(self, version, waiting)
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
-        """The FP8 form that dgrad reads: of its forward where it waits, or cast again.
+        """Return the FP8 form that dgrad reads: of its forward where it waits, or cast again.
 
         Raises:
             RuntimeError: the master was written to since the forward. Autograd compares the counter
@@ -216,22 +280,8 @@ class FP8Cache:
             return self._cast(rowwise=user.transposed, columnwise=not user.transposed)
         return self.get(user)
 
-    def columnwise(self, operand: Operand, cast: ForwardCast | None = None) -> Quantized:
-        """The columnwise form of a cast, kept with the rowwise one if the recipe says so."""
-        if operand.columnwise is not None:
-            return operand.columnwise
-        assert operand.rowwise is not None
-        form = transpose(operand.rowwise)
-        if self.recipe.columnwise == "keep":
-            both = Operand(operand.rowwise, form)
-            if cast is not None and cast.waiting is not None:
-                cast.waiting.operand = both
-            elif self._reuse is not None:
-                self._reuse.extend(operand, both)
-        return form
-
     def after_backward(self) -> None:
-        """A backward has read the FP8 form."""
+        """Count a backward that has read the FP8 form."""
         if self._reuse is not None:
             self._reuse.after_backward()
 
@@ -243,22 +293,17 @@ class FP8Cache:
             part.invalidate()
 
     def held(self) -> Operand:
-        """The forms held right now, without those of its parts; casts nothing."""
+        """Return the forms held right now, without those of its parts; cast nothing."""
         waiting = None if self._waiting is None else self._waiting()
         held = self._reuse.held if self._reuse is not None else waiting and waiting.operand
         return held or Operand(None, None)
 
     def nbytes(self) -> int:
-        """Bytes of the FP8 forms held right now, those of its parts included."""
+        """Return the bytes of the FP8 forms held right now, those of its parts included."""
         return sum(cache.held().nbytes() for cache in (self, *self.parts()))
 
-    def parts(self) -> tuple[FP8Cache, ...]:
-        """The caches of casts of its parts, or with other scales, that were asked for."""
-        others = () if self.in_whole is None else (self.in_whole,)
-        return (*self._parts.values(), *others)
-
     def version(self) -> int:
-        """The count of writes to the master; inference tensors have none."""
+        """Return the count of writes to the master; inference tensors have none."""
         return 0 if self.counted.is_inference() else self.counted._version
 
     def _cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:

@@ -21,7 +21,7 @@ RECIPES = (
     FP32_SCALES,
     POWER_OF_TWO,
     SQUARES,
-    Recipe(cache_weight=False, columnwise="keep"),
+    Recipe(cache_weight=False),
     Recipe(cache_weight="step"),
 )
 

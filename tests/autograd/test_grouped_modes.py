@@ -125,11 +125,8 @@ def test_a_large_gradient_is_gone_when_the_products_run(
 
 
 @pytest.mark.parametrize("kn", [False, True])
-@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
-def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(
-    columnwise: Any, kn: bool
-) -> None:
-    w = stack(5, recipe=Recipe(cache_weight="step", columnwise=columnwise), kn=kn)
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(kn: bool) -> None:
+    w = stack(5, recipe=Recipe(cache_weight="step"), kn=kn)
     x, grad, offs = sample("ragged")
     want = grads(
         lambda t: functional.grouped_linear(t, plain(w).mT if kn else plain(w), offs), x, grad
@@ -147,12 +144,11 @@ def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(
     assert w.cache.nbytes() == 0
 
 
-@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
 @pytest.mark.parametrize("kn", [False, True])
-def test_an_fp8_stack_that_requires_a_gradient(kn: bool, columnwise: Any) -> None:
+def test_an_fp8_stack_that_requires_a_gradient(kn: bool) -> None:
     """As FSDP2 gathers one: a BlockwiseFP8Tensor."""
-    w = stack(5, recipe=Recipe(columnwise=columnwise), kn=kn)
-    gathered = nn.Parameter(w.quantized())
+    w = stack(5, kn=kn)
+    gathered = nn.Parameter(w._quantized())
     x, grad, offs = sample("ragged")
     for _ in range(3):
         results = [

@@ -94,7 +94,7 @@ def test_the_gradient_of_dequantized_values_passes_straight_through(
 def test_the_values_of_a_weights_fp8_form_are_plain_and_differentiable() -> None:
     """For a product in high precision of what the FP8 products read."""
     module, x = linear(256, 384), randn(5, 384)
-    frozen = module.weight.quantized()
+    frozen = module.weight._quantized()
     for values in (module.weight.dequantize(), module.weight.t().dequantize().t()):
         assert type(values) is Tensor
         assert torch.equal(values, frozen.dequantize())

@@ -131,7 +131,7 @@ def test_compiled(kind: Any) -> None:
 
 
 def test_graphs_get_every_field_of_a_recipe() -> None:
-    recipe = Recipe("power_of_two", "keep", False, "128x128")
+    recipe = Recipe("power_of_two", False, "128x128")
     assert whole_functions._fields(recipe) == dataclasses.astuple(recipe)
 
 

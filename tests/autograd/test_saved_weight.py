@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
 from tests.support.models import (
-    SQUARE,
     assert_matches,
     composed,
     linear,
     plain,
-    quantized,
     randn,
     unaligned,
 )
@@ -70,17 +67,6 @@ def test_saves_no_x_without_wgrad_and_no_weight_without_dgrad() -> None:
     assert saved_by(lambda: module(randn(4, 384))) == []
 
 
-def test_no_form_is_made_that_no_backward_reads() -> None:
-    weight = quantized(N, K, block=SQUARE, recipe=Recipe(columnwise="keep"))
-    x = randn(5, K)
-    F.linear(x, weight)
-    with torch.no_grad():
-        F.linear(x.clone().requires_grad_(), weight)
-    assert weight.columnwise_data is None
-    F.linear(x.clone().requires_grad_(), weight)
-    assert weight.columnwise_data is not None
-
-
 def test_offloading_saved_tensors(device: torch.device) -> None:
     module = linear(256, 384, bias=True, device=device)
     x, grad = randn(300, 384, device=device), randn(300, 256, seed=3, device=device)
@@ -121,24 +107,22 @@ def test_a_frozen_weight_may_come_back_laid_out_anew(device: torch.device) -> No
     assert torch.equal(grads[0], grads[2])
 
 
-@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
 @pytest.mark.parametrize("shape", [(5, K), (2, 3, K)])
 def test_an_fp8_weight_that_requires_a_gradient(
-    shape: tuple[int, ...], columnwise: Any, device: torch.device
+    shape: tuple[int, ...], device: torch.device
 ) -> None:
     """As FSDP2 gathers one: a BlockwiseFP8Tensor, of which inner tensors are saved."""
-    module = linear(N, K, recipe=Recipe(columnwise=columnwise), device=device)
+    module = linear(N, K, device=device)
     gathered = nn.Linear(K, N, bias=False, device=device, dtype=module.weight.dtype)
-    gathered.weight = nn.Parameter(module.weight.quantized())
+    gathered.weight = nn.Parameter(module.weight._quantized())
     x, grad = randn(*shape, device=device), randn(*shape[:-1], N, seed=1, device=device)
     for _ in range(3):
         assert_all_equal(grads_of(gathered, x, grad), grads_of(module, x, grad))
 
 
-@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
-def test_a_transposed_weight(columnwise: Any, device: torch.device) -> None:
+def test_a_transposed_weight(device: torch.device) -> None:
     """``x @ w``: forward reads the columnwise form, and dgrad the rowwise one."""
-    weight = linear(N, K, recipe=Recipe(columnwise=columnwise), device=device).weight
+    weight = linear(N, K, device=device).weight
     x, grad = randn(5, N, device=device, grad=True), randn(5, K, seed=1, device=device)
     for _ in range(2):
         y = x @ weight
@@ -147,16 +131,6 @@ def test_a_transposed_weight(columnwise: Any, device: torch.device) -> None:
         dx, dw = torch.autograd.grad(y, (x, weight), grad)
         assert_matches(dx, wanted_dx)
         assert_matches(dw, wanted_dw.t())
-
-
-def test_the_columnwise_policy_decides_what_waits() -> None:
-    sizes = []
-    for columnwise in ("on_demand", "keep"):
-        module = linear(N, K, recipe=Recipe(columnwise=columnwise))
-        waiting = [module(randn(5, K, grad=True)) for _ in range(2)]
-        waiting.pop().sum().backward()
-        sizes.append(module.weight.cache.nbytes())
-    assert sizes[1] == 2 * sizes[0] > 0
 
 
 def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, audit, convert
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, audit, convert
 from blocktensor.model.audit_state import left_as_it_is
 from tests.support.models import assert_same_bytes, inner, linear, randn
 
@@ -144,7 +144,7 @@ def test_hooks_on_parameters_do_not_run_and_stay(register: Callable[..., Any], n
 
 
 def test_frozen_weights_keep_their_forms() -> None:
-    module = linear(48, 32, frozen=True, recipe=Recipe(columnwise="keep"))
+    module = linear(48, 32, frozen=True)
     assert isinstance(module.weight, BlockwiseFP8Tensor)
     before = inner(module.weight)
     audit(module, randn(6, 32, grad=True))

@@ -81,11 +81,10 @@ def test_an_unfrozen_weight_trains_from_the_values_it_had(dtype: torch.dtype) ->
     assert unfreeze(trained) == []
 
 
-@pytest.mark.parametrize(("policy", "transposes"), [("on_demand", 3), ("keep", 1)])
-def test_the_columnwise_form_of_a_frozen_weight_is_made_by_policy(
-    policy: str, transposes: int, monkeypatch: pytest.MonkeyPatch
+def test_the_columnwise_form_of_a_frozen_weight_is_made_for_each_dgrad(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, calls = model(Recipe(columnwise=policy)), []
+    made, calls = model(Recipe()), []
     freeze(made)
     transpose = reference.transpose
     replace_op(monkeypatch, "transpose", lambda q: (calls.append(1), transpose(q))[1])
@@ -94,8 +93,8 @@ def test_the_columnwise_form_of_a_frozen_weight_is_made_by_policy(
         x = randn(5, K, grad=True)
         made[0](x).sum().backward()
         grads.append(x.grad)
-    assert len(calls) == transposes
-    assert (made[0].weight.columnwise_data is not None) == (policy == "keep")
+    assert len(calls) == 3
+    assert made[0].weight.columnwise_data is None
     assert torch.equal(grads[0], grads[2])
 
 

@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import blocktensor
 from blocktensor import (
     BlockwiseFP8Weight,
-    Recipe,
     convert,
     memory_report,
     to_blockwise_fp8_weights,
@@ -27,16 +25,14 @@ N, K = 300, 200
 SCALES = 4 * 3 * 2  # fp32, of 128x128 blocks
 
 
-@pytest.mark.parametrize("columnwise", ["on_demand", "keep"])
-def test_a_frozen_weight(columnwise: blocktensor.recipe.ColumnwisePolicy) -> None:
-    module = linear(N, K, frozen=True, recipe=Recipe(columnwise=columnwise))
+def test_a_frozen_weight() -> None:
+    module = linear(N, K, frozen=True)
     at_rest = Held(N * K, data=N * K, scales=SCALES)
     assert memory_report(module).frozen == memory_report(module).total == at_rest
     module.weight.columnwise()
-    kept = N * K + SCALES if columnwise == "keep" else 0
-    after = memory_report(module).total
-    assert after == at_rest + Held(columnwise=kept)
-    assert after.fp8 == after.total == at_rest.total + kept
+    after = memory_report(module).total  # the derived form is not kept
+    assert after == at_rest
+    assert after.fp8 == after.total == N * K + SCALES
 
 
 @pytest.mark.parametrize("shape", [(4096, 1024), (4096, 1100), (1088, 2048)])
@@ -74,20 +70,8 @@ def test_a_trainable_weight_holds_fp8_from_forward_to_backward(dtype: torch.dtyp
         assert memory_report(module).total == at_rest
 
 
-def test_a_kept_columnwise_form_of_the_cache_counts() -> None:
-    module = linear(N, K, recipe=Recipe(columnwise="keep"))
-    x = randn(5, K, grad=True)
-    waiting = module(x)
-    module(x).sum().backward()
-    report = memory_report(module).trainable
-    assert (report.data, report.scales, report.columnwise) == (N * K, SCALES, N * K + SCALES)
-    assert report.fp8 == module.weight.cache.nbytes()
-    waiting.sum().backward()
-    assert memory_report(module).trainable.fp8 == 0
-
-
 def test_a_report_casts_and_derives_nothing() -> None:
-    trainable, frozen = linear(N, K), linear(N, K, frozen=True, recipe=Recipe(columnwise="keep"))
+    trainable, frozen = linear(N, K), linear(N, K, frozen=True)
     first = str(memory_report(nn.Sequential(trainable, frozen)))
     assert str(memory_report(nn.Sequential(trainable, frozen))) == first
     assert trainable.weight.cache.casts == 0

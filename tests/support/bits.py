@@ -119,9 +119,7 @@ def products() -> Iterator[Case]:
 
 def linears() -> Iterator[Case]:
     """Forward and backward of converted linears, in every way a user may set them up."""
-    ways = [
-        ("cached", {}), ("uncached", {"cache_weight": False}), ("kept", {"columnwise": "keep"}),
-    ]  # fmt: skip
+    ways = [("cached", {}), ("uncached", {"cache_weight": False})]
     for m, n, k in PRODUCTS:
         for dtype in DTYPES:
             for scale in ("fp32", "power_of_two"):

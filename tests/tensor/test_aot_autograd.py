@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +21,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
-from blocktensor.tensor.aot_autograd import plain_tangent, share_storage
+from blocktensor.tensor import aot_autograd as package_source
+from blocktensor.tensor.aot_autograd import plain_tangent, share_storage, source_key
 from tests.support.compiling import afresh
 from tests.support.models import linear, randn
 
@@ -82,12 +88,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
-def test_a_graph_returns_a_weight_computed_from_one(
-    compute: Callable[[Tensor, Tensor], Tensor],
-) -> None:
+@pytest.mark.parametrize("make", [*COMPUTED, *VIEWS])
+def test_a_graph_returns_a_view_of_a_weight_or_one_computed_from_it(make: str) -> None:
     def run(compile: Compile, w: Tensor, d: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        made = compile(compute)(w, d)
+        made = compile(COMPUTED[make])(w, d) if make in COMPUTED else compile(VIEWS[make])(w)
         return made, F.linear(x, made)
 
     assert_as_eager(run)
@@ -106,15 +110,6 @@ def test_a_weight_that_needs_no_gradient() -> None:
         w.requires_grad_(False)
         made, view = compile(lambda w, d: (w + d, w[128:]))(w, d)
         return view, F.linear(x, made)[:, :128] + F.linear(x, view)
-
-    assert_as_eager(run)
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_graph_returns_a_view_of_a_weight(view: Callable[[Tensor], Tensor]) -> None:
-    def run(compile: Compile, w: Tensor, d: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        made = compile(view)(w)
-        return made, F.linear(x, made)
 
     assert_as_eager(run)
 
@@ -244,7 +239,7 @@ def test_a_gradient_that_is_no_weight_is_refused() -> None:
     weight = linear(N, K).weight
     made = aot_eager(lambda w: w * 3)(weight)
     with pytest.raises(RuntimeError, match="BlockwiseFP8Tensor"):
-        made.backward(weight.quantized())
+        made.backward(weight._quantized())
 
 
 def test_only_plain_tensors_are_expected_in_place_of_a_weight() -> None:
@@ -254,7 +249,7 @@ def test_only_plain_tensors_are_expected_in_place_of_a_weight() -> None:
     assert weight.__coerce_same_metadata_as_tangent__(None) is None
 
 
-@pytest.mark.parametrize("of", [lambda w: w, lambda w: w.quantized()])
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: w._quantized()])
 def test_plain_tangent(of: Callable[[Any], Tensor]) -> None:
     output = of(linear(N, K, dtype=torch.float32).weight)
     tangent = plain_tangent(output)
@@ -275,3 +270,75 @@ def test_share_storage(traced: bool) -> None:
         shared = [StorageWeakRef(x.untyped_storage()) for x in outputs]
     assert shared[1:] == own[1:]
     assert shared[0] == (StorageWeakRef(weight.untyped_storage()) if traced else own[0])
+
+
+# The key of compiled graphs
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+import blocktensor
+linear = nn.Linear(256, 256)
+blocktensor.convert(linear, auto_filter_small_kn=False)
+x = torch.randn(8, 256)
+with torch.no_grad():
+    y = torch.compile(linear)(x)
+    print(torch.equal(y, linear(x)), counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package, in the place of this one."""
+    made = tmp_path / "blocktensor"
+    shutil.copytree(package_source._PACKAGE, made, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(package_source, "_PACKAGE", made)
+    monkeypatch.setattr(package_source, "_IMPORTED", time.time() + 1)
+    return made
+
+
+def key() -> str:
+    source_key.cache_clear()
+    return source_key()
+
+
+def test_the_key_is_that_of_the_source(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = key()
+    (package / "tensor" / "__pycache__").mkdir()
+    (package / "notes.txt").write_text("no source")
+    for file in package.rglob("*.py"):
+        os.utime(file)  # another copy of the same
+    assert key() == first
+    (package / "new.py").write_text("")
+    assert key() not in (first, "")
+    (package / "new.py").unlink()
+    assert key() == first
+    monkeypatch.setattr(package_source, "_IMPORTED", time.time() - 60)
+    assert len({first, key(), key()}) == 3  # what runs is not what the files say
+    source_key.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPUs")
+def test_a_checkout_that_moves_runs_its_own_code(package: Path, tmp_path: Path) -> None:
+    def run() -> list[str]:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            cwd=package.parent,  # from which it imports
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return done.stdout.split()
+
+    assert run() == ["True", "0"]
+    linear = package / "autograd" / "linear.py"
+    text = linear.read_text()
+    changed = text.replace("return gemm(x_row, w, bias, out_dtype), x_col",
+                           "return gemm(x_row, w, bias, out_dtype) * 2, x_col")  # fmt: skip
+    assert changed != text
+    linear.write_text(changed)
+    assert run() == ["True", "0"]

@@ -48,7 +48,7 @@ def test_views_of_a_weight_are_views_of_its_master(name: str) -> None:
         assert got.recipe == w.recipe
         assert got.main_grad is None
         cast = BlockwiseFP8Tensor.quantize(wanted, (128, 128)).dequantize()
-        assert torch.equal(got.quantized().dequantize(), cast)
+        assert torch.equal(got._quantized().dequantize(), cast)
     assert got.data_ptr() == wanted.data_ptr()
     assert torch.equal(got, wanted)
     got.sum().backward()
@@ -209,7 +209,7 @@ def test_copies_and_casts_of_a_weight_are_weights() -> None:
     for copied in (w.clone(), w.detach().clone(), w.bfloat16(), torch.empty_like(w), w.t().clone()):
         assert type(copied) is BlockwiseFP8Weight
         assert copied.recipe == POWER_OF_TWO
-        assert copied.cache is not w.cache
+        assert "cache" not in vars(copied) or copied.cache is not w.cache
     assert torch.equal(x @ w.t().clone(), F.linear(x, w))
     assert type(w.double()) is type(w.detach() + 1) is Tensor
 

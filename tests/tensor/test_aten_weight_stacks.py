@@ -43,7 +43,7 @@ def test_a_matrix_of_a_stack_is_an_fp8_weight_with_the_bytes_of_the_stack(
     one = MATRICES[name](w)
     assert isinstance(one, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
     assert one.shape == (200, 130)
-    whole, part = w if frozen else w.quantized(), one if frozen else one.quantized()
+    whole, part = w if frozen else w._quantized(), one if frozen else one._quantized()
     for a, b in zip(whole.rowwise()[:2], part.rowwise()[:2], strict=True):
         assert torch.equal(a[1].view(torch.uint8), b.view(torch.uint8))
     x = randn(5, 130, dtype=torch.float32)
@@ -132,8 +132,8 @@ def test_a_slice_of_a_stack_is_a_stack(frozen: bool) -> None:
     part = w[1:3]
     assert isinstance(part, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
     assert part.shape == (2, 200, 130)
-    values = w.dequantize() if frozen else w.quantized().dequantize()
-    assert torch.equal((part if frozen else part.quantized()).dequantize(), values[1:3])
+    values = w.dequantize() if frozen else w._quantized().dequantize()
+    assert torch.equal((part if frozen else part._quantized()).dequantize(), values[1:3])
 
 
 IDS = torch.tensor([2, 0, 2])

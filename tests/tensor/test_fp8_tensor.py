@@ -12,10 +12,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import blocktensor
-from blocktensor import BlockwiseFP8Tensor, Recipe
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.ops import reference
 from tests.support.models import (
-    FP32_SCALES,
     POWER_OF_TWO,
     RECIPES,
     ROW,
@@ -28,6 +27,7 @@ from tests.support.models import (
     quantized,
     randn,
 )
+from tests.support.wgrad_inputs import HIGH, SQUARES
 
 # Casting
 
@@ -215,64 +215,74 @@ def test_from_data(shape: tuple[int, ...], device: torch.device) -> None:
     assert torch.equal(got.dequantize(), made.dequantize())
     half = BlockwiseFP8Tensor.from_data(data, scale, block_shape=block, dtype=torch.float16)
     assert half.dequantize().dtype == torch.float16
+    if block == SQUARE and len(shape) == 2:  # it multiplies like the cast that it came from
+        x = randn(5, shape[1], device=device)
+        wanted = functional.linear(x, made)
+        assert torch.equal(functional.linear(x, got), wanted)
+        assert torch.equal(x @ got.t(), wanted)
 
 
-def test_from_data_that_does_not_fit() -> None:
-    data, scale, _ = quantized(200, 300).rowwise()
+DATA, SCALE, _ = quantized(200, 300).rowwise()
 
-    def text(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
-        return complaint(kind, lambda: BlockwiseFP8Tensor.from_data(*args, **kwargs))
+MISFITS: list[tuple[type[Exception], str, tuple[Tensor, Tensor], dict[str, Any]]] = [
+    (
+        TypeError,
+        "FP8 data has dtype torch.float32: expected torch.float8_e4m3fn",
+        (SCALE, SCALE),
+        {},
+    ),
+    (
+        TypeError,
+        "scales have dtype torch.float16: expected torch.float32",
+        (DATA, SCALE.half()),
+        {},
+    ),
+    (
+        ValueError,
+        "scales have shape [200, 3] for data [200, 300] in blocks of (128, 128): expected [2, 3]",
+        (DATA, SCALE),
+        {"block_shape": SQUARE},
+    ),
+    (
+        ValueError,
+        "scales have shape [200, 2] for data [200, 300] in blocks of (1, 128): expected [200, 3]",
+        (DATA, SCALE[:, :2]),
+        {},
+    ),
+    (
+        ValueError,
+        "FP8 data has 3 dimensions, shape [1, 200, 300]: expected 2; 1x128 data is [M, K], "
+        "128x128 data [N, K] or [E, N, K]",
+        (DATA[None], SCALE[None]),
+        {},
+    ),
+    (
+        ValueError,
+        "block_shape (1, 64): expected (1, 128) (activations, gradients) or (128, 128) (weights)",
+        (DATA, SCALE),
+        {"block_shape": (1, 64)},
+    ),
+    (
+        ValueError,
+        "FP8 data is on cpu and its scales on meta: move them to one device",
+        (DATA, SCALE.to("meta")),
+        {},
+    ),
+    (
+        TypeError,
+        "output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32",
+        (DATA, SCALE),
+        {"dtype": torch.float64},
+    ),
+]
 
-    assert_expected_inline(
-        text(TypeError, scale, scale, block_shape=ROW),
-        """FP8 data has dtype torch.float32: expected torch.float8_e4m3fn""",
-    )
-    assert_expected_inline(
-        text(TypeError, data, scale.half(), block_shape=ROW),
-        """scales have dtype torch.float16: expected torch.float32""",
-    )
-    assert_expected_inline(
-        text(ValueError, data, scale, block_shape=SQUARE),
-        """\
-scales have shape [200, 3] for data [200, 300] in blocks of (128, 128): expected [2,
-3]""",
-    )
-    assert_expected_inline(
-        text(ValueError, data, scale[:, :2], block_shape=ROW),
-        """\
-scales have shape [200, 2] for data [200, 300] in blocks of (1, 128): expected [200,
-3]""",
-    )
-    assert_expected_inline(
-        text(ValueError, data[None], scale[None], block_shape=ROW),
-        """\
-FP8 data has 3 dimensions, shape [1, 200, 300]: expected 2; 1x128 data is [M, K],
-128x128 data [N, K] or [E, N, K]""",
-    )
-    assert_expected_inline(
-        text(ValueError, data, scale, block_shape=(1, 64)),
-        """\
-block_shape (1, 64): expected (1, 128) (activations, gradients) or (128, 128)
-(weights)""",
-    )
-    assert_expected_inline(
-        text(ValueError, data, scale.to("meta"), block_shape=ROW),
-        """FP8 data is on cpu and its scales on meta: move them to one device""",
-    )
-    assert_expected_inline(
-        text(TypeError, data, scale, block_shape=ROW, dtype=torch.float64),
-        """output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32""",
-    )
 
-
-def test_from_data_multiplies_like_the_cast_it_came_from() -> None:
-    w, x = quantized(256, 384, block=SQUARE), randn(5, 384)
-    loaded = BlockwiseFP8Tensor.from_data(
-        w.rowwise_data, w.rowwise_scale.contiguous().clone(), block_shape=SQUARE
+@pytest.mark.parametrize(("kind", "text", "parts", "options"), MISFITS)
+def test_from_data_that_does_not_fit(kind: Any, text: str, parts: Any, options: Any) -> None:
+    found = complaint(
+        kind, lambda: BlockwiseFP8Tensor.from_data(*parts, **{"block_shape": ROW, **options})
     )
-    wanted = blocktensor.functional.linear(x, w)
-    assert torch.equal(blocktensor.functional.linear(x, loaded), wanted)
-    assert torch.equal(x @ loaded.t(), wanted)
+    assert found.replace("\n", " ") == text
 
 
 def test_quantize_accepts_any_strides() -> None:
@@ -285,8 +295,96 @@ def test_quantize_accepts_any_strides() -> None:
             )
 
 
-def test_equal_recipes_mean_equal_casts() -> None:
-    assert Recipe(scale="fp32") == FP32_SCALES
-    assert_same(quantized(5, 200, recipe=Recipe()), quantized(5, 200))
-    with pytest.raises(AssertionError):
-        assert_same(quantized(5, 200, recipe=POWER_OF_TWO), quantized(5, 200))
+# Forms in two formats, and sources that are kept for weight gradients
+
+
+def test_a_cast_in_two_formats_and_its_transpose() -> None:
+    x = blocktensor.quantize(randn(300, 200), SQUARES)
+    rows, squares = SQUARES.activation_format, SQUARES.weight_format
+    for t, formats in (
+        (x, (rows, squares)),
+        (x.t(), (squares, rows)),
+        (x.t().t(), (rows, squares)),
+    ):
+        assert t.formats == formats
+        assert (t.rowwise().format, t.columnwise().format) == formats
+        assert (t.format, t.block_shape) == (rows, (1, 128))
+    with pytest.raises(ValueError, match=r"blocks of \(128, 128\): expected \(1, 128\)"):
+        functional.linear(x.t(), randn(130, 300))
+    w = BlockwiseFP8Tensor.quantize(randn(300, 200), SQUARE)
+    with pytest.raises(ValueError, match="copy_ between"):
+        x.copy_(w)
+    with pytest.raises(ValueError, match="copy_ between"):
+        x.copy_(blocktensor.quantize(randn(300, 200)))
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
+    """In whole vectors, as rows do; a weight's transpose, of the same values, does not."""
+    values = randn(tokens, 200)
+    x, weight = blocktensor.quantize(values, SQUARES), BlockwiseFP8Tensor.quantize(values, SQUARE)
+    (data, scale, _), wanted = x.columnwise(), weight.columnwise()
+    width = -(-tokens // 16) * 16
+    assert (data.shape, wanted.data.shape) == ((200, width), (200, tokens))
+    assert_same_bytes(data[:, :tokens], wanted.data)
+    assert (data[:, tokens:].view(torch.uint8) == 0).all()
+    assert_same_bytes(scale, wanted.scale)
+
+    g = BlockwiseFP8Tensor.quantize(randn(tokens, 40, seed=1), ROW)
+    assert torch.equal(torch.mm(g.t(), x), torch.mm(g.t(), weight))
+    assert torch.equal(x.t().dequantize(), weight.t().dequantize())
+    for source in (x, x.t()):
+        copy = torch.empty_like(source).copy_(source)
+        assert torch.equal(copy.t().dequantize(), source.t().dequantize())
+
+
+def test_a_square_form_alone_gives_no_rowwise_form_of_an_activation() -> None:
+    """That would be a product in other blocks than the recipe's."""
+    x = blocktensor.quantize(randn(300, 200), SQUARES)
+    alone = BlockwiseFP8Tensor(
+        None, x.columnwise(), shape=x.shape, dtype=x.dtype, recipe=x.recipe, formats=x.formats
+    )
+    for form in (alone.rowwise, alone.t().columnwise):
+        with pytest.raises(ValueError, match="without its"):
+            form()
+    torch.testing.assert_close(alone.dequantize(), randn(300, 200), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("recipe", [SQUARES, HIGH], ids=lambda recipe: recipe.wgrad_input)
+def test_parts_and_wholes(recipe: Recipe) -> None:
+    x = randn(300, 300)
+    fp8 = blocktensor.quantize(x, recipe)
+    parts = fp8[:128], fp8[128:]
+    for part, want in zip(parts, (x[:128], x[128:]), strict=True):
+        cast = blocktensor.quantize(want, recipe)
+        assert part.formats == cast.formats
+        for got, form in zip(part.operand, cast.operand, strict=True):
+            assert (got is None) == (form is None)
+            if got is not None:
+                assert_same_bytes(got.data, form.data)
+                assert_same_bytes(got.scale, form.scale)
+    whole = torch.cat(parts)
+    assert whole.formats == fp8.formats
+    for got, form in zip(whole.operand, fp8.operand, strict=True):
+        assert form is None or torch.equal(got.data.view(torch.uint8), form.data.view(torch.uint8))
+    if recipe is SQUARES:
+        with pytest.raises(ValueError, match="cuts through a block"):
+            fp8[:100]
+        columns = BlockwiseFP8Tensor(
+            None, fp8.columnwise(), shape=(300, 300), dtype=fp8.dtype, formats=fp8.formats
+        )
+        assert_same_bytes(columns[:, :128].columnwise().data, fp8.columnwise().data[:128])
+        with pytest.raises(ValueError, match="cuts through a block"):
+            columns[:, :100]
+        with pytest.raises(ValueError, match="ends inside a block"):
+            torch.cat([columns, columns], dim=1)
+
+
+def test_how_it_prints() -> None:
+    x = randn(3, 200)
+    assert_expected_inline(
+        "\n".join(repr(blocktensor.quantize(x, r)) for r in (SQUARES, HIGH)),
+        """\
+BlockwiseFP8Tensor(shape=[3, 200], dtype=torch.bfloat16, block_shape=(1, 128), scale='fp32', forms=rowwise 1x128+columnwise 128x128, device='cpu')
+BlockwiseFP8Tensor(shape=[3, 200], dtype=torch.bfloat16, block_shape=(1, 128), scale='fp32', forms=rowwise+source, device='cpu')""",  # noqa: E501
+    )

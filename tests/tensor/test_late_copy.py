@@ -72,7 +72,7 @@ def test_a_product_reads_the_cast_of_the_weight_and_copies_nothing(how: str, pol
         y.square().sum().backward(), wanted.square().sum().backward()
         assert torch.equal(ours.grad, theirs.grad)
         assert "master" not in late.__dict__
-        assert late.cache._copy is None
+        assert late._late._copy is None
         # a product under autocast returns the gradient of an fp32 weight in fp32
         torch.testing.assert_close(w.grad, values.grad, rtol=2**-7, atol=0)
         assert w.grad.dtype == torch.float32
@@ -109,7 +109,7 @@ def test_a_wider_copy_has_the_same_bytes() -> None:
     wide = w.float()
     assert wide.dtype == torch.float32
     assert torch.equal(F.linear(X.float(), wide), functional.linear(X.float(), plain(w).float()))
-    assert wide.cache._copy is None
+    assert wide._late._copy is None
 
 
 def test_other_ops_see_the_values_and_products_stay_as_they_were() -> None:
@@ -237,6 +237,16 @@ def test_a_parameter_made_of_a_copy_holds_values_of_its_own() -> None:
     assert torch.equal(F.linear(X, made), functional.linear(X, plain(w).bfloat16() * 2))
 
 
+def test_new_data_of_a_copy_are_its_own() -> None:
+    w, new = fp32_weight(), randn(N, K, seed=9)
+    with torch.no_grad():
+        late = w.bfloat16()
+        late.data = new
+        for view in (late, late.t().t(), late[:]):
+            assert torch.equal(F.linear(X, view), functional.linear(X, new))
+        assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
+
+
 def test_copies_of_a_copy() -> None:
     w = fp32_weight()
     values = plain(w).bfloat16()
@@ -255,12 +265,7 @@ def test_copies_of_a_copy() -> None:
         assert torch.equal(F.linear(X, made), functional.linear(X, values))
     assert torch.equal(wide, values.float())
     assert type(late.double()) is Tensor
-
-
-def test_a_copy_of_a_handed_out_copy_keeps_its_values_too() -> None:
-    late = fp32_weight().bfloat16()
-    wide = late.detach().float()
-    values = late.detach().clone().float()
+    wide, values = late.detach().float(), late.detach().clone().float()
     with torch.no_grad():
         late.add_(1)
     assert torch.equal(wide.detach(), values)
@@ -292,7 +297,7 @@ def test_parts_of_a_copy_are_copies_of_the_parts(write: str | None, part: Any) -
     late, values = w.bfloat16(), plain(w).bfloat16()
     got = part(late)
     assert isinstance(got, BlockwiseFP8Weight)
-    assert got.cache._copy is None
+    assert got._late._copy is None
     wanted = from_fp32(plain(w)[1], X)
     with torch.no_grad():
         if write == "whole":

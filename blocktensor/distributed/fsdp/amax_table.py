@@ -25,7 +25,7 @@ from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
 from ...recipe import Recipe
 from ...tensor.base import MasterBase
-from ...tensor.step_reuse import optimizer_steps
+from ...tensor.weight_cache import optimizer_steps
 from ..compare_ranks import agree
 from .fsdp_internals import ShardedParam, owners_in, sharded_with
 

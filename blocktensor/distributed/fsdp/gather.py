@@ -24,7 +24,6 @@ arrives, once for each weight in a forward, and again in the backward of weights
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ class GatheredInFP8(FP8Base):
         local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
         weight: Any = out if local is None else local
         is_first = weight is None
-        format, own_recipe = recipe.weight_format, _of_gathered(recipe)
+        format = recipe.weight_format
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
         if generation is not None:
             device = scale.device
@@ -110,14 +109,12 @@ class GatheredInFP8(FP8Base):
             scale = own
         if is_first:
             form = Quantized(data, scale, format)
-            weight = BlockwiseFP8Tensor(
-                form, None, shape=shape, dtype=param_dtype, recipe=own_recipe
-            )
+            weight = BlockwiseFP8Tensor(form, None, shape=shape, dtype=param_dtype, recipe=recipe)
             weight.generation = None if generation is None else Generation()
         else:
             weight.rowwise_data, weight.rowwise_scale = data, scale
             # those of the first gather, unless a load has assigned a shard with others
-            weight.recipe, weight.rowwise_format = own_recipe, format
+            weight.recipe, weight.rowwise_format = recipe, format
             weight.columnwise_format = format
         if generation is not None:
             weight.generation.of, weight.generation.is_stale = generation
@@ -180,12 +177,6 @@ class GatheredFrozen(GatheredInFP8):
         dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
         sent = padded(self.data_rows, dim, outer_size, mesh)
         return (sent,), Sent(outer_size, self.scale, self.recipe)
-
-
-@functools.cache
-def _of_gathered(recipe: Recipe) -> Recipe:
-    """Return the recipe of a gathered weight: FSDP would have to free a kept columnwise form."""
-    return Recipe(scale=recipe.scale, wgrad_input=recipe.wgrad_input)
 
 
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:

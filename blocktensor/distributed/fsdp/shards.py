@@ -64,7 +64,7 @@ class FP8Shard(GatheredTrainable):
             ValueError: another rank than a weight's.
         """
         checks.rank(master, (2, 3), "the shard of a weight", "FP8 weights are [N, K] or [E, N, K]")
-        self: FP8Shard = cls.wrapper_of(master, master.dtype)
+        self: FP8Shard = cls._wrapper_of(master, master.dtype)
         self.master, self.recipe = master, recipe
         return self
 
@@ -153,7 +153,7 @@ class FrozenShard(GatheredFrozen):
         cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
     ) -> FrozenShard:
         """Wrap rows; ``dtype`` is the weight's dtype for autograd."""
-        self: FrozenShard = cls.wrapper_of(data, dtype)
+        self: FrozenShard = cls._wrapper_of(data, dtype)
         self.data_rows, self.scale, self.recipe = data, scale, recipe
         return self
 

@@ -32,7 +32,6 @@ from ...ops.cast.ops import quantize_forms
 from ...ops.runtime.specialize import PLAIN
 from ...recipe import Recipe
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from ...tensor.prepared import Parts
 from .collectives import Reduction, TokenShards
 from .is_parallel import parallel_kind
 from .parallel_forward import (
@@ -221,6 +220,10 @@ def _whole(
     return _OnMesh(style, weights[0].device_mesh)._run(x, from_constant(given), recipe)
 
 
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Inner tensors of a prepared input, which compilers see."""
+
+
 @dataclass(frozen=True, eq=False)
 class SharedInput:
     """What linears find on a prepared input.
@@ -239,7 +242,7 @@ class SharedInput:
 
     @property
     def parts(self) -> Parts:
-        """See :class:`~blocktensor.tensor.prepared.Prepared`."""
+        """Return data, scales, and a tensor without elements: see :func:`runs_of`."""
         if self.tokens is None:
             return *self.saved, None
         data, scale = self.saved
@@ -248,7 +251,7 @@ class SharedInput:
 
     @property
     def context(self) -> SharedInputContext:
-        """See :class:`~blocktensor.tensor.prepared.Prepared`."""
+        """Return what makes the parts whole: a value that compilers compare and copy."""
         if self.tokens is None:
             return SharedInputContext(None, 0)
         return SharedInputContext(self.tokens.group.group_name, self.tokens.dim)

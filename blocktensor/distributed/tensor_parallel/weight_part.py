@@ -66,10 +66,9 @@ class WeightPart:
 
         Its FP8 forms have the lifetimes that ``w.recipe`` says.
         """
-        cache = w.cache.own()
-        if not isinstance(cache.in_whole, _PartCache) or cache.in_whole.whole != self:
-            cache.in_whole = _PartCache(cache.master, cache.recipe, cache.counted, self)
-        return BlockwiseFP8Weight(w.master, cache=cache.in_whole)
+        master, cache = w.master, w.cache
+        make = lambda: _PartCache(cache.master, cache.recipe, cache.counted, self)  # noqa: E731
+        return BlockwiseFP8Weight(master, cache=cache.derived(self, make))
 
 
 class _PartCache(FP8Cache):
@@ -105,5 +104,5 @@ def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:
     if not plan.tracing:
         return read_weight(part.as_products_read(w), plan)
     # saved for backward: a second cast there would be a second all-reduce
-    w_row = part.cast(w.cast_from)
+    w_row = part.cast(w._cast_from)
     return w_row, w_row[:2] if plan.needs[0] else (), SavedWeight(plan, ROWWISE)

@@ -23,7 +23,7 @@ from ...model.fuse import fuse
 from ...model.fused_class import fused_modules
 from ...model.fused_mlp import FusedMLP, why_apart
 from ...ops.formats import ScaleRounding
-from ...recipe import CachePolicy, ColumnwisePolicy, Recipe, WgradInput
+from ...recipe import CachePolicy, Recipe, WgradInput
 
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
@@ -63,9 +63,6 @@ class BlockwiseFP8Converter(QuantizationConverter):
         scale: ScaleRounding = "fp32"
         """Rounding of scales; see blocktensor.Recipe."""
 
-        columnwise: ColumnwisePolicy = "on_demand"
-        """Whether FP8 weights keep their transpose; see blocktensor.Recipe."""
-
         cache_weight: CachePolicy = "backward"
         """How long the FP8 form of a weight is kept; see blocktensor.Recipe."""
 
@@ -88,7 +85,6 @@ class BlockwiseFP8Converter(QuantizationConverter):
             )
         self._recipe = Recipe(
             scale=config.scale,
-            columnwise=config.columnwise,
             cache_weight=config.cache_weight,
             wgrad_input=config.wgrad_input,
         )

@@ -19,7 +19,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from ...checkpoint.match import match
 from ...checkpoint.names import possible_names
 from ...checkpoint.on_disk import SCALE_SUFFIXES, CheckpointError
 from ...recipe import Recipe
+from ...tensor.callers import Caller
 from .config import METHOD, BlockwiseFP8Config
 
 _FP8_METHODS = ("fp8", "compressed-tensors")
@@ -78,11 +78,9 @@ def announce_loading() -> None:
     setattr(modeling_utils, _LOADING, announced)
 
 
-def state_given_to_save(caller: FrameType | None) -> dict[str, Any] | None:
+def state_given_to_save(asks: Caller) -> dict[str, Any] | None:
     """Return the ``state_dict`` argument of the ``save_pretrained`` that asks for a state."""
-    if caller is None or caller.f_code.co_name != "save_pretrained":
-        return None
-    given = caller.f_locals.get("state_dict")
+    given = asks.local("state_dict") if asks.function == "save_pretrained" else None
     return given if isinstance(given, dict) else None
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from ...model.linears import is_linear
 from ...model.pretrained_models import exchange, values_of
 from ...model.product_weights import fp8_weights
 from ...model.skip_patterns import weights_to_skip
+from ...tensor.callers import caller
 from .config import METHOD, BlockwiseFP8Config
 from .loading import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
@@ -142,7 +142,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         self, model: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return the state that ``save_pretrained`` was given, unchanged."""
-        return state_given_to_save(sys._getframe(1)), {}
+        return state_given_to_save(caller()), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Say that ``save_pretrained`` works."""

@@ -151,7 +151,7 @@ def test_gathering_over_fewer_ranks_for_backward_is_refused(world: int, device: 
 
 def test_a_later_gather_changes_the_weight_in_place() -> None:
     """FSDP may gather into other memory; scales are copied, since the table of amaxes goes on."""
-    shape, recipe = torch.Size((200, 192)), Recipe(columnwise="keep")
+    shape, recipe = torch.Size((200, 192)), Recipe()
     rows = FP8Shard(torch.ones(shape), recipe)
     made = None
     for seed in range(2):

@@ -45,7 +45,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 RECIPES = (
     Recipe(),
     Recipe(scale="power_of_two", cache_weight=False),
-    Recipe(wgrad_input="128x128", columnwise="keep"),
+    Recipe(wgrad_input="128x128"),
     Recipe(wgrad_input="high_precision", cache_weight="step"),
 )
 

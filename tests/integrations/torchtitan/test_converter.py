@@ -103,7 +103,7 @@ def test_the_head() -> None:
 
 
 def test_recipe() -> None:
-    choices = {"scale": "power_of_two", "columnwise": "keep", "cache_weight": False}
+    choices = {"scale": "power_of_two", "cache_weight": False}
     choices["wgrad_input"] = "128x128"
     recipe = converted(llama3, layers=1, **choices).layers["0"].attention.wo.weight.recipe
     assert {name: getattr(recipe, name) for name in choices} == choices
