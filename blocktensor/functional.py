@@ -31,7 +31,7 @@ __all__ = [
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
-    """``x wᵀ (+ bias)`` in blockwise FP8, forward and backward, for plain tensors.
+    """Return ``x wᵀ (+ bias)`` in blockwise FP8, forward and backward, for plain tensors.
 
     A converted model (:func:`blocktensor.convert`) computes the same bits.
 
@@ -71,7 +71,7 @@ def gated_mlp(
     store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` in blockwise FP8, without passes for casts.
+    """Return ``down(activation(gate(x)) * up(x))`` in FP8, without passes for casts.
 
     x is cast once for gate and up. ``h = activation(gate(x)) * up(x)`` is cast as it is computed,
     and is never stored in high precision; so are the gradients of gate and up in the backward, from
@@ -128,7 +128,7 @@ def gated_experts(
     store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """:func:`gated_mlp` of a mixture of experts: rows of group e by the MLP of expert e.
+    """Run :func:`gated_mlp` for a mixture of experts: rows of group e by the MLP of expert e.
 
     The bits, forward and backward, are those of three :func:`grouped_linear` with eager ops between
     them. h and the gradients of gate and up take no memory in high precision. Rows of no group,
@@ -167,7 +167,7 @@ def gated_activation(
     activation: ActivationName = "silu",
     recipe: Recipe | None = None,
 ) -> BlockwiseFP8Tensor:
-    """``quantize(activation(gate) * up)``, in one read and without the product in high precision.
+    """Return ``quantize(activation(gate) * up)`` in one read, with no high-precision product.
 
     SwiGLU, if ``activation`` is "silu". The bits, forward and backward, are those of eager ops and
     :func:`quantize`. Saved for backward: gate and up. :func:`gated_mlp` also casts the gradients as
@@ -202,7 +202,7 @@ def rms_norm(
     kind: NormKind = "llama",
     recipe: Recipe | None = None,
 ) -> BlockwiseFP8Tensor:
-    """``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
+    """Return ``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
 
     The bits, forward and backward, are those of transformers' norms in eager mode and
     :func:`quantize`; an fp32 x that has other uses may sum its gradients in another order. The
@@ -247,7 +247,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """``F.cross_entropy((x wᵀ + bias).float(), target)`` in FP8, without the logits of all tokens.
+    """Return ``F.cross_entropy`` of fp32 ``x wᵀ + bias`` in FP8, without all tokens' logits.
 
     Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
     bias are computed in the forward; backward scales them by the gradient of the loss, which may
@@ -296,7 +296,7 @@ def linear_cross_entropy(
 def _check(
     recipe: object, needed: Mapping[str, object], optional: Mapping[str, object] | None = None
 ) -> None:
-    """Raise TypeError for what is no tensor, or no recipe; ``optional`` may be None."""
+    """Raise TypeError unless all are tensors and a recipe; ``optional`` ones may be None."""
     for name, x in (*needed.items(), *(optional or {}).items()):
         if x is not None or name in needed:
             checks.tensor(x, name)
@@ -312,7 +312,7 @@ def _check_gated(w_gate: object, w_up: object, recompute: object, store_fp8: obj
 
 
 def _stays_whole(w: Tensor | None) -> bool:
-    """Whether a product with ``w`` has to be a torch function, whose override is called later.
+    """Return whether a product with ``w`` must be a torch function, whose override comes later.
 
     Dynamo looks into other functions, and would read the casts that a weight makes as inputs of its
     graph, made anew in every evaluation of its guards.
@@ -350,7 +350,7 @@ def grouped_linear(
     *,
     recipe: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The experts of a mixture in blockwise FP8: rows of group e by ``w[e]``, both directions.
+    """Multiply the rows of group e by expert ``w[e]`` in blockwise FP8, forward and backward.
 
     ``y[rows of group e] = x[rows of group e] w[e]ᵀ (+ bias[e])``. The rows of ``x`` belong to
     groups, one after the other. Groups may have any sizes, which no step reads on the host: a

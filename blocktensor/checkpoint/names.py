@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.experts import is_transposed_stack
+from ..model.product_weights import is_transposed
 from ..ops.formats import BLOCKS_128X128
 from ..tensor.base import FP8Base
 
@@ -159,7 +159,7 @@ def _stacks(model: nn.Module) -> dict[str, Tensor]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for key, x in module._parameters.items()
         if key in _MATRICES and x is not None and x.ndim == 3 and len(x) > 0
-        if not is_transposed_stack(module, key)
+        if not is_transposed(module, key)
     }
 
 

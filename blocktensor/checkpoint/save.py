@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..model.experts import stacks_of
 from ..model.module_names import is_module
+from ..model.product_weights import stacks_of
 from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
-from .linears import fp8_part
+from .product_weights import fp8_part
 
 
 @contextmanager

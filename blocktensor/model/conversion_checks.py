@@ -1,7 +1,9 @@
-"""What is checked before a conversion changes anything: each check raises with the remedy."""
+"""Check a weight before it changes: each check raises with the remedy, and changes nothing."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -20,11 +22,17 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .linears import fp8_part, is_fully_sharded
+from .product_weights import (
+    fp8_part,
+    fp8_weights,
+    is_fully_sharded,
+    weights_of,
+    why_unconvertible,
+)
 
 
 def not_fake(parameters: Iterable[Tensor]) -> None:
-    """Neither is a parameter a fake tensor nor is a FakeTensorMode on, else NotImplementedError."""
+    """Raise NotImplementedError if a parameter is fake, or a FakeTensorMode is on."""
     if detect_fake_mode(list(parameters)) is not None:
         raise NotImplementedError(
             "cannot convert under FakeTensorMode, which keeps weak references to parameters, so "
@@ -36,13 +44,13 @@ def not_fake(parameters: Iterable[Tensor]) -> None:
 def castable(
     weight: Tensor, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
 ) -> None:
-    """``weight`` can become FP8 in place, or take another recipe.
+    """Raise unless ``weight`` can become FP8 in place, or take another recipe.
 
     Args:
-        weight: of a linear.
+        weight: a parameter of a linear or of experts.
         what: names it in the error message.
-        recipe: that is asked for.
-        modules: the linear, and those known to be above it.
+        recipe: the one that is asked for.
+        modules: its module, and those known to be above it.
 
     Raises:
         ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
@@ -58,12 +66,12 @@ def castable(
         )
     held = fp8_part(weight)
     if held is not None:
-        _castable_again(weight, held, what, recipe)
+        _castable_again(held, what, recipe)
     high_precision_dtype(weight, what)
     local = local_of(weight)
     if local is not None:
         of_fsdp = True
-        if not any(is_parallel_linear(module, weight) for module in modules):
+        if not any(m._parameters.get("weight") is weight and is_parallel(m) for m in modules):
             of_fsdp = _not_gathered_yet(weight, local, what, recipe)
         elif owner_of(local) is not None:
             raise NotImplementedError(
@@ -76,41 +84,35 @@ def castable(
                 f"convert the model before fully_shard and parallelize_module, or with "
                 f"requires_grad=True"
             )
-    elif held is None:
-        _not_gathered_now(modules, what)
+    elif held is None and any(is_fully_sharded(type(module)) for module in modules):
+        raise NotImplementedError(
+            f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
+            f"told to ignore it; convert the model before fully_shard"
+        )
     swappable(weight, what)
 
 
-def _castable_again(weight: Tensor, fp8: Any, what: str, recipe: Recipe | None) -> None:
+def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
+    """Raise if a weight that is FP8 already has no master on this rank to cast again."""
+    if isinstance(fp8, BlockwiseFP8Weight):
+        return
     assert recipe is not None  # else it would stay as it is
-    old, new = _difference(fp8.recipe, recipe), _difference(recipe, fp8.recipe)
+    names = [
+        x.name for x in fields(recipe) if getattr(recipe, x.name) != getattr(fp8.recipe, x.name)
+    ]
+    old, new = (", ".join(f"{x}={getattr(r, x)!r}" for x in names) for r in (fp8.recipe, recipe))
+    reason, remedy = "is sharded in FP8", "convert before fully_shard"
     if isinstance(fp8, BlockwiseFP8Tensor):
         reason = "is frozen in FP8, without its high-precision values"
         remedy = "convert the original weights"
-    elif not isinstance(fp8, BlockwiseFP8Weight):
-        reason = "is sharded in FP8"
-        remedy = "convert before fully_shard"
-    else:
-        return
     raise ValueError(
         f"{what} {reason}: it was cast with {old} and cannot be cast with {new}; {remedy}, or "
         f"call without a recipe, which leaves alone what is FP8 already"
     )
 
 
-def _difference(recipe: Recipe, other: Recipe) -> str:
-    """The choices in which a recipe differs from another."""
-    pairs = [(f.name, getattr(recipe, f.name), getattr(other, f.name)) for f in fields(recipe)]
-    return ", ".join(f"{name}={mine!r}" for name, mine, others in pairs if mine != others)
-
-
-def is_parallel_linear(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a style of this package has cut ``weight``, which is that of ``module``."""
-    return module._parameters.get("weight") is weight and is_parallel(module)
-
-
 def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
-    """Whether FSDP2 shards the weight; else it is a stack that ranks share as they compute."""
+    """Return whether FSDP2 shards the weight; else it is a stack that ranks share in products."""
     of_fsdp, has_run = sharded_with(owner_of(local))
     if not of_fsdp and weight.ndim == 3:
         format = (recipe or DEFAULT_RECIPE).weight_format
@@ -141,25 +143,17 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | No
 def _are_whole_experts(
     weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[ShardedParam]
 ) -> bool:
-    """Whether a stack that FSDP2 shards is besides cut between experts only, as by EP.
+    """Return whether a stack is cut between experts only, as by EP, and then sharded by FSDP2.
 
-    ``dims``: along which it is cut, FSDP2's own among them.
+    ``dims``: the dimensions along which it is cut, FSDP2's own among them.
     """
     local = local_of(weight)
     own = next(x.dim for x in of_fsdp if x.local is local)
     return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
 
 
-def _not_gathered_now(modules: Iterable[nn.Module], what: str) -> None:
-    if any(map(is_fully_sharded, modules)):
-        raise NotImplementedError(
-            f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
-            f"told to ignore it; convert the model before fully_shard"
-        )
-
-
 def swappable(parameter: Tensor, what: str) -> None:
-    """The content of ``parameter`` can be exchanged in place, else RuntimeError.
+    """Raise RuntimeError unless the content of ``parameter`` can be exchanged in place.
 
     These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes. Weak
     references to a tensor that is in FP8 already do no harm: its ``.data`` is set.
@@ -187,3 +181,47 @@ def _is_in_use(parameter: Tensor) -> bool:
     in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
     del edge
     return in_use
+
+
+# Other modules that hold a weight
+
+
+def _references() -> int:
+    parameters = {"weight": nn.Parameter()}
+    return sys.getrefcount(parameters["weight"])
+
+
+_HELD_ONCE = _references()
+"""What ``sys.getrefcount`` counts for a parameter that one module holds and nobody else."""
+
+
+def holders_of_weight(module: nn.Module, known: int = 1, key: str = "weight") -> list[nn.Module]:
+    """Return the modules that hold the parameter ``key`` of ``module``, inside a model or not.
+
+    ``known``: how many modules are known to hold it. If nothing else refers to the parameter, only
+    ``module`` is returned, and a search among all objects is saved (it takes milliseconds).
+    """
+    if sys.getrefcount(module._parameters[key]) - _HELD_ONCE < known:
+        return [module]
+    tables = {id(x) for x in gc.get_referrers(module._parameters[key]) if type(x) is dict}
+    if len(tables) == 1:
+        return [module]
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [x for x in modules if id(vars(x).get("_parameters")) in tables]
+
+
+def needs_values(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
+    """Return the kind of another module that holds a weight, and not for products alone.
+
+    ``known``: how many modules are known to hold it, all of them for products.
+    """
+    for holder in holders_of_weight(module, known, key):
+        if holder is not module and not _multiplies(holder, module._parameters[key]):
+            return type(holder).__name__
+    return None
+
+
+def _multiplies(holder: nn.Module, parameter: object) -> bool:
+    read = {*weights_of(holder), *fp8_weights(holder)}
+    keys = [key for key, held in holder._parameters.items() if held is parameter]
+    return all(key in read and why_unconvertible(holder, key) is None for key in keys)

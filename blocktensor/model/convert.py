@@ -1,42 +1,48 @@
-"""Conversion of a model's weights to FP8, linears and experts, in place, with a report."""
+"""Convert a model's weights to FP8 in place: find, decide, check, swap, report.
+
+1. ``product_weights`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
+2. ``conversion_plan`` decides which are to be cast, and why the others are left alone.
+3. ``conversion_checks`` raises if one of these cannot be cast: nothing has changed so far.
+4. Here, the parameters take their FP8 content, and modules the hooks that keep it.
+5. ``conversion_report`` prints what became of each matrix, whose reasons are written here.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..distributed.dtensor import local_of, with_local
-from ..distributed.fsdp.fsdp_internals import owner_of
-from ..distributed.fsdp.shards import FP8Shard, shard_of
+from ..distributed.dtensor import local_of
+from ..distributed.fsdp.shards import shard_of
 from ..distributed.tensor_parallel.is_parallel import is_parallel
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
-from . import conversion_checks
-from .conversion_plan import NO_FAST_PATH, ConversionPlan, Filter, is_to_be_cast
+from .conversion_checks import castable, needs_values, not_fake
+from .conversion_plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
 from .conversion_report import ConversionReport, Entry, SmallKN
-from .experts import Experts, named_experts
 from .fast_path import described, gpu_of, warn_if_missing
-from .holders import needs_values
-from .linears import fp8_part, is_conv1d, kind_of
-from .matrices import Matrix, elements_of, matrices_of
-from .module_names import is_module
+from .module_names import Experts, is_module, named_experts, weights_to_skip, with_all_above
 from .pretrained_models import follow_pretrained_models
 from .product_weights import (
-    frozen_form,
+    Matrix,
+    fp8_form,
+    fp8_part,
+    is_conv1d,
     is_transposed,
+    kind_of,
     local_stack,
+    matrices_of,
     sizes_of,
     weights_of,
     why_unconvertible,
 )
-from .skip_patterns import weights_to_skip
 from .state_dict import register_state_hooks
 
 
@@ -76,38 +82,36 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     keys = weights_of(module)
     if not keys:
         return
-    conversion_checks.not_fake(module.parameters(recurse=False))
-    keys = tuple(key for key in keys if why_unconvertible(module, key) is None)
-    chosen = [key for key in keys if is_to_be_cast(module._parameters[key], recipe)]
-    for key in chosen:
-        what = "the weight" if key == "weight" else f"the stack {key!r}"
-        weight = module._parameters[key]
-        assert weight is not None
-        conversion_checks.castable(weight, what, recipe, [module])
-        if (gpu := gpu_of(weight.device)) is not None:
+    not_fake(module.parameters(recurse=False))
+    chosen = [
+        Matrix("", key, module)
+        for key in keys
+        if why_unconvertible(module, key) is None
+        if is_to_be_cast(module._parameters[key], recipe)
+    ]
+    for matrix in chosen:
+        what = "the weight" if matrix.key == "weight" else f"the stack {matrix.key!r}"
+        castable(matrix.parameter, what, recipe, [module])
+        if (gpu := gpu_of(matrix.parameter.device)) is not None:
             warn_if_missing(gpu)
-        del weight  # references to it are counted
-    for key in chosen:
-        if not _leave_to_holder(module, key):
-            _cast(module, key, recipe)
+    for matrix in chosen:
+        if (holder := _holder_in_need(matrix)) is None:
+            _swap(matrix, recipe)
+            continue
+        warnings.warn(
+            f"a frozen weight {list(matrix.parameter.shape)} stays in high precision, because "
+            f"another module holds it too ({holder}): give the linear a copy of its own, or let "
+            f"the weight require a gradient",
+            stacklevel=2,
+        )
     _register_hooks(module)
 
 
-def _leave_to_holder(module: nn.Module, key: str) -> bool:
-    """Whether another module needs the values of a weight that would be dropped; warns then."""
-    weight = module._parameters[key]
-    assert weight is not None
-    is_dropped, shape = not (weight.requires_grad or weight.is_meta), list(weight.shape)
-    del weight  # references to it are counted
-    holder = needs_values(module, key=key) if is_dropped else None
-    if holder is not None:
-        warnings.warn(
-            f"a frozen weight {shape} stays in high precision, because another module holds it "
-            f"too ({holder}): give the linear a copy of its own, or let the weight require a "
-            f"gradient",
-            stacklevel=3,
-        )
-    return holder is not None
+def _holder_in_need(matrix: Matrix) -> str | None:
+    """Return the kind of another module that needs the values of a weight that would be dropped."""
+    if matrix.parameter.requires_grad or matrix.parameter.is_meta:
+        return None
+    return needs_values(matrix.module, key=matrix.key)
 
 
 def convert(
@@ -172,101 +176,95 @@ def convert(
         raise ValueError(f"head={head!r}: expected 'fp8', or None to leave the head alone")
     named = {} if experts is None else named_experts(model, experts)
     skipped = weights_to_skip(model, skip, named)
-    conversion_checks.not_fake(model.parameters())
-    matrices = matrices_of(model, named)
-    plan = ConversionPlan(model, recipe, filter, skipped, auto_filter_small_kn, head is not None)
-    tied: dict[int, list[Matrix]] = defaultdict(list)
-    for matrix in matrices:
-        tied[id(matrix.parameter)].append(matrix)
-    why: dict[Matrix, str] = {}
-    chosen = []
-    for group in tied.values():
-        linear = plan.choose(group, why)
-        if linear is not None:
-            chosen.append(linear)
+    not_fake(model.parameters())
 
-    fast_path = None
+    matrices = matrices_of(model, named)
+    heads = heads_of(model)
+    small = auto_filter_small_kn
+    decide(matrices, Choices(recipe, filter, skipped, small, heads, head is not None))
+    chosen = [matrix for matrix in matrices if matrix.is_chosen]
+    modules = dict(model.named_modules())
+    for matrix in chosen:
+        what = f"the weight of {matrix.label!r}" if matrix.label else "the weight"
+        above = [modules[name] for name in ("", *with_all_above(matrix.name))]
+        castable(matrix.parameter, what, recipe, above)
+
     gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
     if gpu is not None:
-        fast_path = described(gpu)
         warn_if_missing(gpu)
     before = [_bytes_of(matrix) for matrix in matrices]
-    for linear in chosen:
-        _cast(linear.module, linear.key, recipe)
-    entries = []
-    for matrix, bytes_before in zip(matrices, before, strict=True):
-        weight = matrix.parameter
+    for matrix in chosen:
+        _swap(matrix, recipe)
+    for matrix in matrices:
         _register_hooks(matrix.module)
-        entries.append(
-            Entry(
-                name=matrix.label,
-                shape=matrix.shape,
-                dtype=weight.dtype,
-                converted=fp8_part(weight) is not None,
-                reason=why.get(matrix) or _why_converted(matrix),
-                bytes_before=bytes_before,
-                bytes_after=_bytes_of(matrix),
-                elements=matrix.elements,
-            )
-        )
-    elements = sum(map(elements_of, model.parameters()))
-    report = ConversionReport(tuple(entries), elements, fast_path)
+    report = ConversionReport(
+        tuple(map(_entry, matrices, before)),
+        sum(map(_elements_of, model.parameters())),
+        None if gpu is None else described(gpu),
+    )
     if not report.converted:
         _warn_of_nothing(model, report)
     return report
 
 
-def _cast(module: nn.Module, key: str, recipe: Recipe | None) -> None:
-    weight: Tensor = module._parameters[key]  # type: ignore[assignment]
-    swap_in(weight, _converted_weight(module, key, weight, recipe or DEFAULT_RECIPE))
+def _swap(matrix: Matrix, recipe: Recipe | None) -> None:
+    form = fp8_form(matrix.module, matrix.key, matrix.parameter, recipe or DEFAULT_RECIPE)
+    swap_in(matrix.parameter, form)
 
 
 def _register_hooks(module: nn.Module) -> None:
-    """Of a module that holds FP8 weights, its own or tied ones."""
+    """Register the hooks of a module that holds FP8 weights, its own or tied ones."""
     if any(fp8_part(weight) is not None for weight in module._parameters.values()):
         register_state_hooks(module)
         follow_pretrained_models()
 
 
-def _converted_weight(module: nn.Module, key: str, weight: Tensor, recipe: Recipe) -> Tensor:
-    if isinstance(weight, BlockwiseFP8Weight):
-        return BlockwiseFP8Weight(weight.master, recipe)
-    if (local := local_of(weight)) is not None:
-        if owner_of(local) is not None:
-            return with_local(weight, FP8Shard(local.detach(), recipe))
-        local = local.detach().requires_grad_(weight.requires_grad)
-        return with_local(weight, _converted_weight(module, key, local, recipe))
-    if weight.requires_grad or weight.is_meta:
-        return BlockwiseFP8Weight(weight.detach(), recipe)
-    return frozen_form(module, key, weight, recipe)
+# The report
+
+
+def _entry(matrix: Matrix, bytes_before: int) -> Entry:
+    weight = matrix.parameter
+    return Entry(
+        name=matrix.label,
+        shape=() if is_lazy(weight) else tuple(weight.shape),
+        dtype=weight.dtype,
+        converted=fp8_part(weight) is not None,
+        reason=matrix.why or _why_converted(matrix),
+        bytes_before=bytes_before,
+        bytes_after=_bytes_of(matrix),
+        elements=_elements_of(weight) if matrix.is_first else 0,
+    )
+
+
+def _elements_of(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _why_converted(linear: Matrix) -> str:
-    weight = linear.parameter
-    fp8 = fp8_part(weight)
-    if isinstance(fp8, BlockwiseFP8Tensor):
+    weight, module = linear.parameter, linear.module
+    if isinstance(fp8_part(weight), BlockwiseFP8Tensor):
         why = "frozen: high-precision copy dropped"
     elif shard_of(weight) is not None:
         why = "trainable, gathered in FP8"
-    elif is_parallel(linear.module):
-        why = _why_parallel(linear.module, weight)
+    elif is_parallel(module):
+        why = _why_parallel(module, weight)
     else:
         why = "trainable" if weight.requires_grad else "initialised later"
     if weight.ndim == 3:
-        n, k = sizes_of(linear.module, linear.key, weight)
-        order = "E x K x N" if is_transposed(linear.module, linear.key) else "E x N x K"
+        n, k = sizes_of(module, linear.key, weight)
+        order = "E x K x N" if is_transposed(module, linear.key) else "E x N x K"
         sizes = f"experts, {order}: E={len(weight)}, N={n}, K={k}"
         if (part := local_stack(weight)) is not None:
             sizes += f"; on this rank {' x '.join(map(str, part.shape))}"
         return f"{why} ({sizes})"
-    kind = kind_of(linear.module)
-    if is_conv1d(linear.module):
+    if is_conv1d(module):
         return f"{why} (Conv1D)"
+    kind = kind_of(module)
     return why if kind == "Linear" else f"{why} (subclass {kind})"
 
 
 def _why_parallel(module: nn.Module, weight: Tensor) -> str:
-    """Of a tensor parallel linear: what a rank holds, and where that is too small to be faster."""
+    """Say what a rank holds of a tensor parallel linear, and if that is too small to be faster."""
     local = local_of(weight)
     assert local is not None
     held = " x ".join(map(str, local.shape))

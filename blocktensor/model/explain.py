@@ -15,10 +15,15 @@ from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, cho
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..text_table import collapse_alike, text_table
-from .experts import experts_per_token
 from .fast_path import described
-from .linears import fp8_part
-from .product_weights import fp8_weights, label_of, local_stack, sizes_of
+from .product_weights import (
+    experts_per_token,
+    fp8_part,
+    fp8_weights,
+    label_of,
+    local_stack,
+    sizes_of,
+)
 
 Shape = tuple[int, int, int]
 

@@ -1,9 +1,8 @@
-"""Freezing of FP8 weights, which drops their high-precision masters, and its inverse."""
+"""Freeze FP8 weights, which drops their high-precision masters, and make them trainable again."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from ..distributed.fsdp.gather import GatheredInFP8
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
-from .conversion_checks import swappable
-from .holders import needs_values
-from .linears import fp8_part
+from .conversion_checks import needs_values, swappable
 from .module_names import is_module
-from .product_weights import fp8_weights, frozen_form, label_of
+from .product_weights import Matrix, fp8_part, fp8_weights, frozen_form
 from .state_dict import register_state_hooks
 
 
@@ -36,13 +33,7 @@ def freeze(model: nn.Module) -> list[str]:
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
     is_module(model, "freeze")
-
-    def frozen(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
-        if not isinstance(weight, BlockwiseFP8Weight) or weight.is_meta:
-            return None
-        return frozen_form(module, key, weight.master, weight.recipe)
-
-    return _swap_all(model, frozen, trains=False)
+    return _swap_all(model, trains=False)
 
 
 def unfreeze(model: nn.Module) -> list[str]:
@@ -59,76 +50,67 @@ def unfreeze(model: nn.Module) -> list[str]:
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
     is_module(model, "unfreeze")
-
-    def trainable(module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
-        if not isinstance(weight, BlockwiseFP8Tensor):
-            return None
-        return BlockwiseFP8Weight(weight.dequantize().contiguous(), weight.recipe)
-
-    return _swap_all(model, trainable, trains=True)
+    return _swap_all(model, trains=True)
 
 
-def _swap_all(
-    model: nn.Module, swapped: Callable[[nn.Module, str, Tensor], Tensor | None], trains: bool
-) -> list[str]:
+def _swap_all(model: nn.Module, trains: bool) -> list[str]:
     weights = [
-        (label_of(name, key), module, key)
+        Matrix(name, key, module)
         for name, module in model.named_modules()
         for key in fp8_weights(module)
     ]
-    users = Counter(id(module._parameters[key]) for _, module, key in weights)
-    for label, module, key in weights:
-        _check(label, module, key)
-        if not trains:
-            _check_holders(label, module, key, users[id(module._parameters[key])])
+    users = Counter(id(weight.parameter) for weight in weights)
+    for weight in weights:
+        _check(weight, trains, users[id(weight.parameter)])
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
-    for label, module, key in weights:
-        weight: Any = module._parameters[key]
-        held = fp8_part(weight)
-        new = None if id(weight) in done else swapped(module, key, held)
-        if new is not None:
-            new = new if held is weight else with_local(weight, new)
-            weight.grad = None
-            swap_in(weight, new)
-            weight.requires_grad_(trains)
-            done.add(id(weight))
-        if id(weight) in done:
-            names.append(label)
-            register_state_hooks(module)
+    for weight in weights:
+        old: Any = weight.parameter
+        if id(old) not in done and (new := _swapped(weight, trains)) is not None:
+            old.grad = None
+            swap_in(old, new)
+            old.requires_grad_(trains)
+            done.add(id(old))
+        if id(old) in done:
+            names.append(weight.label)
+            register_state_hooks(weight.module)
     return names
 
 
-def _check(label: str, module: nn.Module, key: str) -> None:
-    """Raise if an FP8 weight cannot be exchanged."""
-    weight: Any = module._parameters[key]
-    fp8 = fp8_part(weight)
-    if fp8 is None:
-        return
-    what = f"the weight of {label!r}" if label else "the weight"
+def _check(weight: Matrix, trains: bool, users: int) -> None:
+    """Raise if an FP8 weight cannot be exchanged, or if another module needs its master."""
+    what = f"the weight of {weight.label!r}" if weight.label else "the weight"
+    fp8 = fp8_part(weight.parameter)
+    is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
     # what FSDP2 gathers of a trainable weight is of the frozen kind, but requires a gradient
-    looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.requires_grad
-    if isinstance(fp8, GatheredInFP8) or (looks_gathered and _has_ranks()):
+    looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.parameter.requires_grad
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
         raise NotImplementedError(
             f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
             f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
         )
-    swappable(weight, what)
-
-
-def _check_holders(label: str, module: nn.Module, key: str, known: int) -> None:
-    """Raise if another module needs the master of a weight that is to be frozen."""
-    weight: Any = module._parameters[key]
-    if not isinstance(fp8_part(weight), BlockwiseFP8Weight) or weight.is_meta:
+    del fp8  # references to it are counted
+    swappable(weight.parameter, what)
+    if trains or not is_trained:
         return
-    del weight  # references to it are counted
-    holder = needs_values(module, known, key)
+    holder = needs_values(weight.module, users, weight.key)
     if holder is not None:
         raise ValueError(
-            f"the weight of {label!r} cannot be frozen, because another module reads its values "
-            f"too ({holder}): give the linear a copy of its own, or leave it trainable"
+            f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
+            f"values too ({holder}): give the linear a copy of its own, or leave it trainable"
         )
 
 
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _swapped(weight: Matrix, trains: bool) -> Tensor | None:
+    """Return the other kind of an FP8 weight; None if it is of that kind already."""
+    held = fp8_part(weight.parameter)
+    new: Tensor
+    if trains and isinstance(held, BlockwiseFP8Tensor):
+        new = BlockwiseFP8Weight(held.dequantize().contiguous(), held.recipe)
+    elif not trains and isinstance(held, BlockwiseFP8Weight) and not held.is_meta:
+        new = frozen_form(weight.module, weight.key, held.master, held.recipe)
+    else:
+        return None
+    made: Tensor = new if held is weight.parameter else with_local(weight.parameter, new)
+    return made

@@ -20,8 +20,8 @@ from .fused_class import Fused, fused_modules, own_forward, remove_parts, set_pa
 from .fused_mlp import FusedMLP, GatedParts, act_of, check_names, formula, run_parts, why_apart
 from .fused_norm import FusedNorm
 from .kept_state import kept_state
-from .linears import fp8_part, is_linear, kind_of
 from .module_names import is_module, matching
+from .product_weights import fp8_part, is_linear, kind_of
 from .share_inputs import share_for_norms, stop_sharing
 
 _TRIPLES = (

@@ -25,8 +25,8 @@ from .fused_routed_experts import (
     why_other_routing,
 )
 from .fused_routed_experts import run_parts as run_routed
-from .linears import fp8_part, kind_of
 from .module_names import matching
+from .product_weights import fp8_part, kind_of
 
 _STACKS = (
     ("w1_EFD", "w3_EFD", "w2_EDF"),

@@ -22,8 +22,8 @@ from .fuse_verify import (
 from .fused_class import own_forward
 from .fused_norm import NormParts, run_parts
 from .kept_state import kept_state
-from .linears import fp8_part, kind_of
 from .module_names import matching
+from .product_weights import fp8_part, kind_of
 
 _READERS = {
     "input_layernorm": ("self_attn", "attention"),

@@ -21,7 +21,7 @@ from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from .fused_mlp import why_mixed
 from .kept_state import kept_state
-from .linears import fp8_part
+from .product_weights import fp8_part
 
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""

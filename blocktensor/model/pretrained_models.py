@@ -10,18 +10,16 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..recipe import Recipe
 from ..tensor.callers import callers
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.swap_in import swap_in
 from ..tensor.weight import BlockwiseFP8Weight
-from .linears import fp8_part
-from .product_weights import frozen_form
+from .product_weights import fp8_form, fp8_part
 from .state_dict import register_state_hooks
 
 
@@ -48,21 +46,17 @@ def _wrap(kind: Any, name: str, ours: Callable[..., Any]) -> None:
     setattr(kind, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
 
 
-def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with frozen FP8 weights dequantized."""
-    return {
-        name: x.dequantize().contiguous() if isinstance(x, BlockwiseFP8Tensor) else x
-        for name, x in state.items()
-    }
-
-
 def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Write high-precision values, of frozen weights too."""
     call = inspect.signature(theirs).bind(model, *args, **kwargs)
     is_frozen = any(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters())
     if is_frozen and not getattr(model, "_hf_peft_config_loaded", False):
         given = call.arguments.get("state_dict")
-        call.arguments["state_dict"] = _plain_state(model.state_dict() if given is None else given)
+        state = model.state_dict() if given is None else given
+        call.arguments["state_dict"] = {
+            name: values_of(x) if isinstance(x, BlockwiseFP8Tensor) else x
+            for name, x in state.items()
+        }
     return theirs(*call.args, **call.kwargs)
 
 
@@ -81,11 +75,12 @@ def _resize_token_embeddings(theirs: Any, model: Any, *args: Any, **kwargs: Any)
         if head.weight is plain and plain.shape == weight.shape:
             exchange(model, plain, weight)
         else:
-            _cast(head, weight.recipe)
+            swap_in(head.weight, fp8_form(head, "weight", head.weight, weight.recipe))
+            register_state_hooks(head)
 
 
 def values_of(weight: Any) -> Tensor:
-    """Return the values of an FP8 weight in high precision: those of the master, if it has one."""
+    """Return an FP8 weight's values in high precision: its master, or the frozen bytes' values."""
     if isinstance(weight, BlockwiseFP8Weight):
         return weight.master.detach()
     values: Tensor = weight.dequantize().contiguous()
@@ -93,25 +88,15 @@ def values_of(weight: Any) -> Tensor:
 
 
 def exchange(model: nn.Module, old: Any, new: Any) -> None:
-    """Put a parameter in the place of another, in all modules that hold it."""
+    """Replace a parameter by another in all modules that hold it."""
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is old:
                 module._parameters[name] = new
 
 
-def _cast(head: Any, recipe: Recipe) -> None:
-    """Convert the plain weight of a head."""
-    weight = head.weight
-    if weight.requires_grad:
-        swap_in(weight, BlockwiseFP8Weight(weight.detach(), recipe))
-    else:
-        swap_in(weight, frozen_form(head, "weight", weight, recipe))
-    register_state_hooks(head)
-
-
 def _from_pretrained(theirs: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warn of a reference model in high precision that trl makes beside a policy in FP8."""
+    """Warn if trl makes a reference model in high precision for a policy in FP8."""
     made = theirs(kind, *args, **kwargs)
     trainers = (x.local("self") for x in callers() if x.module.startswith("trl."))
     trainer = next((x for x in trainers if x is not None), None)

@@ -10,9 +10,8 @@ from torch import nn
 
 from ..text_table import collapse, text_table
 from .input_group import InputGroup
-from .linears import fp8_part, is_linear
 from .module_names import is_module
-from .product_weights import fp8_weights
+from .product_weights import fp8_part, fp8_weights, is_linear
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from ..ops.checks import HIGH_PRECISION
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .linears import fp8_part
-from .product_weights import frozen_form, local_stack
+from .product_weights import fp8_part, frozen_form, local_stack
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -29,11 +28,14 @@ def register_state_hooks(module: nn.Module) -> None:
 
 
 def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Register the hooks of a module that is given an FP8 weight: it may come from another one."""
+    """Register the hooks of a module that is given an FP8 weight, of another module say."""
     if fp8_part(parameter) is not None:
         register_state_hooks(module)
 
 
+# Process-wide, because a module that takes an FP8 weight later (``b.weight = a.weight``) was not
+# converted itself, and ``load_state_dict(assign=True)`` would put a plain parameter in its place:
+# torch asks neither the old parameter nor any other global hook before it does.
 register_module_parameter_registration_hook(_join)
 
 
@@ -67,7 +69,7 @@ def _is_plain_value(value: Any, weight: Tensor) -> bool:
 
 
 def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
-    """A plain tensor as the FP8 type that it takes the place of; None for other types."""
+    """Return a plain tensor as the FP8 type of ``weight``, which it replaces; else None."""
     if (part := local_stack(weight)) is not None:
         local = local_of(value)
         if local is None:

@@ -9,25 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, freeze, functional, quantize
-from tests.support.compiling import afresh, graphs
-from tests.support.models import linear, randn
-
-# Dynamo itself instantiates the Functions that it traces.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
+from tests.support.compiling import (
+    afresh,
+    assert_as_eager,
+    compiled_graphs,
+    graphs,
+    instantiates,
+    ops_in,
 )
+from tests.support.models import linear, randn
+from tests.support.steps import assert_bits, step
 
+pytestmark = instantiates
 __all__ = ["afresh"]
 
 K = 192
-F = Callable[[Tensor], Tensor]
+SQUARES = Recipe(wgrad_input="128x128")
+HIGH = Recipe(wgrad_input="high_precision")
+STEP = Recipe(cache_weight="step")
+WGRAD_INPUTS = [Recipe(), SQUARES, HIGH]
 
 
 def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -37,42 +41,86 @@ def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn
     return made
 
 
-def step(f: F, x: Tensor, *modules: nn.Module) -> list[Tensor]:
-    """The output and every gradient of one forward and backward."""
-    for module in modules:
-        module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = f(x)
-    y.backward(randn(*y.shape, seed=7, dtype=y.dtype))
-    grads = [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
-    return [y.detach(), x.grad, *grads]
+# Ways to use weights: a function, and what it trains
+
+Way = tuple[Callable[[Tensor], Tensor], list[Any]]
 
 
-def assert_as_eager(f: F, *modules: nn.Module, backend: str = "aot_eager", **x: object) -> None:
-    compiled = torch.compile(f, fullgraph=True, backend=backend)
-    for seed in range(2):
-        given = randn(12, K, seed=seed, **x)  # type: ignore[arg-type]
-        got, want = step(compiled, given, *modules), step(f, given, *modules)
-        assert len(got) == len(want)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert graphs() == 1
+def whole(model: nn.Module) -> Way:
+    return model, [model]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(),
-        Recipe(scale="power_of_two"),
-        Recipe(cache_weight="step"),
-        Recipe(wgrad_input="128x128"),
-        Recipe(scale="power_of_two", wgrad_input="128x128"),
-        Recipe(wgrad_input="high_precision"),
-    ],
-    ids=str,
-)
-def test_a_converted_model(recipe: Recipe) -> None:
+def checkpointed(recipe: Recipe) -> Way:
     model = mlp(recipe)
-    assert_as_eager(model, model)
+    return lambda x: checkpoint(model, x, use_reentrant=False), [model]
+
+
+def mixed() -> Way:
+    model = mlp(dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made: Tensor = model(x)
+        return made
+
+    return run, [model]
+
+
+def plain_weight() -> Way:
+    w = randn(128, K, grad=True)
+    return lambda x: functional.linear(x, w), [w]
+
+
+def given_to_functional() -> Way:
+    """FP8 weights that Dynamo meets in our own function."""
+    a, b = linear(128, K, bias=True), linear(128, K)
+    w = b.weight
+    return lambda x: functional.linear(x, a.weight, a.bias) + functional.linear(x, w), [a, b]
+
+
+def shared_cast(recipe: Recipe) -> Way:
+    q, k = linear(128, K, bias=True, recipe=recipe), linear(128, K, recipe=recipe)
+
+    def both(x: Tensor) -> Tensor:
+        x = quantize(x, recipe)
+        made: Tensor = q(x) + k(x)
+        return made
+
+    return both, [q, k]
+
+
+def product(recipe: Recipe, transposed: bool) -> Way:
+    module = linear(*((128, K) if transposed else (K, 128)), recipe=recipe)
+    return lambda x: x @ (module.weight.t() if transposed else module.weight), [module]
+
+
+WAYS: dict[str, Callable[[], Way]] = {
+    **{
+        f"model, {recipe}": lambda recipe=recipe: whole(mlp(recipe))  # type: ignore[misc]
+        for recipe in (
+            *(*WGRAD_INPUTS, Recipe(scale="power_of_two"), STEP),
+            Recipe(scale="power_of_two", wgrad_input="128x128"),
+        )
+    },
+    **{f"shared cast, {r.wgrad_input}": lambda r=r: shared_cast(r) for r in WGRAD_INPUTS},  # type: ignore[misc]
+    **{f"checkpoint, {r.cache_weight}": lambda r=r: checkpointed(r) for r in (Recipe(), STEP)},  # type: ignore[misc]
+    **{f"x @ w, {r.cache_weight}": lambda r=r: product(r, False) for r in (Recipe(), STEP)},  # type: ignore[misc]
+    "x @ w.t()": lambda: product(Recipe(), True),
+    "fp32": lambda: whole(mlp(dtype=torch.float32)),
+    "autocast": mixed,
+    "a plain weight": plain_weight,
+    "functional": given_to_functional,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_eager_s_bits_in_one_graph(way: str) -> None:
+    run, trained = WAYS[way]()
+    dtype = torch.float32 if way in ("fp32", "autocast") else torch.bfloat16
+    assert_as_eager(run, *(randn(12, K, seed=seed, dtype=dtype) for seed in range(2)), of=trained)
+    assert graphs() == 1
+    if way == "functional":
+        assert [m.weight.cache.casts for m in trained] == [2, 2]  # of the two eager runs
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["", "columnwise made before"])
@@ -85,122 +133,57 @@ def test_a_frozen_model(made: bool) -> None:
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for seed in range(2):
         x = randn(12, K, seed=seed)
-        got, want = step(compiled, x, twin), step(model, x, model)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert_bits(step(compiled, x), step(model, x))
     assert graphs() == 1
-
-
-def test_fp32_and_autocast() -> None:
-    model = mlp(dtype=torch.float32)
-    assert_as_eager(model, model, dtype=torch.float32)
-    torch._dynamo.reset()
-    counters.clear()
-
-    def mixed(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    assert_as_eager(mixed, model, dtype=torch.float32)
-
-
-def test_a_plain_weight() -> None:
-    w = randn(128, K, grad=True)
-    assert_as_eager(lambda x: functional.linear(x, w))
-
-
-def test_fp8_weights_given_to_functional_linear() -> None:
-    """Dynamo meets them in our own function."""
-    a, b = linear(128, K, bias=True), linear(128, K)
-    w = b.weight
-
-    def both(x: Tensor) -> Tensor:
-        return functional.linear(x, a.weight, a.bias) + functional.linear(x, w)
-
-    assert_as_eager(both, a, b)
-    assert a.weight.cache.casts == b.weight.cache.casts == 2  # of the two eager runs
-
-
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
-def test_a_shared_cast(wgrad_input: Any) -> None:
-    recipe = Recipe(wgrad_input=wgrad_input)
-    q, k = linear(128, K, bias=True, recipe=recipe), linear(128, K, recipe=recipe)
-
-    def both(x: Tensor) -> Tensor:
-        x = quantize(x, recipe)
-        return q(x) + k(x)
-
-    assert_as_eager(both, q, k)
-
-
-def test_matmul() -> None:
-    module = linear(128, K)
-    assert_as_eager(lambda x: x @ module.weight.t(), module)
-
-
-@pytest.mark.parametrize("policy", ["backward", "step"])
-def test_checkpointing(policy: Any) -> None:
-    model = mlp(Recipe(cache_weight=policy))
-    assert_as_eager(lambda x: checkpoint(model, x, use_reentrant=False), model)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPUs")
 def test_inductor() -> None:
-    model = mlp()
-    assert_as_eager(model, model, backend="inductor")
+    assert_as_eager(mlp(), randn(12, K), randn(12, K, seed=1), backend="inductor")
+    assert graphs() == 1
 
 
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
-def test_training_compiles_once_and_batch_sizes_once_more(wgrad_input: Any) -> None:
+@pytest.mark.parametrize("recipe", WGRAD_INPUTS, ids=str)
+def test_training_compiles_once_and_batch_sizes_once_more(recipe: Recipe) -> None:
     """Twice more where scales of 128x128 blocks need no padding: of 4, 8, ... blocks of tokens."""
-    model = mlp(Recipe(wgrad_input=wgrad_input))
+    model = mlp(recipe)
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    runs = [
-        (compiled, torch.optim.AdamW(model.parameters(), lr=1e-2)),
-        (eager, torch.optim.AdamW(eager.parameters(), lr=1e-2)),
-    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, eager)]
     for number, batch in enumerate((160, 160, 160, 160, 200, 300, 131, 129, 520, 512, 272)):
-        losses = []
-        for module, optimizer in runs:
-            optimizer.zero_grad()
-            loss = module(randn(batch, K, seed=number)).float().square().mean()
-            loss.backward()
+        x = randn(batch, K, seed=number)
+        assert_bits(step(compiled, x), step(eager, x))
+        for optimizer in optimizers:
             optimizer.step()
-            losses.append(loss.detach())
-        assert torch.equal(*losses)
-        assert graphs() == (1 if number < 4 else 2 + (wgrad_input == "128x128" and number > 8))
+        assert graphs() == (1 if number < 4 else 2 + (recipe is SQUARES and number > 8))
     for a, b in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_one_cast_of_a_weight_serves_forward_and_backward_if_asked_for() -> None:
-    found = {}
-    for policy in ("backward", "step", False):
-        seen: list[list[str]] = []
-
-        def see(gm: torch.fx.GraphModule, _: object, to: Any = seen) -> Callable[..., object]:
-            to.append([str(node.target) for node in gm.graph.nodes])
-            return make_boxed_func(gm.forward)
-
-        model = mlp(Recipe(cache_weight=policy))  # type: ignore[arg-type]
-        backend = aot_autograd(
-            fw_compiler=see, bw_compiler=see, partition_fn=min_cut_rematerialization_partition
-        )
-        step(torch.compile(model, fullgraph=True, backend=backend), randn(12, K), model)
-        ops = ("quantize_rowwise", "quantize_with_transpose", "transpose", "gemm")
-        ops += ("quantize_transpose",)
-        found[policy] = [
-            {op: n for op in ops if (n := names.count(f"blocktensor.{op}.default"))}
-            for names in seen
-        ]
-    again = [{"quantize_rowwise": 2, "gemm": 2}, {"gemm": 4, "quantize_transpose": 2}]
-    once = [{"quantize_with_transpose": 2, "gemm": 2}, {"gemm": 4}]
-    assert found == {"backward": again, "step": once, False: again}
+@pytest.mark.parametrize(
+    ("policy", "forward", "backward"),
+    [
+        ("backward", {"quantize_rowwise": 2, "gemm": 2}, {"gemm": 4, "quantize_transpose": 2}),
+        ("step", {"quantize_with_transpose": 2, "gemm": 2}, {"gemm": 4}),
+        (False, {"quantize_rowwise": 2, "gemm": 2}, {"gemm": 4, "quantize_transpose": 2}),
+    ],
+)
+def test_one_cast_of_a_weight_serves_forward_and_backward_if_asked_for(
+    policy: Any, forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    ops = ("quantize_rowwise", "quantize_with_transpose", "transpose", "gemm")
+    ops += ("quantize_transpose",)
+    model = mlp(Recipe(cache_weight=policy))
+    for graph, wanted in zip(
+        compiled_graphs(model, randn(12, K)), (forward, backward), strict=True
+    ):
+        names = ops_in(graph)
+        assert {op: n for op in ops if (n := names.count(f"blocktensor.{op}"))} == wanted
 
 
 def test_a_cast_that_serves_backward_is_that_of_its_forward() -> None:
     """Also if the weight is written to before backward, where eager mode raises."""
-    model = mlp(Recipe(cache_weight="step"))
+    model = mlp(STEP)
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x, y = (randn(12, K, grad=True) for _ in range(2))
@@ -274,16 +257,10 @@ def test_what_the_compile_cache_is_told() -> None:
 def test_weights_computed_of_weights(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     weight, delta = linear(256, K).weight, randn(256, K, seed=5, grad=True)
 
-    def f(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         return nn.functional.linear(x, compute(weight, delta))
 
-    results = []
-    for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-        y = run(randn(12, K))
-        y.sum().backward()
-        results.append([y.detach(), *(p.grad for p in (weight, delta) if p.grad is not None)])
-        weight.grad = delta.grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_as_eager(run, randn(12, K), of=[weight, delta])
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -304,12 +281,6 @@ def test_an_fp8_inputs_gradient_has_the_dtype_that_it_was_cast_from(frozen: bool
         gradients.append(x.grad)
     assert not torch.equal(gradients[0], gradients[0].bfloat16().float())
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("policy", ["backward", "step"])
-def test_a_transposed_weight(policy: Any) -> None:
-    module = linear(K, 128, recipe=Recipe(cache_weight=policy))
-    assert_as_eager(lambda x: x @ module.weight, module)
 
 
 # Dynamo hides it, and an error comes before that.
@@ -333,8 +304,7 @@ def test_an_activation_that_a_graph_casts_enters_another(recipe: Recipe, made_by
         return model(q)
 
     x, compiled = randn(128, K), torch.compile(broken, backend="aot_eager")
-    for got, want in zip(step(compiled, x, model), step(broken, x, model), strict=True):
-        assert torch.equal(got, want)
+    assert_bits(step(compiled, x, of=[model]), step(broken, x, of=[model]))
     q, eager = torch.compile(cast, backend="aot_eager")(x), cast(x)
     joined = torch.cat([eager, q])
     with torch.no_grad():

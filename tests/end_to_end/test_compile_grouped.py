@@ -8,23 +8,23 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from tests.support.compiling import afresh, graphs
+from tests.support.compiling import (
+    afresh,
+    assert_as_eager,
+    compiled_graphs,
+    graphs,
+    instantiates,
+    ops_in,
+)
 from tests.support.groups import ends
 from tests.support.models import SQUARE, plain, randn
-from tests.support.numeric import assert_same
 
-# Dynamo itself instantiates the Functions that it traces.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated. Methods on autograd:DeprecationWarning"
-)
-
+pytestmark = instantiates
 __all__ = ["afresh"]
 
 E, N, K = 4, 144, 192
@@ -41,20 +41,6 @@ def stack(
     shape = (E, K, N) if kn else (E, N, K)
     values = randn(*shape, seed=1, dtype=dtype) / K**0.5
     return nn.Parameter(BlockwiseFP8Weight(values, recipe or Recipe()))
-
-
-def assert_as_eager(run: Run, compiled: Run, x: Tensor, offs: Tensor, *leaves: Tensor) -> None:
-    results = []
-    for f in (run, compiled):
-        for leaf in leaves:
-            leaf.grad = None
-        given = x.clone().requires_grad_()
-        y = f(given, offs)
-        y.backward(randn(*y.shape, seed=7, dtype=y.dtype))
-        results.append([y.detach(), given.grad, *(leaf.grad for leaf in leaves)])
-    for want, got in zip(*results, strict=True):
-        assert_same(got, want)
-        assert got.stride() == want.stride()
 
 
 def ways() -> dict[str, tuple[Run, list[Tensor]]]:
@@ -84,7 +70,8 @@ def test_tokens_and_groups_of_changing_sizes(way: str) -> None:
         [(1, 0, 129, 20), (0, 0, 0, 0), (150, 0, 0, 0), (127, 1, 100, 60), (3, 2, 1, 0)]
     ):
         rows = max(sum(sizes), 10) if number > 2 else 160  # first one number of tokens, then others
-        assert_as_eager(run, compiled, randn(rows, K, seed=number), ends(*sizes), *leaves)
+        given = randn(rows, K, seed=number), ends(*sizes)
+        assert_as_eager(run, given, of=leaves, strides=True, compiled=compiled)
         # scales of 128x128 blocks need no padding for 4, 8, ... blocks
         assert graphs() == (1 if number <= 2 else 2 + (way == "x in squares" and number == 4))
 
@@ -107,16 +94,17 @@ def test_routing_within_the_graph_down_to_no_tokens(way: str, backend: str) -> N
         for routed in (60, 0, 30, 1):
             expert = torch.randint(0, E, (60,), generator=rng)
             expert[routed:] = E
-            assert_as_eager(run, compiled, randn(60, K, seed=routed), expert, *leaves)
+            given = randn(60, K, seed=routed), expert
+            assert_as_eager(run, given, of=leaves, strides=True, compiled=compiled)
     assert graphs() == 1
 
 
 @needs_cpp
 def test_inductor() -> None:
     run, leaves = ways()["F.grouped_mm"]
-    compiled = torch.compile(run, fullgraph=True, backend="inductor")
-    for rows, sizes in ((160, (1, 0, 129, 20)), (200, (0, 0, 0, 0)), (0, (0, 0, 0, 0))):
-        assert_as_eager(run, compiled, randn(rows, K), ends(*sizes), *leaves)
+    sizes = ((160, (1, 0, 129, 20)), (200, (0, 0, 0, 0)), (0, (0, 0, 0, 0)))
+    batches = [(randn(rows, K), ends(*groups)) for rows, groups in sizes]
+    assert_as_eager(run, *batches, of=leaves, backend="inductor", strides=True)
     assert graphs() <= 3  # none of no rows serves others, in plain torch either
 
 
@@ -124,36 +112,26 @@ def test_inductor() -> None:
 def test_the_fallback_of_transformers(kn: bool) -> None:
     """Which its experts take when compiled with weights in fp32."""
     moe = pytest.importorskip("transformers.integrations.moe")
-    w, ran = stack(kn, torch.float32), []
+    w = stack(kn, torch.float32)
 
     def run(x: Tensor, offs: Tensor) -> Tensor:
         return moe._grouped_linear(x, w, offs, is_transposed=kn)
 
-    def watched(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        ran.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=watched))
-    x, offs = randn(160, K, dtype=torch.float32), ends(1, 0, 129, 20)
-    assert_as_eager(run, compiled, x, offs, w)
+    given = randn(160, K, dtype=torch.float32), ends(1, 0, 129, 20)
+    assert_as_eager(run, given, of=[w], strides=True)
     assert graphs() == 1
-    products = [op for op in ran if "gemm" in op or "mm" in op]
-    assert sorted(products) == [
-        "blocktensor.grouped_gemm.default",
-        "blocktensor.grouped_gemm.default",
-        "blocktensor.grouped_gemm_wgrad.default",
+    ran = [op for graph in compiled_graphs(run, *given, of=[w]) for op in ops_in(graph)]
+    assert sorted(op for op in ran if "gemm" in op or "mm" in op) == [
+        "blocktensor.grouped_gemm",
+        "blocktensor.grouped_gemm",
+        "blocktensor.grouped_gemm_wgrad",
     ]
 
 
 def test_batched_products() -> None:
     w = stack(kn=True)
-
-    def run(x: Tensor, offs: Tensor) -> Tensor:
-        return torch.bmm(x, w)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for tokens in (5, 130, 131):
-        assert_as_eager(run, compiled, randn(E, tokens, K), ends(1), w)
+    batches = [randn(E, tokens, K) for tokens in (5, 130, 131)]
+    assert_as_eager(lambda x: torch.bmm(x, w), *batches, of=[w], strides=True)
     assert graphs() == 2
 
 
@@ -164,9 +142,8 @@ def test_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return F.grouped_mm(x, w.mT, offs=offs)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    x, offs = randn(160, K, dtype=torch.float32), ends(1, 0, 129, 20)
-    assert_as_eager(run, compiled, x, offs, w)
+    given = randn(160, K, dtype=torch.float32), ends(1, 0, 129, 20)
+    assert_as_eager(run, given, of=[w], strides=True)
 
 
 def test_compiled_graphs_save_no_form_of_the_weight() -> None:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, freeze, functional
-from tests.support.compiling import afresh, graphs
+from tests.support.compiling import afresh, assert_as_eager, graphs, instantiates
 from tests.support.models import plain, randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
+from tests.support.steps import assert_bits, step
 
 __all__ = ["afresh"]
 
@@ -51,15 +52,6 @@ class OneByOne(nn.Module):
         return torch.cat(parts).type_as(x)
 
 
-def step(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of the input."""
-    x = x.detach().requires_grad_()
-    y = model(x)
-    y.backward(randn(*y.shape, seed=5, dtype=y.dtype))
-    assert x.grad is not None
-    return y.detach(), x.grad
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["", "transposed before the cast"])
 def test_torchtitan_s_experts_are_dense_fp8_linears(before: bool) -> None:
     model = TitanMoE(before=before)
@@ -67,9 +59,7 @@ def test_torchtitan_s_experts_are_dense_fp8_linears(before: bool) -> None:
     one_by_one = copy.deepcopy(model)
     one_by_one.experts = OneByOne(model.experts)
     x = randn(60, 128, dtype=torch.float32)
-    (y, dx), (wanted, wanted_dx) = step(model, x), step(one_by_one, x)
-    assert torch.equal(y, wanted)
-    assert torch.equal(dx, wanted_dx)
+    assert_bits(step(model, x)[:2], step(one_by_one, x)[:2])
     for w, leaf in zip(model.experts.parameters(), one_by_one.experts.stacks, strict=True):
         assert isinstance(w, BlockwiseFP8Weight)
         assert w.grad.dtype == torch.float32
@@ -134,18 +124,12 @@ def test_main_grad_of_an_fp32_master() -> None:
         torch.testing.assert_close(with_buffer.main_grad, w.grad, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@instantiates
 def test_compiled_experts_have_eager_s_bits() -> None:
     experts = GroupedExperts(3, 128, 256)
     convert(experts, auto_filter_small_kn=False)
-    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    for sizes in (torch.tensor([4, 0, 6]), torch.tensor([1, 9, 0])):
-        results = []
-        for run in (compiled, experts):
-            experts.zero_grad()
-            y, dx = step(lambda x, f=run, sizes=sizes: f(x, sizes), randn(10, 128).float())
-            results.append((y, dx, *(w.grad for w in experts.parameters())))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    sizes = (torch.tensor([4, 0, 6]), torch.tensor([1, 9, 0]))
+    assert_as_eager(experts, *((randn(10, 128).float(), groups) for groups in sizes))
     assert graphs() == 1
 
 

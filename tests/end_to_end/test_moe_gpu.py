@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import audit, convert, fuse, share_inputs
-from tests.support.compiling import afresh, graphs
+from tests.support.compiling import afresh, assert_as_eager, graphs
 from tests.support.groups import ends
 from tests.support.models import randn
 from tests.support.moe_models import transformers_moe
+from tests.support.steps import assert_bits, losses_of, step
 from tests.support.synchronization import no_synchronization
 
 __all__ = ["afresh"]
@@ -56,16 +57,6 @@ either_way = pytest.mark.parametrize("fused", [False, True])
 
 def tokens(count: int = T, seed: int = 7) -> Tensor:
     return randn(count, K, seed=seed).cuda().requires_grad_()
-
-
-def step(module: Any, x: Tensor, offs: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
-    y = module(x, offs)
-    y.backward(torch.ones_like(y))
-    made = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-    for p in module.parameters():
-        p.grad = None
-    return made
 
 
 @either_way
@@ -125,16 +116,15 @@ def test_rows_of_no_group_reach_nothing(fused: bool) -> None:
     with torch.no_grad():
         poisoned[:T] = tokens()
     poisoned.requires_grad_()
+    for p in module.parameters():
+        p.grad = None
     y = module(poisoned, offs)
     g = torch.full_like(y, float("nan"))
-    g[:T] = 1
+    g[:T] = randn(T, K, seed=7)  # that of step
     y.backward(g)
-    assert torch.equal(y[:T], clean[0])
+    assert_bits([y[:T], poisoned.grad[:T], *(p.grad for p in module.parameters())], clean)
     assert not y[T:].any()
-    assert torch.equal(poisoned.grad[:T], clean[1])
     assert not poisoned.grad[T:].any()
-    for p, wanted in zip(module.parameters(), clean[2:], strict=True):
-        assert torch.equal(p.grad, wanted)
 
 
 # The manager of torch's CUDA graph trees captures an empty graph, to own a memory pool.
@@ -150,7 +140,7 @@ def test_compiled_experts_are_close_to_eager(mode: str, fused: bool) -> None:
     for sizes in (SIZES, (5, 0, 0, 0, 0, 0, 0, 9), (1024,) * E):
         offs, count = ends(*sizes, device="cuda"), sum(sizes)
         wanted = step(module, tokens(count), offs)
-        made = [x.clone() for x in step(compiled, tokens(count), offs)]
+        made = step(compiled, tokens(count), offs)
         for a, b in zip(made[:2], wanted[:2], strict=True):
             if fused:
                 assert torch.equal(a, b)
@@ -165,15 +155,9 @@ def test_compiled_products_have_eager_s_bits() -> None:
         y: Tensor = torch._grouped_mm(x, module.w1.transpose(-2, -1), offs=offs)
         return y
 
-    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
-    for sizes in (SIZES, (5, 0, 0, 0, 0, 0, 0, 9), (64,) * E):
-        offs, count = ends(*sizes, device="cuda"), sum(sizes)
-        x, z = tokens(count), tokens(count)
-        y, wanted = compiled(x, offs), product(z, offs)
-        assert torch.equal(y, wanted)
-        y.sum().backward()
-        wanted.sum().backward()
-        assert torch.equal(x.grad, z.grad)
+    groups = (SIZES, (5, 0, 0, 0, 0, 0, 0, 9), (64,) * E)
+    batches = [(tokens(sum(sizes)), ends(*sizes, device="cuda")) for sizes in groups]
+    assert_as_eager(product, *batches, of=[module])
     assert graphs() <= 2
 
 
@@ -189,11 +173,5 @@ def test_transformers_experts(kind: str) -> None:
     convert(model, auto_filter_small_kn=False)
     ids = (torch.arange(512, device="cuda") * 7 % 64).view(4, 128)[:, :64]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(lambda: model(input_ids=ids, labels=ids).loss, optimizer, steps=8)
     assert losses[-1] < losses[0]

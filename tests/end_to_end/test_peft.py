@@ -20,6 +20,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze,
 from tests.support.audited import assert_no_marked_product
 from tests.support.models import FP8_TYPES, Model, assert_same_bytes
 from tests.support.moe_models import TOKENS, transformers_moe
+from tests.support.steps import losses_of
 
 DIM = 192  # a block and a half
 INPUTS = torch.arange(48).view(4, 12)
@@ -38,8 +39,10 @@ def dequantized(model: nn.Module) -> nn.Module:
     """The same values in bf16."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
-        if isinstance(module, nn.Linear) and isinstance(module.weight, BlockwiseFP8Tensor):
-            module.weight = nn.Parameter(module.weight.dequantize())
+        for name, p in list(module._parameters.items()):
+            if isinstance(p, FP8_TYPES):
+                value = p.dequantize() if isinstance(p, BlockwiseFP8Tensor) else p.master.clone()
+                module._parameters[name] = nn.Parameter(value)
     return plain
 
 
@@ -108,14 +111,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
     losses = []
     for one in (model, plain):
         optimizer = torch.optim.AdamW(trained(one).values(), lr=1e-2)
-        course = []
-        for _ in range(8):
-            loss = loss_of(one)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            course.append(loss.item())
-        losses.append(course)
+        losses.append(losses_of(lambda one=one: loss_of(one), optimizer, steps=8))
     assert losses[0][-1] < 0.8 * losses[0][0]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert_unchanged(model, before)
@@ -196,12 +192,7 @@ def test_adapters_on_a_base_that_keeps_its_masters(kind: str) -> None:
     made = kind_of_adapter(model, kind)
     assert_no_marked_product(made, INPUTS)
     optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        losses.append(loss_of(made))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(lambda: loss_of(made), optimizer, steps=3)
     assert losses[2] < losses[1] < losses[0]
     wanted, merged = loss_of(made), made.merge_and_unload()
     for block in merged.blocks:
@@ -252,19 +243,13 @@ def test_adapters_of_parameters_that_are_matrices(frozen: bool) -> None:
     assert len(trained(made)) == 8
     assert_no_marked_product(made, INPUTS)
     optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        losses.append(loss_of(made))
-        losses[-1].backward()
-        optimizer.step()
+    losses = losses_of(lambda: loss_of(made), optimizer, steps=4)
     assert losses[3] < losses[0]
 
 
-def step(model: Any) -> float:
-    loss = model(TOKENS, labels=TOKENS).loss
-    loss.backward()
-    return loss.item()
+def loss_of_moe(model: Any) -> Tensor:
+    loss: Tensor = model(TOKENS, labels=TOKENS).loss
+    return loss
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
@@ -277,19 +262,15 @@ def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
     convert(model, auto_filter_small_kn=False)
     if frozen:
         freeze(model)
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        for name, p in list(module._parameters.items()):
-            if isinstance(p, BlockwiseFP8Tensor):
-                module._parameters[name] = nn.Parameter(p.dequantize())
-            elif isinstance(p, BlockwiseFP8Weight):
-                module._parameters[name] = nn.Parameter(p.master.clone())
     adapted = []
-    for each in (model, plain):
+    for each in (model, dequantized(model)):
         torch.manual_seed(1)
         adapted.append(get_peft_model(each, config))
     made, exact = adapted
-    assert step(made) == pytest.approx(step(exact), rel=0.01)
+    losses = [loss_of_moe(each) for each in adapted]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
+    for loss in losses:
+        loss.backward()
     wanted = trained(exact)
     stacks = [name for name in wanted if ".experts." in name]
     assert len(stacks) >= 4
@@ -302,12 +283,8 @@ def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
         with torch.no_grad():
             assert_no_marked_product(made.eval(), TOKENS, labels=TOKENS)
     optimizer = torch.optim.AdamW(trained(made).values(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        losses.append(step(made))
-        optimizer.step()
-    assert losses[3] < losses[0]
+    course = losses_of(lambda: loss_of_moe(made), optimizer, steps=4)
+    assert course[3] < course[0]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])

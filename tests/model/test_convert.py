@@ -1,9 +1,9 @@
-"""Converting models in place: what is converted, what is not and why, and what must survive."""
+"""Models converted in place: by apply and by convert, frozen, on meta, and what must survive."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
-    SmallKN,
     convert,
     functional,
     to_blockwise_fp8_weights,
 )
 from tests.support.models import (
     DIM,
+    LINEARS,
     POWER_OF_TWO,
     TOKENS,
     Model,
@@ -30,10 +30,11 @@ from tests.support.models import (
     reasons,
 )
 
-LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
-
-
-# apply
+WAYS: dict[str, Callable[[nn.Module], object]] = {
+    "apply": lambda model: model.apply(to_blockwise_fp8_weights),
+    "convert": lambda model: convert(model, auto_filter_small_kn=False),
+}
+either_way = pytest.mark.parametrize("use", WAYS)
 
 
 def test_apply_converts_every_linear_whatever_its_size_or_name() -> None:
@@ -52,19 +53,18 @@ def test_apply_twice_changes_nothing() -> None:
     assert {p.recipe for p in again} == {POWER_OF_TWO}
 
 
-@pytest.mark.parametrize("use", ["apply", "convert"])
-def test_tied_linears_stay_tied(use: str) -> None:
-    a, b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-    b.weight = a.weight
-    model = nn.Sequential(a, b)
-    if use == "apply":
-        model.apply(to_blockwise_fp8_weights)
-    else:
-        report = convert(model, auto_filter_small_kn=False)
-        assert [e.reason for e in report.converted] == ["trainable", "tied to '0'"]
-        assert report.bytes_before == 4 * DIM * DIM
-    assert a.weight is b.weight
-    assert isinstance(a.weight, BlockwiseFP8Weight)
+@either_way
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_linears_stay_tied(frozen: bool, use: str) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).requires_grad_(not frozen)
+    model[1].weight = model[0].weight
+    report = WAYS[use](model)
+    if use == "convert":
+        first = "frozen: high-precision copy dropped" if frozen else "trainable"
+        assert [e.reason for e in report.converted] == [first, "tied to '0'"]  # type: ignore[attr-defined]
+        assert report.bytes_before == 4 * DIM * DIM  # type: ignore[attr-defined]
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
     assert len(list(model.parameters())) == 3
 
 
@@ -80,21 +80,10 @@ def test_apply_to_a_head_tied_to_an_embedding() -> None:
     assert torch.isfinite(model.embed.weight.grad).all()
 
 
-def test_a_parametrized_linear_is_left_alone_and_said_so() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)))
-    with pytest.warns(UserWarning, match="no weight of this Sequential is in FP8"):
-        report = convert(model, auto_filter_small_kn=False)
-    assert report.converted == ()
-    assert "parametri" in reasons(report)["0.parametrizations.weight.original1"]
-
-
 def test_a_linear_subclass_is_converted_and_other_modules_are_not() -> None:
-    class Mine(nn.Linear):
-        pass
-
     model = nn.ModuleDict(
         {
-            "mine": Mine(DIM, DIM),
+            "mine": type("Mine", (nn.Linear,), {})(DIM, DIM),
             "conv": nn.Conv1d(DIM, DIM, 1),
             "bilinear": nn.Bilinear(DIM, DIM, DIM),
             "norm": nn.LayerNorm(DIM),
@@ -128,9 +117,8 @@ def test_meta_modules_are_initialised_later(trainable: bool, device: torch.devic
     with torch.device("meta"):
         model = Model().requires_grad_(trainable)
     report = convert(model, auto_filter_small_kn=False)
-    assert {e.reason for e in report.converted} == {
-        "trainable" if trainable else "initialised later"
-    }
+    why = "trainable" if trainable else "initialised later"
+    assert {e.reason for e in report.converted} == {why}
     assert converted_names(model) == LINEARS
     model.to_empty(device=device)
     for module in model.modules():
@@ -141,6 +129,18 @@ def test_meta_modules_are_initialised_later(trainable: bool, device: torch.devic
     assert up.weight.master.device.type == device.type
     x = randn(5, DIM, dtype=torch.float32, device=device)
     assert torch.equal(up(x), functional.linear(x, plain(up.weight), up.bias))
+
+
+@either_way
+def test_a_frozen_weight_on_meta_keeps_its_master(use: str) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"linear": nn.Linear(DIM, DIM), "alias": nn.Module()})
+    model["alias"].of_linear = model["linear"].weight
+    report = WAYS[use](model.requires_grad_(False))
+    if use == "convert":
+        why = [e.reason for e in report.converted]  # type: ignore[attr-defined]
+        assert why == ["initialised later", "tied to 'linear'"]
+    assert isinstance(model["linear"].weight, BlockwiseFP8Weight)
 
 
 def test_a_meta_module_can_run_for_its_shapes() -> None:
@@ -158,124 +158,16 @@ def test_a_model_in_float64() -> None:
         report = convert(copy.deepcopy(model), auto_filter_small_kn=False)
     assert reasons(report)["blocks.0.up"] == "dtype torch.float64"
     assert report.converted == ()
-    text = complaint(TypeError, lambda: model.apply(to_blockwise_fp8_weights))
     assert_expected_inline(
-        text,
+        complaint(TypeError, lambda: model.apply(to_blockwise_fp8_weights)),
         """\
 the weight has dtype torch.float64: blocktensor casts torch.bfloat16, torch.float16
 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
     )
 
 
-# convert
-
-
-@pytest.mark.parametrize("head", ["lm_head", "output", "head", "embed_out", "logits"])
-def test_the_usual_heads_are_left_alone(head: str) -> None:
-    model = Model(head=head)
-    report = convert(model, auto_filter_small_kn=False)
-    assert reasons(report) == {
-        "embed": "embedding",
-        head: "lm head: 50 outputs, the entries of 'embed'",
-    }
-    assert converted_names(model) == LINEARS
-
-
-def test_a_tied_head_of_any_name_is_left_alone() -> None:
-    model = Model(tied=True, head="anything")
-    report = convert(model, auto_filter_small_kn=False)
-    assert reasons(report) == {"embed": "embedding", "anything": "tied to embedding 'embed'"}
-    assert model.anything.weight is model.embed.weight
-    assert type(model.embed.weight.data) is Tensor
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("by", ["skip", "filter"])
-def test_a_linear_that_is_left_out_keeps_its_weight_for_those_tied_to_it(
-    by: str, first: bool
-) -> None:
-    model = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("a", "b", "c")})
-    model["b"].weight = model["a"].weight
-    out, other = ("a", "b") if first else ("b", "a")
-    if by == "skip":
-        report, why = (
-            convert(model, skip=[out], auto_filter_small_kn=False),
-            f"skip pattern {out!r}",
-        )
-    else:
-        report, why = (
-            convert(model, filter=lambda m, n: n != out, auto_filter_small_kn=False),
-            "filter",
-        )
-    assert converted_names(model) == ["c"]
-    assert reasons(report) == {out: why, other: f"tied to {out!r}: {why}"}
-
-
-def test_tied_linears_convert_once_and_say_so_again() -> None:
-    model = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("a", "b")})
-    model["b"].weight = model["a"].weight
-    for first in ("trainable", "already converted"):
-        report = convert(model, auto_filter_small_kn=False)
-        assert [e.reason for e in report.entries] == [first, "tied to 'a'"]
-    model["embed"] = nn.Embedding(DIM, DIM)
-    model["embed"].weight = model["a"].weight
-    report = convert(model, auto_filter_small_kn=False)
-    assert [e.converted for e in report.entries] == [True] * 3
-    assert [e.reason for e in report.entries] == ["already converted"] + ["tied to 'a'"] * 2
-
-
-def test_the_output_projection_of_attention_is_left_alone() -> None:
-    model = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, batch_first=True)
-    report = convert(model, auto_filter_small_kn=False)
-    assert [e.name for e in report.converted] == ["linear1", "linear2"]
-    assert "MultiheadAttention" in reasons(report)["self_attn.out_proj"]
-    x = randn(2, 5, DIM, dtype=torch.float32, grad=True)
-    model(x).sum().backward()
-    assert torch.isfinite(x.grad).all()
-    assert model.eval()(x).shape == x.shape
-
-
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        ({"auto_filter_small_kn": False}, LINEARS),
-        ({"auto_filter_small_kn": SmallKN(n=DIM, k=DIM, size=0)}, LINEARS),
-        ({"auto_filter_small_kn": SmallKN(n=DIM + 1, k=0, size=0)}, ["blocks.0.up", "blocks.1.up"]),
-        (
-            {"auto_filter_small_kn": SmallKN(n=0, k=DIM + 1, size=0)},
-            ["blocks.0.down", "blocks.1.down"],
-        ),
-        ({"auto_filter_small_kn": False, "skip": ["*.up"]}, ["blocks.0.down", "blocks.1.down"]),
-        ({"auto_filter_small_kn": False, "skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"]),
-        (
-            {"auto_filter_small_kn": False, "filter": lambda m, name: m.bias is None},
-            ["blocks.0.down", "blocks.1.down"],
-        ),
-    ],
-)
-def test_what_convert_leaves_out(options: dict[str, Any], left: list[str]) -> None:
-    model = Model()
-    report = convert(model, **options)
-    assert converted_names(model) == left == [e.name for e in report.converted]
-    assert len(report.entries) == 6
-    assert all(entry.reason for entry in report.entries)
-
-
-def test_the_filter_sees_only_linears_that_could_be_converted() -> None:
-    seen: list[tuple[type, str]] = []
-
-    def see(module: nn.Module, name: str) -> bool:
-        seen.append((type(module), name))
-        return True
-
-    convert(Model(), filter=see, auto_filter_small_kn=False)
-    assert seen == [(nn.Linear, name) for name in LINEARS]
-
-
 def test_biases_stay_and_training_goes_on(device: torch.device) -> None:
-    model, reference = Model(), Model()
-    for m in (model, reference):
-        m.to(device)
+    model, reference = Model().to(device), Model().to(device)
     convert(model, auto_filter_small_kn=False)
     losses = []
     for m in (model, reference):
@@ -288,8 +180,15 @@ def test_biases_stay_and_training_goes_on(device: torch.device) -> None:
         assert error < 0.2, name
 
 
-def test_other_thresholds_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (TypeError, {"auto_filter_small_kn": "yes"}, "='yes': expected True, False or a SmallKN"),
+        (ValueError, {"head": "bf16"}, "head='bf16': expected 'fp8', or None to leave the head"),
+    ],
+)
+def test_other_choices_are_refused(kind: type[Exception], options: dict, text: str) -> None:  # type: ignore[type-arg]
     model = Model()
-    with pytest.raises(TypeError, match=r"auto_filter_small_kn='yes': expected True, False or a"):
-        convert(model, auto_filter_small_kn="yes")  # type: ignore[arg-type]
-    assert not any(isinstance(p, BlockwiseFP8Weight) for p in model.parameters())
+    with pytest.raises(kind, match=text):
+        convert(model, **options)
+    assert converted_names(model) == []

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, share_inputs
 from blocktensor.autograd.shared_cast import this_thread
-from blocktensor.model.share_inputs import SharingReport
+from tests.support import steps
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
+from tests.support.steps import assert_bits
 
 E, K, N = 4, 128, 256
 SIZES = torch.tensor([3, 0, 129, 8])
@@ -36,45 +37,34 @@ def tokens(seed: int = 0) -> Tensor:
     return randn(140, K, seed=seed, grad=True)
 
 
-def step(module: nn.Module, x: Tensor) -> list[Tensor | None]:
-    y = module(x, SIZES)
-    y.backward(randn(*y.shape, seed=9, dtype=y.dtype))
-    made = [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-    module.zero_grad()
-    return made
-
-
-def shared(module: nn.Module) -> SharingReport:
-    return share_inputs(module)
+def step(module: nn.Module) -> list[Tensor | None]:
+    return steps.step(module, tokens(), SIZES, of=[getattr(module, "_orig_mod", module)])
 
 
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
 def test_gate_and_up_share_one_cast_and_keep_their_bits(wgrad_input: Any) -> None:
     alone, module = (experts(Recipe(wgrad_input=wgrad_input)) for _ in range(2))
-    report = shared(module)
+    report = share_inputs(module)
     for turn in range(1, 4):
-        for a, b in zip(step(alone, tokens()), step(module, tokens()), strict=True):
-            assert a is not None
-            assert torch.equal(a, b)
+        assert_bits(step(alone), step(module))
         assert (report.casts, report.saved) == (2 * turn, turn)
     assert str(report) == REPORT
     report.remove()
-    step(module, tokens())
+    step(module)
     assert report.casts == 6
 
 
 def test_rows_that_are_fp8_already_are_cast_again_once() -> None:
     alone, module = experts(), experts()
-    report = shared(module)
+    report = share_inputs(module)
     rows = BlockwiseFP8Tensor.quantize(tokens().detach(), columnwise=False)
     for turn in range(1, 3):
         made = []
         for each in (alone, module):
+            each.zero_grad()
             each(rows, SIZES).backward(randn(140, K, seed=9))
             made.append([p.grad for p in each.parameters()])
-            each.zero_grad()
-        for a, b in zip(*made, strict=True):
-            assert torch.equal(a, b)
+        assert_bits(*made)
         assert (report.casts, report.saved) == (2 * turn, turn)
 
 
@@ -84,18 +74,16 @@ def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
     for made in (alone, module):
         weight = made.w3_EFD
         made.w3_EFD = nn.Parameter(BlockwiseFP8Weight(weight.master, Recipe(wgrad_input=other)))
-    report = shared(module)
+    report = share_inputs(module)
     for _ in range(2):
-        for a, b in zip(step(alone, tokens()), step(module, tokens()), strict=True):
-            assert a is not None
-            assert torch.equal(a, b)
+        assert_bits(step(alone), step(module))
     assert report.saved == 0
 
 
 def test_forms_are_kept_no_longer_than_their_last_use() -> None:
     module = experts()
-    shared(module)
-    step(module, tokens())
+    share_inputs(module)
+    step(module)
     x = tokens().detach()
     with torch.no_grad():
         module(x, SIZES)
@@ -136,17 +124,16 @@ def test_an_input_that_changed_is_cast_again(change: Callable[[Tensor], Tensor])
         module = Twice(E, K, N)
         module.change = change
         convert(module, auto_filter_small_kn=False, experts={"": ["w1_EFD", "w2_EDF", "w3_EFD"]})
-        report = shared(module) if share else None
+        report = share_inputs(module) if share else None
         with torch.no_grad():
             made.append([module(tokens(seed).detach(), SIZES) for seed in range(3)])
         assert report is None or report.saved == 0
-    for a, b in zip(*made, strict=True):
-        assert torch.equal(a, b)
+    assert_bits(*made)
 
 
 def test_offs_that_changed_are_another_input() -> None:
     module = experts()
-    shared(module)
+    share_inputs(module)
     for sizes in (SIZES, torch.tensor([140, 0, 0, 0]), torch.tensor([0, 70, 0, 0])):
         alone = experts()
         with torch.no_grad():
@@ -155,28 +142,28 @@ def test_offs_that_changed_are_another_input() -> None:
 
 def test_an_exception_ends_the_sharing() -> None:
     module = experts()
-    shared(module)
+    share_inputs(module)
     with pytest.raises((RuntimeError, ValueError)):
         module(randn(4, K + 1), SIZES)
     assert this_thread.running is None
-    step(module, tokens())
+    step(module)
 
 
 def test_copies_share_for_themselves() -> None:
     module = experts()
-    report = shared(module)
+    report = share_inputs(module)
     twin = copy.deepcopy(module)
-    step(twin, tokens())
+    step(twin)
     assert report.casts == 0
-    of_twin = shared(twin)
+    of_twin = share_inputs(twin)
     assert (of_twin.casts, of_twin.saved) == (2, 1)
-    assert shared(twin).groups == of_twin.groups  # a second call adds no hooks
+    assert share_inputs(twin).groups == of_twin.groups  # a second call adds no hooks
     assert len(twin._forward_hooks) == 1
 
 
 def test_a_freed_input_takes_its_forms_along() -> None:
     module = experts()
-    report = shared(module)
+    report = share_inputs(module)
     group = report.groups[0]
     group._begin(module, ())  # type: ignore[union-attr]
     try:
@@ -197,10 +184,9 @@ def test_a_freed_input_takes_its_forms_along() -> None:
 
 def test_compiled_experts_cast_for_themselves() -> None:
     module = experts()
-    report = shared(module)
-    wanted = step(experts(), tokens())
+    report = share_inputs(module)
+    wanted = step(experts())
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    made = step(compiled, tokens())
+    made = step(compiled)
     assert report.casts == 0
-    for a, b in zip(made, wanted, strict=True):
-        assert torch.equal(a, b)  # type: ignore[arg-type]
+    assert_bits(made, wanted)

@@ -251,12 +251,13 @@ def test_a_module_that_saves_its_state_itself_saves_plain_tensors() -> None:
 
 
 def test_hooks_are_registered_once() -> None:
-    module = linear(N, K)
+    model = nn.Sequential(linear(N, K), nn.GELU(), linear(K, N))
     for _ in range(2):
-        freeze(module), unfreeze(module)
-        convert(module, POWER_OF_TWO, auto_filter_small_kn=False)
-        to_blockwise_fp8_weights(module)
-    assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
+        freeze(model), unfreeze(model)
+        convert(model, POWER_OF_TWO, auto_filter_small_kn=False)
+        model.apply(to_blockwise_fp8_weights)
+    for module in (model[0], model[2]):
+        assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
 
 
 def test_what_is_copied_is_no_weight() -> None:

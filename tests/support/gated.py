@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
 from tests.support.models import FP32_SCALES, SQUARE, randn
+from tests.support.steps import assert_bits as assert_bits
 
 K, HIDDEN, N = 192, 320, 136
 
@@ -81,18 +82,6 @@ def results(
         y.backward(randn(*y.shape, seed=77, dtype=y.dtype, device=y.device))
     given = [leaf, *(t for t in operands if t is not None)]
     return [y.detach(), *(t.grad for t in given)]
-
-
-def assert_bits(actual: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    """The same bits, and the same are missing."""
-    assert len(actual) == len(wanted)
-    for a, b in zip(actual, wanted, strict=True):
-        if a is None or b is None:
-            assert a is b
-            continue
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert a.isfinite().all()
-        assert torch.equal(a, b)
 
 
 class WeightShapes(TorchFunctionMode):

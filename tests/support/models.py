@@ -104,6 +104,8 @@ def assert_twins(ordinary: nn.Linear, converted: nn.Linear) -> None:
 
 DIM = 64
 TOKENS = torch.arange(12).view(2, 6)
+LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+"""The linears of a :class:`Model` that ``convert`` converts."""
 
 
 class Block(nn.Module):

@@ -24,10 +24,9 @@ from ...model.convert import convert
 from ...model.freeze import unfreeze
 from ...model.fuse import fuse
 from ...model.fuse_report import FusionReport
-from ...model.linears import is_linear
+from ...model.module_names import weights_to_skip
 from ...model.pretrained_models import exchange, values_of
-from ...model.product_weights import fp8_weights
-from ...model.skip_patterns import weights_to_skip
+from ...model.product_weights import fp8_weights, is_linear
 from ...tensor.callers import caller
 from .config import METHOD, BlockwiseFP8Config
 from .loading import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save

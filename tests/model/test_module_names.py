@@ -1,0 +1,196 @@
+"""Names that a caller gives: patterns that leave weights out, stacks of experts, and no model."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from torch import nn
+
+from blocktensor import (
+    SmallKN,
+    audit,
+    convert,
+    explain,
+    freeze,
+    memory_report,
+    share_inputs,
+    to_blockwise_fp8_weights,
+    unfreeze,
+    unfuse,
+)
+from tests.support.models import DIM, Model, complaint, converted_names, reasons
+from tests.support.stacks import Fused, Unknown, fp8_names
+
+
+@pytest.mark.parametrize("given", [None, 5, [nn.Linear(2, 2)]])
+def test_what_is_no_module(given: Any) -> None:
+    kind = type(given).__name__
+    alone = convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit, memory_report
+    for call in (*alone, share_inputs):
+        with pytest.raises(TypeError, match=rf"^{call.__name__} takes a model.*: got a {kind}"):
+            call(given)
+    if kind != "list":  # of shapes
+        with pytest.raises(TypeError, match=rf"^explain takes a model, .*: got a {kind}"):
+            explain(given)
+
+
+# skip
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        (["vision_tower"], ["text.blocks.*", "text2"]),
+        (["text"], ["vision_tower.blocks.*", "text2"]),
+        (["text*"], ["vision_tower.blocks.*"]),
+        (["*.blocks"], ["text2"]),
+        (["*.blocks.1", "vision_tower"], ["text.blocks.0", "text2"]),
+        (("*.u?",), ["vision_tower.*.down", "text.*.down", "text2"]),
+        ((pattern for pattern in ["*.[0-9].up", "text2"]), ["vision_tower.*.down", "text.*.down"]),
+    ],
+)
+def test_a_pattern_names_modules_and_all_below_them(skip: Any, left: list[str]) -> None:
+    models = {"vision_tower": Model(), "text": Model(), "text2": nn.Linear(DIM, DIM)}
+    model = nn.ModuleDict(models)
+    convert(model, skip=skip, auto_filter_small_kn=False)
+    names = converted_names(model)
+    assert names
+    assert all(any(fnmatch.fnmatch(n, f"{p}*") for p in left) for n in names)
+    assert all(fnmatch.filter(names, f"{p}*") for p in left)
+
+
+def test_the_first_pattern_is_the_reason_and_heads_may_be_named() -> None:
+    report = convert(Model(), skip=["lm_head", "blocks.0", "*.up"], auto_filter_small_kn=False)
+    assert reasons(report) == {
+        "embed": "embedding",
+        "blocks.0.up": "skip pattern 'blocks.0'",
+        "blocks.0.down": "skip pattern 'blocks.0'",
+        "blocks.1.up": "skip pattern '*.up'",
+        "lm_head": "skip pattern 'lm_head'",
+    }
+
+
+def test_every_name_of_a_module_counts() -> None:
+    shared = nn.Linear(DIM, DIM)
+    model = nn.ModuleDict({"encoder": nn.ModuleList([shared]), "decoder": nn.ModuleList([shared])})
+    model["other"] = nn.Linear(DIM, DIM)
+    report = convert(model, skip=["decoder"], auto_filter_small_kn=False)
+    assert converted_names(model) == ["other"]
+    assert reasons(report) == {"encoder.0": "skip pattern 'decoder'"}
+
+
+# experts
+
+
+def test_what_may_be_named() -> None:
+    model = nn.ModuleDict({"a": Unknown(), "b": nn.ModuleDict({"c": Unknown()})})
+    small = SmallKN(expert_n=128, expert_k=128, expert_size=0)
+    convert(model, experts={"*.c": ("up",), "b.?": ["up", "down"]}, auto_filter_small_kn=small)
+    assert fp8_names(model) == ["b.c.up", "b.c.down"]
+    again = convert(model)
+    assert {entry.reason for entry in again.converted} == {"already converted"}
+    assert reasons(again)["a.up"] == "stack of matrices: in Unknown; experts={...} would name it"
+    for skip, converted in (([], ["up", "down"]), (["down"], ["up"])):
+        whole = Unknown()
+        names = {"": ["down", "up"]}
+        report = convert(whole, experts=names, skip=skip, auto_filter_small_kn=small)
+        assert fp8_names(whole) == converted
+    assert reasons(report)["down"] == "skip pattern 'down'"
+
+
+# Complaints
+
+COMPLAINTS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "a pattern alone": (TypeError, {"skip": "lm_head"}),
+    "a number": (TypeError, {"skip": 5}),
+    "a module": (TypeError, {"skip": [nn.Linear(64, 50)]}),
+    "near a name": (ValueError, {"skip": ["*.up", "model.heads"]}),
+    "near the end of a name": (ValueError, {"skip": ["*.layers.*.upp"]}),
+    "an embedding": (ValueError, {"skip": ["*.embed"]}),
+    "attention": (ValueError, {"skip": ["attention"]}),
+    "a list of experts": (TypeError, {"experts": [("*.a", ["up"])]}),
+    "a name that is no list": (TypeError, {"experts": {"a": "up"}}),
+    "names that are no strings": (TypeError, {"experts": {"a": [1]}}),
+    "a pattern that is no string": (TypeError, {"experts": {1: ["up"]}}),
+    "no such module": (ValueError, {"experts": {"a": ["up"], "expert": ["up"]}}),
+    "no such parameter": (ValueError, {"experts": {"a": ["w1"]}}),
+    "a matrix": (ValueError, {"experts": {"a": ["table"]}}),
+    "four dimensions": (ValueError, {"experts": {"f": ["w13_EF2D"]}}),
+}
+
+
+def test_complaints() -> None:
+    parts = {"model": Model(), "attention": nn.MultiheadAttention(DIM, 2)}
+    model = nn.ModuleDict({**parts, "a": Unknown(), "experts": Unknown(), "f": Fused()})
+    texts = [
+        f"{name}:\n{complaint(kind, lambda options=options: convert(model, **options))}"
+        for name, (kind, options) in COMPLAINTS.items()
+    ]
+    assert converted_names(model) == fp8_names(model) == []
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
+a pattern alone:
+skip='lm_head' is a str: expected a list of patterns, e.g. ['lm_head']
+
+a number:
+skip=5 is a int: expected a list of patterns, e.g. ['*.router']
+
+a module:
+skip holds Linear(in_features=64, out_features=50, bias=True), a Linear: expected
+patterns of module names, e.g. ['*.router']
+
+near a name:
+skip pattern 'model.heads' matches no module of this ModuleDict: expected a pattern
+that names linears or modules above them; near it: 'model.lm_head', 'model',
+'model.blocks'
+
+near the end of a name:
+skip pattern '*.layers.*.upp' matches no module of this ModuleDict: expected a
+pattern that names linears or modules above them; near it: '*.up'
+
+an embedding:
+skip pattern '*.embed' matches only modules that convert leaves alone anyway, such
+as 'model.embed' (Embedding): expected a pattern that names linears or modules above
+them
+
+attention:
+skip pattern 'attention' matches only modules that convert leaves alone anyway, such
+as 'attention' (MultiheadAttention): expected a pattern that names linears or
+modules above them
+
+a list of experts:
+experts=[('*.a', ['up'])] is a list: expected patterns of module names with the
+names of their stacks, e.g. {'*.experts': ['w1', 'w2']}
+
+a name that is no list:
+experts has 'a': 'up': expected a pattern with a list of the names of stacks, e.g.
+{'*.experts': ['w1', 'w2']}
+
+names that are no strings:
+experts has 'a': [1]: expected a pattern with a list of the names of stacks, e.g.
+{'*.experts': ['w1', 'w2']}
+
+a pattern that is no string:
+experts has 1: ['up']: expected a pattern with a list of the names of stacks, e.g.
+{'*.experts': ['w1', 'w2']}
+
+no such module:
+experts pattern 'expert' matches no module of this ModuleDict: expected a pattern of
+the names of modules that hold stacks; near it: 'experts'
+
+no such parameter:
+experts names 'w1' of 'a', which has no such parameter: its parameters are up, down,
+table
+
+a matrix:
+experts names 'table' of 'a', experts with 2 dimensions: expected 3: expected a
+parameter [E, N, K] or [E, K, N]
+
+four dimensions:
+experts names 'w13_EF2D' of 'f', experts with 4 dimensions, which several fused
+projections share: expected a parameter [E, N, K] or [E, K, N]""",
+    )
