@@ -18,7 +18,6 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Q
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
-from blocktensor.ops.registry import loaded
 from blocktensor.ops.scale_layouts import columnwise_width
 
 from . import peers
@@ -126,12 +125,11 @@ def ours(case: Case) -> dict[str, Maker]:
 
 
 def _backend(backend: GemmBackend, problem: GemmProblem) -> Maker:
-    kernels = loaded(backend)
+    run = backend.function("gemm_add_" if problem.accumulate else "gemm")
+    assert run is not None
     if problem.accumulate:
-        add = kernels.gemm_add_
-        assert add is not None
-        return lambda i: lambda: add(i.out, i.a, i.b)
-    return lambda i: lambda: kernels.gemm(i.a, i.b, None, problem.out_dtype)
+        return lambda i: lambda: run(i.out, i.a, i.b)
+    return lambda i: lambda: run(i.a, i.b, None, problem.out_dtype)
 
 
 def others(case: Case) -> dict[str, Maker]:
@@ -148,13 +146,14 @@ def others(case: Case) -> dict[str, Maker]:
     if not case.adds:
         makers["bf16"] = lambda i: lambda: torch.mm(i.left, i.right)
     if case.kind.startswith("square"):  # what a linear runs without the option
-        cublas = loaded(choose_backend.gemm_backend("cublas"))
+        cublas = choose_backend.gemm_backend("cublas").function("gemm")
+        assert cublas is not None
         makers["1x128"] = lambda i: (
             (lambda: gemm_add_(i.out, i.a, i.rows))
             if case.adds
             else (lambda: gemm(i.a, i.rows, None, dtype))
         )
-        makers["cublas_1x128"] = lambda i: lambda: cublas.gemm(i.a, i.rows, None, dtype)
+        makers["cublas_1x128"] = lambda i: lambda: cublas(i.a, i.rows, None, dtype)
     if peers.present("torchao"):
         makers["torchao"] = lambda i: peers.torchao_gemm(i.a, i.b, dtype)
     if peers.present("deepgemm") and case.kind in ("fprop", "wgrad_add"):

@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
-from blocktensor.ops.cast.ops import quantize_both, quantize_columnwise, quantize_rowwise
+from blocktensor.ops.cast.ops import (
+    quantize_both,
+    quantize_columnwise,
+    quantize_grouped,
+    quantize_grouped_columnwise,
+    quantize_rowwise,
+)
 from blocktensor.ops.formats import (
     BLOCK,
     BLOCKS_1X128,

@@ -17,9 +17,9 @@ from torch import Tensor
 from blocktensor.ops.cast import ops as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.norm import ops as norm
-from blocktensor.ops.producers import norm_ops, ops
-from blocktensor.ops.producers.norm_reference import rms_norm
-from blocktensor.ops.producers.with_h_ops import gated_backward_with_h
+from blocktensor.ops.norm.reference import rms_norm
+from blocktensor.ops.producers import ops
+from blocktensor.ops.producers.ops import gated_backward_with_h
 
 from .timing import Call, copy_bandwidth, flushed_device
 
@@ -81,7 +81,7 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
         ),
         Op(
             "RMS norm",
-            lambda: norm_ops.normalized(gate, rstd, weight, "llama", *formats),
+            lambda: ops.normalized(gate, rstd, weight, "llama", *formats),
             lambda: cast((gate.float() * rstd).to(gate.dtype) * weight),
             4,
         ),

@@ -21,7 +21,6 @@ from blocktensor.ops.devices import H200, card
 from blocktensor.ops.formats import BLOCK, num_blocks
 from blocktensor.ops.gemm.choose_backend import gemm_backend
 from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
-from blocktensor.ops.registry import loaded
 
 from .gemm import Case, Inputs, make_inputs
 from .shapes import SET_S, Shape
@@ -70,7 +69,8 @@ def _tile(name: str) -> Maker:
 
 
 def _cublas(i: Inputs) -> Any:
-    gemm = loaded(gemm_backend("cublas")).gemm
+    gemm = gemm_backend("cublas").function("gemm")
+    assert gemm is not None
     return lambda: gemm(i.a, i.b, None, torch.bfloat16)
 
 

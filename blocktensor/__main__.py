@@ -84,7 +84,7 @@ def environment() -> str:
 
 def backends(device: torch.device) -> str:
     """The backends of each family of ops, best first, and why one cannot run on ``device``."""
-    families: dict[str, Sequence[Backend[Any, Any]]] = {
+    families: dict[str, Sequence[Backend[Any]]] = {
         "cast": CAST_BACKENDS,
         "gemm": GEMM_BACKENDS,
         "grouped_gemm": GROUPED_BACKENDS,

@@ -46,6 +46,7 @@ RANKS = (
     "blocktensor.ops.gemm",
     "blocktensor.ops.gemm.hopper",
     "blocktensor.ops.cast",
+    "blocktensor.ops.op",
     "blocktensor.ops.runtime",
     "blocktensor.ops",
     "blocktensor.text_table",

@@ -14,9 +14,13 @@ from torch import Tensor
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.cast.producer import Forms
 from ..ops.formats import Quantized
-from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
+from ..ops.producers.ops import (
+    gated,
+    gated_backward,
+    gated_backward_with_h,
+    joint_gated_backward,
+)
 from ..ops.producers.reference import gradients
-from ..ops.producers.with_h_ops import gated_backward_with_h
 from . import plan as plans
 from .gated_plan import Formats, GatedPlan
 from .products import Dense

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..ops.formats import BlockFormat
-from ..ops.producers.ops import ActivationName
+from ..ops.producers.ops import ActivationName, is_from_one_read
 from ..ops.producers.reference import ACTIVATIONS
-from ..ops.producers.with_h_ops import is_from_one_read
 from ..recipe import Recipe
 from .plan import FP8_TYPES, Plan, plan_matmul
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.cast.ops import quantize_forms
 from ..ops.cross_entropy import ops, reference
-from ..ops.cross_entropy.choose_backend import CrossEntropyProblem, cross_entropy_kernels
 from ..ops.formats import BLOCK, Quantized, ceil_div
 from ..ops.gemm.ops import gemm, gemm_add_
 from ..recipe import Recipe
@@ -84,8 +83,8 @@ class CrossEntropy(NamedTuple):
     def bytes_each(self, like: Tensor) -> int:
         """Return bytes of temporary memory for a logit with dtype and device of ``like``."""
         _, weight, label_smoothing = self._options()
-        problem = CrossEntropyProblem(like.new_empty((1, 1)), weight, label_smoothing)
-        return like.element_size() + cross_entropy_kernels(problem).more_bytes
+        more = ops.more_bytes(like.new_empty((1, 1)), weight, label_smoothing)
+        return like.element_size() + more
 
     def _options(self) -> tuple[int, Tensor | None, float]:
         return self.ignore_index, self.weight, float(self.label_smoothing)

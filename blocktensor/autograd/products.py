@@ -23,8 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
-from ..ops.cast.ops import quantize_forms, quantize_rowwise
+from ..ops.cast.ops import (
+    quantize_forms,
+    quantize_grouped,
+    quantize_grouped_columnwise,
+    quantize_rowwise,
+)
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm, gemm_add_

@@ -19,7 +19,7 @@ from ..ops.cast.ops import quantize_forms
 from ..ops.norm.ops import gradients as norm_gradients
 from ..ops.norm.ops import normalize, rstd_of
 from ..ops.norm.reference import NormKind
-from ..ops.producers.norm_reference import rms_norm as eager_norm
+from ..ops.norm.reference import rms_norm as eager_norm
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..ops.runtime.specialize import must_dispatch

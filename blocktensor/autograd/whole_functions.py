@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..ops.norm.reference import NormKind
-from ..ops.producers.norm_reference import rms_norm as eager_norm
+from ..ops.norm.reference import rms_norm as eager_norm
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe

@@ -71,9 +71,9 @@ _COLUMNWISE = {
 """Casts of activations and gradients: the places of columnwise data in the result."""
 
 _PRODUCERS = {
-    ours.gated: (4, 5),
-    ours.gated_backward: (5, 6),
-    ours.joint_gated_backward: (4, 5),
+    ours.gated: (3, 4),
+    ours.gated_backward: (4, 5),
+    ours.joint_gated_backward: (3, 4),
 }
 """Ops that cast what they compute: the places of the names of formats, rowwise and columnwise."""
 

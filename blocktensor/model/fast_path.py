@@ -18,7 +18,7 @@ from ..ops.registry import Backend
 VERSIONS = "Triton 3.6 to 3.9, which torch 2.11 to 2.15 bring, has it"
 """Which versions have the fast path, for messages."""
 
-_FAMILIES: dict[str, Sequence[Backend[Any, Any]]] = {
+_FAMILIES: dict[str, Sequence[Backend[Any]]] = {
     "casts": CAST_BACKENDS,
     "GEMMs": GEMM_BACKENDS,
     "grouped GEMMs": GROUPED_BACKENDS,
@@ -47,7 +47,7 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 def is_portable(device: torch.device, stack: bool) -> bool:
     """True if only portable kernels multiply by a linear's weight, or by a ``stack``, on a GPU."""
-    backends: Sequence[Backend[Any, Any]] = GROUPED_BACKENDS if stack else GEMM_BACKENDS
+    backends: Sequence[Backend[Any]] = GROUPED_BACKENDS if stack else GEMM_BACKENDS
     return backends[0].why_not(device) is not None
 
 

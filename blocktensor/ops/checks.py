@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from torch import Tensor, dtype, float16, float32, int32, int64
+from torch import Tensor, dtype, float16, float32, int32
 from torch import bfloat16 as bf16
 
 from .formats import BlockFormat, Quantized
@@ -73,15 +73,6 @@ def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
     same_device(x, offs, what, "offs")
 
 
-def row_index(index: Tensor, x: Tensor) -> None:
-    """``index`` is ``[T]`` of integers on the device of ``x``, else TypeError or ValueError."""
-    if index.dtype not in (int32, int64):
-        raise TypeError(f"index has dtype {index.dtype}: expected torch.int32 or torch.int64")
-    if index.ndim != 1:
-        raise ValueError(f"index has shape {list(index.shape)}: expected [T], a row for each token")
-    same_device(x, index, "the tensor to quantize", "index")
-
-
 def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
     """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError.
 
@@ -134,7 +125,7 @@ def number(x: object, name: str) -> None:
 
 
 def gemm_output(out_dtype: dtype) -> None:
-    """The output dtype is bf16, fp16 or fp32, else TypeError."""
+    """Return the output dtype is bf16, fp16 or fp32, else TypeError."""
     if out_dtype not in HIGH_PRECISION:
         raise TypeError(
             f"output dtype {out_dtype}: expected torch.bfloat16, torch.float16 or torch.float32"

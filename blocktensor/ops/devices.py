@@ -45,7 +45,7 @@ H200 = Card("H200", 132)
 
 @functools.cache
 def card(device: torch.device) -> Card:
-    """The card of a GPU; an H200 for any other device (meta tensors)."""
+    """Return the card of a GPU; an H200 for any other device (meta tensors)."""
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
@@ -60,7 +60,7 @@ def sms(device: torch.device) -> int:
 
 @functools.cache
 def has_triton() -> bool:
-    """True if Triton can be imported."""
+    """Return whether Triton can be imported."""
     try:
         return importlib.util.find_spec("triton") is not None
     except ValueError:  # sys.modules["triton"] is None: its import is blocked
@@ -68,7 +68,7 @@ def has_triton() -> bool:
 
 
 def lacks_fp8(device: torch.device) -> str | None:
-    """The reason why a device has no FP8 arithmetic; None if it has."""
+    """Return the reason why a device has no FP8 arithmetic; None if it has."""
     if device.type != "cuda":
         return f"needs a CUDA device, got {device.type!r}"
     found = capability(device)
@@ -78,13 +78,13 @@ def lacks_fp8(device: torch.device) -> str | None:
 
 
 def lacks_triton(device: torch.device) -> str | None:
-    """The reason why Triton kernels cannot run on a device; None if they can."""
+    """Return the reason why Triton kernels cannot run on a device; None if they can."""
     return lacks_fp8(device) or (None if has_triton() else "triton is not installed")
 
 
 @functools.cache
 def gluon_is_off() -> str | None:
-    """The reason why no kernel in Gluon is to run; None if they may."""
+    """Return the reason why no kernel in Gluon is to run; None if they may."""
     if os.environ.get(FAST_PATH_VARIABLE) == "0":
         return f"switched off by {FAST_PATH_VARIABLE}=0"
     if importlib.util.find_spec("triton.experimental.gluon") is None:
@@ -93,5 +93,5 @@ def gluon_is_off() -> str | None:
 
 
 def lacks_gluon(device: torch.device) -> str | None:
-    """The reason why kernels in Gluon cannot run on a device; None if they may be tried."""
+    """Return the reason why kernels in Gluon cannot run on a device; None if they may be tried."""
     return lacks_triton(device) or gluon_is_off()

@@ -21,12 +21,12 @@ ScaleRounding = Literal["fp32", "power_of_two"]
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The number of blocks of ``b`` elements that cover ``a`` elements."""
+    """Return the number of blocks of ``b`` elements that cover ``a`` elements."""
     return -(-a // b)
 
 
 def num_blocks(size: int) -> int:
-    """The number of 128-wide blocks that cover ``size`` elements; a partial block counts."""
+    """Return the number of 128-wide blocks that cover ``size`` elements; a partial block counts."""
     return ceil_div(size, BLOCK)
 
 
@@ -39,7 +39,7 @@ def group_blocks(rows: int, groups: int) -> int:
 
 
 def group_columns(rows: int, groups: int) -> int:
-    """The columns of a columnwise cast by groups: those of :func:`group_blocks`."""
+    """Return the columns of a columnwise cast by groups: those of :func:`group_blocks`."""
     return group_blocks(rows, groups) * BLOCK
 
 
@@ -78,12 +78,12 @@ class BlockFormat:
 
     @property
     def power_of_two(self) -> bool:
-        """True if scales are powers of two."""
+        """Return whether scales are powers of two."""
         return self.scale_rounding == "power_of_two"
 
     @property
     def transposes(self) -> bool:
-        """True if the transpose of a cast is the cast of the transpose, byte for byte."""
+        """Return whether the transpose of a cast is the cast of the transpose, byte for byte."""
         return self.rows == self.cols
 
     @property
@@ -134,7 +134,7 @@ def register(block_format: BlockFormat) -> BlockFormat:
 
 
 def named(name: str) -> BlockFormat:
-    """The format of this name.
+    """Return the format of this name.
 
     Raises:
         ValueError: no such format.
@@ -169,7 +169,7 @@ KERNEL_FORMATS = (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128_POW2, BLOCKS_128X12
 
 
 def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) -> BlockFormat:
-    """The registered e4m3 format with these blocks and this rounding of scales.
+    """Return the registered e4m3 format with these blocks and this rounding of scales.
 
     Raises:
         ValueError: there is none.

@@ -20,12 +20,12 @@ from .scale_layouts import columnwise_width, empty_quantized, padded_to_vectors
 
 
 def largest(format: BlockFormat) -> float:
-    """The largest finite value of a format's data; 448 for e4m3."""
+    """Return the largest finite value of a format's data; 448 for e4m3."""
     return torch.finfo(format.dtype).max
 
 
 def scale_from_amax(amax: Tensor, format: BlockFormat) -> Tensor:
-    """The fp32 scale of a block from its fp32 ``amax`` (any shape).
+    """Return the fp32 scale of a block from its fp32 ``amax`` (any shape).
 
     ``amax / 448``, rounded to nearest, or that rounded up to a power of two, never below 2^-126.
     A zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf block gets
@@ -69,7 +69,7 @@ def _amax(blocks: Tensor) -> Tensor:
 def _cast(
     blocks: Tensor, scale: Tensor, format: BlockFormat, x: Tensor, row: int = 0, col: int = 0
 ) -> Tensor:
-    """The data of ``x``, which lies in ``blocks`` from ``row`` and ``col`` on."""
+    """Return the data of ``x``, which lies in ``blocks`` from ``row`` and ``col`` on."""
     data = to_data(blocks / scale[..., :, None, :, None], format)
     data = data.flatten(-2).flatten(-3, -2)
     return data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
@@ -105,7 +105,7 @@ def transpose(x: Quantized) -> Quantized:
 
 
 def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    """The rowwise cast of ``x[..., N, K]`` in square blocks, and its transpose."""
+    """Return the rowwise cast of ``x[..., N, K]`` in square blocks, and its transpose."""
     rowwise = quantize_rowwise(x, format)
     return rowwise, transpose(rowwise)
 
@@ -171,7 +171,7 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
 
 
 def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
-    """The first row of each group and the row after its last.
+    """Return the first row of each group and the row after its last.
 
     Args:
         offs: ``[E]``, the cumulative ends of the groups. An end before that of the last group, or
@@ -186,16 +186,13 @@ def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def quantize_grouped_columnwise(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
-) -> Quantized:
-    """Cast the transpose of ``x[T, K]`` (or of ``x[index]``) with blocks of its own for each group.
+def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
+    """Cast the transpose of ``x[T, K]`` with blocks of its own for each group.
 
     Data ``[K, P]``, where P is :func:`group_columns` ``(T, E)``: the columnwise cast of each group,
     filled up with zeros to whole blocks of 128 tokens, one after the other. Blocks after those of
     the last group may hold anything.
     """
-    x = x if index is None else x[index]
     rows, k = x.shape
     wide = x.new_zeros((group_columns(rows, len(offs)), k))
     block = 0
@@ -208,16 +205,15 @@ def quantize_grouped_columnwise(
 def quantize_grouped(
     x: Tensor,
     offs: Tensor,
-    index: Tensor | None,
     format: BlockFormat,
     columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """The rowwise cast of ``x[T, K]`` (or of ``x[index]``), and its columnwise cast by groups.
+    """Return the rowwise cast of ``x[T, K]``, and its columnwise cast by groups.
 
     The latter in ``columnwise_format``; by default in the same.
     """
-    rowwise = quantize_rowwise(x if index is None else x[index], format)
-    return rowwise, quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
+    rowwise = quantize_rowwise(x, format)
+    return rowwise, quantize_grouped_columnwise(x, offs, columnwise_format or format)
 
 
 def grouped_gemm(
@@ -268,7 +264,7 @@ def grouped_gemm_wgrad_add_(
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """The amax of the blocks that ``x[..., R, C]``, a part of a larger matrix, lies in.
+    """Return the amax of the blocks that ``x[..., R, C]``, a part of a larger matrix, lies in.
 
     Its first element is ``row`` rows and ``col`` columns into its first block. fp32, a row for each
     row of blocks; NaN where a block holds one.

@@ -1,25 +1,26 @@
 """Backends as data: which implementation runs an op, and why.
 
-Each family of ops has an ordered registry, best first, whose last entry is the reference:
-``cast/choose_backend.py`` and ``gemm/choose_backend.py``.
+Each family of ops has a table of backends, best first, whose last entry is the reference (for one,
+``CAST_BACKENDS`` in ``cast/choose_backend.py``). A backend has a function of the name and with the
+signature of every op of its family, in one of its modules.
 """
 
 from __future__ import annotations
 
 import functools
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 Problem = TypeVar("Problem")
-Kernels = TypeVar("Kernels")
 
 
 def no_objection(_: object) -> None:
-    """The answer of a backend that takes everything."""
+    """Return the answer of a backend that takes everything."""
     return None
 
 
@@ -27,10 +28,10 @@ class NotCompiled(Exception):
     """Raised for a kernel that the installed Triton cannot compile for this GPU.
 
     Attributes:
-        backend: whose kernel it is; None until :func:`loaded` says so.
+        backend: whose kernel it is; None until a function of :meth:`Backend.function` says so.
     """
 
-    backend: Backend[Any, Any] | None = None
+    backend: Backend[Any] | None = None
 
 
 def last_line(error: BaseException) -> str:
@@ -41,8 +42,8 @@ def last_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Backend(Generic[Problem, Kernels]):
-    """One entry of a registry.
+class Backend(Generic[Problem]):
+    """One entry of a table.
 
     ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return the reason, or None;
     the latter two may assume a usable device. A backend that declines cannot run the problem; one
@@ -50,23 +51,36 @@ class Backend(Generic[Problem, Kernels]):
 
     Attributes:
         name: how messages and ``BLOCKTENSOR_GEMM`` refer to it.
-        load: imports and returns its functions.
+        modules: what holds its functions, the first that has one: names of modules (or
+            ``module:object``) below ``blocktensor.ops``, imported at the first use.
         why: the reason for choosing it.
+        launches: True if its functions only allocate and launch kernels: calls can be recorded.
     """
 
     name: str
-    load: Callable[[], Kernels]
+    modules: tuple[Any, ...]
     unusable: Callable[[torch.device], str | None] = no_objection
     declines: Callable[[Problem], str | None] = no_objection
     yields: Callable[[Problem], str | None] = no_objection
     why: Callable[[Problem], str] = lambda _: "takes this problem"
+    launches: bool = True
 
     def why_not(self, device: torch.device) -> str | None:
         """Return the reason why the backend cannot run on ``device``; None if it can."""
         return _given_up.get(self) or self.unusable(device)
 
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Return the function of this name; a :class:`NotCompiled` that it raises names it."""
+        for module in self.modules:
+            if isinstance(module, str):
+                module, _, part = module.partition(":")
+                module = pkgutil.resolve_name(f"{__package__}.{module}:{part}")
+            if (found := getattr(module, name, None)) is not None:
+                return _naming(self, found) if self.launches else found
+        return None
 
-_given_up: dict[Backend[Any, Any], str] = {}
+
+_given_up: dict[Backend[Any], str] = {}
 """Backends that are no longer chosen, since a kernel did not compile, each with the reason."""
 
 
@@ -88,19 +102,7 @@ def give_up(failure: NotCompiled) -> None:
         )
 
 
-@functools.cache
-def loaded(backend: Backend[Any, Kernels]) -> Kernels:
-    """Import the functions of a backend once; a :class:`NotCompiled` that they raise names it."""
-    kernels: Any = backend.load()
-    named = {}
-    for field in fields(kernels) if kernels.launches else ():
-        function = getattr(kernels, field.name)
-        if callable(function):
-            named[field.name] = _naming(backend, function)
-    return replace(kernels, **named)
-
-
-def _naming(backend: Backend[Any, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _naming(backend: Backend[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -113,7 +115,7 @@ def _naming(backend: Backend[Any, Any], function: Callable[..., Any]) -> Callabl
 
 
 @dataclass(frozen=True)
-class Choice(Generic[Problem, Kernels]):
+class Choice(Generic[Problem]):
     """The backend for a problem.
 
     Attributes:
@@ -122,25 +124,25 @@ class Choice(Generic[Problem, Kernels]):
         others: why better ones were passed over.
     """
 
-    backend: Backend[Problem, Kernels]
+    backend: Backend[Problem]
     why: str
     others: str = ""
 
     @property
     def name(self) -> str:
-        """Name of the backend."""
+        """Return the name of the backend."""
         return self.backend.name
 
     @property
     def reason(self) -> str:
-        """Both reasons."""
+        """Say why it was chosen, and why others were not."""
         return f"{self.why}; {self.others}" if self.others else self.why
 
 
 def first_choice(
-    backends: Iterable[Backend[Problem, Kernels]], problem: Problem, device: torch.device
-) -> Choice[Problem, Kernels]:
-    """The first backend that takes ``problem``; one of ``backends`` must take it."""
+    backends: Iterable[Backend[Problem]], problem: Problem, device: torch.device
+) -> Choice[Problem]:
+    """Return the first backend that takes ``problem``; one of ``backends`` must take it."""
     passed_over: dict[str, list[str]] = {}  # reason: names
     for backend in backends:
         reason = backend.why_not(device) or backend.declines(problem) or backend.yields(problem)

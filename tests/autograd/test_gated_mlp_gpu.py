@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.ops.producers.norm_reference import rms_norm
+from blocktensor.ops.norm.reference import rms_norm
 from tests.support.gated import EAGER, assert_bits, results, unfused
 from tests.support.models import randn
 

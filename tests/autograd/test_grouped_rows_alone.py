@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.ops.cast.grouped_ops import quantize_grouped_columnwise
+from blocktensor.ops.cast.ops import quantize_grouped_columnwise
 from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import POWER_OF_TWO, complaint, randn, with_outliers

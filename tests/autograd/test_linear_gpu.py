@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from blocktensor import functional, to_blockwise_fp8_weights
 from blocktensor.ops import registry
-from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.choose_backend import gemm_backend
+from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import NotCompiled
 from blocktensor.ops.runtime.launch import Launch
 from tests.support.models import linear, randn
@@ -101,7 +101,7 @@ def test_training_goes_on_where_a_kernel_does_not_compile(monkeypatch: pytest.Mo
         assert gluon.why_not(x.device) is not None
     finally:
         registry._given_up.pop(gluon, None)
-        for table in (gemm_ops._gemm, gemm_ops._gemm_add_):
+        for table in (OPS["gemm"], OPS["gemm_add_"]):
             table.forget()
     assert x.grad is not None
     assert w.grad is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
 from blocktensor.autograd import whole_functions
-from blocktensor.ops.producers import norm_reference
+from blocktensor.ops.norm import reference
 from tests.support.compiling import afresh  # noqa: F401
 from tests.support.gated import assert_bits, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, complaint, randn
@@ -78,7 +78,7 @@ def test_it_is_the_cast_of_the_norm(kind: Any) -> None:
         assert_same(made.detach(), quantize(module(x), recipe).detach())
     other = rms_norm(x, weight.float(), kind=kind)  # in fp32, as torch promotes
     assert_same(other, quantize(norm(kind, 1e-6, weight.float())(x)).detach())
-    assert torch.equal(norm_reference.rms_norm(x, weight, 1e-6, kind), module(x))
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6, kind), module(x))
     with Trace() as trace:
         rms_norm(x, weight, kind=kind)
     assert [op for op in trace.ops if "blocktensor" in op] == ["blocktensor.quantize_both 1x128"]

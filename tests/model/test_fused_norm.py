@@ -194,7 +194,6 @@ def test_products_run_as_after_the_norm_as_written(way: str) -> None:
         with Trace() as trace:
             results(each)
         traces.append([op for op in trace.ops if "gemm" in op or "128x128" in op])
-        assert trace.count("dgrad_of_master") == 0
     assert sorted(traces[0]) == sorted(traces[1])
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 
 from blocktensor.ops import checks
-from blocktensor.ops.cast import ops as cast_ops
+from blocktensor.ops.cast import ops as casts
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
@@ -18,135 +20,105 @@ from blocktensor.ops.formats import (
     BlockFormat,
     Quantized,
 )
-from blocktensor.ops.gemm import ops as gemm_ops
-from tests.support.numeric import E4M3
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.grouped_gemm.ops import (
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_add_,
+)
+from tests.support.groups import columnwise, ends, stack
+from tests.support.numeric import E4M3, operand
+from tests.support.refusals import Call, refused
 
-A = Quantized(torch.zeros(3, 130).to(E4M3), torch.ones(3, 2), BLOCKS_1X128)
-B = Quantized(torch.zeros(5, 130).to(E4M3), torch.ones(5, 2), BLOCKS_1X128)
-SQUARE = Quantized(A.data, torch.ones(1, 2), BLOCKS_128X128)
-STACK = Quantized(torch.zeros(2, 3, 130).to(E4M3), torch.ones(2, 1, 2), BLOCKS_128X128)
-
-
-def changed(x: Quantized, data: Any = None, scale: Any = None) -> Quantized:
-    return Quantized(
-        x.data if data is None else data, x.scale if scale is None else scale, x.format
-    )
+RNG = torch.Generator().manual_seed(0)
+ROW, SQUARES = BLOCKS_1X128, BLOCKS_128X128
+A = Quantized(torch.zeros(3, 130).to(E4M3), torch.ones(3, 2), ROW)
+B = Quantized(torch.zeros(5, 130).to(E4M3), torch.ones(5, 2), ROW)
+SQUARE = Quantized(A.data, torch.ones(1, 2), SQUARES)
+STACK = Quantized(torch.zeros(2, 3, 130).to(E4M3), torch.ones(2, 1, 2), SQUARES)
+X, OFFS, EXPERTS = torch.randn(40, 200), ends(10, 20), stack(2, 130, 200, RNG)
+TOKENS = operand(40, 200, 1, RNG)
+G_COL, X_COL = columnwise(torch.randn(40, 130), OFFS), columnwise(X, OFFS)
 
 
 def narrow(x: Quantized, k: int) -> Quantized:
     """The first ``k`` columns, contiguous, with the scales of one block."""
-    return changed(x, x.data[:, :k].contiguous(), x.scale[:, :1])
+    return x._replace(data=x.data[:, :k].contiguous(), scale=x.scale[:, :1])
 
 
-def meta(x: torch.Tensor) -> torch.Tensor:
-    return x.to("meta")
+def test_gemms() -> None:
+    gemm(A, B)  # an accepted kind lets no other pass
+    meta = [x.to("meta") for x in B[:2]]
+    calls: list[Call] = [
+        lambda: gemm(A._replace(data=A.data.float()), B),
+        lambda: gemm(A, B._replace(data=B.data.to(torch.float8_e5m2))),
+        lambda: gemm(A._replace(scale=A.scale.double()), B),
+        lambda: gemm(STACK, B),
+        lambda: gemm(A, B._replace(data=B.data.t().contiguous().t())),
+        lambda: gemm(A, B._replace(scale=B.scale.t())),
+        lambda: gemm(A, B._replace(format=SQUARES)),
+        lambda: gemm(SQUARE._replace(format=BLOCKS_1X128_POW2), B),
+        lambda: gemm(narrow(A, 100), B),
+        lambda: gemm(A, B._replace(scale=meta[1])),
+        lambda: gemm(A, Quantized(meta[0], meta[1], ROW)),
+        lambda: gemm(A, B, out_dtype=torch.float64),
+        lambda: gemm(A, B, bias=torch.zeros(3)),
+        lambda: gemm(A, B, bias=torch.zeros(5, 1)),
+        lambda: gemm(A, B, bias=torch.zeros(5, device="meta")),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+TypeError: operand a has dtype torch.float32: expected torch.float8_e4m3fn
+TypeError: operand b has dtype torch.float8_e5m2: expected torch.float8_e4m3fn
+TypeError: the scale of operand a has dtype torch.float64: expected torch.float32
+ValueError: operand a has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM multiplies
+  stacks
+ValueError: operand b [5, 130] has strides (1, 5): FP8 GEMMs read operands contiguous along K;
+  use .contiguous(), or the columnwise form of a transpose
+ValueError: the scale of operand b has shape [2, 5] for data [5, 130]: expected [5, 2] (1x128
+  blocks)
+ValueError: the scale of operand b has shape [5, 2] for data [5, 130]: expected [1, 2] (128x128
+  blocks)
+ValueError: the scale of operand a has shape [1, 2] for data [3, 130]: expected [3, 2]
+  (1x128_pow2 blocks)
+ValueError: cannot contract operand a [3, 100] with operand b [5, 130]: K is 100 in one and 130
+  in the other
+ValueError: operand b is on cpu and the scale of operand b on meta: move them to one device
+ValueError: operand a is on cpu and operand b on meta: move them to one device
+TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32
+ValueError: the bias has shape [3]: expected [5], one entry for each output column
+ValueError: the bias has shape [5, 1]: expected [5], one entry for each output column
+ValueError: operand a is on cpu and the bias on meta: move them to one device""",
+    )
 
 
-def gemm(*args: Any, **kwargs: Any) -> Callable[[], object]:
-    return lambda: gemm_ops.gemm(*args, **kwargs)
-
-
-def gemm_add(*args: Any) -> Callable[[], object]:
-    return lambda: gemm_ops.gemm_add_(*args)
-
-
-REFUSED_GEMMS = [
-    (
-        gemm(changed(A, data=A.data.float()), B),
-        "operand a has dtype torch.float32: expected torch.float8_e4m3fn",
-    ),
-    (
-        gemm(A, changed(B, data=B.data.to(torch.float8_e5m2))),
-        "operand b has dtype torch.float8_e5m2: expected torch.float8_e4m3fn",
-    ),
-    (
-        gemm(changed(A, scale=A.scale.double()), B),
-        "the scale of operand a has dtype torch.float64: expected torch.float32",
-    ),
-    (
-        gemm(STACK, B),
-        "operand a has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM "
-        "multiplies stacks",
-    ),
-    (
-        gemm(A, changed(B, data=B.data.t().contiguous().t())),
-        "operand b [5, 130] has strides (1, 5): FP8 GEMMs read operands contiguous along K; use "
-        ".contiguous(), or the columnwise form of a transpose",
-    ),
-    (
-        gemm(A, changed(B, scale=B.scale.t())),
-        "the scale of operand b has shape [2, 5] for data [5, 130]: expected [5, 2] (1x128 blocks)",
-    ),
-    (
-        gemm(A, B._replace(format=BLOCKS_128X128)),
-        "the scale of operand b has shape [5, 2] for data [5, 130]: expected [1, 2] (128x128 "
-        "blocks)",
-    ),
-    (
-        gemm(SQUARE._replace(format=BLOCKS_1X128_POW2), B),
-        "the scale of operand a has shape [1, 2] for data [3, 130]: expected [3, 2] (1x128_pow2 "
-        "blocks)",
-    ),
-    (
-        gemm(narrow(A, 100), B),
-        "cannot contract operand a [3, 100] with operand b [5, 130]: K is 100 in one and 130 in "
-        "the other",
-    ),
-    (
-        gemm(A, changed(B, scale=meta(B.scale))),
-        "operand b is on cpu and the scale of operand b on meta: move them to one device",
-    ),
-    (
-        gemm(A, changed(B, meta(B.data), meta(B.scale))),
-        "operand a is on cpu and operand b on meta: move them to one device",
-    ),
-    (
-        gemm(A, B, out_dtype=torch.float64),
-        "output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32",
-    ),
-    (
-        gemm(A, B, bias=torch.zeros(3)),
-        "the bias has shape [3]: expected [5], one entry for each output column",
-    ),
-    (
-        gemm(A, B, bias=torch.zeros(5, 1)),
-        "the bias has shape [5, 1]: expected [5], one entry for each output column",
-    ),
-    (
-        gemm(A, B, bias=torch.zeros(5, device="meta")),
-        "operand a is on cpu and the bias on meta: move them to one device",
-    ),
-    (
-        gemm_add(torch.zeros(3, 5, dtype=torch.bfloat16), A, B),
-        "gemm_add_ adds into torch.float32, got an output of torch.bfloat16",
-    ),
-    (
-        gemm_add(torch.zeros(5, 3), A, B),
-        "gemm_add_ needs an output [3, 5] with rows contiguous, got [5, 3] with strides (3, 1)",
-    ),
-    (
-        gemm_add(torch.zeros(5, 3).t(), A, B),
-        "gemm_add_ needs an output [3, 5] with rows contiguous, got [3, 5] with strides (1, 3)",
-    ),
-    (
-        gemm_add(torch.zeros(3, 5, device="meta"), A, B),
-        "operand a is on cpu and the output on meta: move them to one device",
-    ),
-    (
-        gemm_add(torch.zeros(3, 5), changed(A, data=A.data.float()), B),
-        "operand a has dtype torch.float32: expected torch.float8_e4m3fn",
-    ),
-    (
-        gemm_add(torch.zeros(3, 5), A, STACK),
-        "operand b has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM "
-        "multiplies stacks",
-    ),
-    (
-        gemm_add(torch.zeros(3, 5), A, narrow(B, 128)),
-        "cannot contract operand a [3, 130] with operand b [5, 128]: K is 130 in one and 128 in "
-        "the other",
-    ),
-]
+def test_sums_of_gemms() -> None:
+    out = torch.zeros(3, 5)
+    calls: list[Call] = [
+        lambda: gemm_add_(out.bfloat16(), A, B),
+        lambda: gemm_add_(torch.zeros(5, 3), A, B),
+        lambda: gemm_add_(torch.zeros(5, 3).t(), A, B),
+        lambda: gemm_add_(out.to("meta"), A, B),
+        lambda: gemm_add_(out, A._replace(data=A.data.float()), B),
+        lambda: gemm_add_(out, A, STACK),
+        lambda: gemm_add_(out, A, narrow(B, 128)),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+TypeError: gemm_add_ adds into torch.float32, got an output of torch.bfloat16
+ValueError: gemm_add_ needs an output [3, 5] with rows contiguous, got [5, 3] with strides (3,
+  1)
+ValueError: gemm_add_ needs an output [3, 5] with rows contiguous, got [3, 5] with strides (1,
+  3)
+ValueError: operand a is on cpu and the output on meta: move them to one device
+TypeError: operand a has dtype torch.float32: expected torch.float8_e4m3fn
+ValueError: operand b has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM multiplies
+  stacks
+ValueError: cannot contract operand a [3, 130] with operand b [5, 128]: K is 130 in one and 128
+  in the other""",
+    )
 
 
 @pytest.mark.parametrize(("k", "other"), [(130, 144), (144, 130), (130, 130), (1, 16), (0, 0)])
@@ -160,99 +132,169 @@ def test_other_contractions_are_refused(k: int, other: int) -> None:
         checks.same_contraction(torch.empty(3, k), torch.empty(5, other))
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED_GEMMS)
-def test_refused_gemms(call: Callable[[], object], text: str) -> None:
-    is_about_types = " dtype " in text or "adds into" in text
-    for _ in range(2):  # a refusal is not remembered as a decision
-        with pytest.raises(TypeError if is_about_types else ValueError) as error:
-            call()
-        assert str(error.value) == text
-
-
-def test_an_accepted_kind_lets_no_other_pass() -> None:
-    """Checks are made once for each kind of call: with the same shapes, other dtypes, say."""
-    gemm_ops.gemm(A, B)
-    for call, text in REFUSED_GEMMS[:3]:
-        with pytest.raises(TypeError) as error:
-            call()
-        assert str(error.value) == text
-
-
-def name(value: object) -> str:
-    return value.name if isinstance(value, BlockFormat) else str(value)
-
-
 CASTS = [
     *(
         (cast, format)
-        for cast in ("quantize_rowwise", "quantize_columnwise", "quantize_both")
+        for cast in (casts.quantize_rowwise, casts.quantize_columnwise, casts.quantize_both)
         for format in (BLOCKS_1X128, BLOCKS_1X128_POW2)
     ),
-    ("quantize_rowwise", BLOCKS_128X128),
-    ("quantize_rowwise", BLOCKS_128X128_POW2),
-    ("quantize_columnwise", BLOCKS_128X128),
+    (casts.quantize_rowwise, BLOCKS_128X128),
+    (casts.quantize_rowwise, BLOCKS_128X128_POW2),
+    (casts.quantize_columnwise, BLOCKS_128X128),
 ]
-every_cast = pytest.mark.parametrize(("cast", "format"), CASTS, ids=name)
-
-
-@every_cast
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, E4M3])
-def test_refused_dtypes(cast: str, format: BlockFormat, device: str, dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError) as error:
-        getattr(cast_ops, cast)(torch.zeros(3, 5).to(device, dtype), format)
-    assert str(error.value) == (
-        f"the tensor to quantize has dtype {dtype}: blocktensor casts torch.bfloat16, "
-        "torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)"
-    )
-
-
-@every_cast
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 5), (2, 3, 4, 5)])
-def test_refused_ranks(cast: str, format: BlockFormat, shape: tuple[int, ...]) -> None:
-    if format.rows > 1:
-        end = f"2 or 3; {format.name} blocks need [N, K] or [E, N, K]"
-        if len(shape) == 3:
-            shape = (1, *shape)
-    else:
-        end = "2; flatten leading dimensions with .flatten(0, -2)"
-    with pytest.raises(ValueError, match="dimensions") as error:
-        getattr(cast_ops, cast)(torch.zeros(shape), format)
-    assert str(error.value) == (
-        f"the tensor to quantize has {len(shape)} dimensions, shape {list(shape)}: expected {end}"
-    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_columnwise_casts_are_those_of_a_matrix(device: str) -> None:
-    stack = torch.zeros(2, 3, 5, device=device)
-    with pytest.raises(ValueError, match="dimensions") as error:
-        cast_ops.quantize_columnwise(stack, BLOCKS_128X128)
-    assert str(error.value) == (
-        "the tensor to quantize has 3 dimensions, shape [2, 3, 5]: expected 2; columnwise casts "
-        "are those of a matrix [M, K]"
-    )
+@pytest.mark.parametrize("cast_format", CASTS)
+def test_every_cast(cast_format: Any, device: str) -> None:
+    """Dtypes and ranks; the first error is that of the dtype."""
+    cast, format = cast_format
+    for dtype in (torch.float64, torch.int32, E4M3):
+        with pytest.raises(TypeError, match=f"the tensor to quantize has dtype {dtype}: block"):
+            cast(torch.zeros(3, 5).to(device, dtype), format)
+    remedy = f"2 or 3; {format.name} blocks need \\[N, K\\] or \\[E, N, K\\]"
+    if format.rows == 1:
+        remedy = r"2; flatten leading dimensions with .flatten\(0, -2\)"
+    for rank in (0, 1, 3, 4):
+        if rank not in format.ranks:
+            with pytest.raises(ValueError, match=f"has {rank} dimensions.*: expected {remedy}"):
+                cast(torch.zeros([2] * rank, device=device), format)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=name)
-def test_square_blocks_need_no_columnwise_cast(format: BlockFormat, device: str) -> None:
-    with pytest.raises(ValueError, match="columnwise") as error:
-        cast_ops.quantize_both(torch.zeros(3, 5, device=device), format)
-    assert str(error.value) == (
-        f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
-        "quantize_transpose(x, format)"
+def test_casts(device: str) -> None:
+    x, both = torch.zeros(3, 5, device=device), torch.zeros(2, 3, 5, device=device)
+    a = Quantized(A.data.to(device), A.scale.to(device), ROW)
+    with_transpose = casts.quantize_with_transpose
+    calls: list[Call] = [
+        lambda: casts.quantize_rowwise(x.double(), ROW),
+        lambda: casts.quantize_columnwise(both, SQUARES),
+        lambda: casts.quantize_both(x, SQUARES),
+        lambda: casts.quantize_both(x, BLOCKS_128X128_POW2),
+        lambda: casts.transpose(a),
+        lambda: casts.transpose(a._replace(format=BLOCKS_1X128_POW2)),
+        lambda: casts.quantize_transpose(x, ROW),
+        lambda: with_transpose(x, ROW),
+        lambda: with_transpose(x.long(), SQUARES),
+        lambda: with_transpose(x[0], SQUARES),
+        lambda: casts.shard_amax(x, ROW, 0, 0),
+        lambda: casts.shard_amax(x[0], SQUARES, 0, 0),
+        lambda: casts.quantize_shard(x.int(), torch.ones(1, 1), SQUARES, 0, 0),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+TypeError: the tensor to quantize has dtype torch.float64: blocktensor casts torch.bfloat16,
+  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+ValueError: the tensor to quantize has 3 dimensions, shape [2, 3, 5]: expected 2; columnwise
+  casts are those of a matrix [M, K]
+ValueError: a columnwise cast in 128x128 blocks is the transpose of the rowwise one: use
+  quantize_transpose(x, format)
+ValueError: a columnwise cast in 128x128_pow2 blocks is the transpose of the rowwise one: use
+  quantize_transpose(x, format)
+ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
+ValueError: a cast in 1x128_pow2 blocks has no exact transpose: quantize x.t()
+ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
+ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
+TypeError: the tensor to quantize has dtype torch.int64: blocktensor casts torch.bfloat16,
+  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+ValueError: the tensor to quantize has 1 dimensions, shape [5]: expected 2 or 3; 128x128 blocks
+  need [N, K] or [E, N, K]
+ValueError: shards are cast in square blocks, got format 1x128
+ValueError: the tensor to quantize has 1 dimensions, shape [5]: expected 2 or 3; 128x128 blocks
+  need [N, K] or [E, N, K]
+TypeError: the tensor to quantize has dtype torch.int32: blocktensor casts torch.bfloat16,
+  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_1X128_POW2], ids=name)
-def test_other_blocks_have_no_transpose(format: BlockFormat, device: str) -> None:
-    x = Quantized(A.data.to(device), A.scale.to(device), format)
-    with pytest.raises(ValueError, match="transpose") as error:
-        cast_ops.transpose(x)
-    assert str(error.value) == (
-        f"a cast in {format.name} blocks has no exact transpose: quantize x.t()"
+def test_group_ends() -> None:
+    sum_of = torch.zeros(2, 130, 200)
+    runs: list[Callable[[torch.Tensor], object]] = [
+        lambda offs: casts.quantize_grouped(X, offs, ROW),
+        lambda offs: casts.quantize_grouped_columnwise(X, offs, ROW),
+        lambda offs: grouped_gemm(TOKENS, EXPERTS, offs),
+        lambda offs: grouped_gemm_wgrad(G_COL, X_COL, offs, 40),
+        lambda offs: grouped_gemm_wgrad_add_(sum_of, G_COL, X_COL, offs, 40),
+    ]
+    wrong = (OFFS.long(), OFFS[:0], OFFS[None], OFFS[0])
+    (text,) = {refused(*(partial(run, offs) for offs in wrong)) for run in runs}
+    assert_expected_inline(
+        text,
+        """\
+TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+ValueError: offs has shape [0]: expected [E], the cumulative end of each of E > 0 groups of rows
+ValueError: offs has shape [1, 2]: expected [E], the cumulative end of each of E > 0 groups of
+  rows
+ValueError: offs has shape []: expected [E], the cumulative end of each of E > 0 groups of rows""",
+    )
+    on_meta = [partial(run, OFFS.to("meta")) for run in (runs[0], runs[2])]
+    assert_expected_inline(
+        refused(*on_meta),
+        """\
+ValueError: the tensor to quantize is on cpu and offs on meta: move them to one device
+ValueError: operand a is on cpu and offs on meta: move them to one device""",
+    )
+
+
+def test_grouped_casts() -> None:
+    calls: list[Call] = [
+        lambda: casts.quantize_grouped(X, OFFS, SQUARES),
+        lambda: casts.quantize_grouped_columnwise(X[None], OFFS, SQUARES),
+        lambda: casts.quantize_grouped(X[None], OFFS, ROW),
+        lambda: casts.quantize_grouped(X.double(), OFFS, ROW),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+ValueError: tokens in groups are cast in blocks of one row: got the format 128x128
+ValueError: the tensor to quantize has 3 dimensions, shape [1, 40, 200]: expected 2; flatten
+  tokens to [T, K]
+ValueError: the tensor to quantize has 3 dimensions, shape [1, 40, 200]: expected 2; flatten
+  leading dimensions with .flatten(0, -2)
+TypeError: the tensor to quantize has dtype torch.float64: blocktensor casts torch.bfloat16,
+  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
+    )
+
+
+def test_grouped_products() -> None:
+    matrix = Quantized(EXPERTS.data[0], EXPERTS.scale[0], SQUARES)
+    out = torch.zeros(2, 130, 200)
+    calls: list[Call] = [
+        lambda: grouped_gemm(TOKENS, matrix, OFFS),
+        lambda: grouped_gemm(EXPERTS, EXPERTS, OFFS),
+        lambda: grouped_gemm(operand(40, 130, 1, RNG), EXPERTS, OFFS),
+        lambda: grouped_gemm(TOKENS, stack(3, 130, 200, RNG), OFFS),
+        lambda: grouped_gemm(TOKENS, EXPERTS, OFFS, torch.zeros(130)),
+        lambda: grouped_gemm(TOKENS, EXPERTS, OFFS, None, torch.float64),
+        lambda: grouped_gemm(TOKENS._replace(data=TOKENS.data.double()), EXPERTS, OFFS),
+        lambda: grouped_gemm(TOKENS._replace(scale=TOKENS.scale.double()), EXPERTS, OFFS),
+        lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS, 300),
+        lambda: grouped_gemm_wgrad_add_(out.bfloat16(), G_COL, X_COL, OFFS, 40),
+        lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130), G_COL, X_COL, OFFS, 40),
+        lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130).mT, G_COL, X_COL, OFFS, 40),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+ValueError: operand b has 2 dimensions, shape [130, 200]: expected 3; expected a stack [E, N, K]
+ValueError: operand a has 3 dimensions, shape [2, 130, 200]: expected 2; a grouped GEMM
+  multiplies stacks
+ValueError: cannot contract operand a [40, 130] with operand b [2, 130, 200]: K is 130 in one
+  and 200 in the other
+ValueError: offs ends 2 groups, and operand b [3, 130, 200] is a stack of 3: expected one end
+  for each
+ValueError: the bias has shape [130]: expected [2, 130]
+TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32
+TypeError: operand a has dtype torch.float64: expected torch.float8_e4m3fn
+TypeError: the scale of operand a has dtype torch.float64: expected torch.float32
+ValueError: operands contract 256 columns: expected 512, those of 300 tokens cast in 2 groups by
+  quantize_grouped_columnwise
+TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got torch.bfloat16
+ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 200, 130]
+  with strides (26000, 130, 1)
+ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
+  with strides (26000, 1, 130)""",
     )
 
 
@@ -260,63 +302,40 @@ def test_other_blocks_have_no_transpose(format: BlockFormat, device: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "x",
+    ("x", "format"),
     [
-        A,
-        A._replace(format=BLOCKS_1X128_POW2),
-        SQUARE,
-        STACK,
-        STACK._replace(format=BLOCKS_128X128_POW2),
+        (A, ROW),
+        (A, BLOCKS_1X128_POW2),
+        (SQUARE, SQUARES),
+        (STACK, SQUARES),
+        (STACK, BLOCKS_128X128_POW2),
     ],
 )
-def test_casts_that_fit(x: Quantized) -> None:
-    checks.quantized(x)
+def test_casts_that_fit(x: Quantized, format: BlockFormat) -> None:
+    checks.quantized(x._replace(format=format))
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "text"),
-    [
-        (
-            changed(A, data=A.data.float()),
-            TypeError,
-            "FP8 data has dtype torch.float32: expected torch.float8_e4m3fn",
-        ),
-        (
-            changed(A, scale=A.scale.half()),
-            TypeError,
-            "scales have dtype torch.float16: expected torch.float32",
-        ),
-        (
-            STACK._replace(format=BLOCKS_1X128),
-            ValueError,
-            "FP8 data has 3 dimensions, shape [2, 3, 130]: expected 2; 1x128 data is [M, K], "
-            "128x128 data [N, K] or [E, N, K]",
-        ),
-        (
-            Quantized(STACK.data[0, 0], A.scale, BLOCKS_128X128),
-            ValueError,
-            "FP8 data has 1 dimensions, shape [130]: expected 2 or 3; 1x128 data is [M, K], "
-            "128x128 data [N, K] or [E, N, K]",
-        ),
-        (
-            A._replace(format=BLOCKS_128X128),
-            ValueError,
-            "scales have shape [3, 2] for data [3, 130] in blocks of (128, 128): expected [1, 2]",
-        ),
-        (
-            changed(STACK, scale=STACK.scale[:1]),
-            ValueError,
-            "scales have shape [1, 1, 2] for data [2, 3, 130] in blocks of (128, 128): expected "
-            "[2, 1, 2]",
-        ),
-        (
-            changed(A, scale=meta(A.scale)),
-            ValueError,
-            "FP8 data is on cpu and its scales on meta: move them to one device",
-        ),
-    ],
-)
-def test_casts_that_do_not_fit(x: Quantized, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as raised:
-        checks.quantized(x)
-    assert str(raised.value) == text
+def test_casts_that_do_not_fit() -> None:
+    wrong = [
+        A._replace(data=A.data.float()),
+        A._replace(scale=A.scale.half()),
+        STACK._replace(format=ROW),
+        Quantized(STACK.data[0, 0], A.scale, SQUARES),
+        A._replace(format=SQUARES),
+        STACK._replace(scale=STACK.scale[:1]),
+        A._replace(scale=A.scale.to("meta")),
+    ]
+    assert_expected_inline(
+        refused(*(partial(checks.quantized, x) for x in wrong)),
+        """\
+TypeError: FP8 data has dtype torch.float32: expected torch.float8_e4m3fn
+TypeError: scales have dtype torch.float16: expected torch.float32
+ValueError: FP8 data has 3 dimensions, shape [2, 3, 130]: expected 2; 1x128 data is [M, K],
+  128x128 data [N, K] or [E, N, K]
+ValueError: FP8 data has 1 dimensions, shape [130]: expected 2 or 3; 1x128 data is [M, K],
+  128x128 data [N, K] or [E, N, K]
+ValueError: scales have shape [3, 2] for data [3, 130] in blocks of (128, 128): expected [1, 2]
+ValueError: scales have shape [1, 1, 2] for data [2, 3, 130] in blocks of (128, 128): expected
+  [2, 1, 2]
+ValueError: FP8 data is on cpu and its scales on meta: move them to one device""",
+    )

@@ -1,8 +1,8 @@
-"""The passes of RMS norms, sums of split products and casts of shards compile for sm_90."""
+"""Passes over elements compile for sm_90: RMS norms, the loss of logits, sums of split products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,51 +10,54 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from blocktensor.ops.cast import triton_128x128
-from blocktensor.ops.formats import BLOCKS_128X128
-from blocktensor.ops.gemm.hopper.split_k import plan_sum
+from blocktensor.ops.cross_entropy import triton_rows
+from blocktensor.ops.gemm.hopper.launch import plan_sum
 from blocktensor.ops.norm import triton_passes
-from blocktensor.ops.runtime.launch import Launch
-from tests.support import producer_launches
-from tests.support.sm90 import compile_for_sm90
+from tests.support import sm90
+from tests.support.numeric import DTYPES
+from tests.support.sm90 import Launches, compile_for_sm90
 
-launches = producer_launches.launches
-BF16, FP32 = torch.bfloat16, torch.float32
+launches = sm90.launches
+FP32 = torch.float32
 
 
-def like(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def like(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def terms(kind: str) -> None:
-    x, rstd, weight = like(300, 576), like(300, 1, dtype=FP32), like(576)
-    triton_passes.gradient_terms(x, x, rstd, weight, kind, True)  # type: ignore[arg-type]
+@pytest.mark.parametrize("shape", [(4096, 4096), (300, 576), (129, 576), (129, 131)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_norms(kind: Any, dtype: torch.dtype, shape: tuple[int, int], launches: Launches) -> None:
+    """Without spills, and without a multiply-add, which would round once in place of twice."""
+    x, row = like(*shape, dtype=dtype), like(shape[0], 1, dtype=FP32)
+    weight = x[0]
+    triton_passes.squares(x)
+    triton_passes.normalize(x, row, weight, kind)
+    triton_passes.gradient_terms(x, x, row, weight, kind, True)
+    triton_passes.input_gradient(x, x, row, row, weight, kind)
+    assert len(launches) == 4
+    for launch in launches:
+        made = compile_for_sm90(launch)
+        assert made.spilled_bytes == 0
+        assert made.registers <= 168
+        assert "FFMA" not in made.sass
 
 
-def gradient(kind: str) -> None:
-    x, rstd, weight = like(300, 576), like(300, 1, dtype=FP32), like(576)
-    triton_passes.input_gradient(x, x, rstd, rstd, weight, kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [576, 2048, 2049])
+def test_sums_of_splits(n: int, dtype: torch.dtype, launches: Launches) -> None:
+    splits, out = like(7, 64, n, dtype=FP32), like(50, n, dtype=dtype)
+    assert launches.compile(plan_sum(splits, like(n, dtype=dtype), out, False)) == 1
+    assert launches.compile(plan_sum(splits, None, out, dtype == FP32)) == 1
 
 
-RUNS: dict[str, Callable[[], object]] = {
-    "squares": lambda: triton_passes.squares(like(300, 576)),
-    "terms, llama": lambda: terms("llama"),
-    "terms, gemma": lambda: terms("gemma"),
-    "input gradient, llama": lambda: gradient("llama"),
-    "input gradient, gemma": lambda: gradient("gemma"),
-    "sum of splits": lambda: plan_sum(like(4, 128, 576, dtype=FP32), None, like(65, 576), False)(),
-    "sum added": lambda: plan_sum(
-        like(4, 128, 576, dtype=FP32), None, like(65, 576, dtype=FP32), True
-    )(),
-    "amax of a shard": lambda: triton_128x128.shard_amax(like(300, 576), BLOCKS_128X128, 20, 0),
-    "cast of a shard": lambda: triton_128x128.quantize_shard(
-        like(300, 576), like(3, 5, dtype=FP32), BLOCKS_128X128, 20, 0
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_compile(name: str, launches: list[Launch]) -> None:
-    RUNS[name]()
-    assert len(launches) == 1
-    assert compile_for_sm90(launches[0]).spilled_bytes == 0
+@pytest.mark.parametrize("has_total", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses(dtype: torch.dtype, has_total: bool, launches: Launches) -> None:
+    target = like(1024, dtype=torch.int64)
+    total = like(dtype=torch.int64) if has_total else None
+    for cols in (300, 128256):
+        logits = like(1024, cols, dtype=dtype)
+        args = logits, target, total, -100, None, 0.0
+        assert launches.compile(lambda args=args: triton_rows.loss_and_gradient_(*args)) == 2  # type: ignore[misc]

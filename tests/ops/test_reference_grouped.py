@@ -74,7 +74,7 @@ def test_columnwise_blocks_begin_anew_in_every_group(
 ) -> None:
     rows, sizes = GROUPS[groups]
     x, offs = values("bits", rows, K, dtype, rng), ends(*sizes)
-    check_columnwise(x, offs, reference.quantize_grouped_columnwise(x, offs, None, format))
+    check_columnwise(x, offs, reference.quantize_grouped_columnwise(x, offs, format))
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,18 +95,15 @@ def test_any_groups(
 
 
 @pytest.mark.parametrize("other", [None, BLOCKS_128X128], ids=["one format", "two formats"])
-@pytest.mark.parametrize("indexed", [False, True])
-def test_both_forms(indexed: bool, other: BlockFormat | None, rng: torch.Generator) -> None:
+def test_both_forms(other: BlockFormat | None, rng: torch.Generator) -> None:
     rows, sizes = GROUPS["ragged"]
-    offs, index = ends(*sizes), torch.randint(0, 90, (rows,), generator=rng) if indexed else None
-    x = values("nan", 90 if indexed else rows, K, torch.bfloat16, rng)
-    permuted = x if index is None else x[index]
-    row, col = reference.quantize_grouped(x, offs, index, BLOCKS_1X128, other)
+    offs, x = ends(*sizes), values("nan", rows, K, torch.bfloat16, rng)
+    row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128, other)
     format = other or BLOCKS_1X128
     for got, want in (
-        (row, reference.quantize_rowwise(permuted, BLOCKS_1X128)),
-        (col, columnwise(permuted, offs, format)),
-        (reference.quantize_grouped_columnwise(x, offs, index, format), col),
+        (row, reference.quantize_rowwise(x, BLOCKS_1X128)),
+        (col, columnwise(x, offs, format)),
+        (reference.quantize_grouped_columnwise(x, offs, format), col),
     ):
         assert got.format is want.format
         assert_same(got.data, want.data)
@@ -178,7 +175,7 @@ def test_bad_rows_of_no_group_reach_nothing(rng: torch.Generator) -> None:
     results = []
     for bad in (0.0, float("nan")):
         g[sum(sizes) :] = x[sum(sizes) :] = bad
-        row, col = reference.quantize_grouped(x, offs, None, BLOCKS_1X128)
+        row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128)
         y = reference.grouped_gemm(row, b, offs, None, torch.bfloat16)
         dw = reference.grouped_gemm_wgrad(columnwise(g, offs), col, offs, rows, torch.bfloat16)
         results.append((y, dw))

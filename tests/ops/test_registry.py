@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from blocktensor.ops import registry
+from blocktensor.ops import reference, registry
 from blocktensor.ops.registry import (
     Backend,
     Choice,
@@ -18,7 +18,6 @@ from blocktensor.ops.registry import (
     first_choice,
     give_up,
     last_line,
-    loaded,
 )
 
 CPU = torch.device("cpu")
@@ -28,12 +27,12 @@ def says(reason: str | None) -> Callable[[Any], str | None]:
     return lambda _: reason
 
 
-def backend(name: str, **reasons: str) -> Backend[int, str]:
+def backend(name: str, **reasons: str) -> Backend[int]:
     """A backend that gives these reasons, if any, whatever it is asked about."""
-    return Backend(name, lambda: name, **{what: says(why) for what, why in reasons.items()})
+    return Backend(name, (), **{what: says(why) for what, why in reasons.items()})
 
 
-LAST = Backend("last", lambda: "last", why=lambda problem: f"takes {problem} too")
+LAST = Backend("last", (), why=lambda problem: f"takes {problem} too")
 
 
 def test_the_first_that_takes_a_problem_is_chosen() -> None:
@@ -41,7 +40,6 @@ def test_the_first_that_takes_a_problem_is_chosen() -> None:
     choice = first_choice((first, second, LAST), 3, CPU)
     assert choice == Choice(first, "takes this problem")
     assert (choice.name, choice.reason, choice.others) == ("first", "takes this problem", "")
-    assert choice.backend.load() == "first"
 
 
 @pytest.mark.parametrize("what", ["unusable", "declines", "yields"])
@@ -58,8 +56,8 @@ def test_the_first_objection_counts() -> None:
     def unasked(_: object) -> str | None:
         raise AssertionError("asked for nothing")
 
-    absent = Backend("absent", str, says("not here"), unasked, unasked, unasked)
-    unable = Backend("unable", str, says(None), says("too large"), unasked, unasked)
+    absent = Backend("absent", (), says("not here"), unasked, unasked, unasked)
+    unable = Backend("unable", (), says(None), says("too large"), unasked, unasked)
     choice = first_choice((absent, unable, LAST), 3, CPU)
     assert choice.others == "absent: not here; unable: too large"
 
@@ -75,7 +73,7 @@ def test_what_follows_the_choice_is_not_asked() -> None:
     def unasked(_: object) -> str | None:
         raise AssertionError("asked for nothing")
 
-    later = Backend("later", str, unasked, unasked, unasked, unasked)
+    later = Backend("later", (), unasked, unasked, unasked, unasked)
     assert first_choice((backend("first"), later), 3, CPU).name == "first"
 
 
@@ -86,20 +84,13 @@ def test_backends_are_told_the_device_and_the_problem() -> None:
     def small(problem: int) -> str | None:
         return None if problem < 10 else f"{problem} is too large"
 
-    picky = Backend("picky", str, on_the_cpu, small, why=lambda problem: f"likes {problem}")
+    picky = Backend("picky", (), on_the_cpu, small, why=lambda problem: f"likes {problem}")
     assert first_choice((picky, LAST), 3, CPU).reason == "likes 3"
     assert first_choice((picky, LAST), 30, CPU).others == "picky: 30 is too large"
     assert first_choice((picky, LAST), 3, torch.device("meta")).others == "picky: not on meta"
 
 
 # Kernels that do not compile
-
-
-@dataclass(frozen=True)
-class Kernels:
-    double: Callable[[int], int]
-    launches: bool = True
-    label: str = "not callable"
 
 
 def refuses(_: int) -> int:
@@ -118,31 +109,40 @@ def wrapped(root: Exception) -> Exception:
 
 
 @pytest.fixture
-def broken() -> Iterator[Backend[int, Kernels]]:
+def broken() -> Iterator[Backend[int]]:
     """A backend whose kernel does not compile; whoever gives it up is forgotten."""
-    made: Backend[int, Kernels] = Backend("broken", lambda: Kernels(refuses))
+    made: Backend[int] = Backend("broken", (SimpleNamespace(double=refuses),))
     yield made
     registry._given_up.pop(made, None)
 
 
-def test_a_kernel_that_does_not_compile_names_its_backend(broken: Backend[int, Kernels]) -> None:
-    kernels = loaded(broken)
-    assert loaded(broken) is kernels
-    assert kernels.label == "not callable"
+def test_a_kernel_that_does_not_compile_names_its_backend(broken: Backend[int]) -> None:
+    double = broken.function("double")
+    assert double is not None
     with pytest.raises(NotCompiled, match="double_kernel: no such instruction") as failure:
-        kernels.double(3)
+        double(3)
     assert failure.value.backend is broken
 
 
 def test_functions_without_launches_are_called_as_they_are() -> None:
-    made: Backend[int, Kernels] = Backend("plain", lambda: Kernels(abs, launches=False))
-    assert loaded(made).double is abs
+    made: Backend[int] = Backend("plain", (SimpleNamespace(double=abs),), launches=False)
+    assert made.function("double") is abs
 
 
-def test_a_backend_that_was_given_up_is_passed_over(broken: Backend[int, Kernels]) -> None:
+def test_a_function_is_that_of_the_first_module_that_has_one() -> None:
+    made: Backend[int] = Backend("plain", (SimpleNamespace(largest=max), "reference"))
+    assert made.function("largest") is not None
+    assert made.function("largest")(3, 4) == 4  # type: ignore[misc]
+    assert made.function("transpose").__wrapped__ is reference.transpose  # type: ignore[union-attr]
+    assert made.function("triple") is None
+    with pytest.raises(ModuleNotFoundError):
+        Backend[int]("absent", ("no_such_module",)).function("double")
+
+
+def test_a_backend_that_was_given_up_is_passed_over(broken: Backend[int]) -> None:
     with pytest.raises(NotCompiled) as failure:
-        loaded(broken).double(3)
-    last: Backend[int, Kernels] = Backend("last", lambda: Kernels(abs))
+        broken.function("double")(3)  # type: ignore[misc]
+    last: Backend[int] = Backend("last", (SimpleNamespace(double=abs),))
     assert first_choice((broken, last), 3, CPU).name == "broken"
     with pytest.warns(UserWarning, match="The next backend runs from now on"):
         give_up(failure.value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from blocktensor.ops.cast.choose_backend import CAST_BACKENDS, CastKernels, CastProblem
+from blocktensor.ops.cast.choose_backend import CAST_BACKENDS, CastProblem
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
@@ -16,6 +17,7 @@ from blocktensor.ops.formats import (
     BlockFormat,
     Quantized,
 )
+from blocktensor.ops.registry import Backend
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,21 @@ GLUON_WAYS = (
 WAYS = (Way("quantize_rowwise", *ROWS), *GLUON_WAYS)
 
 
-def kernels(name: str) -> CastKernels:
-    """The functions of a backend."""
-    return next(backend for backend in CAST_BACKENDS if backend.name == name).load()
+class Functions:
+    """The functions of a backend, as attributes."""
+
+    def __init__(self, backend: Backend[Any]) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = self.backend.function(name)
+        assert function is not None, f"{self.backend.name} has no {name}"
+        return function
+
+
+def kernels(name: str, backends: Iterable[Backend[Any]] = CAST_BACKENDS) -> Functions:
+    """The functions of the backend of this name."""
+    return Functions(next(backend for backend in backends if backend.name == name))
 
 
 def gluon_takes(x: Tensor, *formats: BlockFormat) -> bool:

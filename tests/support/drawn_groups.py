@@ -75,7 +75,7 @@ def operands(
     w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
     return Operands(
         offs,
-        reference.quantize_grouped(tokens(case.k), offs, None, format, x_columnwise),
-        reference.quantize_grouped(tokens(case.n), offs, None, format),
+        reference.quantize_grouped(tokens(case.k), offs, format, x_columnwise),
+        reference.quantize_grouped(tokens(case.n), offs, format),
         reference.quantize_rowwise(w, weight_format),
     )

@@ -43,4 +43,4 @@ def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:
 
 def columnwise(x: Tensor, offs: Tensor, format: BlockFormat = BLOCKS_1X128) -> Quantized:
     """The columnwise cast of ``x[T, K]`` in groups."""
-    return reference.quantize_grouped_columnwise(x, offs, None, format)
+    return reference.quantize_grouped_columnwise(x, offs, format)

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from blocktensor.ops.formats import Quantized
+from torch import Tensor
+
+from blocktensor.ops import reference as casts
+from blocktensor.ops.formats import BlockFormat, Quantized
 from tests.support.numeric import assert_same
+
+Formats = tuple[BlockFormat | None, BlockFormat | None]
+
+
+def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:
+    """The forms of ``h``, each by a cast of its own."""
+    row, col = formats
+    return (
+        None if row is None else casts.quantize_rowwise(h, row),
+        None if col is None else casts.quantize_columnwise(h, col),
+    )
 
 
 def assert_same_forms(got: Iterable[Quantized | None], want: Iterable[Quantized | None]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -108,3 +110,30 @@ def compile_for_sm90(launch: Launch) -> Resources:
 
 def _output(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class Launches(list[Launch]):
+    """Launches that were asked for, and did not run."""
+
+    def of(self, run: Callable[[], object]) -> list[Launch]:
+        """Those that ``run`` asks for."""
+        self.clear()
+        run()
+        return list(self)
+
+    def compile(self, run: Callable[[], object], spills: int | Callable[[Launch], int] = 0) -> int:
+        """Compile what ``run`` launches; how many that are. None spills more bytes than allowed."""
+        for launch in self.of(run):
+            resources = compile_for_sm90(launch)
+            allowed = spills if isinstance(spills, int) else spills(launch)
+            assert resources.spilled_bytes <= allowed, f"{launch.kernel} {launch.constants}"
+            assert 0 < resources.registers <= 255
+        return len(self)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Launches are recorded instead of run."""
+    found = Launches()
+    monkeypatch.setattr(Launch, "__call__", lambda launch: found.append(launch))
+    return found

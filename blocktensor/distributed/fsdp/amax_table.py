@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...ops.cast.shard_ops import quantize_shard, shard_amax
+from ...ops.cast.ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...autograd.plan import Plan
 from ...autograd.saved_weight import ROWWISE, SavedWeight, WeightRead, read_weight
-from ...ops.cast.shard_ops import quantize_shard, shard_amax
+from ...ops.cast.ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, Quantized
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import empty_scale

@@ -1,18 +1,71 @@
-"""Casts in 128x128 blocks, on words of two 16-bit elements or one fp32 element."""
+"""Casts in 128x128 blocks, alone or with their transpose, on 32-bit words of elements."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats import BlockFormat, Quantized
+from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import VECTOR_BYTES, empty_quantized
 from . import triton_cast
-from .gluon_stack import block_of_program, stack_of
-from .gluon_words import bytes_by_row, fp32_bits, larger_half, largest, magnitudes, per_word, times
+from .gluon_words import (
+    bytes_by_column,
+    bytes_by_row,
+    fp32_bits,
+    larger_half,
+    largest,
+    magnitudes,
+    patch_layouts,
+    per_word,
+    times,
+)
 from .numerics import divisor, method_for, scale_from_bits
+
+_PATCH_ROWS = 16
+_WORD_BYTES = 4
+_WORDS_OF_VECTOR = 4
+
+
+@gluon.jit
+def block_of_program(blocks_n, blocks_k):
+    """The matrix (int64), and the row and column among its blocks."""
+    block = gl.program_id(0)
+    matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
+    return matrix, block // blocks_k % blocks_n, block % blocks_k
+
+
+class Stack(NamedTuple):
+    """What the kernels are told of the matrices; columns and strides are in units of words.
+
+    Attributes:
+        programs: one a block.
+        unit: words of a unit: as many as one instruction can load of every row.
+        stride_e, stride_n: from one matrix to the next, and from one row.
+    """
+
+    programs: int
+    blocks_n: int
+    blocks_k: int
+    unit: int
+    cols: int
+    stride_e: int
+    stride_n: int
+
+
+def stack_of(x: Tensor) -> Stack:
+    """``x``: one matrix or a stack of them, whose rows are whole words of unit stride."""
+    n, k = x.shape[-2:]
+    matrices, stride_e = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
+    blocks_n, blocks_k = num_blocks(n), num_blocks(k)
+    of_word = _WORD_BYTES // x.element_size()
+    is_even = (k | x.stride(-2) | stride_e) % (_WORDS_OF_VECTOR * of_word) == 0
+    unit = _WORDS_OF_VECTOR if is_even else 1
+    sizes = (size // (of_word * unit) for size in (k, stride_e, x.stride(-2)))
+    return Stack(matrices * blocks_n * blocks_k, blocks_n, blocks_k, unit, *sizes)
 
 
 @gluon.jit
@@ -74,7 +127,7 @@ def cast_128x128_kernel(
 
 
 def plan_128x128(w: Tensor, out: Quantized) -> Launch:
-    """The launch that casts ``w[..., N, K]`` into ``out``."""
+    """Plan the launch that casts ``w[..., N, K]`` into ``out``."""
     stack = stack_of(w)
     return Launch(
         cast_128x128_kernel,
@@ -97,3 +150,90 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     out = empty_quantized(x.shape, format, x.device)
     plan_128x128(x, out)()
     return out
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "cols", "stride_e", "stride_n", "blocks_n", "blocks_k", "row_scale_ld",
+        "col_scale_ld",
+    ]
+)  # fmt: skip
+def cast_with_transpose_kernel(
+    w_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_e, stride_n, blocks_n,
+    blocks_k, row_scale_ld, col_scale_ld, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
+    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, PATCH_ROWS: gl.constexpr,
+):  # fmt: skip
+    # One program casts one block of one matrix of the stack. Sizes and strides are in units of
+    # UNIT_N rows and UNIT_K words, so that loads, stores and their masks are as wide as a unit.
+    DTYPE: gl.constexpr = w_ptr.dtype.element_ty
+    PER_WORD: gl.constexpr = per_word(DTYPE)
+    WORDS: gl.constexpr = 128 // PER_WORD
+    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())
+    BY_ROW: gl.constexpr = LAYOUTS[0]
+    BY_COLUMN: gl.constexpr = LAYOUTS[1]
+    rows = rows * UNIT_N
+    words = cols * UNIT_K
+    stride = stride_n * UNIT_K
+    matrix, block_n, block_k = block_of_program(blocks_n, blocks_k)
+    first_n = block_n.to(gl.int64) * 128
+    first_k = block_k.to(gl.int64) * 128
+    first_word = block_k.to(gl.int64) * WORDS
+    rows_left = rows - block_n * 128
+    words_left = words - block_k * WORDS
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_ROW))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
+    inside = (n < rows_left) & (word < words_left)
+    source = w_ptr.to(gl.pointer_type(gl.int32)) + matrix * stride_e * UNIT_K
+    source += first_n * stride + first_word
+    w = gl.load(source + (n * stride + word), mask=inside, other=0)
+
+    amax, scale = amax_and_scale(w, DTYPE, METHOD, POWER_OF_TWO)
+    gl.store(row_scale_ptr + (matrix * blocks_n + block_n) * row_scale_ld + block_k, scale)
+    gl.store(col_scale_ptr + (matrix * blocks_k + block_k) * col_scale_ld + block_n, scale)
+    w, r, e = divided(w, amax, scale, DTYPE, METHOD, POWER_OF_TWO)
+    QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
+    q = bytes_by_row(w, r, e, QUOTIENT, DTYPE)
+    target = row_ptr.to(gl.pointer_type(q.dtype)) + (matrix * rows + first_n) * words + first_word
+    gl.store(target + (n * words + word), q, mask=inside)
+
+    w = gl.convert_layout(w, BY_COLUMN, assert_trivial=True)
+    q = bytes_by_column(w, (r, r), (e, e), QUOTIENT, DTYPE)
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
+    inside = (n < rows_left) & (word < words_left)
+    target = col_ptr.to(gl.pointer_type(gl.int8))
+    target += (matrix * (words * PER_WORD) + first_k) * rows + first_n
+    target += word * (rows * PER_WORD) + n
+    for i in gl.static_range(PER_WORD):
+        gl.store(target + i * rows, q[i], mask=inside)
+
+
+def plan_with_transpose(w: Tensor, row: Quantized, col: Quantized) -> Launch:
+    """Plan the launch that casts ``w[..., N, K]`` into ``row``, and its transpose into ``col``."""
+    n = w.shape[-2]
+    assert n % VECTOR_BYTES == 0
+    stack = stack_of(w)
+    return Launch(
+        cast_with_transpose_kernel,
+        (stack.programs,),
+        (w, row.data, row.scale, col.data, col.scale, n // VECTOR_BYTES, stack.cols, stack.stride_e,
+         stack.stride_n, stack.blocks_n, stack.blocks_k, row.scale.stride(-2),
+         col.scale.stride(-2)),
+        {
+            "POWER_OF_TWO": row.format.power_of_two,
+            "METHOD": method_for(w.dtype),
+            "UNIT_N": VECTOR_BYTES,
+            "UNIT_K": stack.unit,
+            "PATCH_ROWS": _PATCH_ROWS,
+        },
+        {"num_warps": 2 * w.element_size(), "enable_fp_fusion": True},
+    )  # fmt: skip
+
+
+def quantize_with_transpose(w: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
+    """See :func:`blocktensor.ops.reference.quantize_with_transpose`; rows in whole vectors."""
+    *lead, n, k = w.shape
+    row = empty_quantized(w.shape, format, w.device)
+    col = empty_quantized((*lead, k, n), format, w.device)
+    plan_with_transpose(w, row, col)()
+    return row, col

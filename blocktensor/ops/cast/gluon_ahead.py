@@ -122,7 +122,7 @@ def cast_ahead_kernel(
 
 
 def takes(x: Tensor, col: Quantized, producer: Producer, offs: Tensor | None) -> bool:
-    """Whether the kernel casts what ``producer`` makes of ``x``: parts of three tensors.
+    """Return whether the kernel casts what ``producer`` makes of ``x``: parts of three tensors.
 
     Two parts in square blocks with power-of-two scales spill, and are faster tile by tile.
     """
@@ -149,7 +149,7 @@ def _map(x: Tensor) -> TensorDescriptor:
 
 
 def plan_ahead(x: Tensor, row: Quantized, col: Quantized, producer: Producer) -> Launch:
-    """The launch that casts what ``producer`` makes of ``x[M, K]`` into ``row`` and ``col``, a
+    """Plan the launch that casts what ``producer`` makes of ``x[M, K]`` into ``row`` and ``col``, a
     second part into ``producer.second``, and any third into ``producer.third``; see :func:`takes`.
     """
     k, m = col.data.shape

@@ -37,10 +37,10 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
 )  # fmt: skip
 def cast_columnwise_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
-    col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,
+    col_scale_ld, blocks_k, offs_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,
     y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr, INDEXED: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr,
     PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
     PARTS: gl.constexpr, PER_ROW: gl.constexpr, WIDTHS: gl.constexpr,
 ):  # fmt: skip
@@ -83,11 +83,7 @@ def cast_columnwise_kernel(
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_ROW))[None, :]
     inside = (m < rows_left) & (word < words_left)
     source = x_ptr.to(gl.pointer_type(gl.int32)) + first_word
-    if INDEXED:
-        row = gl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(gl.int64)
-        x = gl.load(source + (row * stride + word), mask=inside, other=0)
-    else:
-        x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
+    x = gl.load(source + first_m * stride + (m * stride + word), mask=inside, other=0)
     if COMPUTE is not None:
         y, z = x, x
         if SOURCES > 1:
@@ -151,13 +147,11 @@ def plan_columnwise(
     row: Quantized | None,
     col: Quantized,
     offs: Tensor | None = None,
-    index: Tensor | None = None,
     producer: Producer = NONE,
 ) -> Launch:
-    """The launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``.
+    """Plan the launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``.
 
-    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``; or of what ``producer``
-    makes of ``x``.
+    With ``offs``, by groups; or of what ``producer`` makes of ``x``.
     """
     k, m = col.data.shape
     assert m % VECTOR_BYTES == 0
@@ -168,7 +162,7 @@ def plan_columnwise(
     even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
     unit_k = 4 if even else 1
     patch_rows, options = _threads(x, unit_k, row is not None, col.format, producer)
-    tokens = (x if index is None else index).shape[0]
+    tokens = x.shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes
     return Launch(
@@ -177,7 +171,7 @@ def plan_columnwise(
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
-         x if offs is None else offs, x if index is None else index, groups, tokens, num_blocks(m),
+         x if offs is None else offs, groups, tokens, num_blocks(m),
          *producer.arguments(x, (row_data, row_scale, *col[:2]), per_word * unit_k)),
         {
             "ROWWISE": row is not None,
@@ -187,7 +181,6 @@ def plan_columnwise(
             "UNIT_M": VECTOR_BYTES,
             "UNIT_K": unit_k,
             "GROUPS": padded_groups(groups),
-            "INDEXED": index is not None,
             "PATCH_ROWS": patch_rows,
             **producer.constants(),
         },
@@ -207,19 +200,16 @@ def quantize_both(
     return both_by(plan_columnwise, x, format, columnwise_format)
 
 
-def quantize_grouped_columnwise(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
-) -> Quantized:
+def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return grouped_columnwise_by(plan_columnwise, x, offs, index, format)
+    return grouped_columnwise_by(plan_columnwise, x, offs, format)
 
 
 def quantize_grouped(
     x: Tensor,
     offs: Tensor,
-    index: Tensor | None,
     format: BlockFormat,
     columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once."""
-    return grouped_by(plan_columnwise, x, offs, index, format, columnwise_format)
+    return grouped_by(plan_columnwise, x, offs, format, columnwise_format)

@@ -41,12 +41,12 @@ def place(block, group, begin, end, tokens):
     return first, left, found, tl.max(tl.where(mine, group, 0), 0)
 
 
-Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor, "Tensor | None"], Launch]
+Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor], Launch]
 """Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form, by groups."""
 
 
 def padded_groups(groups: int) -> int:
-    """The size of a tensor of ``groups`` numbers on the device; 0 for none."""
+    """Return the size of a tensor of ``groups`` numbers on the device; 0 for none."""
     return max(32, triton.next_power_of_2(groups)) if groups else 0
 
 
@@ -55,12 +55,10 @@ def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
     return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
 
 
-def grouped_columnwise_by(
-    plan: Planner, x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
-) -> Quantized:
+def grouped_columnwise_by(plan: Planner, x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise form of tokens in groups, written by the kernel that ``plan`` launches."""
-    col = empty_grouped_columnwise(x, offs, index, format)
-    plan(x, None, col, offs, index)()
+    col = empty_grouped_columnwise(x, offs, format)
+    plan(x, None, col, offs)()
     return col
 
 
@@ -68,21 +66,17 @@ def grouped_by(
     plan: Planner,
     x: Tensor,
     offs: Tensor,
-    index: Tensor | None,
     format: BlockFormat,
     columnwise_format: BlockFormat | None,
 ) -> tuple[Quantized, Quantized]:
     """Both forms of tokens in groups, written by the kernel that ``plan`` launches."""
-    rows = (x if index is None else index).shape[0]
-    row = empty_quantized((rows, x.shape[1]), format, x.device)
-    col = empty_grouped_columnwise(x, offs, index, columnwise_format or format)
-    plan(x, row, col, offs, index)()
+    row = empty_quantized(x.shape, format, x.device)
+    col = empty_grouped_columnwise(x, offs, columnwise_format or format)
+    plan(x, row, col, offs)()
     return row, col
 
 
-def empty_grouped_columnwise(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
-) -> Quantized:
+def empty_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """Uninitialised data and scales of the columnwise cast of tokens in groups."""
-    rows = (x if index is None else index).shape[0]
-    return empty_quantized((x.shape[1], group_columns(rows, offs.shape[0])), format, x.device)
+    tokens, k = x.shape
+    return empty_quantized((k, group_columns(tokens, offs.shape[0])), format, x.device)

@@ -94,10 +94,10 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 def method_for(dtype: torch.dtype) -> str:
-    """The method of ``numerics.py`` that gives the reference's bytes for this dtype."""
+    """Return the method of ``numerics.py`` that gives the reference's bytes for this dtype."""
     return "refined" if dtype == torch.float32 else "corrected"
 
 
 def is_wide(*strides: int) -> bool:
-    """True if offsets inside a block need 64 bits."""
+    """Return whether offsets inside a block need 64 bits."""
     return any(abs(stride) * BLOCK >= 2**31 for stride in strides)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import Quantized
+from ..formats import BlockFormat, Quantized, group_columns
+from ..scale_layouts import empty_columnwise, empty_quantized
 
 Forms = tuple[Quantized | None, Quantized | None]
 """The rowwise and the columnwise form of a matrix, either of which may be absent."""
@@ -48,7 +49,7 @@ class Producer:
     third: Quantized | None = None
 
     def constants(self) -> dict[str, Any]:
-        """The kernel's compile-time arguments."""
+        """Return the kernel's compile-time arguments."""
         return {
             "COMPUTE": self.compute,
             "DETAIL": self.detail,
@@ -64,7 +65,7 @@ class Producer:
         return 2 if self.second else 1
 
     def arguments(self, x: Tensor, outputs: Sequence[Tensor], unit: int = 1) -> tuple[Any, ...]:
-        """The kernel's further arguments: y and z, their row strides, the outputs of part 1.
+        """Return the kernel's further arguments: y and z, their row strides, the outputs of part 1.
 
         Args:
             x: the tensor that the kernel reads itself.
@@ -85,3 +86,33 @@ class Producer:
 
 NONE = Producer(None, None)
 """The kernel casts what it reads."""
+
+
+def empty_forms(
+    x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> Forms:
+    """Return unwritten forms of ``x[T, K]``, whose rows are in groups that end at ``offs``."""
+    row = None if rowwise is None else empty_quantized(x.shape, rowwise, x.device)
+    if columnwise is None:
+        return row, None
+    if offs is None:
+        return row, empty_columnwise(x, columnwise)
+    tokens, k = x.shape
+    shape = k, group_columns(tokens, offs.shape[0])
+    return row, empty_quantized(shape, columnwise, x.device)
+
+
+def halves(forms: Forms) -> tuple[Forms, Forms]:
+    """Return the forms of the first half of the columns of ``[T, 2I]``, and of the rest: views.
+
+    I must be a multiple of the length of a block.
+    """
+    row, col = forms
+    rows = (None, None) if row is None else _halves(row, 1)
+    columns = (None, None) if col is None else _halves(col, 0)
+    return (rows[0], columns[0]), (rows[1], columns[1])
+
+
+def _halves(x: Quantized, dim: int) -> tuple[Quantized, Quantized]:
+    (left, right), (of_left, of_right) = (part.chunk(2, dim) for part in x[:2])
+    return Quantized(left, of_left, x.format), Quantized(right, of_right, x.format)

@@ -12,14 +12,14 @@ from ..runtime.triton_compat.versions import tried
 @tried
 def casts_fail(device: torch.device) -> str | None:
     """Return how casts in Gluon differ from the reference; None if not a byte does."""
-    from . import gluon_128x128, gluon_columnwise, gluon_with_transpose
+    from . import gluon_128x128, gluon_columnwise
 
     x = torch.linspace(-3, 3, 304 * 384).view(304, 384).bfloat16()
     on_gpu = x.to(device)
     made = (
         *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128),
         *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128, BLOCKS_128X128),
-        *gluon_with_transpose.quantize_with_transpose(on_gpu, BLOCKS_128X128),
+        *gluon_128x128.quantize_with_transpose(on_gpu, BLOCKS_128X128),
         gluon_128x128.quantize_rowwise(on_gpu, BLOCKS_128X128),
     )
     wanted = (

@@ -114,14 +114,14 @@ def _plan(
 
 
 def plan_128x128(x: Tensor, out: Quantized) -> Launch:
-    """The launch that casts ``x[..., N, K]`` into ``out``."""
+    """Plan the launch that casts ``x[..., N, K]`` into ``out``."""
     return _plan("whole", x, out.scale, out.data, out.format.power_of_two)
 
 
 def plan_shard(
     x: Tensor, amax: Tensor, data: Tensor | None, format: BlockFormat, row: int, col: int
 ) -> Launch:
-    """The launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
+    """Plan the launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
     if data is None:
         return _plan("amax", x, amax, None, False, row, col)
     return _plan("shard", x, amax, data, format.power_of_two, row, col)

@@ -43,11 +43,11 @@ def _more(ptr, stride_m, first_m, first_k, m, k, inside, EVEN: tl.constexpr):
 )
 def cast_1x128_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, stride_k, out_ld,
-    row_scale_ld, col_scale_ld, blocks_k, offs_ptr, index_ptr, groups, columns,
+    row_scale_ld, col_scale_ld, blocks_k, offs_ptr, groups, columns,
     y_ptr, z_ptr, y_stride_m, z_stride_m, row_ptr_1, row_scale_ptr_1, col_ptr_1, col_scale_ptr_1,
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
-    GROUPS: tl.constexpr, INDEXED: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
+    GROUPS: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
     SOURCES: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
@@ -85,13 +85,8 @@ def cast_1x128_kernel(
     inside = (m < rows_left)[:, None] & (k < cols_left)[None, :]
     first_k = tile_k.to(tl.int64) * 128
 
-    if INDEXED:
-        row = tl.load(index_ptr + first_m + m, mask=m < rows_left, other=0).to(tl.int64)
-        source = x_ptr + first_k * stride_k
-        offsets = row[:, None] * stride_m + k[None, :] * stride_k
-    else:
-        source = x_ptr + first_m * stride_m + first_k * stride_k
-        offsets = m[:, None] * stride_m + k[None, :] * stride_k
+    source = x_ptr + first_m * stride_m + first_k * stride_k
+    offsets = m[:, None] * stride_m + k[None, :] * stride_k
     if EVEN:
         x = tl.load(source + offsets)
     else:
@@ -161,7 +156,7 @@ def _vectorised(x: Tensor) -> bool:
 
 
 def is_awkward(x: Tensor) -> bool:
-    """True if a tile of ``x`` is read in single elements or with 64-bit offsets."""
+    """Return whether a tile of ``x`` is read in single elements or with 64-bit offsets."""
     return not _vectorised(x) or is_wide(*x.stride(), *x.shape)
 
 
@@ -179,16 +174,13 @@ def plan_1x128(
     row: Quantized | None,
     col: Quantized | None,
     offs: Tensor | None = None,
-    index: Tensor | None = None,
     producer: Producer = NONE,
 ) -> Launch:
-    """The launch that casts ``x[M, K]`` into the outputs that are not None.
+    """Plan the launch that casts ``x[M, K]`` into the outputs that are not None.
 
-    With ``offs``, by groups; with ``index`` also, of the rows ``x[index]``; or of what ``producer``
-    makes of ``x``.
+    With ``offs``, by groups; or of what ``producer`` makes of ``x``.
     """
-    k = x.shape[1]
-    m = (x if index is None else index).shape[0]
+    m, k = x.shape
     groups = 0 if offs is None else offs.shape[0]
     blocks_m = blocks_of(m, groups, row is not None)
     tile_m = BLOCK if col else 32
@@ -206,7 +198,7 @@ def plan_1x128(
         # two unit strides (K = 1) would make the compiler choose a layout that spills
         (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
          col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
-         blocks_k, x if offs is None else offs, x if index is None else index, groups,
+         blocks_k, x if offs is None else offs, groups,
          col.data.shape[1] if col else 0,
          *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
         {
@@ -219,7 +211,6 @@ def plan_1x128(
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),
-            "INDEXED": index is not None,
             **producer.constants(),
         },
         {"num_warps": _warps_1x128(x, col is not None, offs is not None), "enable_fp_fusion": True},
@@ -252,32 +243,29 @@ def quantize_both(
     return both_by(plan_1x128, x, format, columnwise_format)
 
 
-def quantize_grouped_columnwise(
-    x: Tensor, offs: Tensor, index: Tensor | None, format: BlockFormat
-) -> Quantized:
+def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return grouped_columnwise_by(plan_1x128, x, offs, index, format)
+    return grouped_columnwise_by(plan_1x128, x, offs, format)
 
 
 def quantize_grouped(
     x: Tensor,
     offs: Tensor,
-    index: Tensor | None,
     format: BlockFormat,
     columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once.
 
-    Except fp32 with scalar loads, 64-bit offsets or an index: both casts of a tile would spill.
+    Except fp32 with scalar loads or 64-bit offsets: both casts of a tile would spill.
     """
-    if (is_awkward(x) or index is not None) and x.dtype == torch.float32:
-        columnwise = quantize_grouped_columnwise(x, offs, index, columnwise_format or format)
-        return quantize_rowwise(x if index is None else x[index], format), columnwise
-    return grouped_by(plan_1x128, x, offs, index, format, columnwise_format)
+    if is_awkward(x) and x.dtype == torch.float32:
+        columnwise = quantize_grouped_columnwise(x, offs, columnwise_format or format)
+        return quantize_rowwise(x, format), columnwise
+    return grouped_by(plan_1x128, x, offs, format, columnwise_format)
 
 
 def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
-    """The columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
+    """Return the columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     col = empty_columnwise(x, format)
     plan(x, None, col)()
     return col

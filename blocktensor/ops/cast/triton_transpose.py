@@ -89,7 +89,7 @@ def dequantize_kernel(
 
 
 def plan_transpose(x: Quantized, out: Quantized) -> Launch:
-    """The launch that transposes ``x`` ``[..., N, K]`` and its scales into ``out``."""
+    """Plan the launch that transposes ``x`` ``[..., N, K]`` and its scales into ``out``."""
     data, scale, _ = x
     n, k = data.shape[-2:]
     stacked = data.ndim == 3
@@ -107,7 +107,7 @@ def plan_transpose(x: Quantized, out: Quantized) -> Launch:
 
 
 def plan_dequantize(x: Quantized, out: Tensor) -> Launch:
-    """The launch that writes ``data * scale`` into ``out``."""
+    """Plan the launch that writes ``data * scale`` into ``out``."""
     data, scale, format = x
     m, k = data.shape[-2:]
     stacked = data.ndim == 3
@@ -127,7 +127,7 @@ Planner = Callable[[Quantized, Quantized], Launch]
 
 
 def transpose_by(plan: Planner, x: Quantized) -> Quantized:
-    """The transpose of ``x``, written by the kernel that ``plan`` launches."""
+    """Return the transpose of ``x``, written by the kernel that ``plan`` launches."""
     *lead, n, k = x.data.shape
     if x.scale.stride(-1) != 1:
         x = x._replace(scale=x.scale.contiguous())

@@ -5,14 +5,38 @@ They are no registered ops: where they must go through the dispatcher, they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..runtime.specialize import Specialized, recorded
+from ..devices import lacks_triton
+from ..op import unregistered
+from ..registry import Backend, first_choice
 from . import reference
-from .choose_backend import CrossEntropyProblem, cross_entropy_kernels
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem:
+    """The logits, or a tensor like them, and options of ``F.cross_entropy``."""
+
+    logits: Tensor
+    weight: Tensor | None
+    label_smoothing: float
+
+
+def _triton_declines(problem: CrossEntropyProblem) -> str | None:
+    if problem.weight is not None or problem.label_smoothing != 0:
+        return "has no weights of classes and no label smoothing"
+    if problem.logits.stride(-1) != 1 and problem.logits.shape[-1] > 1:
+        return "reads rows of unit stride"
+    return None
+
+
+CROSS_ENTROPY_BACKENDS: tuple[Backend[CrossEntropyProblem], ...] = (
+    Backend("triton", ("cross_entropy.triton_rows",), lacks_triton, _triton_declines),
+    Backend("reference", ("cross_entropy.reference",), launches=False),
+)
+"""In order of preference; the reference takes every problem."""
 
 
 def loss_and_gradient_(
@@ -23,7 +47,7 @@ def loss_and_gradient_(
     weight: Tensor | None,
     label_smoothing: float,
 ) -> Tensor:
-    """The loss of rows of logits, over which its gradient is written.
+    """Return the loss of rows of logits, over which its gradient is written.
 
     See :func:`~.reference.loss_and_gradient_`. A class that does not exist raises on a CPU; on a
     GPU it makes the loss and the gradient of its row nan.
@@ -44,11 +68,22 @@ def loss_and_gradient_(
     return made
 
 
-def _decide(
-    logits: Tensor, target: Any, total: Any, ignore_index: int, weight: Any, smoothing: float
-) -> Callable[..., Tensor]:
-    kernels = cross_entropy_kernels(CrossEntropyProblem(logits, weight, smoothing))
-    return recorded(kernels.loss_and_gradient_, kernels.launches)
+def more_bytes(logits: Tensor, weight: Tensor | None, label_smoothing: float) -> int:
+    """Return the bytes that a logit takes for a while, with the FP8 forms of its gradient.
+
+    Beside those of the logit itself. ``logits``: the logits, or a tensor like them.
+    """
+    problem = CrossEntropyProblem(logits, weight, label_smoothing)
+    return 2 if _choose(problem).name == "triton" else 12
 
 
-_loss_and_gradient_ = Specialized(_decide, reference.loss_and_gradient_)
+def _choose(problem: CrossEntropyProblem) -> Backend[CrossEntropyProblem]:
+    return first_choice(CROSS_ENTROPY_BACKENDS, problem, problem.logits.device).backend
+
+
+_loss_and_gradient_ = unregistered(
+    reference.loss_and_gradient_,
+    lambda logits, target, total, ignore_index, weight, label_smoothing: _choose(
+        CrossEntropyProblem(logits, weight, label_smoothing)
+    ),
+)

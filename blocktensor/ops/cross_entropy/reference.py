@@ -15,7 +15,7 @@ def loss_and_gradient_(
     weight: Tensor | None,
     label_smoothing: float,
 ) -> Tensor:
-    """The sum of the cross-entropies of rows of logits, over ``total``.
+    """Return the sum of the cross-entropies of rows of logits, over ``total``.
 
     Args:
         logits: ``[T, V]`` bf16, fp16 or fp32, taken in fp32. The gradient of the result, rounded to
@@ -45,7 +45,7 @@ def loss(
     weight: Tensor | None,
     label_smoothing: float,
 ) -> Tensor:
-    """The result of :func:`loss_and_gradient_` alone."""
+    """Return the result of :func:`loss_and_gradient_` alone."""
     made = F.cross_entropy(
         logits.float(),
         target,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..devices import HOPPER, capability, card, lacks_fp8, lacks_gluon, lacks_triton
 from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
-from ..registry import Backend, Choice, Kernels, Problem, first_choice
+from ..registry import Backend, Choice, Problem, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
 from .hopper.tiles import choose_tile, cublas_is_faster
 
@@ -32,47 +31,8 @@ class GemmProblem:
     accumulate: bool = False
 
 
-@dataclass(frozen=True)
-class GemmKernels:
-    """The functions of a backend, each with the signature of its namesake in ``reference.py``.
-
-    Attributes:
-        launches: True if they only allocate and launch kernels, so that calls can be recorded.
-        reads_vectors: True if rows of data must be whole 16-byte vectors.
-    """
-
-    gemm: Callable[..., Tensor]
-    gemm_add_: Callable[..., None] | None
-    launches: bool = False
-    reads_vectors: bool = True
-
-
-def _load_hopper() -> GemmKernels:
-    from .hopper import launch
-
-    return GemmKernels(launch.gemm, launch.gemm_add_, launches=True)
-
-
-def _load_cublas() -> GemmKernels:
-    from . import cublas
-
-    return GemmKernels(cublas.gemm, None)
-
-
-def _load_triton() -> GemmKernels:
-    from . import triton_gemm
-
-    return GemmKernels(triton_gemm.gemm, triton_gemm.gemm_add_, launches=True)
-
-
-def _load_reference() -> GemmKernels:
-    from .. import reference
-
-    return GemmKernels(reference.gemm, reference.gemm_add_, reads_vectors=False)
-
-
 def unknown_format(*formats: BlockFormat) -> str | None:
-    """The reason why kernels cannot read operands of these formats; None if they can."""
+    """Return the reason why kernels cannot read operands of these formats; None if they can."""
     for format in formats:
         if format not in KERNEL_FORMATS:
             return f"no kernels for format {format.name}"
@@ -109,7 +69,7 @@ def _cublas_declines(p: GemmProblem) -> str | None:
 
 
 def gluon_unusable(device: torch.device) -> str | None:
-    """The reason why the Hopper kernel cannot run on ``device``; None if it can."""
+    """Return the reason why the Hopper kernel cannot run on ``device``; None if it can."""
     if reason := lacks_gluon(device):
         return reason
     if capability(device) != HOPPER:
@@ -152,34 +112,38 @@ def _gluon_yields(p: GemmProblem) -> str | None:
     return None
 
 
-GemmBackend = Backend[GemmProblem, GemmKernels]
-GemmChoice = Choice[GemmProblem, GemmKernels]
+GemmBackend = Backend[GemmProblem]
+GemmChoice = Choice[GemmProblem]
 
 GEMM_BACKENDS: tuple[GemmBackend, ...] = (
-    Backend("gluon", _load_hopper, gluon_unusable, _gluon_declines, _gluon_yields, why=_gluon_why),
     Backend(
-        "cublas", _load_cublas, _cublas_unusable, _cublas_declines, why=lambda _: "takes this shape"
+        "gluon", ("gemm.hopper.launch",), gluon_unusable, _gluon_declines, _gluon_yields, _gluon_why
     ),
     Backend(
-        "triton", _load_triton, lacks_triton, _triton_declines, why=lambda _: "takes any shape"
+        "cublas", ("gemm.cublas",), _cublas_unusable, _cublas_declines,
+        why=lambda _: "takes this shape", launches=False,
     ),
-    Backend("reference", _load_reference, why=lambda _: "runs on any device"),
-)
+    Backend(
+        "triton", ("gemm.triton_gemm",), lacks_triton, _triton_declines,
+        why=lambda _: "takes any shape",
+    ),
+    Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
+)  # fmt: skip
 """In order of preference; the reference takes every problem."""
 
 
 def gemm_backend(name: str) -> GemmBackend:
-    """The entry of the registry with this name."""
+    """Return the entry of the table with this name."""
     return next(backend for backend in GEMM_BACKENDS if backend.name == name)
 
 
 def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
-    """Names of the GEMM backends that run on ``device``, best first."""
+    """Return the names of the GEMM backends that run on ``device``, best first."""
     return tuple(b.name for b in GEMM_BACKENDS if b.why_not(device) is None)
 
 
 def choose_gemm(problem: GemmProblem) -> GemmChoice:
-    """The backend that will run ``problem``, and why.
+    """Return the backend that will run ``problem``, and why.
 
     Raises:
         ValueError: ``BLOCKTENSOR_GEMM`` names an unknown backend, or one that cannot run here or
@@ -190,13 +154,13 @@ def choose_gemm(problem: GemmProblem) -> GemmChoice:
 
 
 def choose_product(
-    backends: Sequence[Backend[Problem, Kernels]],
+    backends: Sequence[Backend[Problem]],
     problem: Problem,
     device: torch.device,
     forced: str | None,
     shape: str,
-) -> Choice[Problem, Kernels]:
-    """The backend of products named ``forced``, or else the first that takes ``problem``.
+) -> Choice[Problem]:
+    """Return the backend of products named ``forced``, or else the first that takes ``problem``.
 
     Raises:
         ValueError: the forced one is unknown or cannot run ``problem``; ``shape`` describes it.

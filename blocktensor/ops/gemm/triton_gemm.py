@@ -71,7 +71,7 @@ def gemm_kernel(
 def plan_gemm(
     a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool
 ) -> Launch:
-    """The launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
+    """Plan the launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
 
     Rows of data must be multiples of 16 bytes (``scale_layouts.in_vectors``): byte loads would take
     more registers than are available.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..devices import lacks_triton, sms
 from ..formats import BlockFormat, num_blocks
@@ -43,44 +41,6 @@ class GroupedProblem:
     accumulate: bool = False
 
 
-@dataclass(frozen=True)
-class GroupedKernels:
-    """The functions of a backend, each with the signature of its namesake in ``reference.py``.
-
-    Attributes:
-        launches: True if they only allocate and launch kernels, so that calls can be recorded.
-    """
-
-    grouped_gemm: Callable[..., Tensor]
-    grouped_gemm_wgrad: Callable[..., Tensor]
-    grouped_gemm_wgrad_add_: Callable[..., None]
-    launches: bool
-
-
-def _kernels(module: Any, launches: bool) -> GroupedKernels:
-    return GroupedKernels(
-        module.grouped_gemm, module.grouped_gemm_wgrad, module.grouped_gemm_wgrad_add_, launches
-    )
-
-
-def _load_hopper() -> GroupedKernels:
-    from . import hopper_launch
-
-    return _kernels(hopper_launch, launches=True)
-
-
-def _load_triton() -> GroupedKernels:
-    from . import triton_gemm
-
-    return _kernels(triton_gemm, launches=True)
-
-
-def _load_reference() -> GroupedKernels:
-    from .. import reference
-
-    return _kernels(reference, launches=False)
-
-
 def _gluon_unusable(device: torch.device) -> str | None:
     if reason := gluon_unusable(device):
         return reason
@@ -114,23 +74,26 @@ def _gluon_declines(p: GroupedProblem) -> str | None:
     return "nothing to contract" if p.kind == "gemm" and p.k == 0 else None
 
 
-GroupedBackend = Backend[GroupedProblem, GroupedKernels]
-GroupedChoice = Choice[GroupedProblem, GroupedKernels]
+GroupedBackend = Backend[GroupedProblem]
+GroupedChoice = Choice[GroupedProblem]
 
 GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
-    Backend("gluon", _load_hopper, _gluon_unusable, _gluon_declines, why=_gluon_why),
     Backend(
-        "triton", _load_triton, lacks_triton, _triton_declines, why=lambda _: "takes any shape"
+        "gluon", ("grouped_gemm.hopper_launch",), _gluon_unusable, _gluon_declines, why=_gluon_why
     ),
-    Backend("reference", _load_reference, why=lambda _: "runs on any device"),
-)
+    Backend(
+        "triton", ("grouped_gemm.triton_gemm",), lacks_triton, _triton_declines,
+        why=lambda _: "takes any shape",
+    ),
+    Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
+)  # fmt: skip
 """In order of preference; the reference takes every problem."""
 
 _OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_BACKENDS}
 
 
 def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
-    """The backend that will run ``problem``, and why.
+    """Return the backend that will run ``problem``, and why.
 
     ``BLOCKTENSOR_GEMM`` forces one of its name, where grouped GEMMs have one ("cublas" does not).
 

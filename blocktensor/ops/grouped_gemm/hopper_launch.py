@@ -57,7 +57,7 @@ def plan_grouped_wgrad(
     tile: Tile,
     programs: int,
 ) -> Launch:
-    """The launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
+    """Plan the launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
     experts, n, k = out.shape
     blocks = num_blocks(a.data.shape[1])
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)

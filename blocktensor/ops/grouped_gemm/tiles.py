@@ -126,7 +126,7 @@ def choose_wgrad_tile(
 
 
 def stores_fit(tile: Tile, n: int, k: int) -> bool:
-    """True if a tile has the registers to store gradients ``[n, k]`` of experts.
+    """Return whether a tile has the registers to store gradients ``[n, k]`` of experts.
 
     Rows at the edge of an expert, and rows that TMA cannot address, are stored with masks.
     """

@@ -116,7 +116,7 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True, "num_stages": 3}
 def plan_grouped_gemm(
     a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out: Tensor
 ) -> Launch:
-    """The launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
+    """Plan the launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
     Rows of data must be multiples of 16 bytes.
     """
@@ -138,7 +138,7 @@ def plan_grouped_gemm(
 def plan_grouped_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: Tensor, accumulate: bool
 ) -> Launch:
-    """The launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
+    """Plan the launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
     experts, n, k = out.shape
     tiles_m, tiles_n = num_blocks(n), num_blocks(k)
     return Launch(

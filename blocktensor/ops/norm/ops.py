@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.specialize import Specialized, recorded
+from ..devices import lacks_triton
+from ..op import unregistered
+from ..registry import Backend, first_choice
 from . import reference
-from .choose_backend import norm_kernels
 from .reference import NormKind
+
+NORM_BACKENDS: tuple[Backend[Tensor], ...] = (
+    Backend("triton", ("norm.triton_passes",), lacks_triton),
+    Backend("reference", ("norm.reference",), launches=False),
+)
+"""In order of preference; the reference takes every x ``[T, K]``."""
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """The reciprocal of the root mean square of the rows of x ``[..., K]``, fp32 ``[..., 1]``."""
+    """Return 1 / the root mean square of the rows of x ``[..., K]``, fp32 ``[..., 1]``."""
     if not _in_rows(x):
         return reference.rstd_of(reference.squares(x), eps)
     return reference.rstd_of(_squares(_rows(x)).view(x.shape), eps)
@@ -50,7 +57,7 @@ def gradients(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of an RMS norm, those that autograd computes for eager ops.
+    """Return the gradients of an RMS norm that autograd computes for eager ops.
 
     Args:
         grad: of the norm, ``[..., K]``, dtype of x.
@@ -83,7 +90,7 @@ def gradients(
 
 
 def _in_rows(x: Tensor) -> bool:
-    """Whether x is rows of unit stride, one after the other.
+    """Return whether x is rows of unit stride, one after the other.
 
     Results of torch's ops are laid out as their inputs are, and sums of other layouts have other
     bits: those run as torch's ops.
@@ -92,21 +99,15 @@ def _in_rows(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[T, K]``."""
+    """Return x as ``[T, K]``."""
     return x.reshape(-1, x.shape[-1])
 
 
-def _specialized(name: str) -> Specialized[Callable[..., Any]]:
-    """The pass of this name, by the kernels of the device."""
-
-    def decide(x: Tensor, *_: object) -> Callable[..., Any]:
-        kernels = norm_kernels(x)
-        return recorded(getattr(kernels, name), kernels.launches)
-
-    return Specialized(decide, getattr(reference, name))
+def _backend(x: Tensor, *_: object) -> Backend[Tensor]:
+    return first_choice(NORM_BACKENDS, x, x.device).backend
 
 
-_squares = _specialized("squares")
-_normalize = _specialized("normalize")
-_gradient_terms = _specialized("gradient_terms")
-_input_gradient = _specialized("input_gradient")
+_squares = unregistered(reference.squares, _backend)
+_normalize = unregistered(reference.normalize, _backend)
+_gradient_terms = unregistered(reference.gradient_terms, _backend)
+_input_gradient = unregistered(reference.input_gradient, _backend)

@@ -63,7 +63,7 @@ def gradient_terms(
 def input_gradient(
     grad: Tensor, x: Tensor, rstd: Tensor, of_mean: Tensor, weight: Tensor, kind: NormKind
 ) -> Tensor:
-    """The gradient of x: through the product with ``rstd``, and through the mean of squares.
+    """Return the gradient of x: through the product with ``rstd``, and through the mean of squares.
 
     Args:
         grad, x, rstd, weight, kind: as of :func:`gradient_terms`.
@@ -77,7 +77,7 @@ def input_gradient(
 
 
 def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
-    """The gradient of ``x * rstd``, in fp32."""
+    """Return the gradient of ``x * rstd``, in fp32."""
     if kind == "llama":
         return (grad * weight).float()
     return grad.float() * (1.0 + weight.float())
@@ -86,3 +86,9 @@ def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
 def rstd_of(squares: Tensor, eps: float) -> Tensor:
     """The reciprocal of the root mean square of rows, fp32 ``[..., 1]``, as transformers' norms."""
     return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """Return an RMS norm as transformers write it; for autograd, with one copy of x in fp32."""
+    values = x.float()
+    return weighted(values * rstd_of(values.pow(2), eps), weight, kind, x.dtype)

@@ -5,17 +5,16 @@ On the CPU, eager mode computes exp, erf and tanh in other ways.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..cast.producer import Forms, Producer
+from ..cast.producer import Forms, Producer, empty_forms, halves
 from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat, Quantized
-from .op_forms import empty_forms, halves
 from .reference import ACTIVATIONS
-from .triton_activation import tile_of_elements
-from .triton_norm import normalized_elements
+from .triton_activation import normalized_elements, tile_of_elements
 
 
 def _launch(
@@ -34,8 +33,7 @@ def _launch(
     row, col = forms
     if in_words and col is not None:  # rowwise forms gain nothing from words
         from ..cast import gluon_ahead, gluon_columnwise  # Triton may have no Gluon
-        from .gluon_activation import tile_of_words
-        from .gluon_norm import normalized_words
+        from .gluon_activation import normalized_words, tile_of_words
 
         of_words = tile_of_words if compute is tile_of_elements else normalized_words
         producer = Producer(of_words, detail, more, second, per_row, widths)
@@ -60,106 +58,117 @@ def _only(forms: Forms, part: int) -> Forms:
     return (forms[0], None) if part == 0 else (None, forms[1])
 
 
-def gated(
-    in_words: bool,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    """See :func:`blocktensor.ops.producers.reference.gated`."""
-    made = empty_forms(gate, offs, rowwise, columnwise)
-    role, sources = ("value", (gate,)) if up is None else ("gated", (gate, up))
-    _launch(in_words, tile_of_elements, (activation, role), sources, offs, made)
-    return made
+@dataclass(frozen=True)
+class Kernels:
+    """The producers.
 
+    Attributes:
+        in_words: True for the cast kernels in Gluon, where columnwise forms are written.
+    """
 
-def gated_backward(
-    in_words: bool,
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-    of_up: bool = True,
-) -> tuple[Forms, Forms]:
-    """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
-    of_gate = empty_forms(gate, offs, rowwise, columnwise)
-    if up is None:
-        detail = activation, "gradient"
-        _launch(in_words, tile_of_elements, detail, (gate, grad), offs, of_gate)
-        return of_gate, (None, None)
-    second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
-    detail = activation, "gated gradient"
-    _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
-    return of_gate, second or (None, None)
+    in_words: bool
 
+    def gated(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        activation: str,
+        rowwise: BlockFormat | None,
+        columnwise: BlockFormat | None,
+        offs: Tensor | None = None,
+    ) -> Forms:
+        """See :func:`blocktensor.ops.producers.reference.gated`."""
+        made = empty_forms(gate, offs, rowwise, columnwise)
+        role, sources = ("value", (gate,)) if up is None else ("gated", (gate, up))
+        _launch(self.in_words, tile_of_elements, (activation, role), sources, offs, made)
+        return made
 
-def gated_backward_with_h(
-    in_words: bool,
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    rowwise: BlockFormat,
-    columnwise: BlockFormat,
-    h_columnwise: BlockFormat,
-) -> tuple[Forms, Forms, Quantized]:
-    """See :func:`blocktensor.ops.producers.reference.gated_backward_with_h`."""
-    rounds_alike = h_columnwise.power_of_two == columnwise.power_of_two
-    if in_words and rounds_alike and ACTIVATIONS[activation].is_light:
-        from ..cast import gluon_ahead
-        from .gluon_activation import tile_of_words
-
-        of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
-        _, h = empty_forms(gate, None, None, h_columnwise)
-        row, col = of_gate
-        assert row is not None
-        assert col is not None
-        assert h is not None
+    def gated_backward(
+        self,
+        grad: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        activation: str,
+        rowwise: BlockFormat | None,
+        columnwise: BlockFormat | None,
+        offs: Tensor | None = None,
+        of_up: bool = True,
+    ) -> tuple[Forms, Forms]:
+        """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
+        of_gate = empty_forms(gate, offs, rowwise, columnwise)
+        if up is None:
+            detail = activation, "gradient"
+            _launch(self.in_words, tile_of_elements, detail, (gate, grad), offs, of_gate)
+            return of_gate, (None, None)
+        second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
         detail = activation, "gated gradient"
-        producer = Producer(tile_of_words, detail, (grad, up), of_up, third=h)
-        if gluon_ahead.takes(gate, col, producer, None):
-            gluon_ahead.plan_ahead(gate, row, col, producer)()
-            return of_gate, of_up, h
-    both = gated_backward(in_words, grad, gate, up, None, activation, rowwise, columnwise)
-    _, h = gated(in_words, gate, up, None, activation, None, h_columnwise)
-    assert h is not None
-    return *both, h
+        _launch(self.in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
+        return of_gate, second or (None, None)
+
+    def gated_backward_with_h(
+        self,
+        grad: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        rowwise: BlockFormat,
+        columnwise: BlockFormat,
+        h_columnwise: BlockFormat,
+    ) -> tuple[Forms, Forms, Quantized]:
+        """See :func:`blocktensor.ops.producers.reference.gated_backward_with_h`."""
+        rounds_alike = h_columnwise.power_of_two == columnwise.power_of_two
+        if self.in_words and rounds_alike and ACTIVATIONS[activation].is_light:
+            from ..cast import gluon_ahead
+            from .gluon_activation import tile_of_words
+
+            of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
+            _, h = empty_forms(gate, None, None, h_columnwise)
+            row, col = of_gate
+            assert row is not None
+            assert col is not None
+            assert h is not None
+            detail = activation, "gated gradient"
+            producer = Producer(tile_of_words, detail, (grad, up), of_up, third=h)
+            if gluon_ahead.takes(gate, col, producer, None):
+                gluon_ahead.plan_ahead(gate, row, col, producer)()
+                return of_gate, of_up, h
+        both = self.gated_backward(grad, gate, up, activation, rowwise, columnwise)
+        _, h = self.gated(gate, up, activation, None, h_columnwise)
+        assert h is not None
+        return *both, h
+
+    def joint_gated_backward(
+        self,
+        grad: Tensor,
+        gate_up: Tensor,
+        activation: str,
+        rowwise: BlockFormat | None,
+        columnwise: BlockFormat | None,
+        offs: Tensor | None = None,
+    ) -> Forms:
+        """See :func:`~blocktensor.ops.producers.reference.joint_gated_backward`; whole blocks."""
+        made = empty_forms(gate_up, offs, rowwise, columnwise)
+        gate, up = gate_up.chunk(2, -1)
+        detail = activation, "gated gradient"
+        _launch(
+            self.in_words, tile_of_elements, detail, (gate, grad, up), offs, *halves(made), widths=2
+        )
+        return made
+
+    def normalized(
+        self,
+        x: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        kind: str,
+        rowwise: BlockFormat | None,
+        columnwise: BlockFormat | None,
+    ) -> Forms:
+        """See :func:`blocktensor.ops.producers.reference.normalized`."""
+        made = empty_forms(x, None, rowwise, columnwise)
+        sources = x, weight.expand(x.shape)
+        _launch(self.in_words, normalized_elements, kind, sources, None, made, per_row=rstd)
+        return made
 
 
-def joint_gated_backward(
-    in_words: bool,
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    """See :func:`blocktensor.ops.producers.reference.joint_gated_backward`; for whole blocks."""
-    made = empty_forms(gate_up, offs, rowwise, columnwise)
-    gate, up = gate_up.chunk(2, -1)
-    detail = activation, "gated gradient"
-    _launch(in_words, tile_of_elements, detail, (gate, grad, up), offs, *halves(made), widths=2)
-    return made
-
-
-def normalized(
-    in_words: bool,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    kind: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    """See :func:`blocktensor.ops.producers.norm_reference.normalized`."""
-    made = empty_forms(x, None, rowwise, columnwise)
-    sources = x, weight.expand(x.shape)
-    _launch(in_words, normalized_elements, kind, sources, None, made, per_row=rstd)
-    return made
+elements, words = Kernels(in_words=False), Kernels(in_words=True)

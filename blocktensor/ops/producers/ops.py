@@ -1,29 +1,93 @@
-"""Gated activations and their gradients, cast: the functions to call, and their registered ops.
+"""Producers: ops that compute a tensor, and store its casts alone.
 
-As in ``cast/ops.py``, a function runs its decision directly unless it must go through the
-dispatcher. Nothing high-precision is stored: sources are read once, and forms written.
+Gated activations, their gradients, and normalised rows. Nothing high-precision is stored: sources
+are read once, and forms written. Bytes are those of eager mode: each of its steps is rounded to the
+dtype of the sources, then the result is cast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..cast.producer import Forms
-from ..formats import BLOCK, BlockFormat
-from ..runtime.specialize import Specialized, recorded
+from ..cast.producer import Forms, empty_forms
+from ..formats import BLOCK, BlockFormat, Quantized
+from ..norm.reference import NormKind
+from ..op import op, runner
+from ..registry import Backend
 from . import reference
-from .choose_backend import producer_kernels
-from .op_forms import check_formats, empty_forms, format_named, forms_of, name_of, tensors_of
+from .choose_backend import producer_backend
 from .reference import ACTIVATIONS
 
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
+def _check_formats(rowwise: BlockFormat | None, columnwise: BlockFormat | None) -> None:
+    if rowwise is None and columnwise is None:
+        raise ValueError("neither a rowwise nor a columnwise format was given: pass one or both")
+    if rowwise is not None and rowwise.rows != 1:
+        raise ValueError(
+            f"the rowwise format is {rowwise.name}: expected blocks of one row, e.g. 1x128; square "
+            f"blocks are for the columnwise form"
+        )
+
+
+def _check_sources(
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+    offs: Tensor | None,
+    *,
+    gate: Tensor,
+    **others: Tensor | None,
+) -> None:
+    """Check the sources of a producer, by name; None is not there."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    _check_formats(rowwise, columnwise)
+    given = {name: x for name, x in {"gate": gate, **others}.items() if x is not None}
+    for name, x in given.items():
+        checks.high_precision(x, name)
+        checks.rank(x, (2,), name, "flatten tokens to [T, I]")
+        if x.shape != gate.shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)} and gate {list(gate.shape)}: expected the same"
+            )
+        if x.dtype != gate.dtype:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} and gate {gate.dtype}: convert one with .to()"
+            )
+        checks.same_device(x, gate, name, "gate")
+    if offs is not None:
+        checks.group_ends(offs, gate, "gate")
+
+
+def _check_joint(grad: Tensor, gate_up: Tensor, *rest: Any) -> None:
+    checks.rank(gate_up, (2,), "gate_up", "flatten tokens to [T, 2I]")
+    if gate_up.shape[1] % 2:
+        raise ValueError(
+            f"gate_up has {gate_up.shape[1]} columns: expected gate, then as many columns of up"
+        )
+    gate, up = gate_up.chunk(2, -1)
+    _check_sources(*rest, grad=grad, gate=gate, up=up)
+
+
+def _backend(
+    rowwise: BlockFormat | None, columnwise: BlockFormat | None, *sources: Tensor | None
+) -> Backend[Any]:
+    given = tuple(x for x in sources if x is not None)
+    return producer_backend(given, rowwise, columnwise).backend
+
+
+@op(
+    lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
+    check=lambda gate, up, *rest: _check_sources(*rest, gate=gate, up=up),
+    formats=lambda gate, up, _, row, col, offs: (row, col),
+)
 def gated(
     gate: Tensor,
     up: Tensor | None,
@@ -32,19 +96,19 @@ def gated(
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
 ) -> Forms:
-    """The forms of ``h = activation(gate) * up``, from one read of gate and up.
+    """Return the forms of ``h = activation(gate) * up``, from one read of gate and up.
 
     Bytes are those of eager mode: the activation is rounded to the dtype of ``gate``, then h, then
     h is cast.
 
     Args:
         gate: ``[T, I]`` bf16, fp16 or fp32, with any strides.
-        up: alike; None for ``h = activation(gate)``.
+        up: the same; None for ``h = activation(gate)``.
         activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
         rowwise: format of the rowwise form, of blocks of one row; None for no such form.
         columnwise: format of the columnwise form; None for no such form.
         offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew at groups,
-            as those of :func:`~blocktensor.ops.cast.grouped_ops.quantize_grouped`.
+            as those of :func:`~blocktensor.ops.cast.ops.quantize_grouped`.
 
     Returns:
         The rowwise form, data ``[T, I]``, and the columnwise form, data ``[I, T]`` as
@@ -55,9 +119,16 @@ def gated(
         TypeError, ValueError: tensors that are no matrices, differ in shape, dtype or device, or
             cannot be cast; an unknown activation; no format, or a rowwise one of square blocks.
     """
-    return _gated(gate, up, offs, activation, rowwise, columnwise)
+    return empty_forms(gate, offs, rowwise, columnwise)
 
 
+@op(
+    lambda grad, gate, up, _, row, col, *rest: _backend(row, col, grad, gate, up),
+    check=lambda grad, gate, up, *rest: _check_sources(*rest[:-1], grad=grad, gate=gate, up=up),
+    formats=lambda grad, gate, up, _, row, col, offs, of_up: (
+        (row, col), (row, col) if of_up and up is not None else (None, None),
+    ),
+)  # fmt: skip
 def gated_backward(
     grad: Tensor,
     gate: Tensor,
@@ -68,7 +139,7 @@ def gated_backward(
     offs: Tensor | None = None,
     of_up: bool = True,
 ) -> tuple[Forms, Forms]:
-    """The forms of the gradients of gate and of up, from one read of ``grad``, that of h.
+    """Return the forms of the gradients of gate and of up, from one read of ``grad``, that of h.
 
     Bytes are those of autograd in eager mode: each product and the activation's gradient is rounded
     to the dtype of ``gate``, then cast. The columnwise form of h itself comes from :func:`gated`.
@@ -85,9 +156,31 @@ def gated_backward(
     Raises:
         TypeError, ValueError: as :func:`gated`.
     """
-    return _gated_backward(grad, gate, up, offs, activation, rowwise, columnwise, of_up)
+    of_gate = empty_forms(gate, offs, rowwise, columnwise)
+    if up is None or not of_up:
+        return of_gate, (None, None)
+    return of_gate, empty_forms(gate, offs, rowwise, columnwise)
 
 
+def _decide_joint(
+    grad: Tensor,
+    gate_up: Tensor,
+    activation: str,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+    offs: Tensor | None,
+) -> Callable[..., Forms]:
+    if grad.shape[1] % BLOCK:  # a block has columns of both
+        return reference.joint_gated_backward
+    backend = _backend(rowwise, columnwise, grad, *gate_up.chunk(2, -1))
+    return runner(backend, "joint_gated_backward")
+
+
+@op(
+    decide=_decide_joint,
+    check=_check_joint,
+    formats=lambda grad, gate_up, _, row, col, offs: (row, col),
+)
 def joint_gated_backward(
     grad: Tensor,
     gate_up: Tensor,
@@ -96,7 +189,7 @@ def joint_gated_backward(
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
 ) -> Forms:
-    """The forms of the gradient of gate and up that lie side by side, from one read of both.
+    """Return the forms of the gradient of gate and up that lie side by side, from one read of both.
 
     Bytes are those of :func:`gated_backward`'s gradients, concatenated, then cast.
 
@@ -111,237 +204,131 @@ def joint_gated_backward(
     Raises:
         TypeError, ValueError: as :func:`gated`; an odd number of columns.
     """
-    return _joint_gated_backward(grad, gate_up, offs, activation, rowwise, columnwise)
+    return empty_forms(gate_up, offs, rowwise, columnwise)
 
 
-def check_sources(
-    sources: dict[str, Tensor | None],
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> tuple[Tensor, ...]:
-    """The sources that are there, of which ``gate`` is one.
+def is_from_one_read(activation: ActivationName, dtype: torch.dtype, columns: int) -> bool:
+    """Return whether the Gluon kernel makes all three from one read: of whole vectors of bf16.
+
+    Where there is no such kernel, h takes a read of gate and up.
+    """
+    return ACTIVATIONS[activation].is_light and dtype == torch.bfloat16 and columns % 8 == 0
+
+
+class Results(NamedTuple):
+    """The forms of the gradient of gate and of that of up, and the columnwise form of h."""
+
+    of_gate: Forms
+    of_up: Forms
+    h: Quantized
+
+
+@op(
+    lambda grad, gate, up, _, row, col, h: _backend(row, col, grad, gate, up),
+    check=lambda grad, gate, up, activation, row, col, h: _check_sources(
+        activation, row, col, None, grad=grad, gate=gate, up=up
+    ),
+    formats=lambda grad, gate, up, _, row, col, h: Results((row, col), (row, col), h),
+)
+def gated_backward_with_h(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: ActivationName,
+    rowwise: BlockFormat,
+    columnwise: BlockFormat,
+    h_columnwise: BlockFormat,
+) -> Results:
+    """Return ``gated_backward(...)``, and ``gated(gate, up, activation, None, h_columnwise)``.
+
+    Where :func:`is_from_one_read`, h costs no read: it need not be saved for a weight gradient.
+
+    Args:
+        grad, gate, up: ``[T, I]`` bf16, fp16 or fp32, alike; ``grad`` is that of h.
+        activation: as in :func:`gated`.
+        rowwise, columnwise: formats of both gradients, the rowwise one in blocks of one row.
+        h_columnwise: format of h; with scales rounded as theirs, or it takes a read of its own.
 
     Raises:
         TypeError, ValueError: as :func:`gated`.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    check_formats(rowwise, columnwise)
-    gate = sources["gate"]
-    assert gate is not None
-    given = {name: x for name, x in sources.items() if x is not None}
-    for name, x in given.items():
-        checks.high_precision(x, name)
-        checks.rank(x, (2,), name, "flatten tokens to [T, I]")
-        if x.shape != gate.shape:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)} and gate {list(gate.shape)}: expected the same"
-            )
-        if x.dtype != gate.dtype:
-            raise TypeError(
-                f"{name} has dtype {x.dtype} and gate {gate.dtype}: convert one with .to()"
-            )
-        checks.same_device(x, gate, name, "gate")
-    if offs is not None:
-        checks.group_ends(offs, gate, "gate")
-    return tuple(given.values())
+    of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
+    _, h = empty_forms(gate, None, None, h_columnwise)
+    assert h is not None
+    return Results(of_gate, of_up, h)
 
 
-def _check_joint(
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
+def _check_normalized(
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
-) -> tuple[Tensor, ...]:
-    checks.rank(gate_up, (2,), "gate_up", "flatten tokens to [T, 2I]")
-    if gate_up.shape[1] % 2:
-        raise ValueError(
-            f"gate_up has {gate_up.shape[1]} columns: expected gate, then as many columns of up"
-        )
-    gate, up = gate_up.chunk(2, -1)
-    given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    return check_sources(given, offs, activation, rowwise, columnwise)
+) -> None:
+    if kind not in get_args(NormKind):
+        raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
+    _check_formats(rowwise, columnwise)
+    checks.high_precision(x, "x")
+    checks.rank(x, (2,), "x", "flatten tokens to [T, K]")
+    for tensor, what, shape, dtype in (
+        (rstd, "rstd", (x.shape[0], 1), torch.float32),
+        (weight, "the weight", (x.shape[1],), x.dtype),
+    ):
+        checks.same_device(tensor, x, what, "x")
+        if tensor.shape != shape:
+            raise ValueError(f"{what} has shape {list(tensor.shape)}: expected {list(shape)}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{what} has dtype {tensor.dtype}: expected {dtype}")
 
 
-def _decide_gated(
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
+def _decide_normalized(
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> Callable[..., Forms]:
-    sources = check_sources({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
-    kernels = producer_kernels(sources, rowwise, columnwise)
-    return recorded(kernels.gated, kernels.launches)
+    sources = x, weight.contiguous().expand(x.shape)
+    run = runner(_backend(rowwise, columnwise, *sources), "normalized")
+    if rstd.is_contiguous() and weight.is_contiguous():
+        return run
+    return lambda x, rstd, weight, *rest: run(x, rstd.contiguous(), weight.contiguous(), *rest)
 
 
-def _decide_gated_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-    of_up: bool,
-) -> Callable[..., tuple[Forms, Forms]]:
-    given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    sources = check_sources(given, offs, activation, rowwise, columnwise)
-    kernels = producer_kernels(sources, rowwise, columnwise)
-    return recorded(kernels.gated_backward, kernels.launches)
-
-
-def _decide_joint_gated_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Callable[..., Forms]:
-    sources = _check_joint(grad, gate_up, offs, activation, rowwise, columnwise)
-    if grad.shape[1] % BLOCK:  # a block has columns of both
-        return reference.joint_gated_backward
-    kernels = producer_kernels(sources, rowwise, columnwise)
-    return recorded(kernels.joint_gated_backward, kernels.launches)
-
-
-def _dispatch_gated(
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
+@op(
+    decide=_decide_normalized,
+    check=_check_normalized,
+    formats=lambda x, rstd, weight, kind, row, col: (row, col),
+)
+def normalized(
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: NormKind,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
 ) -> Forms:
-    check_sources({"gate": gate, "up": up}, offs, activation, rowwise, columnwise)
-    made = _gated_op(gate, up, offs, activation, name_of(rowwise), name_of(columnwise))
-    return forms_of(made, rowwise, columnwise)
+    """Return the forms of an RMS norm of ``x``, from one read of it.
 
+    Bytes are those of eager mode: see :func:`blocktensor.ops.norm.reference.normalize`.
 
-def _dispatch_gated_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-    of_up: bool,
-) -> tuple[Forms, Forms]:
-    given: dict[str, Tensor | None] = {"grad": grad, "gate": gate, "up": up}
-    check_sources(given, offs, activation, rowwise, columnwise)
-    names = name_of(rowwise), name_of(columnwise)
-    made = _gated_backward_op(grad, gate, up, offs, activation, *names, of_up)
-    if up is None or not of_up:
-        return forms_of(made, rowwise, columnwise), (None, None)
-    half = len(made) // 2
-    return forms_of(made[:half], rowwise, columnwise), forms_of(made[half:], rowwise, columnwise)
+    Args:
+        x: ``[T, K]`` bf16, fp16 or fp32, with any strides.
+        rstd: fp32 ``[T, 1]``, ``rsqrt(mean(x²) + eps)`` of each row.
+        weight: ``[K]``, dtype of x.
+        kind: "llama" or "gemma".
+        rowwise: format of the rowwise form, of blocks of one row; None for no such form.
+        columnwise: format of the columnwise form; None for no such form.
 
+    Returns:
+        The rowwise form, data ``[T, K]``, and the columnwise form, data ``[K, T]`` as
+        :func:`~blocktensor.ops.cast.ops.quantize_columnwise` writes it; None for one without a
+        format.
 
-def _dispatch_joint_gated_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    _check_joint(grad, gate_up, offs, activation, rowwise, columnwise)
-    names = name_of(rowwise), name_of(columnwise)
-    made = _joint_gated_backward_op(grad, gate_up, offs, activation, *names)
-    return forms_of(made, rowwise, columnwise)
-
-
-_gated = Specialized(_decide_gated, _dispatch_gated)
-_gated_backward = Specialized(_decide_gated_backward, _dispatch_gated_backward)
-_joint_gated_backward = Specialized(_decide_joint_gated_backward, _dispatch_joint_gated_backward)
-
-
-@torch.library.custom_op("blocktensor::gated", mutates_args=())
-def _gated_op(
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-) -> list[Tensor]:
-    return tensors_of(
-        _gated.run(gate, up, offs, activation, format_named(rowwise), format_named(columnwise))
-    )
-
-
-@torch.library.custom_op("blocktensor::gated_backward", mutates_args=())
-def _gated_backward_op(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-    of_up: bool = True,
-) -> list[Tensor]:
-    formats = format_named(rowwise), format_named(columnwise)
-    return tensors_of(*_gated_backward.run(grad, gate, up, offs, activation, *formats, of_up))
-
-
-@torch.library.custom_op("blocktensor::joint_gated_backward", mutates_args=())
-def _joint_gated_backward_op(
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-) -> list[Tensor]:
-    formats = format_named(rowwise), format_named(columnwise)
-    return tensors_of(_joint_gated_backward.run(grad, gate_up, offs, activation, *formats))
-
-
-@_gated_op.register_fake
-def _(
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-) -> list[Tensor]:
-    return tensors_of(empty_forms(gate, offs, format_named(rowwise), format_named(columnwise)))
-
-
-@_gated_backward_op.register_fake
-def _(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-    of_up: bool = True,
-) -> list[Tensor]:
-    formats = format_named(rowwise), format_named(columnwise)
-    of_each = [
-        empty_forms(gate, offs, *formats) for _ in range(2 if up is not None and of_up else 1)
-    ]
-    return tensors_of(*of_each)
-
-
-@_joint_gated_backward_op.register_fake
-def _(
-    grad: Tensor,
-    gate_up: Tensor,
-    offs: Tensor | None,
-    activation: str,
-    rowwise: str | None,
-    columnwise: str | None,
-) -> list[Tensor]:
-    return tensors_of(empty_forms(gate_up, offs, format_named(rowwise), format_named(columnwise)))
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit; an unknown kind; no
+            format, or a rowwise one of square blocks.
+    """
+    return empty_forms(x, None, rowwise, columnwise)

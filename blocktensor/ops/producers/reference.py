@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cast import grouped_ops, ops
+from ..cast import ops
 from ..cast.producer import Forms
 from ..formats import BlockFormat, Quantized
+from ..norm.reference import NormKind, normalize
 
 aten = torch.ops.aten
 
@@ -58,21 +59,22 @@ def _forms(
     if offs is None or columnwise is None:
         return ops.quantize_forms(x, rowwise, columnwise)
     if rowwise is None:
-        return None, grouped_ops.quantize_grouped_columnwise(x, offs, columnwise)
-    return grouped_ops.quantize_grouped(x, offs, rowwise, columnwise_format=columnwise)
+        return None, ops.quantize_grouped_columnwise(x, offs, columnwise)
+    return ops.quantize_grouped(x, offs, rowwise, columnwise)
 
 
 def gated(
     gate: Tensor,
     up: Tensor | None,
-    offs: Tensor | None,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    offs: Tensor | None = None,
 ) -> Forms:
-    """The forms of ``h = activation(gate) * up`` ``[T, I]``; without ``up``, of the activation.
+    """Return the forms of ``h = activation(gate) * up`` ``[T, I]``.
 
-    None for a form without a format. With ``offs``, columnwise blocks begin anew at groups.
+    Without ``up``, those of the activation. None for a form without a format. With ``offs``,
+    columnwise blocks begin anew at groups.
     """
     h = ACTIVATIONS[activation].value(gate)
     return _forms(h if up is None else h * up, offs, rowwise, columnwise)
@@ -82,13 +84,13 @@ def gated_backward(
     grad: Tensor,
     gate: Tensor,
     up: Tensor | None,
-    offs: Tensor | None,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    offs: Tensor | None = None,
     of_up: bool = True,
 ) -> tuple[Forms, Forms]:
-    """The forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
+    """Return the forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
 
     No forms of the latter without ``up`` or ``of_up``.
     """
@@ -103,12 +105,12 @@ def gated_backward(
 def joint_gated_backward(
     grad: Tensor,
     gate_up: Tensor,
-    offs: Tensor | None,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
+    offs: Tensor | None = None,
 ) -> Forms:
-    """The forms of the gradient of ``gate_up`` ``[T, 2I]``, gate beside up."""
+    """Return the forms of the gradient of ``gate_up`` ``[T, 2I]``, gate beside up."""
     gate, up = gate_up.chunk(2, -1)
     both = torch.cat(gradients(grad, gate, up, activation), -1)
     return _forms(both, offs, rowwise, columnwise)
@@ -123,14 +125,30 @@ def gated_backward_with_h(
     columnwise: BlockFormat,
     h_columnwise: BlockFormat,
 ) -> tuple[Forms, Forms, Quantized]:
-    """The results of :func:`gated_backward`, and the columnwise form of :func:`gated`."""
-    both = gated_backward(grad, gate, up, None, activation, rowwise, columnwise)
-    _, h = gated(gate, up, None, activation, None, h_columnwise)
+    """Return the results of :func:`gated_backward`, and the columnwise form of :func:`gated`."""
+    both = gated_backward(grad, gate, up, activation, rowwise, columnwise)
+    _, h = gated(gate, up, activation, None, h_columnwise)
     assert h is not None
     return *both, h
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
+    """Return the gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
     act = ACTIVATIONS[activation]
     return act.gradient(grad * up, gate), grad * act.value(gate)
+
+
+def normalized(
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: NormKind,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+) -> Forms:
+    """Return the forms of :func:`normalize`; None for a form without a format.
+
+    The reciprocal of the root mean square comes from outside: the order in which torch sums a row
+    is its own, and part of the bits.
+    """
+    return ops.quantize_forms(normalize(x, rstd, weight, kind), rowwise, columnwise)

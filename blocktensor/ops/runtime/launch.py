@@ -66,7 +66,7 @@ class Launch(NamedTuple):
 
 
 def pointed_at(arg: Any) -> Tensor | None:
-    """The tensor that a kernel argument points at, directly or as a TensorDescriptor."""
+    """Return the tensor that a kernel argument points at, directly or as a TensorDescriptor."""
     arg = getattr(arg, "base", arg)
     return arg if isinstance(arg, Tensor) else None
 

@@ -111,7 +111,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The tensors in ``args`` by their names in a player: a0, or a0_1 inside a tuple."""
+    """Return the tensors in ``args`` by their names in a player: a0, or a0_1 inside a tuple."""
     found = {}
     for i, arg in enumerate(args):
         if isinstance(arg, Tensor):
@@ -296,7 +296,7 @@ _quick_empty: Callable[..., Tensor] = getattr(
 
 
 def fresh_empty() -> Callable[..., Tensor]:
-    """The function that allocates: in deterministic mode the one that fills memory."""
+    """Return the function that allocates: in deterministic mode the one that fills memory."""
     return _empty if torch._C._get_deterministic_algorithms() else _quick_empty
 
 

@@ -41,12 +41,12 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def forced_gemm() -> str | None:
-    """The backend that ``BLOCKTENSOR_GEMM`` names now, if any."""
+    """Return the backend that ``BLOCKTENSOR_GEMM`` names now, if any."""
     return os.environ.get(GEMM_VARIABLE) or None
 
 
 def must_dispatch(x: Tensor) -> bool:
-    """True if an op on ``x`` must go through the dispatcher.
+    """Return whether an op on ``x`` must go through the dispatcher.
 
     That is while a compiler traces, under a dispatch mode, and for tensors without memory.
     """
@@ -54,7 +54,7 @@ def must_dispatch(x: Tensor) -> bool:
 
 
 def key_of(args: tuple[Any, ...]) -> Hashable:
-    """The layouts of all tensors and casts, and all other arguments.
+    """Return the layouts of all tensors and casts, and all other arguments.
 
     Written for host time: every eager op builds one key.
     """
@@ -139,7 +139,7 @@ class Specialized(Generic[Result]):
         return result
 
     def find(self, *args: Any) -> Result:
-        """The decision for calls like this one."""
+        """Return the decision for calls like this one."""
         return self.find_by(key_of(args), *args)
 
     def find_by(self, key: Hashable, *args: Any) -> Result:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast import gluon_columnwise, triton_cast
-from blocktensor.ops.cast.grouped_ops import quantize_grouped, quantize_grouped_columnwise
+from blocktensor.ops.cast.ops import quantize_grouped, quantize_grouped_columnwise
 from blocktensor.ops.formats import (
     ACTIVATION_FORMATS,
     BLOCKS_1X128,
@@ -43,22 +43,20 @@ def check(
     module: object,
     x: Tensor,
     sizes: tuple[int, ...],
-    index: Tensor | None,
     format: BlockFormat = BLOCKS_1X128,
     other: BlockFormat | None = None,
 ) -> None:
     """``other``: the format of the columnwise cast."""
     offs, blocks = ends(*sizes, device=CUDA), blocks_of(sizes)
-    there = None if index is None else index.cpu()
     rowwise, columnwise = (
         Quantized(form.data.to(CUDA), form.scale.to(CUDA), form.format)
-        for form in reference.quantize_grouped(x.cpu(), offs.cpu(), there, format, other)
+        for form in reference.quantize_grouped(x.cpu(), offs.cpu(), format, other)
     )
-    row, col = module.quantize_grouped(x, offs, index, format, other)  # type: ignore[attr-defined]
+    row, col = module.quantize_grouped(x, offs, format, other)  # type: ignore[attr-defined]
     assert_same_cast(row, rowwise)
     assert_same_cast(col, columnwise, blocks)
     alone = module.quantize_grouped_columnwise  # type: ignore[attr-defined]
-    assert_same_cast(alone(x, offs, index, other or format), columnwise, blocks)
+    assert_same_cast(alone(x, offs, other or format), columnwise, blocks)
 
 
 @pytest.mark.parametrize("module", [gluon_columnwise, triton_cast], ids=lambda m: m.__name__)
@@ -72,14 +70,9 @@ def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
             k += 1
         x = torch.randn(case.tokens, k, device=CUDA).to(dtype)
         x[sum(case.sizes) :] = float("nan")  # of no group: in no columnwise block
-        index = None
-        if draw.random() < 0.4:
-            kind = draw.choice((torch.int32, torch.int64))
-            index = torch.randperm(case.tokens, device=CUDA).to(kind)
-            x = torch.nn.functional.pad(x, (0, 0, 0, 3)) if draw.random() < 0.5 else x
         rounding: ScaleRounding = draw.choice(("fp32", "power_of_two"))
         other = WEIGHT_FORMATS[rounding] if square else None
-        check(module, x, case.sizes, index, ACTIVATION_FORMATS[rounding], other)
+        check(module, x, case.sizes, ACTIVATION_FORMATS[rounding], other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +81,7 @@ def test_any_values(kind: str) -> None:
     x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
     for module in (gluon_columnwise, triton_cast):
         for other in (None, BLOCKS_128X128):
-            check(module, x, (0, 130, 1, 128, 30), None, other=other)
+            check(module, x, (0, 130, 1, 128, 30), other=other)
 
 
 def test_strided_rows() -> None:
@@ -96,12 +89,12 @@ def test_strided_rows() -> None:
     x = wide[:, 8:520]
     offs = ends(129, 171, device=CUDA)
     row, col = quantize_grouped(x, offs, BLOCKS_1X128)
-    rowwise, columnwise = reference.quantize_grouped(x.contiguous(), offs, None, BLOCKS_1X128)
+    rowwise, columnwise = reference.quantize_grouped(x.contiguous(), offs, BLOCKS_1X128)
     assert_same_cast(row, rowwise)
     assert_same_cast(col, columnwise, 4)
     transposed = torch.randn(512, 300, device=CUDA).bfloat16().t()
     col = quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
-    wanted = reference.quantize_grouped_columnwise(transposed, offs, None, BLOCKS_1X128)
+    wanted = reference.quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
     assert_same_cast(col, wanted, 4)
 
 
@@ -110,7 +103,7 @@ def test_ends_that_decrease_or_lie_beyond_the_tokens(wrong: list[int]) -> None:
     x = torch.randn(300, 256, device=CUDA).bfloat16()
     offs = torch.tensor(wrong, dtype=torch.int32, device=CUDA)
     for module in (gluon_columnwise, triton_cast):
-        row, _ = module.quantize_grouped(x, offs, None, BLOCKS_1X128)
+        row, _ = module.quantize_grouped(x, offs, BLOCKS_1X128)
         torch.cuda.synchronize()  # neither stops: nothing else is read or written
         assert row.data.shape == x.shape
 
@@ -122,4 +115,4 @@ def test_many_groups(experts: int) -> None:
     x = torch.randn(sum(sizes) + 3, 128, device=CUDA).bfloat16()
     for module in (gluon_columnwise, triton_cast):
         for other in (None, BLOCKS_128X128):
-            check(module, x, sizes, None, other=other)
+            check(module, x, sizes, other=other)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast import shard_ops
+from blocktensor.ops.cast import ops as shard_ops
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
@@ -113,23 +113,3 @@ def test_any_cut(rows: int, cols: int, draw: st.DataObject, format: BlockFormat)
     col_cuts = sorted(draw.draw(st.lists(st.integers(0, cols), max_size=2)))
     rng = torch.Generator().manual_seed(rows * 1000 + cols)
     cast_in_parts(values("normal", rows, cols, BF16, rng), row_cuts, col_cuts, format)
-
-
-@pytest.mark.parametrize("shape", [(130, 300), (1, 1), (2, 5, 140), (30, 126)], ids=str)
-def test_opcheck(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    amax, name = reference.shard_amax(x, BLOCKS_128X128, 100, 3), BLOCKS_128X128_POW2.name
-    for op, args in (
-        ("shard_amax", (x, name, 100, 3)),
-        ("quantize_shard", (x, amax, name, 100, 3)),
-    ):
-        passed = torch.library.opcheck(getattr(OPS, op).default, args)
-        assert set(passed.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3, dtype=torch.int32)])
-def test_bad_input(bad: Tensor) -> None:
-    with pytest.raises((TypeError, ValueError), match="the tensor to quantize"):
-        shard_ops.shard_amax(bad, BLOCKS_128X128, 0, 0)
-    with pytest.raises((TypeError, ValueError), match="the tensor to quantize"):
-        shard_ops.quantize_shard(bad, torch.ones(1, 1), BLOCKS_128X128, 0, 0)

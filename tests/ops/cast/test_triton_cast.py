@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast.choose_backend import cast_kernels
+from blocktensor.ops.cast.choose_backend import cast_backend
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
-from tests.support.casts import GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
+from tests.support.casts import GLUON_WAYS, SQUARE, WAYS, Functions, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, KINDS, VIEWS, assert_same, to_device, values, view_of
 
 pytest.importorskip("triton")
@@ -177,7 +177,7 @@ def test_bytes_of_ragged_shapes_by_whoever_casts_them(
 ) -> None:
     x = values("bits", *shape, dtype, torch.Generator().manual_seed(0))
     for way in WAYS:
-        check(cast_kernels(x.to(CUDA), *way.formats(False)), way, x, False)
+        check(Functions(cast_backend(x.to(CUDA), *way.formats(False))), way, x, False)
 
 
 @on_a_gpu

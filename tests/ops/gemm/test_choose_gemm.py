@@ -29,7 +29,6 @@ from blocktensor.ops.gemm.choose_backend import (
 )
 from blocktensor.ops.gemm.hopper.tiles import choose_tile
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
-from blocktensor.ops.registry import loaded
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.numeric import E4M3, operand
 from tests.support.pretended_gpu import CPU, CUDA, OFF, Pretend, pretend
@@ -52,12 +51,10 @@ def test_the_order_of_preference() -> None:
 def test_every_backend_has_its_functions() -> None:
     for backend in GEMM_BACKENDS:
         assert gemm_backend(backend.name) is backend
-        kernels = loaded(backend)
-        assert callable(kernels.gemm)
+        assert callable(backend.function("gemm"))
         declines_accumulation = backend.declines(replace(PROBLEM, accumulate=True)) is not None
-        assert (kernels.gemm_add_ is None) == declines_accumulation
-        assert kernels.launches == (backend.name in ("gluon", "triton"))
-        assert kernels.reads_vectors == (backend.name != "reference")
+        assert (backend.function("gemm_add_") is None) == declines_accumulation
+        assert backend.launches == (backend.name in ("gluon", "triton"))
 
 
 # What runs where

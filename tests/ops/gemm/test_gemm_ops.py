@@ -6,6 +6,7 @@ each backend.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from blocktensor.ops.formats import (
     Quantized,
 )
 from blocktensor.ops.gemm import ops
-from blocktensor.ops.gemm.choose_backend import GemmKernels, GemmProblem
+from blocktensor.ops.gemm.choose_backend import GemmProblem
+from blocktensor.ops.registry import Backend
 from tests.support.numeric import assert_same, operand
 from tests.support.reference_ops import decide_anew
 
@@ -30,18 +32,14 @@ from tests.support.reference_ops import decide_anew
 class Watched:
     """A backend that computes as the reference does, and remembers what it was asked for."""
 
-    def __init__(self, reads_vectors: bool) -> None:
+    def __init__(self) -> None:
         self.problems: list[GemmProblem] = []
         self.given: list[tuple[Any, ...]] = []
-        self.kernels = GemmKernels(self.gemm, self.gemm_add_, reads_vectors=reads_vectors)
 
     def choose(self, problem: GemmProblem) -> Any:
         self.problems.append(problem)
 
-        class Choice:
-            backend = self
-
-        return Choice
+        return SimpleNamespace(backend=Backend("watched", (self,), launches=False))
 
     def gemm(self, a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         self.given.append((a, b, bias))
@@ -52,12 +50,11 @@ class Watched:
         reference.gemm_add_(out, a, b)
 
 
-@pytest.fixture(params=[True, False], ids=["vectors", "any rows"])
-def watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Watched:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """The only backend."""
-    made = Watched(reads_vectors=request.param)
+    made = Watched()
     monkeypatch.setattr(ops, "choose_gemm", made.choose)
-    monkeypatch.setattr(ops, "loaded", lambda backend: backend.kernels)
     decide_anew(monkeypatch)
     return made
 
@@ -106,13 +103,12 @@ def test_a_backend_is_given_rows_as_it_reads_them(
     strided = torch.randn(2 * 129, generator=rng)[::2]
     for bias in (strided, strided.contiguous(), None):
         ops.gemm(a, b, bias)
-        (x, y, z), reads = watched.given.pop(), watched.kernels.reads_vectors
-        copied = reads and not (aligned and k % 16 == 0)
-        assert (is_in_vectors(x), is_in_vectors(y)) == (True, True) or not reads
-        assert (x.data is a.data) == (not copied)
+        x, y, z = watched.given.pop()
+        assert (is_in_vectors(x), is_in_vectors(y)) == (True, True)
+        assert (x.data is a.data) == (aligned and k % 16 == 0)
         assert (x.scale is a.scale, y.scale is b.scale) == (True, True)
         assert (x.format, y.format) == (BLOCKS_1X128, BLOCKS_128X128)
-        if bias is strided and reads:
+        if bias is strided:
             assert z.is_contiguous()
             assert torch.equal(z, bias)
         else:
@@ -144,8 +140,7 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
         (of_a_row, of_a_row),
         (format, BLOCKS_1X128),
     ]
-    if watched.kernels.reads_vectors:
-        assert [(a.format, b.format) for a, b, _ in watched.given] == chosen
+    assert [(a.format, b.format) for a, b, _ in watched.given] == chosen
 
 
 def test_empty_products_ask_for_none(watched: Watched) -> None:

@@ -22,8 +22,8 @@ from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_add_,
 )
-from blocktensor.ops.registry import loaded
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
+from tests.support.casts import kernels
 from tests.support.drawn_groups import Groups, Operands, drawn, operands
 from tests.support.gemms import TOLERANCE
 from tests.support.groups import ends
@@ -138,7 +138,7 @@ def test_every_tile_of_fprop(found: tiles.GroupedTile, monkeypatch: pytest.Monke
     try:
         for case in drawn(8, 8, WIDTHS, DEPTHS):
             offs, (x, _), _, w = operands(case, CUDA)
-            launch = loaded(choose_backend.GROUPED_BACKENDS[0])
+            launch = kernels("gluon", choose_backend.GROUPED_BACKENDS)
             y = launch.grouped_gemm(x, w, offs, None, BF16)
             assert_close(y, reference.grouped_gemm(x, w, offs, None, FP32), case)
     finally:
@@ -166,7 +166,7 @@ def test_every_tile_of_wgrad(
         x_columnwise = BLOCKS_128X128 if tile.b_block == 128 else None
         for case in drawn(8, 8, widths, depths):
             offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=x_columnwise)
-            launch = loaded(choose_backend.GROUPED_BACKENDS[0])
+            launch = kernels("gluon", choose_backend.GROUPED_BACKENDS)
             wanted = reference.grouped_gemm_wgrad(g, x, offs, case.tokens, FP32)
             if not kind.startswith("ADDED"):
                 dw = launch.grouped_gemm_wgrad(g, x, offs, case.tokens, BF16)

@@ -6,24 +6,25 @@ test_reference_grouped.py.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast.grouped_ops import (
+from blocktensor.ops.cast.ops import (
     columnwise_shape,
-    gather_rows,
     quantize_grouped,
     quantize_grouped_columnwise,
 )
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.grouped_gemm import ops
-from blocktensor.ops.grouped_gemm.choose_backend import GroupedKernels, GroupedProblem
+from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem
+from blocktensor.ops.registry import Backend
 from tests.support.groups import GROUPS, columnwise, ends, ranges, stack
 from tests.support.models import Trace
-from tests.support.numeric import assert_same, operand, values
+from tests.support.numeric import assert_same, operand
 from tests.support.reference_ops import decide_anew
 
 N, K = 130, 200
@@ -39,20 +40,11 @@ class Watched:
 
     def __init__(self) -> None:
         self.problems: list[GroupedProblem] = []
-        self.kernels = GroupedKernels(
-            reference.grouped_gemm,
-            reference.grouped_gemm_wgrad,
-            reference.grouped_gemm_wgrad_add_,
-            launches=False,
-        )
 
     def choose(self, problem: GroupedProblem) -> Any:
         self.problems.append(problem)
 
-        class Choice:
-            backend = self
-
-        return Choice
+        return SimpleNamespace(backend=Backend("watched", (reference,), launches=False))
 
 
 @pytest.fixture
@@ -60,7 +52,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """The only backend."""
     made = Watched()
     monkeypatch.setattr(ops, "choose_grouped", made.choose)
-    monkeypatch.setattr(ops, "loaded", lambda backend: backend.kernels)
     decide_anew(monkeypatch)
     return made
 
@@ -123,33 +114,19 @@ def test_groups_do_not_depend_on_each_other(groups: str, rng: torch.Generator) -
     row, col = quantize_grouped(x, offs, BLOCKS_1X128)
     y = ops.grouped_gemm(row, b, offs)
     dw = ops.grouped_gemm_wgrad(quantize_grouped_columnwise(g, offs, BLOCKS_1X128), col, offs, rows)
-    row, col = quantize_grouped(x, flipped, BLOCKS_1X128, order)
+    row, col = quantize_grouped(x[order], flipped, BLOCKS_1X128)
     reverse = Quantized(
         b.data.view(torch.uint8).flip(0).view(b.data.dtype), b.scale.flip(0), b.format
     )
     assert_same(ops.grouped_gemm(row, reverse, flipped), y[order])
-    form = quantize_grouped_columnwise(g, flipped, BLOCKS_1X128, order)
+    form = quantize_grouped_columnwise(g[order], flipped, BLOCKS_1X128)
     assert_same(ops.grouped_gemm_wgrad(form, col, flipped, len(order)), dw.flip(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_gathered_bytes_are_the_cast_of_gathered_rows(
-    dtype: torch.dtype, rng: torch.Generator
-) -> None:
-    x = values("bits", 50, K, torch.bfloat16, rng)
-    for count in (0, 7, 90):
-        index = torch.randint(0, 50, (count,), generator=rng).to(dtype)
-        got = gather_rows(reference.quantize_rowwise(x, BLOCKS_1X128), index)
-        want = reference.quantize_rowwise(x[index], BLOCKS_1X128)
-        assert_same(got.data, want.data)
-        assert_same(got.scale, want.scale)
-        assert got.scale.stride() == want.scale.stride()
 
 
 def test_the_shape_of_the_columnwise_form() -> None:
     x, offs = torch.zeros(300, K), ends(1, 2, 3)
-    assert columnwise_shape(x, offs, None) == (K, 128 * 5)
-    assert columnwise_shape(x, offs, torch.arange(2)) == (K, 128 * 2)
+    assert columnwise_shape(x, offs) == (K, 128 * 5)
+    assert columnwise_shape(x[:2], offs) == (K, 128 * 2)
 
 
 def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
@@ -162,7 +139,6 @@ def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
         form = quantize_grouped_columnwise(g, offs, BLOCKS_1X128)
         ops.grouped_gemm_wgrad(form, col, offs, 40)
         ops.grouped_gemm_wgrad_add_(out, form, col, offs, 40)
-        gather_rows(row, torch.arange(3))
     assert trace.count("blocktensor.") == 5
     assert trace.count("item") == trace.count("_local_scalar_dense") == 0
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor.ops.norm import ops, reference
-from blocktensor.ops.norm.choose_backend import norm_kernels
-from blocktensor.ops.producers import norm_reference
 from tests.support.models import randn
 from tests.support.numeric import DTYPES, assert_same
 
@@ -38,7 +36,7 @@ def operands(
 def assert_autograds(x: Tensor, weight: Tensor, grad: Tensor, kind: Any) -> None:
     """Gradients of the passes are those that autograd makes of the eager ops."""
     leaf, gain = x.detach().requires_grad_(), nn.Parameter(weight)
-    y = norm_reference.rms_norm(leaf, gain, 1e-6, kind)
+    y = reference.rms_norm(leaf, gain, 1e-6, kind)
     wanted = torch.autograd.grad(y, (leaf, gain), grad)
     rstd = ops.rstd_of(x, 1e-6)
     assert_same(rstd, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -144,33 +142,5 @@ def test_kernels_in_triton_s_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
-    assert norm_kernels(torch.empty(1, device="cuda")).launches
+    assert ops._backend(torch.empty(1, device="cuda")).launches
     assert check_kernels("cuda") == 288
-
-
-@pytest.mark.parametrize("shape", [(4096, 4096), (129, 576), (129, 131)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_for_sm90(
-    kind: Any, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without spills, and without a multiply-add, which would round once in place of twice."""
-    pytest.importorskip("triton")
-    from blocktensor.ops.norm import triton_passes
-    from blocktensor.ops.runtime.launch import Launch
-    from tests.support.sm90 import compile_for_sm90
-
-    launches: list[Launch] = []
-    monkeypatch.setattr(Launch, "__call__", lambda launch: launches.append(launch))
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    weight, row = x[0], torch.empty((shape[0], 1), device="meta")
-    triton_passes.squares(x)
-    triton_passes.normalize(x, row, weight, kind)
-    triton_passes.gradient_terms(x, x, row, weight, kind, True)
-    triton_passes.input_gradient(x, x, row, row, weight, kind)
-    assert len(launches) == 4
-    for launch in launches:
-        made = compile_for_sm90(launch)
-        assert made.spilled_bytes == 0
-        assert made.registers <= 168
-        assert "FFMA" not in made.sass

@@ -1,4 +1,4 @@
-"""Every variant of a producer compiles for sm_90, here and without a GPU, and spills little."""
+"""Every variant of a producer and of its norms compiles for sm_90, and spills little."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from blocktensor.ops.formats import (
     BLOCKS_128X128_POW2,
     BlockFormat,
 )
-from blocktensor.ops.runtime.launch import Launch
-from tests.support import producer_launches
+from tests.support import sm90
 from tests.support.producer_launches import (
     BOTH,
     COLUMNWISE,
@@ -31,12 +30,12 @@ from tests.support.producer_launches import (
     POW2,
     ROWWISE,
     Formats,
-    compile_all,
+    allowed_spills,
     kernels_for,
 )
-from tests.support.sm90 import compile_for_sm90
+from tests.support.sm90 import Launches, compile_for_sm90
 
-launches = producer_launches.launches
+launches = sm90.launches
 BF16, FP16, FP32 = DTYPES
 
 VARIANTS: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
@@ -75,27 +74,30 @@ def test_gated(
     dtype: torch.dtype,
     shape: tuple[int, int],
     formats: Formats,
-    launches: list[Launch],
+    launches: Launches,
 ) -> None:
     sources = grad, gate, up = sources_of(shape, dtype)
     given = up if name == "gluon" or dtype == BF16 else None
     kernels = kernels_for(name, sources[: 3 if given is not None else 2], formats)
-    rest = None, activation, *formats
+    rest = activation, *formats
     forward = 2 if name == "triton" and shape[1] % 8 and formats == MIXED else 1
-    assert compile_all(launches, lambda: kernels.gated(gate, up, *rest)) == forward
+    assert launches.compile(lambda: kernels.gated(gate, up, *rest), allowed_spills) == forward
     assert (
-        compile_all(launches, lambda: kernels.gated_backward(grad, gate, given, *rest)) == forward
+        launches.compile(lambda: kernels.gated_backward(grad, gate, given, *rest), allowed_spills)
+        == forward
     )
     if name == "gluon" and shape[1] % 128 == 0:
         gate_up = torch.empty((shape[0], 2 * shape[1]), dtype=dtype, device=META)
-        assert compile_all(launches, lambda: kernels.joint_gated_backward(grad, gate_up, *rest))
+        assert launches.compile(
+            lambda: kernels.joint_gated_backward(grad, gate_up, *rest), allowed_spills
+        )
     if given is not None:
         of_gate = functools.partial(kernels.gated_backward, grad, gate, up, *rest, of_up=False)
-        assert compile_all(launches, of_gate) == forward
+        assert launches.compile(of_gate, allowed_spills) == forward
 
 
 def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
-    launches: list[Launch],
+    launches: Launches,
 ) -> None:
     """Those of gate and up together, in both forms, of bf16 in rows of whole vectors."""
 
@@ -109,7 +111,7 @@ def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
         launches.clear()
         sources = sources_of(shape, dtype)
         backward = kernels_for("gluon", sources, formats).gated_backward
-        backward(*sources, offs, "silu", *formats, of_up=of_up)
+        backward(*sources, "silu", *formats, offs, of_up=of_up)
         (made,) = launches
         return made.kernel is cast_ahead_kernel
 
@@ -125,10 +127,10 @@ def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
     assert not copies_ahead(of_up=False)
 
 
-def test_gradients_of_swiglu_spill_little_with_every_triton(launches: list[Launch]) -> None:
+def test_gradients_of_swiglu_spill_little_with_every_triton(launches: Launches) -> None:
     """120 bytes with Triton 3.9, unless ptxas allocates registers by its default."""
     sources = grad, gate, up = sources_of((4096, 14336), BF16)
-    kernels_for("gluon", sources, BOTH).gated_backward(grad, gate, up, None, "silu", *BOTH)
+    kernels_for("gluon", sources, BOTH).gated_backward(grad, gate, up, "silu", *BOTH)
     assert compile_for_sm90(launches.pop()).spilled_bytes <= 32
 
 
@@ -142,11 +144,11 @@ def test_gradients_of_swiglu_spill_little_with_every_triton(launches: list[Launc
     ],
     ids=range(4),
 )
-def test_gradients_with_h(formats: tuple[BlockFormat, ...], launches: list[Launch]) -> None:
+def test_gradients_with_h(formats: tuple[BlockFormat, ...], launches: Launches) -> None:
     """One launch, unless the computation takes all registers or the scales are rounded apart."""
     sources = sources_of((300, 576), BF16)
     with_h = kernels_for("gluon", sources, formats[:2]).gated_backward_with_h
-    assert compile_all(launches, lambda: with_h(*sources, "silu", *formats)) == 1
+    assert launches.compile(lambda: with_h(*sources, "silu", *formats), allowed_spills) == 1
     assert launches[0].kernel is cast_ahead_kernel
     assert launches[0].constants["THIRD"]
     other = BLOCKS_1X128 if formats[2].power_of_two else BLOCKS_1X128_POW2
@@ -160,21 +162,66 @@ def test_gradients_with_h(formats: tuple[BlockFormat, ...], launches: list[Launc
 @pytest.mark.parametrize("formats", [BOTH, MIXED], ids=["both", "mixed"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_gradients_of_gelus_that_copy_tiles_ahead(
-    activation: str, formats: Formats, launches: list[Launch]
+    activation: str, formats: Formats, launches: Launches
 ) -> None:
     sources = sources_of((300, 576), BF16)
     backward = kernels_for("gluon", sources, formats).gated_backward
-    assert compile_all(launches, lambda: backward(*sources, None, activation, *formats)) == 1
+    assert launches.compile(lambda: backward(*sources, activation, *formats), allowed_spills) == 1
     assert launches[0].kernel is cast_ahead_kernel
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])
-def test_plain_and_grouped(name: str, launches: list[Launch]) -> None:
+def test_plain_and_grouped(name: str, launches: Launches) -> None:
     sources = grad, gate, up = sources_of((300, 576), BF16)
     kernels = kernels_for(name, sources, BOTH)
-    rest = (None, "gelu", *BOTH)
-    assert compile_all(launches, lambda: kernels.gated(gate, None, *rest)) == 1
-    assert compile_all(launches, lambda: kernels.gated_backward(grad, gate, None, *rest)) == 1
-    grouped = (torch.empty(8, dtype=torch.int32, device=META), "silu", *MIXED)
-    assert compile_all(launches, lambda: kernels.gated(gate, up, *grouped)) == 1
-    assert compile_all(launches, lambda: kernels.gated_backward(grad, gate, up, *grouped)) == 1
+    rest = ("gelu", *BOTH)
+    assert launches.compile(lambda: kernels.gated(gate, None, *rest), allowed_spills) == 1
+    assert (
+        launches.compile(lambda: kernels.gated_backward(grad, gate, None, *rest), allowed_spills)
+        == 1
+    )
+    grouped = ("silu", *MIXED, torch.empty(8, dtype=torch.int32, device=META))
+    assert launches.compile(lambda: kernels.gated(gate, up, *grouped), allowed_spills) == 1
+    assert (
+        launches.compile(lambda: kernels.gated_backward(grad, gate, up, *grouped), allowed_spills)
+        == 1
+    )
+
+
+NORMS: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
+    *(("gluon", "llama", BF16, (4096, 4096), formats) for formats in (BOTH, MIXED, COLUMNWISE)),
+    *(("gluon", "gemma", BF16, (302, 130), formats) for formats in (BOTH, MIXED)),
+    ("gluon", "gemma", BF16, (300, 576), POW2),
+    ("gluon", "llama", FP16, (302, 136), MIXED),
+    ("gluon", "gemma", FP16, (302, 136), BOTH),
+    ("gluon", "gemma", FP32, (300, 520), BOTH),
+    ("gluon", "llama", FP32, (300, 576), MIXED),
+    *(("triton", "llama", BF16, (4096, 4096), formats) for formats in (BOTH, MIXED, ROWWISE)),
+    *(("triton", "gemma", BF16, (129, 131), formats) for formats in (BOTH, MIXED, ROWWISE)),
+    ("triton", "llama", FP16, (129, 136), BOTH),
+    ("triton", "gemma", FP32, (129, 136), BOTH),
+    ("triton", "llama", FP32, (300, 576), MIXED),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "shape", "formats"),
+    NORMS,
+    ids=[f"{v[0]}-{v[1]}-{v[2]}-{i}" for i, v in enumerate(NORMS)],
+)
+def test_normalized(
+    name: str,
+    kind: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    formats: Formats,
+    launches: Launches,
+) -> None:
+    x, weight = (torch.empty(s, dtype=dtype, device=META) for s in (shape, shape[1:]))
+    rstd = torch.empty((shape[0], 1), device=META)
+    kernels = kernels_for(name, (x, weight.expand(shape)), formats)
+    awkward = name == "triton" and shape[1] % 8 and formats == MIXED
+    count = launches.compile(
+        lambda: kernels.normalized(x, rstd, weight, kind, *formats), allowed_spills
+    )
+    assert count == (2 if awkward else 1)

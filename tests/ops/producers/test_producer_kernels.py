@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
-    BlockFormat,
 )
+from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import (
     PRODUCER_BACKENDS,
-    ProducerKernels,
     ProducerProblem,
     producer_backend,
 )
 from blocktensor.ops.producers.reference import ACTIVATIONS
+from tests.support.casts import Functions
+from tests.support.casts import kernels as functions
 from tests.support.groups import ends
 from tests.support.numeric import DTYPES, KINDS, assert_same, values
-from tests.support.producers import assert_same_forms
+from tests.support.producers import Formats, assert_same_forms, by_casts
 
 pytest.importorskip("triton")
 
@@ -36,7 +36,6 @@ CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 on_a_gpu = pytest.mark.gpu
 
-Formats = tuple[BlockFormat | None, BlockFormat | None]
 FORMATS: tuple[Formats, ...] = (
     (BLOCKS_1X128, BLOCKS_1X128),
     (BLOCKS_1X128, BLOCKS_128X128),
@@ -104,8 +103,8 @@ def inputs(case: Case, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor
     return grad, gate, up
 
 
-def kernels(name: str) -> ProducerKernels:
-    return next(backend for backend in PRODUCER_BACKENDS if backend.name == name).load()
+def kernels(name: str) -> Functions:
+    return functions(name, PRODUCER_BACKENDS)
 
 
 def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> bool:
@@ -113,16 +112,8 @@ def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> bool:
     return backend.declines(ProducerProblem(sources, *formats)) is None
 
 
-def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:
-    row, col = formats
-    return (
-        None if row is None else casts.quantize_rowwise(h, row),
-        None if col is None else casts.quantize_columnwise(h, col),
-    )
-
-
 def check(
-    backend: ProducerKernels,
+    backend: Functions,
     activation: str,
     sources: tuple[Tensor, Tensor, Tensor],
     is_gated: bool,
@@ -130,7 +121,7 @@ def check(
 ) -> None:
     """The results on the GPU are the casts of what eager mode computes there."""
     grad, gate, up = sources
-    act, rest = ACTIVATIONS[activation], (None, activation, *formats)
+    act, rest = ACTIVATIONS[activation], (activation, *formats)
     h, d_value, given = act.value(gate), grad, None
     if is_gated:
         d_up, d_value, h, given = grad * h, grad * up, h * up, up
@@ -190,7 +181,7 @@ def test_groups(name: str, activation: str) -> None:
         for spare, formats in ((0, FORMATS[0]), (3, FORMATS[1]), (3, FORMATS[2])):
             shape = sum(sizes) + spare, 576  # some rows of no group
             grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
-            rest = (offs, activation, *formats)
+            rest = (activation, *formats, offs)
             got = backend.gated(gate, up, *rest), *backend.gated_backward(grad, gate, up, *rest)
             want = (
                 reference.gated(gate, up, *rest),
@@ -221,14 +212,14 @@ def test_joint_gradients(name: str, activation: str) -> None:
             for formats in FORMATS:
                 if name == "gluon" and formats[1] is None:
                     continue
-                got = joint(grad, both, None, activation, *formats)
+                got = joint(grad, both, activation, *formats)
                 assert_same_forms(got, by_casts(sources, formats))
     for sizes in ((130, 0, 150, 1), (128, 256), (0, 0, 5)):
         offs, blocks = ends(*sizes, device=CUDA), sum(-(-size // 128) for size in sizes)
         for formats in FORMATS[:2]:
             shape = sum(sizes) + 3, 384
             grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
-            given = grad, torch.cat([gate, up], 1), offs, activation, *formats
+            given = grad, torch.cat([gate, up], 1), activation, *formats, offs
             (row, col), (want_row, want_col) = joint(*given), reference.joint_gated_backward(*given)
             assert_same_forms([row], [want_row])
             for x, y in zip(col[:2], want_col[:2], strict=True):
@@ -245,7 +236,7 @@ def test_programs_of_several_tiles(shape: tuple[int, int]) -> None:
     for formats in (f for f in FORMATS if None not in f):
         grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
         check(backend, "silu", (grad, gate, up), True, formats)
-        rest = (None, "silu", *formats)
+        rest = ("silu", *formats)
         first = backend.gated_backward(grad, gate, up, *rest)
         for _ in range(20):
             for again, before in zip(
@@ -266,7 +257,7 @@ def test_ops_repeat_recorded_launches() -> None:
         gate, up = values("normal", 256, 1152, BF16, rng).to(CUDA).chunk(2, 1)
         grad = values("normal", 256, 576, BF16, rng).to(CUDA)
         assert producer_backend((grad, gate, up), *formats).name == "gluon"
-        rest = (None, "silu", *formats)
+        rest = ("silu", *formats)
         assert_same_forms(ops.gated(gate, up, "silu", *formats), reference.gated(gate, up, *rest))
         got = ops.gated_backward(grad, gate, up, "silu", *formats)
         want = reference.gated_backward(grad, gate, up, *rest)
@@ -277,13 +268,14 @@ def test_ops_repeat_recorded_launches() -> None:
         grad = values("normal", 256, 512, BF16, rng).to(CUDA)
         got = ops.joint_gated_backward(grad, both, "silu", *formats)
         assert_same_forms(got, reference.joint_gated_backward(grad, both, *rest))
-    found = ops._joint_gated_backward.find(grad, both, *rest)
+    found = OPS["joint_gated_backward"].find(grad, both, *rest, None)
     assert getattr(found, "player", found) is not None
     grad = values("normal", 256, 576, BF16, rng).to(CUDA)
-    for decided in (ops._gated, ops._gated_backward):
-        backward = decided is ops._gated_backward
-        given = (grad, gate, up, *rest, True) if backward else (gate, up, *rest)
-        found = decided.find(*given)
+    for name, given in (
+        ("gated", (gate, up, *rest, None)),
+        ("gated_backward", (grad, gate, up, *rest, None, True)),
+    ):
+        found = OPS[name].find(*given)
         assert getattr(found, "player", found) is not None
 
 

@@ -1,54 +1,58 @@
-"""The ops of producers: what they refuse, their schemas and fakes, and who runs them."""
+"""The ops of producers: their bytes here, who runs them, and bytes of norms and of h on a GPU."""
 
 from __future__ import annotations
 
-from textwrap import wrap
+import random
 from typing import Any
 
 import pytest
 import torch
-from expecttest import TestCase
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
+from blocktensor.ops.cast.producer import halves
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+)
+from blocktensor.ops.norm.reference import normalize
+from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
-from blocktensor.ops.producers.op_forms import halves
+from blocktensor.ops.producers.ops import Results, gated_backward_with_h, is_from_one_read
 from blocktensor.ops.producers.reference import ACTIVATIONS
+from tests.support.casts import Functions, kernels
 from tests.support.groups import ends
-from tests.support.numeric import values
-from tests.support.producers import assert_same_forms
+from tests.support.numeric import DTYPES, KINDS, values
+from tests.support.producers import Formats, assert_same_forms, by_casts
 
-BF16 = torch.bfloat16
-OPS = torch.ops.blocktensor
-FORMATS: tuple[tuple[BlockFormat | None, BlockFormat | None], ...] = (
+BF16, FP16, FP32 = DTYPES
+CUDA = torch.device("cuda")
+NORMS: Any = ["llama", "gemma"]
+FORMATS: tuple[Formats, ...] = (
     (BLOCKS_1X128, BLOCKS_1X128),
     (BLOCKS_1X128, BLOCKS_128X128),
+    (None, BLOCKS_1X128),
     (None, BLOCKS_128X128),
     (BLOCKS_1X128, None),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
+    (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
 )
 every_formats = pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))
+SIZES = (1, 127, 128, 129, 136, 256, 300, 512, 576, 1096, 10944)
 
 
-def three(rows: int = 130, cols: int = 300) -> tuple[Tensor, Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(0)
-    grad, gate, up = (values("normal", rows, cols, BF16, rng) for _ in range(3))
+def three(
+    rows: int = 130, cols: int = 300, dtype: torch.dtype = BF16, kind: str = "normal", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of h, gate and up; one of them has awkward values."""
+    rng = torch.Generator().manual_seed(seed)
+    turn = seed % 3
+    made = [values(k, rows, cols, dtype, rng) for k in (kind, "normal", "normal")]
+    grad, gate, up = made[turn:] + made[:turn]
     return grad, gate, up
-
-
-@every_formats
-def test_opcheck(formats: tuple[BlockFormat | None, BlockFormat | None]) -> None:
-    names = [None if format is None else format.name for format in formats]
-    for shape, is_gated, grouped in (((130, 300), True, False), ((5, 7), False, True)):
-        grad, gate, up = three(*shape)
-        offs = ends(shape[0] // 2, shape[0] - shape[0] // 2) if grouped else None
-        args = (up if is_gated else None, offs, "silu", *names)
-        torch.library.opcheck(OPS.gated.default, (gate, *args))
-        for of_up in (True, False):
-            torch.library.opcheck(OPS.gated_backward.default, (grad, gate, *args, of_up))
-        both = (torch.cat([gate, gate], 1), offs, "silu", *names)
-        torch.library.opcheck(OPS.joint_gated_backward.default, (grad, *both))
 
 
 def calls(grad: Tensor, gate: Tensor, up: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -57,12 +61,10 @@ def calls(grad: Tensor, gate: Tensor, up: Tensor | None, *rest: Any) -> tuple[An
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_formats
-def test_functions_are_the_reference_here(
-    activation: str, formats: tuple[BlockFormat | None, BlockFormat | None]
-) -> None:
+def test_functions_are_the_reference_here(activation: str, formats: Formats) -> None:
     grad, gate, up = three()
     for given in (up, None):
-        rest = (None, activation, *formats)
+        rest = (activation, *formats)
         want = (
             reference.gated(gate, given, *rest),
             *reference.gated_backward(grad, gate, given, *rest),
@@ -74,50 +76,15 @@ def test_functions_are_the_reference_here(
         assert none == (None, None)
 
 
-@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
-def test_compiled_functions_give_the_same_bytes(is_gated: bool) -> None:
-    grad, gate, up = three()
-
-    def run(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Any, ...]:
-        return calls(grad, gate, up if is_gated else None, "gelu", BLOCKS_1X128, BLOCKS_128X128)
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(compiled(grad, gate, up), run(grad, gate, up), strict=True):
-        assert_same_forms(ours, theirs)
-
-
-def test_fakes_have_the_layouts_of_results() -> None:
-    sources = three()
-    offs = ends(100, 30)
-    for rest in ((None,), (offs,)):
-        given = "silu", BLOCKS_1X128, BLOCKS_128X128
-        real = calls(*sources, *given, *rest)
-        with FakeTensorMode() as mode:
-            fake_rest = [None if x is None else mode.from_tensor(x) for x in rest]
-            fakes = calls(*(mode.from_tensor(x) for x in sources), *given, *fake_rest)
-        for ours, theirs in zip(fakes, real, strict=True):
-            for mine, other in zip(ours, theirs, strict=True):
-                for x, y in zip(mine[:2], other[:2], strict=True):
-                    assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-
-
 @every_formats
 @pytest.mark.parametrize("cols", [1, 128, 256, 300])
-def test_a_joint_gradient_is_both_gradients_side_by_side(
-    cols: int, formats: tuple[BlockFormat | None, BlockFormat | None]
-) -> None:
+def test_a_joint_gradient_is_both_gradients_side_by_side(cols: int, formats: Formats) -> None:
     grad, gate, up = three(cols=cols)
     both = torch.cat([gate, up], 1)
     for offs in (None, ends(100, 0, 30)):
         rest = ("gelu", *formats, offs)
         made = ops.joint_gated_backward(grad, both, *rest)
-        assert_same_forms(made, reference.joint_gated_backward(grad, both, offs, *rest[:3]))
-        with FakeTensorMode() as mode:
-            fakes = [None if x is None else mode.from_tensor(x) for x in (grad, both, offs)]
-            fake = ops.joint_gated_backward(*fakes[:2], *rest[:3], fakes[2])
-        for mine, other in zip(made, fake, strict=True):
-            for x, y in zip(mine[:2] if mine else (), other[:2] if other else (), strict=True):
-                assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        assert_same_forms(made, reference.joint_gated_backward(grad, both, *rest))
         if cols % 128 == 0:
             parts = ops.gated_backward(grad, gate, up, *rest)
             for got, want in zip(halves(made), parts, strict=True):
@@ -150,53 +117,160 @@ def test_who_takes_which_layouts() -> None:
     assert declines("triton", wide[:, :256].contiguous()) is None
 
 
-class TestBadInput(TestCase):
-    def refused(self, *args: Any, **other: Any) -> str:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            ops.gated(*args, **other)
-        return f"{caught.type.__name__}: {caught.value}"
+# Norms
 
-    def test_gated(self) -> None:
-        _, gate, up = three()
-        rest = ("silu", BLOCKS_1X128, None)
-        calls = (
-            self.refused(gate, up, "swish", BLOCKS_1X128, None),
-            self.refused(gate, up, "silu", None, None),
-            self.refused(gate, up, "silu", BLOCKS_128X128, None),
-            self.refused(gate, up[:5], *rest),
-            self.refused(gate, up.float(), *rest),
-            self.refused(gate[None], None, *rest),
-            self.refused(gate.int(), None, *rest),
-            self.refused(gate, up.to("meta"), *rest),
-            self.refused(gate, up, *rest, offs=torch.tensor([130])),
-        )
-        self.assertExpectedInline(
-            "\n".join(line for call in calls for line in wrap(call, 90)),
-            """\
-ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
-ValueError: neither a rowwise nor a columnwise format was given: pass one or both
-ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square
-blocks are for the columnwise form
-ValueError: up has shape [5, 300] and gate [130, 300]: expected the same
-TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
-ValueError: gate has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T,
-I]
-TypeError: gate has dtype torch.int32: blocktensor casts torch.bfloat16, torch.float16 and
-torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
-ValueError: up is on meta and gate on cpu: move them to one device
-TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)""",
-        )
+NORM_SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 4096)
 
-    def test_gated_backward(self) -> None:
-        grad, gate, up = three()
-        rest = ("silu", BLOCKS_1X128, None)
-        for wrong, error, message in (
-            (grad[:, :7], ValueError, "grad has shape \\[130, 7\\] and gate \\[130, 300\\]"),
-            (grad.float(), TypeError, "grad has dtype torch.float32 and gate torch.bfloat16"),
-        ):
-            with pytest.raises(error, match=message):
-                ops.gated_backward(wrong, gate, up, *rest)
-        with pytest.raises(ValueError, match="gate_up has 299 columns: expected gate, then as"):
-            ops.joint_gated_backward(grad, gate[:, :299], *rest)
-        with pytest.raises(ValueError, match="grad has shape \\[130, 300\\] and gate \\[130, 150"):
-            ops.joint_gated_backward(grad, gate, *rest)
+
+def inputs(
+    rows: int, cols: int, dtype: torch.dtype = BF16, kind: str = "normal", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, 1 / rms and the weight."""
+    rng = torch.Generator().manual_seed(seed)
+    x = values(kind, rows, cols, dtype, rng)
+    weight = values("normal", 1, cols, dtype, rng)[0]
+    return x, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6), weight
+
+
+@every_formats
+@pytest.mark.parametrize("kind", NORMS)
+def test_bytes_of_norms(kind: Any, formats: Formats) -> None:
+    for shape in ((130, 300), (5, 7), (0, 64), (3, 0)):
+        x, rstd, weight = inputs(*shape)
+        strided = torch.stack([weight, -weight], 1)[:, 0]
+        got = ops.normalized(x, rstd, strided, kind, *formats)
+        wanted = by_casts(normalize(x, rstd, weight, kind), formats)
+        assert_same_forms(got, wanted)
+
+
+def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Any:
+    backend = next(backend for backend in PRODUCER_BACKENDS if backend.name == name)
+    if backend.declines(ProducerProblem(sources, *formats)) is None:
+        return backend.function("normalized")
+    return None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_bytes_of_norms_on_a_gpu(name: str, kind: Any, dtype: torch.dtype) -> None:
+    draw, ran = random.Random(0), 0
+    while ran < 200:
+        rows, cols = draw.choice(NORM_SIZES), draw.choice(NORM_SIZES)
+        formats, of = draw.choice(FORMATS), draw.choice(KINDS)
+        if rows * cols > 1_500_000 or (name == "gluon" and formats[1] is None):
+            continue
+        x, rstd, weight = (t.cuda() for t in inputs(rows, cols, dtype, of, ran))
+        if ran % 3 == 1:  # rows apart
+            x = x.new_zeros((rows, cols + 16))[:, 8:-8].copy_(x)
+        run = takes(name, (x, weight.expand(x.shape)), formats)
+        if run is None:
+            assert not x.numel() or cols % 8 or x.stride(0) % 8
+            continue
+        got = run(x, rstd, weight, kind, *formats)
+        n = normalize(x, rstd, weight, kind)
+        assert_same_forms(got, by_casts(n, formats))
+        ran += 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", NORMS)
+def test_recorded_norms(kind: Any) -> None:
+    for seed in range(3):
+        sources = [t.cuda() for t in inputs(256, 576, seed=seed)]
+        formats = BLOCKS_1X128, BLOCKS_1X128
+        got = ops.normalized(*sources, kind, *formats)  # type: ignore[arg-type]
+        assert_same_forms(got, reference.normalized(*sources, kind, *formats))  # type: ignore
+
+
+# The gradients of gate and up with h from one read
+
+Three = tuple[BlockFormat, BlockFormat, BlockFormat]
+WITH_H: tuple[Three, ...] = (
+    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_1X128),
+    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_128X128),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
+)
+MIXED_WITH_H: tuple[Three, ...] = (
+    (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128),
+    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_1X128_POW2),
+)
+
+
+def assert_same_results(got: Results, want: Results | tuple[object, ...]) -> None:
+    of_gate, of_up, h = want
+    assert_same_forms(got[0], of_gate)  # type: ignore[arg-type]
+    assert_same_forms(got[1], of_up)  # type: ignore[arg-type]
+    assert_same_forms([got[2]], [h])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bytes_of_two_functions(
+    activation: ops.ActivationName, dtype: torch.dtype, device: torch.device
+) -> None:
+    for formats in (*WITH_H, *MIXED_WITH_H):
+        for shape in ((0, 128), (1, 8), (130, 304), (129, 131)):
+            if shape[1] % 8 and dtype != BF16:
+                continue
+            given = [x.to(device) for x in three(*shape, dtype)]
+            got = gated_backward_with_h(*given, activation, *formats)
+            both = ops.gated_backward(*given, activation, *formats[:2])
+            _, h = ops.gated(*given[1:], activation, None, formats[2])
+            assert_same_results(got, (*both, h))
+
+
+def test_what_comes_from_one_read() -> None:
+    assert is_from_one_read("silu", BF16, 14336)
+    assert not is_from_one_read("silu", BF16, 14340)
+    assert not is_from_one_read("silu", FP16, 14336)
+    assert [name for name in ACTIVATIONS if is_from_one_read(name, BF16, 8)] == ["silu"]  # type: ignore[arg-type]
+
+
+def gluon() -> Functions:
+    pytest.importorskip("triton")
+    return kernels("gluon", PRODUCER_BACKENDS)
+
+
+@pytest.mark.gpu
+def test_fuzzed_bytes() -> None:
+    """200 shapes, kinds of values, layouts and formats; eager ops and casts are compared with."""
+    draw, backend = random.Random(0), gluon()
+    for turn in range(200):
+        rows = cols = 2**20
+        while rows * cols > 1_500_000 or cols % 8:
+            rows, cols = draw.choice(SIZES), draw.choice(SIZES)
+        given = [x.to(CUDA) for x in three(rows, cols, BF16, draw.choice(KINDS), turn)]
+        if turn % 4 == 1:
+            given[1:] = torch.cat(given[1:], 1).chunk(2, 1)
+        if turn % 4 == 2:
+            given = [x.new_zeros((rows, cols + 16))[:, 8:-8].copy_(x) for x in given]
+        rest = "silu", *draw.choice(WITH_H + MIXED_WITH_H)
+        got = backend.gated_backward_with_h(*given, *rest)
+        assert_same_results(got, reference.gated_backward_with_h(*given, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", WITH_H, ids=range(len(WITH_H)))
+def test_programs_of_several_tiles_with_h(formats: Three) -> None:
+    """Whose third result waits where the next tile will be copied to."""
+    backend = gluon()
+    for shape in ((2304, 2176), (2300, 2056), (4095, 1160), (8192, 4096)):
+        given = [x.to(CUDA) for x in three(*shape)]
+        want = reference.gated_backward_with_h(*given, "silu", *formats)
+        for _ in range(20):
+            got = backend.gated_backward_with_h(*given, "silu", *formats)
+            assert_same_results(got, want)
+
+
+@pytest.mark.gpu
+def test_the_launch_is_recorded() -> None:
+    for seed in range(3):
+        given = [x.to(CUDA) for x in three(256, 576, seed=seed)]
+        rest = "silu", *WITH_H[1]
+        got = gated_backward_with_h(*given, *rest)
+        assert_same_results(got, reference.gated_backward_with_h(*given, *rest))
+    found = OPS["gated_backward_with_h"].find(*given, *rest)
+    assert getattr(found, "player", found) is not None

@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_autograd(
         h = MODULES[activation](gate) * up if is_gated else MODULES[activation](gate)
         h.backward(grad)
         formats = BLOCKS_1X128, BLOCKS_128X128
-        given = (gate.detach(), up.detach() if is_gated else None, None, activation, *formats)
+        given = (gate.detach(), up.detach() if is_gated else None, activation, *formats)
         assert_same_forms(gated(*given), casts.quantize_both(h.detach(), *formats))
         of_gate, of_up = gated_backward(grad, *given)
         assert gate.grad is not None
@@ -65,10 +65,10 @@ def test_blocks_begin_anew_at_groups() -> None:
     offs = ends(130, 0, 150)
     h = F.silu(gate) * up
     for row, col in ((BLOCKS_1X128, BLOCKS_1X128), (None, BLOCKS_128X128), (BLOCKS_1X128, None)):
-        got = gated(gate, up, offs, "silu", row, col)
+        got = gated(gate, up, "silu", row, col, offs)
         if col is not None:
             assert got[1] is not None
-            want = casts.quantize_grouped_columnwise(h, offs, None, col)
+            want = casts.quantize_grouped_columnwise(h, offs, col)
             assert_same(got[1].data[:, :384], want.data[:, :384])  # the blocks of the groups
             assert_same(got[1].scale[:3], want.scale[:3]) if col.rows > 1 else None
         if row is not None:

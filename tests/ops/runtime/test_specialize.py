@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from blocktensor.ops.formats import (
     Quantized,
 )
 from blocktensor.ops.gemm import ops as gemm_ops
-from blocktensor.ops.registry import Backend, NotCompiled, first_choice, loaded
+from blocktensor.ops.op import OPS, runner
+from blocktensor.ops.registry import Backend, NotCompiled, first_choice
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
 from blocktensor.ops.runtime.specialize import (
@@ -323,12 +324,12 @@ def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls:
         assert torch.equal(gemm_ops.gemm(*call), reference.gemm(*call))
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
-    gemm_ops._gemm.forget()
+    OPS["gemm"].forget()
     for forced in (None, "reference"):
         if forced is not None:
             monkeypatch.setenv(GEMM_VARIABLE, forced)
         gemm_ops.gemm(*calls[0])
-    assert len(gemm_ops._gemm) == 2
+    assert len(OPS["gemm"]) == 2
     out = torch.zeros(128, 256)
     added = [(out[:, :128], a, b), (out.view(2, 128, 128)[0], a, b), (out[:, 1:129], a, b)]
     assert kinds(*added) == 3
@@ -341,14 +342,14 @@ class Family:
     """Two backends of ``x + 1``: the kernel of the first compiles for whole numbers alone."""
 
     def __init__(self) -> None:
-        self.fast: Backend[None, Any] = Backend("fast", lambda: Kernels(self._fast))
-        self.slow: Backend[None, Any] = Backend("slow", lambda: Kernels(self._slow))
+        self.fast: Backend[None] = Backend("fast", (SimpleNamespace(add=self._fast),))
+        self.slow: Backend[None] = Backend("slow", (SimpleNamespace(add=self._slow),))
         self.ran: list[str] = []
         self.table = Specialized(self._decide)
 
     def _decide(self, x: Tensor) -> Callable[..., Tensor]:
         choice = first_choice((self.fast, self.slow), None, x.device)
-        return loaded(choice.backend).add  # type: ignore[no-any-return]
+        return runner(choice.backend, "add")
 
     def _fast(self, x: Tensor) -> Tensor:
         if x.is_floating_point():
@@ -359,12 +360,6 @@ class Family:
     def _slow(self, x: Tensor) -> Tensor:
         self.ran.append("slow")
         return x + 1
-
-
-@dataclass(frozen=True)
-class Kernels:
-    add: Callable[[Tensor], Tensor]
-    launches: bool = True
 
 
 @pytest.fixture

@@ -1,10 +1,15 @@
-"""The Hopper GEMM's launcher: operands as tensor maps, the tile for a shape, the grid."""
+"""The Hopper GEMM's launcher: operands as tensor maps, the tile for a shape, the grid.
+
+And the sum of the splits of a product along K, for a tile that several programs share.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,13 +21,14 @@ from ...runtime.triton_compat import compiler
 from ...scale_layouts import VECTOR_BYTES, in_vectors, tma_scale
 from .epilogue import CHUNK, Output
 from .kernel import gemm_kernel
-from .split_k import plan_sum
 from .tile import WARPGROUP_ROWS, Tile
 from .tiles import choose_tile, programs_for
 
 # Waves x k blocks from which SMs drift apart, so that sums are added without prefetch. Measured:
 # +5% on 8192 x 8192 x 8192, +3% on 4096 x 4096 over 8192, but -4% over 4096.
 _LONG = 256
+
+_SUM_COLUMNS = 512
 
 _OUT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -36,13 +42,13 @@ _VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1
 
 
 def data_map(data: Tensor, rows: int) -> TensorDescriptor:
-    """The map of a matrix for copies of ``rows`` rows by one k block."""
+    """Return the map of a matrix for copies of ``rows`` rows by one k block."""
     layout = _shared(rows, BLOCK, gl.float8e4nv)
     return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [rows, BLOCK], layout)
 
 
 def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
-    """The map of ``major`` lines of ``minor`` scales as one vector, for copies of ``count``.
+    """Return the map of ``major`` lines of ``minor`` scales as one vector, for copies of ``count``.
 
     A tile at the edge reads too many, for rows that are not stored.
     """
@@ -51,7 +57,7 @@ def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> Ten
 
 
 def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
-    """The map of a matrix's scales for copies of ``count``, and the distance of its lines.
+    """Return the map of a matrix's scales for copies of ``count``, and the distance of its lines.
 
     A line is a column of 1x128 scales and a row of 128x128 scales, as ``tma_scale`` lays them out.
     """
@@ -62,7 +68,7 @@ def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
 
 
 def output_map(out: Tensor, tile: Tile) -> TensorDescriptor:
-    """The map of an output matrix for stores of one output buffer."""
+    """Return the map of an output matrix for stores of one output buffer."""
     box = [WARPGROUP_ROWS, CHUNK.value]
     box = box[::-1] if tile.turned else box
     layout = _shared(*box, _OUT[out.dtype])
@@ -91,7 +97,7 @@ def plan_gemm(
     tile: Tile,
     splits: int = 1,
 ) -> Launch:
-    """The launch of ``out (+)= A B^T (+ bias)``.
+    """Plan the launch of ``out (+)= A B^T (+ bias)``.
 
     Data is laid out by ``in_vectors``, scales by ``tma_scale``. ``out`` has contiguous rows, which
     TMA must be able to address if ``accumulate``. With several ``splits`` of K, a divisor of its
@@ -125,6 +131,45 @@ def plan_gemm(
         tile.options,
         compiler.hopper_gemm,
     )  # fmt: skip
+
+
+@triton.jit
+def sum_kernel(
+    splits_ptr, bias_ptr, out_ptr, N, split_stride, out_stride, blocks_n, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    # One program sums COLUMNS columns of one row, always in the same order.
+    row = (tl.program_id(0) // blocks_n).to(tl.int64)
+    cols = tl.program_id(0) % blocks_n * COLUMNS + tl.arange(0, COLUMNS)
+    inside = cols < N
+    source = splits_ptr + row * N + cols
+    total = tl.load(source, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(source + split * split_stride, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    target = out_ptr + row * out_stride + cols
+    if ACCUMULATE:
+        total += tl.load(target, mask=inside, other=0.0)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool) -> Launch:
+    """The launch of ``out[M, N] (+)= sum over p of splits[p, :M] (+ bias)``; ``splits`` is fp32."""
+    m, n = out.shape
+    blocks_n = ceil_div(n, _SUM_COLUMNS)
+    return Launch(
+        sum_kernel,
+        (m * blocks_n,),
+        (splits, out if bias is None else bias, out, n, splits.stride(0), out.stride(0), blocks_n),
+        {
+            "SPLITS": splits.shape[0],
+            "COLUMNS": _SUM_COLUMNS,
+            "HAS_BIAS": bias is not None,
+            "ACCUMULATE": accumulate,
+        },
+        {"num_warps": 4, "enable_fp_fusion": True},
+    )
 
 
 def for_tma(x: Quantized) -> Quantized:

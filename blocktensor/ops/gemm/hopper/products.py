@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 @gluon.constexpr_function
 def raw_layout(width):
-    """The registers of a raw accumulator of ``width`` columns."""
+    """Return the registers of a raw accumulator of ``width`` columns."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32]
     )

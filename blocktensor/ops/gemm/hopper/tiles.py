@@ -88,7 +88,7 @@ class Speed:
         return ceil_div(self._tiles(m, n) * splits, sms * self.programs)
 
     def an_sm(self, m: int, n: int, sms: int, splits: int = 1) -> int:
-        """The most tiles that one SM computes."""
+        """Return the most tiles that one SM computes."""
         return ceil_div(self._tiles(m, n) * splits, sms)
 
     def wave(self, blocks: int) -> float:
@@ -161,7 +161,7 @@ def choose_tile(
 
 
 def programs_for(tile: Tile, items: int, blocks: int, card: Card, accumulate: bool = False) -> int:
-    """The number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
+    """Return the number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
     at_once = card.sms * tile.programs
     us = ceil_div(items, at_once) * speed_of(tile, accumulate, card.name).wave(blocks)
     return programs_in_turn(items, at_once, us)
@@ -178,7 +178,7 @@ def programs_in_turn(items: int, at_once: int, us: float) -> int:
 
 
 def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, card: Card) -> bool:
-    """True if cuBLAS is predicted to be faster than the best tile."""
+    """Return whether cuBLAS is predicted to be faster than the best tile."""
     ours = choose_tile(m, n, blocks, b_block, card)[2]
     theirs = speeds(card.name)[CUBLAS[b_block]].microseconds(m, n, blocks, card.sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)

@@ -88,7 +88,7 @@ def _head_per_signature(grid: int, run: Any, compiled: Any) -> list[Any]:
 
 
 def _function_per_signature(run: Any) -> Callable[..., None]:
-    """The C function, which Triton wraps if a kernel has tensor descriptors."""
+    """Return the C function, which Triton wraps if a kernel has tensor descriptors."""
     launch = run.launch
     if isinstance(launch, types.FunctionType):
         names = launch.__code__.co_freevars
@@ -167,7 +167,7 @@ def launcher() -> Launcher | None:
 
 
 def hooked() -> bool:
-    """True if a launch hook is set, usually by a profiler."""
+    """Return whether a launch hook is set, usually by a profiler."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

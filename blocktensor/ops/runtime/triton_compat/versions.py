@@ -19,7 +19,7 @@ Trial = Callable[[torch.device], str | None]
 
 
 def is_tested() -> bool:
-    """True if the installed Triton is one of :data:`TESTED`."""
+    """Return whether the installed Triton is one of :data:`TESTED`."""
     return ".".join(triton.__version__.split(".")[:2]) in TESTED
 
 

@@ -20,7 +20,7 @@ from tests.support.numeric import operand, relative_error, worst_row
 pytest.importorskip("triton")
 
 from blocktensor.ops.gemm.hopper import launch as hopper
-from blocktensor.ops.gemm.hopper.split_k import plan_sum
+from blocktensor.ops.gemm.hopper.launch import plan_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -219,3 +219,27 @@ def test_many_tiles_for_each_program(rng: torch.Generator) -> None:
         module = fixed(name)
         a, b = gemms.operands(Shape(8200, 6152, 144), module.blocks, rng)
         gemms.check(module, a, b, BF16)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 511), (64, 512), (5, 513), (130, 7168)])
+@pytest.mark.parametrize("count", [2, 7])
+def test_splits_are_added_in_order(m: int, n: int, count: int) -> None:
+    rng = torch.Generator("cuda").manual_seed(0)
+    splits = torch.randn((count, m + 3, n), generator=rng, device="cuda")
+    bias = torch.randn(n, generator=rng, device="cuda")
+    whole = torch.randn((m, n + 5), generator=rng, device="cuda")
+    out, before = whole[:, :n], whole.clone()
+    want = splits[0, :m]
+    for part in splits[1:]:
+        want = want + part[:m]
+    plan_sum(splits, None, out, False)()
+    assert torch.equal(out, want)
+    plan_sum(splits, bias, out, False)()
+    assert torch.equal(out, want + bias)
+    out.copy_(before[:, :n])
+    plan_sum(splits, None, out, True)()
+    assert torch.equal(out, want + before[:, :n])
+    assert torch.equal(whole[:, n:], before[:, n:])
+    rounded = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
+    plan_sum(splits, None, rounded, False)()
+    assert torch.equal(rounded, want.bfloat16())

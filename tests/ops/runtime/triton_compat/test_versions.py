@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor.ops import reference
-from blocktensor.ops.cast import gluon_128x128, gluon_columnwise, gluon_with_transpose
+from blocktensor.ops.cast import gluon_128x128, gluon_columnwise
 from blocktensor.ops.cast import trial as casts
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.gemm.hopper import launch as hopper
@@ -121,7 +121,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planned]:
 
 KERNELS = (
     (gluon_columnwise, "quantize_both"),
-    (gluon_with_transpose, "quantize_with_transpose"),
+    (gluon_128x128, "quantize_with_transpose"),
     (gluon_128x128, "quantize_rowwise"),
     (hopper, "gemm"),
     (grouped_hopper, "grouped_gemm"),

@@ -1,4 +1,4 @@
-"""Every tile of the Hopper GEMM compiles for sm_90, without a GPU, to the code that is meant."""
+"""Every tile of the Hopper GEMM compiles for sm_90 to the code that is meant; Triton's too."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.devices import H200
-from blocktensor.ops.formats import BLOCKS_1X128
+from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.numeric import FORMATS
 
 pytest.importorskip("triton")
 
+from blocktensor.ops.gemm import triton_gemm
 from blocktensor.ops.gemm.hopper.launch import plan_gemm
 from blocktensor.ops.gemm.hopper.tile import Tile
 from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
-from tests.support.sm90 import Resources, compile_for_sm90
+from tests.support import sm90
+from tests.support.sm90 import Launches, Resources, compile_for_sm90
 
 META = torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+launches = sm90.launches
 
 
 def compiled(
@@ -97,3 +100,50 @@ def test_parts_of_k(name: str) -> None:
 @pytest.mark.parametrize("name", TILES)
 def test_rows_that_tma_cannot_address(name: str) -> None:
     assert_as_written(TILES[name], compiled(TILES[name], BF16, n=2111))
+
+
+def operand(shape: tuple[int, ...], rows: int) -> Quantized:
+    return empty_quantized(shape, FORMATS[rows], META)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "a_rows", "b_rows", "dtype"),
+    [
+        (4096, 7168, 2048, 1, 128, BF16),
+        (4096, 7168, 2048, 1, 1, FP32),
+        (4096, 576, 10944, 1, 128, BF16),
+        (4096, 576, 10944, 128, 1, FP32),
+        (4096, 2112, 7168, 128, 128, FP16),
+        (300, 130, 130, 1, 128, BF16),
+        (300, 129, 1, 1, 1, FP32),
+        (64, 576, 10944, 1, 128, BF16),
+        (64, 7168, 2048, 1, 1, FP32),
+        (3, 130, 129, 128, 1, BF16),
+        (1, 7168, 2048, 1, 128, BF16),
+        (1, 1, 1, 1, 1, FP32),
+    ],
+)
+def test_triton(
+    m: int,
+    n: int,
+    k: int,
+    a_rows: int,
+    b_rows: int,
+    dtype: torch.dtype,
+    launches: Launches,
+) -> None:
+    operands = operand((m, k), a_rows), operand((n, k), b_rows)
+    assert launches.compile(lambda: triton_gemm.gemm(*operands, None, dtype)) == 1
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 2048), (3, 130, 129)])
+def test_triton_with_bias_or_accumulation(m: int, n: int, k: int, launches: Launches) -> None:
+    operands = operand((m, k), 1), operand((n, k), 128)
+    assert (
+        launches.compile(
+            lambda: triton_gemm.gemm(*operands, torch.empty(n, dtype=BF16, device=META), BF16)
+        )
+        == 1
+    )
+    wide = torch.empty((m, n + 1), device=META)[:, :n]
+    assert launches.compile(lambda: triton_gemm.gemm_add_(wide, *operands)) == 1

@@ -1,4 +1,4 @@
-"""Every Triton and Gluon kernel compiles for sm_90, here and without a GPU, and spills nothing.
+"""Every kernel of casts compiles for sm_90, here and without a GPU, and spills nothing.
 
 The functions that launch kernels are called with meta tensors; their launches are recorded and
 compiled instead of run.
@@ -14,43 +14,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2, Quantized
+from blocktensor.ops.formats import (
+    ACTIVATION_FORMATS,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    Quantized,
+    ScaleRounding,
+    group_columns,
+)
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.casts import BOTH, GLUON_WAYS, SQUARE, WAYS, Way, gluon_takes, kernels
-from tests.support.numeric import DTYPES, FORMATS
+from tests.support.numeric import DTYPES, E4M3, FORMATS
 
 pytest.importorskip("triton")
 
-from blocktensor.ops.gemm import triton_gemm
-from blocktensor.ops.runtime.launch import Launch
-from tests.support.sm90 import TUNED, compile_for_sm90
+from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
+from blocktensor.ops.cast.triton_128x128 import plan_shard
+from blocktensor.ops.cast.triton_cast import plan_1x128
+from tests.support import sm90
+from tests.support.sm90 import TUNED, Launches, compile_for_sm90
 
 META = torch.device("meta")
 BF16, FP16, FP32 = DTYPES
 *OLDER, COLUMNWISE_SQUARE, MIXED = WAYS
-Compile = Callable[[Callable[[], object]], int]
 
 
 # None with the Triton that the kernels are tuned with. Others may, a little, at odd shapes in fp32.
 SPILLS = 0 if TUNED else 192
-
-
-@pytest.fixture
-def compile_launches(monkeypatch: pytest.MonkeyPatch) -> Compile:
-    """Compile whatever a function launches; how many launches that were."""
-    launches: list[Launch] = []
-    monkeypatch.setattr(Launch, "__call__", lambda launch: launches.append(launch))
-
-    def compile_all(function: Callable[[], object]) -> int:
-        launches.clear()
-        function()
-        for launch in launches:
-            resources = compile_for_sm90(launch)
-            assert resources.spilled_bytes <= SPILLS, f"{launch.kernel} {launch.constants}"
-            assert 0 < resources.registers <= 255
-        return len(launches)
-
-    return compile_all
+launches = sm90.launches
 
 
 def like(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -88,39 +81,37 @@ TRITON, GLUON = kernels("triton"), kernels("gluon")
     ],
     ids=str,
 )
-def test_casts(way: Way, dtype: torch.dtype, view: str, compile_launches: Compile) -> None:
+def test_casts(way: Way, dtype: torch.dtype, view: str, launches: Launches) -> None:
     x = INPUTS[view](dtype)
-    assert compile_launches(lambda: way(TRITON, x, False)) >= 1
+    assert launches.compile(lambda: way(TRITON, x, False), SPILLS) >= 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_casts_with_power_of_two_scales(
-    way: Way, dtype: torch.dtype, compile_launches: Compile
-) -> None:
+def test_casts_with_power_of_two_scales(way: Way, dtype: torch.dtype, launches: Launches) -> None:
     x = INPUTS["129x130" if dtype == FP32 else "300x576"](dtype)
-    assert compile_launches(lambda: way(TRITON, x, True)) >= 1
+    assert launches.compile(lambda: way(TRITON, x, True), SPILLS) >= 1
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(FP32, (3, 129, 130)), (BF16, (3, 256, 512))])
 def test_square_casts_of_stacks(
-    dtype: torch.dtype, shape: tuple[int, ...], compile_launches: Compile
+    dtype: torch.dtype, shape: tuple[int, ...], launches: Launches
 ) -> None:
     x = like(shape, dtype)
     for backend in (TRITON, GLUON):
-        assert compile_launches(partial(SQUARE, backend, x, False)) == 1
-    assert compile_launches(lambda: SQUARE(TRITON, x.mT, True)) == 1
+        assert launches.compile(partial(SQUARE, backend, x, False), SPILLS) == 1
+    assert launches.compile(lambda: SQUARE(TRITON, x.mT, True), SPILLS) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(14336, 4096), (160, 10), (3, 272, 576)], ids=str)
 def test_casts_with_transposes(
-    dtype: torch.dtype, shape: tuple[int, ...], compile_launches: Compile
+    dtype: torch.dtype, shape: tuple[int, ...], launches: Launches
 ) -> None:
     one_pass = GLUON.quantize_with_transpose
     assert one_pass is not None
     for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
-        assert compile_launches(partial(one_pass, like(shape, dtype), format)) == 1
+        assert launches.compile(partial(one_pass, like(shape, dtype), format), SPILLS) == 1
 
 
 GLUON_SHAPES = [(4096, 7168), (300, 576), (304, 130), (300, 130)]
@@ -139,11 +130,11 @@ def test_gluon_casts(
     dtype: torch.dtype,
     shape: tuple[int, int],
     power_of_two: bool,
-    compile_launches: Compile,
+    launches: Launches,
 ) -> None:
     x = like(shape, dtype)
     assert gluon_takes(x, *way.formats(power_of_two))
-    assert compile_launches(lambda: way(GLUON, x, power_of_two)) == 1
+    assert launches.compile(lambda: way(GLUON, x, power_of_two), SPILLS) == 1
 
 
 def form(shape: tuple[int, ...], rows: int) -> Quantized:
@@ -152,13 +143,11 @@ def form(shape: tuple[int, ...], rows: int) -> Quantized:
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (129, 130), (3, 300, 576), (256, 132)])
-def test_transpose(shape: tuple[int, ...], compile_launches: Compile) -> None:
+def test_transpose(shape: tuple[int, ...], launches: Launches) -> None:
     x = form(shape, 128)
-    assert compile_launches(lambda: TRITON.transpose(x)) == 1
-    if gluon_takes(x.data, BLOCKS_128X128):
-        assert compile_launches(lambda: GLUON.transpose(x)) == 1
+    assert launches.compile(lambda: TRITON.transpose(x), SPILLS) == 1
     flipped = x._replace(data=x.data.transpose(-1, -2).contiguous().transpose(-1, -2))
-    assert compile_launches(lambda: TRITON.transpose(flipped)) == 1
+    assert launches.compile(lambda: TRITON.transpose(flipped), SPILLS) == 1
 
 
 @pytest.mark.parametrize(
@@ -171,44 +160,58 @@ def test_transpose(shape: tuple[int, ...], compile_launches: Compile) -> None:
     ],
 )
 def test_dequantize(
-    shape: tuple[int, ...], rows: int, dtype: torch.dtype, compile_launches: Compile
+    shape: tuple[int, ...], rows: int, dtype: torch.dtype, launches: Launches
 ) -> None:
-    assert compile_launches(lambda: TRITON.dequantize(form(shape, rows), dtype)) == 1
+    assert launches.compile(lambda: TRITON.dequantize(form(shape, rows), dtype), SPILLS) == 1
+
+
+@pytest.mark.parametrize("plan", [plan_columnwise, plan_1x128], ids=lambda plan: plan.__module__)
+@pytest.mark.parametrize(
+    ("dtype", "k", "experts", "rowwise", "square"),
+    [
+        *itertools.product(
+            [torch.bfloat16, torch.float32], [2048], [8], [True, False], [False, True]
+        ),
+        (torch.float16, 136, 256, True, False),
+        (torch.float16, 136, 256, True, True),
+        (torch.float32, 130, 1000, True, False),
+        (torch.float32, 130, 1000, True, True),
+    ],
+    ids=str,
+)
+def test_grouped_casts(
+    plan: object,
+    dtype: torch.dtype,
+    k: int,
+    experts: int,
+    rowwise: bool,
+    square: bool,
+    launches: Launches,
+) -> None:
+    x = torch.empty((401, k), dtype=dtype, device=META)
+    offs = torch.empty(experts, dtype=torch.int32, device=META)
+    rounding: ScaleRounding = "power_of_two" if k == 136 else "fp32"
+    format = ACTIVATION_FORMATS[rounding]
+    columnwise_format = WEIGHT_FORMATS[rounding] if square else format
+    row = empty_quantized((401, k), format, META) if rowwise else None
+    col = empty_quantized((k, group_columns(401, experts)), columnwise_format, META)
+    assert launches.compile(lambda: plan(x, row, col, offs)(), SPILLS) == 1  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "a_rows", "b_rows", "dtype"),
-    [
-        (4096, 7168, 2048, 1, 128, BF16),
-        (4096, 7168, 2048, 1, 1, FP32),
-        (4096, 576, 10944, 1, 128, BF16),
-        (4096, 576, 10944, 128, 1, FP32),
-        (4096, 2112, 7168, 128, 128, FP16),
-        (300, 130, 130, 1, 128, BF16),
-        (300, 129, 1, 1, 1, FP32),
-        (64, 576, 10944, 1, 128, BF16),
-        (64, 7168, 2048, 1, 1, FP32),
-        (3, 130, 129, 128, 1, BF16),
-        (1, 7168, 2048, 1, 128, BF16),
-        (1, 1, 1, 1, 1, FP32),
-    ],
+    "format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=lambda format: format.name
 )
-def test_gemm(
-    m: int,
-    n: int,
-    k: int,
-    a_rows: int,
-    b_rows: int,
-    dtype: torch.dtype,
-    compile_launches: Compile,
+@pytest.mark.parametrize("cast", [False, True], ids=["amax", "cast"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "row"), [((1024, 4096), 0), ((1000, 4096), 100), ((7, 130), 3)], ids=str
+)
+def test_shards(
+    shape: tuple[int, int], row: int, dtype: torch.dtype, cast: bool, format: BlockFormat
 ) -> None:
-    operands = form((m, k), a_rows), form((n, k), b_rows)
-    assert compile_launches(lambda: triton_gemm.gemm(*operands, None, dtype)) == 1
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(4096, 7168, 2048), (3, 130, 129)])
-def test_gemm_with_bias_or_accumulation(m: int, n: int, k: int, compile_launches: Compile) -> None:
-    operands = form((m, k), 1), form((n, k), 128)
-    assert compile_launches(lambda: triton_gemm.gemm(*operands, like((n,), BF16), BF16)) == 1
-    wide = like((m, n + 1), FP32)[:, :n]
-    assert compile_launches(lambda: triton_gemm.gemm_add_(wide, *operands)) == 1
+    """Nothing spills, even columns load wide."""
+    x, amax = like(shape, dtype), like((9, 32), FP32)
+    data = like(shape, E4M3) if cast else None
+    found = compile_for_sm90(plan_shard(x, amax, data, format, row, 0))
+    assert found.spilled_bytes == 0
+    assert ("LDG.E.128" in found.sass) == (shape[1] % 128 == 0)

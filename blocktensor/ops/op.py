@@ -1,0 +1,242 @@
+"""Ops declared once, from which schema, fake, registration and the eager call follow.
+
+The body of a declared function is its fake: it makes the result before anything is written to it.
+An eager call never runs it. The backend's function of the same name runs, which is decided once for
+each kind of arguments (``runtime/specialize.py``). Only where a call must go through the dispatcher
+(compilers, dispatch modes, tensors without memory) is the registered op called, which then does the
+same.
+
+To add an op, declare a function, and write one of this name in ``reference.py`` and in a kernel
+file that a table of backends names (``registry.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .formats import BlockFormat, Quantized, named
+from .registry import Backend
+from .runtime.specialize import Specialized, recorded
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, Specialized[Any]] = {}
+"""The decisions of every declared op, by its name."""
+
+
+def op(
+    backend: Callable[..., Backend[Any]] | None = None,
+    *,
+    check: Callable[..., object] | None = None,
+    decide: Callable[..., Callable[..., Any]] | None = None,
+    formats: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
+    mutates: str | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register an op and return the function that runs it.
+
+    All but the last are functions of the op's arguments.
+
+    Args:
+        backend: returns the backend whose function of the op's name runs the call.
+        check: raises where arguments do not fit.
+        decide: instead of ``backend``, returns the function that runs calls of this kind.
+        formats: returns the formats of the result, nested as it is; by default, the i-th result
+            has the i-th format among the arguments, or the last.
+        flops: returns the FLOPs; tensors are shapes.
+        mutates: the first parameter, which is written to and returned.
+    """
+
+    def declare(fake: Callable[P, R]) -> Callable[P, R]:
+        name, schema = fake.__name__, _Schema(fake, mutates)
+        formats_of = formats or schema.formats_of_arguments
+
+        def checked(*args: Any) -> Callable[..., Any]:
+            if check is not None:
+                check(*args)
+            if decide is not None:
+                return decide(*args)
+            assert backend is not None
+            return runner(backend(*args), name)
+
+        def dispatch(*args: Any) -> Any:
+            if check is not None:
+                check(*args)
+            made = registered(*schema.flat(args))
+            if made is None or isinstance(made, Tensor):
+                return made
+            return _formed(formats_of(*args), iter(made))
+
+        def counted(*flat: Any, **_: Any) -> int:
+            assert flops is not None
+            return flops(*schema.arguments(flat))
+
+        OPS[name] = table = Specialized(checked, dispatch)
+        registered = torch.library.custom_op(
+            f"blocktensor::{name}",
+            lambda *flat: schema.tensors(table.run(*schema.arguments(flat))),
+            mutates_args=(mutates,) if mutates else (),
+            schema=schema.text,
+        )
+        make: Callable[..., Any] = fake
+        registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(flat))))
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.blocktensor, name))(counted)
+        return _called(fake, table, mutates or "made")
+
+    return declare
+
+
+def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
+    """Return the function of this name of a backend, recorded if it only launches kernels."""
+    function = backend.function(name)
+    assert function is not None, f"{backend.name} has no {name}"
+    return recorded(function, backend.launches)
+
+
+def unregistered(
+    reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
+) -> Specialized[Callable[..., Any]]:
+    """Return a reference, run by its backend; compilers see the ops of the reference itself."""
+    return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
+
+
+def _called(fake: Callable[P, R], table: Specialized[Any], returned: str) -> Callable[P, R]:
+    """Return a function with the signature of ``fake`` that calls ``table``.
+
+    It is compiled from text, so that Python itself adds defaults and takes keywords: eager calls
+    cost host time. Its frames have the name, file and line of ``fake``.
+    """
+    names, code = ", ".join(inspect.signature(fake).parameters), fake.__code__
+    text = f"def {fake.__name__}({names}): made = run({names}); return {returned}"
+    scope: dict[str, Any] = {"run": table.__call__}
+    exec(compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec"), scope)
+    call: Any = scope[fake.__name__]
+    call.__defaults__ = fake.__defaults__
+    made: Callable[P, R] = functools.update_wrapper(call, fake)
+    return made
+
+
+class _Schema:
+    """How arguments and results of a declared function go through the dispatcher.
+
+    A registered op takes tensors and names: a format by its name, a :class:`Quantized` as data,
+    scale and name. It returns data and scale of each result, in one list if one may be absent.
+    """
+
+    _TYPES: dict[Any, str] = {  # noqa: RUF012
+        Tensor: "Tensor", BlockFormat: "str", torch.dtype: "ScalarType", int: "SymInt",
+        bool: "bool", str: "str",
+    }  # fmt: skip
+
+    def __init__(self, declared: Callable[..., Any], mutates: str | None) -> None:
+        self._kinds = get_type_hints(declared)
+        returned = self._kinds.pop("return")
+        self._returned = NoneType if mutates else returned
+        parameters = inspect.signature(declared).parameters.values()
+        self._defaults = {x.name: x.default for x in parameters}
+        self.text = f"({', '.join(self._parameters(mutates))}) -> {self._results()}"
+
+    def _parameters(self, mutates: str | None) -> list[str]:
+        operands = [*self._kinds.values()].count(Quantized)
+        listed: list[str] = []
+        has_default = True  # so have all parameters after it
+        for name, kind in reversed(self._kinds.items()):
+            default = self._defaults[name]
+            has_default = has_default and isinstance(default, (bool, NoneType))
+            if kind is Quantized and operands == 1:
+                listed.append("Tensor data, Tensor scale, str format")
+            elif kind is Quantized:
+                listed.append(f"Tensor {name}, Tensor {name}_scale, str {name}_format")
+            else:
+                optional = NoneType in get_args(kind)
+                if optional:
+                    (kind,) = (x for x in get_args(kind) if x is not NoneType)
+                written = "str" if get_origin(kind) is Literal else self._TYPES[kind]
+                mark = "(a!)" if name == mutates else "?" if optional else ""
+                listed.append(f"{written}{mark} {name}" + f"={default}" * has_default)
+        return listed[::-1]
+
+    def _results(self) -> str:
+        if self._returned is NoneType:
+            return "()"
+        if self._returned is Tensor:
+            return "Tensor"
+        if any(part is not Quantized for part in self._parts):
+            return "Tensor[]"
+        return f"({', '.join(['Tensor'] * 2 * len(self._parts))})"
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        is_tuple = get_origin(self._returned) is tuple
+        return get_args(self._returned) if is_tuple else (self._returned,)
+
+    def flat(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the registered op; None for a default that is given."""
+        flat: list[Any] = []
+        before: BlockFormat | None = None  # for which the default of a format stands
+        for default, x in zip(self._defaults.values(), args, strict=True):
+            if isinstance(x, Quantized):
+                flat += [x.data, x.scale, x.format.name]
+            elif isinstance(x, BlockFormat):
+                flat.append(None if default is None and x is before else x.name)
+                before = x
+            else:
+                flat.append(x)
+        return flat
+
+    def arguments(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the function; the dispatcher omits the last if defaults."""
+        rest, args = iter(flat), []
+        for name, kind in self._kinds.items():
+            x = next(rest, self._defaults[name])
+            if kind is Quantized:
+                x = Quantized(x, next(rest), named(next(rest)))
+            elif isinstance(x, str) and BlockFormat in (kind, *get_args(kind)):
+                x = named(x)
+            args.append(x)
+        return args
+
+    def tensors(self, made: Any) -> Any:
+        """Return the result of the registered op, of that of the function."""
+        if self._returned is NoneType:
+            return None
+        if self._returned is Tensor:
+            return made
+        tensors = [x for form in _forms(made) for x in form[:2]]
+        return tensors if self.text.endswith("[]") else tuple(tensors)
+
+    def formats_of_arguments(self, *args: Any) -> Any:
+        """Return the format of the i-th result: the i-th one among the arguments, or the last."""
+        formats = [x.format if isinstance(x, Quantized) else x for x in args]
+        formats = [x for x in formats if isinstance(x, BlockFormat)]
+        if self._returned is Quantized:
+            return formats[0]
+        return tuple(formats[min(i, len(formats) - 1)] for i in range(len(self._parts)))
+
+
+def _forms(made: Any) -> Iterator[Quantized]:
+    if isinstance(made, Quantized):
+        yield made
+    elif made is not None:
+        for part in made:
+            yield from _forms(part)
+
+
+def _formed(formats: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return results, nested as their formats, of the data and scales of each."""
+    if formats is None:
+        return None
+    if isinstance(formats, BlockFormat):
+        return Quantized(next(tensors), next(tensors), formats)
+    parts = [_formed(part, tensors) for part in formats]
+    return tuple(parts) if type(formats) is tuple else type(formats)(*parts)
