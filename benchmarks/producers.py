@@ -80,12 +80,6 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
             11,
         ),
         Op(
-            "RMS norm",
-            lambda: ops.normalized(gate, rstd, weight, "llama", *formats),
-            lambda: cast((gate.float() * rstd).to(gate.dtype) * weight),
-            4,
-        ),
-        Op(
             "1 / rms",
             lambda: norm.rstd_of(gate, 1e-5),
             lambda: torch.rsqrt(gate.float().pow(2).mean(-1, keepdim=True) + 1e-5),

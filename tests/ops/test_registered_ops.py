@@ -109,8 +109,6 @@ def producer_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
     grad, gate, up = (values("normal", *shape, torch.bfloat16, rng) for _ in range(3))
     both, offs, silu = torch.cat([gate, up], 1), grouped(shape[0]), "silu"
     row, square = BLOCKS_1X128, BLOCKS_128X128
-    rstd = torch.rsqrt(gate.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    weight = values("normal", 1, shape[1], torch.bfloat16, rng)[0]
     return {
         "gated": (gate, up, silu, row, row),
         "gated by groups": (gate, up, silu, row, square, offs),
@@ -121,8 +119,6 @@ def producer_samples(shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
         "joint_gated_backward": (grad, both, silu, row, square),
         "joint_gated_backward by groups": (grad, both, "gelu_tanh", None, row, offs),
         "gated_backward_with_h": (grad, gate, up, silu, row, square, row),
-        "normalized": (gate, rstd, weight, "llama", row, square),
-        "normalized into one form": (gate, rstd, weight, "gemma", row, None),
     }
 
 

@@ -42,7 +42,7 @@ def cast_columnwise_kernel(
     ROWWISE: gl.constexpr, SQUARE: gl.constexpr, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, GROUPS: gl.constexpr,
     PATCH_ROWS: gl.constexpr, COMPUTE: gl.constexpr, DETAIL: gl.constexpr, SOURCES: gl.constexpr,
-    PARTS: gl.constexpr, PER_ROW: gl.constexpr, WIDTHS: gl.constexpr,
+    PARTS: gl.constexpr, WIDTHS: gl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [128, 128], read once. Sizes and strides are in units of UNIT_M rows
     # or UNIT_K words, so that loads, stores and their masks are as wide as a unit. x has `tokens`
@@ -94,9 +94,6 @@ def cast_columnwise_kernel(
             ld = z_stride_m * UNIT_K
             source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m * ld + first_word
             z = gl.load(source + (m * ld + word), mask=inside, other=0)
-        if PER_ROW:
-            source = z_ptr.to(gl.pointer_type(gl.int32)) + first_m
-            z = gl.load(source + m, mask=m < rows_left, other=0)
         if PARTS == 2:
             second = COMPUTE(x, y, z, 1, DETAIL, DTYPE)
         x = COMPUTE(x, y, z, 0, DETAIL, DTYPE)
@@ -125,16 +122,15 @@ def _threads(
     # A thread holds its patch of every source, and the steps of the computation: more warps share a
     # tile than of a cast alone. The limits are the fastest of docs/experiments/producers.md.
     from_three = len(producer.more) == 2
-    light = not from_three and producer.per_row is None
     few = x.dtype == torch.bfloat16 and not col.power_of_two
-    if per_word == 2 and not from_three and unit_k > 1 and (few or not light):
-        most = 64 if few and col.transposes else 72 if light else 96
+    if per_word == 2 and not from_three and unit_k > 1 and few:
+        most = 64 if col.transposes else 72
         return 8, {"num_warps": 8, "enable_fp_fusion": True, "maxnreg": most}
     if from_three and few and unit_k > 1:
         rows, warps, most = (8, 8, 80) if producer.second is None else (4, 16, 64)
         return rows, {"num_warps": warps, "enable_fp_fusion": True, "maxnreg": most}
     # With 64 registers, two programs fit on an SM; one program where they would spill much.
-    fits = per_word == 2 and (light or (unit_k > 1 and not col.power_of_two))
+    fits = per_word == 2 and (not from_three or (unit_k > 1 and not col.power_of_two))
     return 8 // per_word, {
         "num_warps": 16,
         "enable_fp_fusion": True,

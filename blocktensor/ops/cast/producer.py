@@ -31,8 +31,6 @@ class Producer:
         detail: a constant for ``compute``.
         more: y and z, ``[M, K]`` as x is, with rows of unit stride. In Triton, a second part gets
             zeros for z.
-        per_row: in place of z, fp32 ``[M]``, contiguous: a tile gets them as ``[TILE_M, 1]``, in
-            Gluon as 32-bit words.
         second: the forms of a second tile from the same tensors, part 1. In Gluon one program makes
             both; in Triton the next one does, and finds in cache what the first one read.
         widths: distance of the rows of a rowwise form, in widths of x: 2 where the forms of both
@@ -44,7 +42,6 @@ class Producer:
     detail: Any
     more: Sequence[Tensor] = ()
     second: Forms | None = None
-    per_row: Tensor | None = None
     widths: int = 1
     third: Quantized | None = None
 
@@ -55,7 +52,6 @@ class Producer:
             "DETAIL": self.detail,
             "SOURCES": 1 + len(self.more),
             "PARTS": self.parts,
-            "PER_ROW": self.per_row is not None,
             "WIDTHS": self.widths,
         }
 
@@ -73,8 +69,6 @@ class Producer:
             unit: that row strides are counted in.
         """
         y, z = (*self.more, x, x)[:2]
-        if self.per_row is not None:
-            z = self.per_row
         forms = self.second or (None, None)
         second = [
             made

@@ -48,7 +48,7 @@ def cast_1x128_kernel(
     TILE_M: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
     GROUPS: tl.constexpr, COMPUTE: tl.constexpr, DETAIL: tl.constexpr,
-    SOURCES: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr, WIDTHS: tl.constexpr,
+    SOURCES: tl.constexpr, PARTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
     # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
@@ -97,8 +97,6 @@ def cast_1x128_kernel(
             y = _more(y_ptr, y_stride_m, first_m, first_k, m, k, inside, EVEN)
         if SOURCES > 2:  # of part 0 alone
             z = _more(z_ptr, z_stride_m, first_m, first_k, m, k, inside & (part == 0), False)
-        if PER_ROW:
-            z = tl.load(z_ptr + first_m + m, mask=m < rows_left, other=0.0)[:, None]
         x = COMPUTE(x, y, z, part, DETAIL, x_ptr.dtype.element_ty)
     bits = magnitude_bits(x)
     x = x.to(tl.float32)

@@ -1,9 +1,9 @@
-"""Tiles of words made by the PTX of activations and norms, for Gluon's cast kernel."""
+"""Tiles of words made by the PTX of activations, for Gluon's cast kernel."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .triton_activation import norm_ptx, word_ptx
+from .triton_activation import word_ptx
 
 
 @gluon.jit
@@ -32,10 +32,3 @@ def tile_of_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
         return made
     else:
         return _words(x, y, z, ACTIVATION, ROLE, DTYPE)
-
-
-@gluon.jit
-def normalized_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
-    """``normalized_elements``, of words."""
-    PTX: gl.constexpr = norm_ptx(DETAIL, DTYPE.name, 1)
-    return gl.inline_asm_elementwise(PTX[0], PTX[1], [x, y, z], gl.int32, is_pure=True, pack=1)

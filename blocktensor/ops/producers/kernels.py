@@ -14,29 +14,26 @@ from ..cast.producer import Forms, Producer, empty_forms, halves
 from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat, Quantized
 from .reference import ACTIVATIONS
-from .triton_activation import normalized_elements, tile_of_elements
+from .triton_activation import tile_of_elements
 
 
 def _launch(
     in_words: bool,
-    compute: Any,
     detail: Any,
     sources: tuple[Tensor, ...],
     offs: Tensor | None,
     forms: Forms,
     second: Forms | None = None,
-    per_row: Tensor | None = None,
     widths: int = 1,
 ) -> None:
-    """Cast what ``compute``, tiles of elements to tiles of elements, makes of the sources."""
+    """Cast what the activation of ``detail`` makes of the sources."""
     x, *more = sources
     row, col = forms
     if in_words and col is not None:  # rowwise forms gain nothing from words
         from ..cast import gluon_ahead, gluon_columnwise  # Triton may have no Gluon
-        from .gluon_activation import normalized_words, tile_of_words
+        from .gluon_activation import tile_of_words
 
-        of_words = tile_of_words if compute is tile_of_elements else normalized_words
-        producer = Producer(of_words, detail, more, second, per_row, widths)
+        producer = Producer(tile_of_words, detail, more, second, widths)
         if row is not None and gluon_ahead.takes(x, col, producer, offs):
             gluon_ahead.plan_ahead(x, row, col, producer)()
         else:
@@ -48,9 +45,9 @@ def _launch(
         for part in range(2):
             chosen = None if second is None else _only(second, part)
             only = _only(forms, part)
-            _launch(in_words, compute, detail, sources, offs, only, chosen, per_row, widths)
+            _launch(in_words, detail, sources, offs, only, chosen, widths)
         return
-    producer = Producer(compute, detail, more, second, per_row, widths)
+    producer = Producer(tile_of_elements, detail, more, second, widths)
     plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
 
 
@@ -80,7 +77,7 @@ class Kernels:
         """See :func:`blocktensor.ops.producers.reference.gated`."""
         made = empty_forms(gate, offs, rowwise, columnwise)
         role, sources = ("value", (gate,)) if up is None else ("gated", (gate, up))
-        _launch(self.in_words, tile_of_elements, (activation, role), sources, offs, made)
+        _launch(self.in_words, (activation, role), sources, offs, made)
         return made
 
     def gated_backward(
@@ -98,11 +95,11 @@ class Kernels:
         of_gate = empty_forms(gate, offs, rowwise, columnwise)
         if up is None:
             detail = activation, "gradient"
-            _launch(self.in_words, tile_of_elements, detail, (gate, grad), offs, of_gate)
+            _launch(self.in_words, detail, (gate, grad), offs, of_gate)
             return of_gate, (None, None)
         second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
         detail = activation, "gated gradient"
-        _launch(self.in_words, tile_of_elements, detail, (gate, grad, up), offs, of_gate, second)
+        _launch(self.in_words, detail, (gate, grad, up), offs, of_gate, second)
         return of_gate, second or (None, None)
 
     def gated_backward_with_h(
@@ -150,24 +147,7 @@ class Kernels:
         made = empty_forms(gate_up, offs, rowwise, columnwise)
         gate, up = gate_up.chunk(2, -1)
         detail = activation, "gated gradient"
-        _launch(
-            self.in_words, tile_of_elements, detail, (gate, grad, up), offs, *halves(made), widths=2
-        )
-        return made
-
-    def normalized(
-        self,
-        x: Tensor,
-        rstd: Tensor,
-        weight: Tensor,
-        kind: str,
-        rowwise: BlockFormat | None,
-        columnwise: BlockFormat | None,
-    ) -> Forms:
-        """See :func:`blocktensor.ops.producers.reference.normalized`."""
-        made = empty_forms(x, None, rowwise, columnwise)
-        sources = x, weight.expand(x.shape)
-        _launch(self.in_words, normalized_elements, kind, sources, None, made, per_row=rstd)
+        _launch(self.in_words, detail, (gate, grad, up), offs, *halves(made), widths=2)
         return made
 
 

@@ -1,6 +1,6 @@
 """Producers: ops that compute a tensor, and store its casts alone.
 
-Gated activations, their gradients, and normalised rows. Nothing high-precision is stored: sources
+Gated activations and their gradients. Nothing high-precision is stored: sources
 are read once, and forms written. Bytes are those of eager mode: each of its steps is rounded to the
 dtype of the sources, then the result is cast.
 """
@@ -8,7 +8,7 @@ dtype of the sources, then the result is cast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import checks
 from ..cast.producer import Forms, empty_forms
 from ..formats import BLOCK, BlockFormat, Quantized
-from ..norm.reference import NormKind
 from ..op import op, runner
 from ..registry import Backend
 from . import reference
@@ -256,79 +255,3 @@ def gated_backward_with_h(
     _, h = empty_forms(gate, None, None, h_columnwise)
     assert h is not None
     return Results(of_gate, of_up, h)
-
-
-def _check_normalized(
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    kind: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> None:
-    if kind not in get_args(NormKind):
-        raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
-    _check_formats(rowwise, columnwise)
-    checks.high_precision(x, "x")
-    checks.rank(x, (2,), "x", "flatten tokens to [T, K]")
-    for tensor, what, shape, dtype in (
-        (rstd, "rstd", (x.shape[0], 1), torch.float32),
-        (weight, "the weight", (x.shape[1],), x.dtype),
-    ):
-        checks.same_device(tensor, x, what, "x")
-        if tensor.shape != shape:
-            raise ValueError(f"{what} has shape {list(tensor.shape)}: expected {list(shape)}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{what} has dtype {tensor.dtype}: expected {dtype}")
-
-
-def _decide_normalized(
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    kind: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Callable[..., Forms]:
-    sources = x, weight.contiguous().expand(x.shape)
-    run = runner(_backend(rowwise, columnwise, *sources), "normalized")
-    if rstd.is_contiguous() and weight.is_contiguous():
-        return run
-    return lambda x, rstd, weight, *rest: run(x, rstd.contiguous(), weight.contiguous(), *rest)
-
-
-@op(
-    decide=_decide_normalized,
-    check=_check_normalized,
-    formats=lambda x, rstd, weight, kind, row, col: (row, col),
-)
-def normalized(
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    kind: NormKind,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    """Return the forms of an RMS norm of ``x``, from one read of it.
-
-    Bytes are those of eager mode: see :func:`blocktensor.ops.norm.reference.normalize`.
-
-    Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, with any strides.
-        rstd: fp32 ``[T, 1]``, ``rsqrt(mean(x²) + eps)`` of each row.
-        weight: ``[K]``, dtype of x.
-        kind: "llama" or "gemma".
-        rowwise: format of the rowwise form, of blocks of one row; None for no such form.
-        columnwise: format of the columnwise form; None for no such form.
-
-    Returns:
-        The rowwise form, data ``[T, K]``, and the columnwise form, data ``[K, T]`` as
-        :func:`~blocktensor.ops.cast.ops.quantize_columnwise` writes it; None for one without a
-        format.
-
-    Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not fit; an unknown kind; no
-            format, or a rowwise one of square blocks.
-    """
-    return empty_forms(x, None, rowwise, columnwise)

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..cast import ops
 from ..cast.producer import Forms
 from ..formats import BlockFormat, Quantized
-from ..norm.reference import NormKind, normalize
 
 aten = torch.ops.aten
 
@@ -136,19 +135,3 @@ def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[
     """Return the gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
     act = ACTIVATIONS[activation]
     return act.gradient(grad * up, gate), grad * act.value(gate)
-
-
-def normalized(
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    kind: NormKind,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-) -> Forms:
-    """Return the forms of :func:`normalize`; None for a form without a format.
-
-    The reciprocal of the root mean square comes from outside: the order in which torch sums a row
-    is its own, and part of the bits.
-    """
-    return ops.quantize_forms(normalize(x, rstd, weight, kind), rowwise, columnwise)

@@ -62,35 +62,3 @@ ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
 ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks
   are for the columnwise form""",
     )
-
-
-def test_norms() -> None:
-    x, rstd, weight = (
-        torch.zeros(130, 300, dtype=BF16),
-        torch.ones(130, 1),
-        torch.ones(300).to(BF16),
-    )
-    rest: Any = ("llama", ROW, None)
-    layer: Any = "layer"
-    calls: list[Call] = [
-        lambda: ops.normalized(x, rstd, weight, layer, ROW, None),
-        lambda: ops.normalized(x, rstd, weight, "llama", None, None),
-        lambda: ops.normalized(x[None], rstd, weight, *rest),
-        lambda: ops.normalized(x, rstd[:5], weight, *rest),
-        lambda: ops.normalized(x, rstd, weight[:5], *rest),
-        lambda: ops.normalized(x, rstd.bfloat16(), weight, *rest),
-        lambda: ops.normalized(x, rstd, weight.float(), *rest),
-        lambda: ops.normalized(x, rstd, weight.to("meta"), *rest),
-    ]
-    assert_expected_inline(
-        refused(*calls),
-        """\
-ValueError: kind 'layer': expected one of llama, gemma
-ValueError: neither a rowwise nor a columnwise format was given: pass one or both
-ValueError: x has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T, K]
-ValueError: rstd has shape [5, 1]: expected [130, 1]
-ValueError: the weight has shape [5]: expected [300]
-TypeError: rstd has dtype torch.bfloat16: expected torch.float32
-TypeError: the weight has dtype torch.float32: expected torch.bfloat16
-ValueError: the weight is on meta and x on cpu: move them to one device""",
-    )

@@ -17,7 +17,6 @@ from blocktensor.ops.formats import (
     BLOCKS_128X128_POW2,
     BlockFormat,
 )
-from blocktensor.ops.norm.reference import normalize
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
@@ -26,11 +25,10 @@ from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.casts import Functions, kernels
 from tests.support.groups import ends
 from tests.support.numeric import DTYPES, KINDS, values
-from tests.support.producers import Formats, assert_same_forms, by_casts
+from tests.support.producers import Formats, assert_same_forms
 
 BF16, FP16, FP32 = DTYPES
 CUDA = torch.device("cuda")
-NORMS: Any = ["llama", "gemma"]
 FORMATS: tuple[Formats, ...] = (
     (BLOCKS_1X128, BLOCKS_1X128),
     (BLOCKS_1X128, BLOCKS_128X128),
@@ -118,70 +116,6 @@ def test_who_takes_which_layouts() -> None:
 
 
 # Norms
-
-NORM_SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 4096)
-
-
-def inputs(
-    rows: int, cols: int, dtype: torch.dtype = BF16, kind: str = "normal", seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, 1 / rms and the weight."""
-    rng = torch.Generator().manual_seed(seed)
-    x = values(kind, rows, cols, dtype, rng)
-    weight = values("normal", 1, cols, dtype, rng)[0]
-    return x, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6), weight
-
-
-@every_formats
-@pytest.mark.parametrize("kind", NORMS)
-def test_bytes_of_norms(kind: Any, formats: Formats) -> None:
-    for shape in ((130, 300), (5, 7), (0, 64), (3, 0)):
-        x, rstd, weight = inputs(*shape)
-        strided = torch.stack([weight, -weight], 1)[:, 0]
-        got = ops.normalized(x, rstd, strided, kind, *formats)
-        wanted = by_casts(normalize(x, rstd, weight, kind), formats)
-        assert_same_forms(got, wanted)
-
-
-def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Any:
-    backend = next(backend for backend in PRODUCER_BACKENDS if backend.name == name)
-    if backend.declines(ProducerProblem(sources, *formats)) is None:
-        return backend.function("normalized")
-    return None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("name", ["triton", "gluon"])
-def test_bytes_of_norms_on_a_gpu(name: str, kind: Any, dtype: torch.dtype) -> None:
-    draw, ran = random.Random(0), 0
-    while ran < 200:
-        rows, cols = draw.choice(NORM_SIZES), draw.choice(NORM_SIZES)
-        formats, of = draw.choice(FORMATS), draw.choice(KINDS)
-        if rows * cols > 1_500_000 or (name == "gluon" and formats[1] is None):
-            continue
-        x, rstd, weight = (t.cuda() for t in inputs(rows, cols, dtype, of, ran))
-        if ran % 3 == 1:  # rows apart
-            x = x.new_zeros((rows, cols + 16))[:, 8:-8].copy_(x)
-        run = takes(name, (x, weight.expand(x.shape)), formats)
-        if run is None:
-            assert not x.numel() or cols % 8 or x.stride(0) % 8
-            continue
-        got = run(x, rstd, weight, kind, *formats)
-        n = normalize(x, rstd, weight, kind)
-        assert_same_forms(got, by_casts(n, formats))
-        ran += 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", NORMS)
-def test_recorded_norms(kind: Any) -> None:
-    for seed in range(3):
-        sources = [t.cuda() for t in inputs(256, 576, seed=seed)]
-        formats = BLOCKS_1X128, BLOCKS_1X128
-        got = ops.normalized(*sources, kind, *formats)  # type: ignore[arg-type]
-        assert_same_forms(got, reference.normalized(*sources, kind, *formats))  # type: ignore
 
 
 # The gradients of gate and up with h from one read
