@@ -19,15 +19,12 @@ from .model.audit_report import AuditReport
 from .model.conversion_report import ConversionReport, SmallKN
 from .model.convert import convert, to_blockwise_fp8_weights
 from .model.explain import Explanation, explain
+from .model.forward_reads import Reads as _Reads
 from .model.freeze import freeze, unfreeze
-from .model.fuse import fuse, unfuse
-from .model.fuse_report import FusionEntry, FusionReport
-from .model.fused_class import Code as _Code
+from .model.fuse import PATTERNS as _PATTERNS
+from .model.fuse import FusionEntry, FusionReport, fuse, unfuse
+from .model.fuse_experts import RoutedExperts as _RoutedExperts
 from .model.fused_class import rebuild as _rebuild_fused
-from .model.fused_mlp import FusedMLP as _FusedMLP
-from .model.fused_mlp import GatedParts as _GatedParts
-from .model.fused_norm import FusedNorm as _FusedNorm
-from .model.fused_norm import NormParts as _NormParts
 from .model.memory import MemoryReport, memory_report
 from .model.share_inputs import SharingReport, share_inputs
 from .ops.formats import named as _named
@@ -52,9 +49,7 @@ del aten_products, aten_slicing, aten_tensor, aten_weight  # which have filled t
 _torch.serialization.add_safe_globals(
     [BlockwiseFP8Tensor, BlockwiseFP8Weight, _FP8Cache, Recipe, _named, _rebuilt]
 )
-_torch.serialization.add_safe_globals(
-    [_Code, _FusedMLP, _FusedNorm, _GatedParts, _NormParts, _rebuild_fused]
-)
+_torch.serialization.add_safe_globals([_Reads, *_PATTERNS, _RoutedExperts, _rebuild_fused])
 
 # The name of frozen weights in files from before they moved.
 _OLD_NAME = "blocktensor.tensor.BlockwiseFP8Tensor"

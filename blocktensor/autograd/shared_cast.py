@@ -1,8 +1,8 @@
 """One cast of an input for several linears, while the module that calls them runs.
 
-``linear`` and ``grouped_linear`` ask the casts that are running in their thread. Each has its own
-edge to the input in the autograd graph, so gradients are summed where they would be without
-sharing. Nothing is shared while no casts run, while a compiler traces, under dispatch modes, or if
+``linear`` and ``grouped_linear`` ask the run that is the innermost of their thread. Each has its
+own edge to the input in the autograd graph, so gradients are summed where they would be without
+sharing. Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if
 the input or ``offs`` was changed in between.
 """
 
@@ -27,10 +27,53 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 class _Thread(threading.local):
     """State of the calling thread; the class holds the initial value."""
 
-    running: SharedCasts | None = None
+    running: Run | None = None
 
 
 this_thread = _Thread()
+
+
+class SharedCasts:
+    """Share the casts of inputs of linears in each run, between :meth:`begin` and :meth:`end`.
+
+    Whole runs tell how many linears get each input, the most of all runs. From the next run on,
+    forms are dropped after their last use, and an input of one linear is left to it.
+
+    Attributes:
+        casts: inputs cast so far, by all threads.
+        saved: casts that sharing made unnecessary so far.
+        expected: the number of linears that got each input, in order.
+    """
+
+    def __init__(self) -> None:
+        self.casts = self.saved = 0
+        self.expected: tuple[int, ...] = ()
+
+    def begin(self) -> None:
+        """Share casts in this thread from now on."""
+        this_thread.running = Run(self, this_thread.running)
+
+    def end(self, whole: bool) -> list[list[int]]:
+        """Return to what ran before.
+
+        Args:
+            whole: whether no exception ended the run, whose inputs are expected from now on.
+
+        Returns:
+            Of each input, the ids of the weights that it met; empty if the inputs were expected.
+        """
+        run = this_thread.running
+        while run is not None and run.shared is not self:  # an exception may have left it there
+            run = run.outer
+        if run is None:  # begin was not reached
+            return []
+        this_thread.running = run.outer
+        counts = map(len, run.users)
+        most = tuple(map(max, zip_longest(counts, self.expected, fillvalue=0)))
+        if not whole or most == self.expected:
+            return []
+        self.expected = most
+        return run.users
 
 
 class _Latest(weakref.ref[Tensor]):
@@ -46,69 +89,19 @@ class _Latest(weakref.ref[Tensor]):
         self.forms, self.key = (), None
 
 
-class _Run(threading.local):
-    """State of one :class:`SharedCasts` in the calling thread.
+class Run:
+    """One run of a :class:`SharedCasts`, and the forms of its latest input.
 
     Attributes:
-        latest: the latest input.
-        users: of each input of this run so far, the ids of the weights that it met.
-        outer: what was running before, once for each entry.
+        shared: what runs.
+        outer: the run around this one.
+        users: of each input so far, the ids of the weights that it met.
     """
 
-    def __init__(self) -> None:
-        self.latest: _Latest | None = None
+    def __init__(self, shared: SharedCasts, outer: Run | None) -> None:
+        self.shared, self.outer = shared, outer
         self.users: list[list[int]] = []
-        self.outer: list[SharedCasts | None] = []
-
-
-class SharedCasts:
-    """The forms of the latest input of linears, between :meth:`begin` and :meth:`end`.
-
-    Whole runs tell how many linears get each input, the most of all runs. From the next run on,
-    forms are dropped after their last use, and an input of one linear is left to it.
-
-    Attributes:
-        casts: inputs cast so far.
-        saved: casts that sharing made unnecessary so far.
-        expected: the number of linears that got each input, in order.
-    """
-
-    def __init__(self) -> None:
-        self.casts = self.saved = 0
-        self.expected: tuple[int, ...] = ()
-        self._run = _Run()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_run"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _run=_Run())
-
-    def begin(self) -> None:
-        """Share casts in this thread from now on."""
-        run = self._run
-        run.outer.append(this_thread.running)
-        run.latest, run.users = None, []
-        this_thread.running = self
-
-    def end(self, whole: bool) -> list[list[int]]:
-        """Return to what was shared before.
-
-        Args:
-            whole: whether no exception ended the run, whose inputs are expected from now on.
-
-        Returns:
-            Of each input, the ids of the weights that it met; empty if the inputs were expected.
-        """
-        run, met = self._run, []
-        if run.outer:  # else begin was not reached
-            this_thread.running = run.outer.pop()
-            counts = map(len, run.users)
-            most = tuple(map(max, zip_longest(counts, self.expected, fillvalue=0)))
-            if whole and most != self.expected:
-                self.expected, met = most, run.users
-            run.latest, run.users = None, []
-        return met
+        self._latest: _Latest | None = None
 
     def forms_of(
         self,
@@ -143,21 +136,19 @@ class SharedCasts:
             plan.casts_x and plan.out_dtype, plan.format, plan.wgrad_input,
             None if offs is None else (id(offs), offs._version, offs.data_ptr()), stream,
         )  # fmt: skip
-        run = self._run
-        latest = run.latest
+        latest, shared = self._latest, self.shared
         if latest is None or latest.key != key:
-            latest = run.latest = _Latest(whole, _Latest.drop)
+            latest = self._latest = _Latest(whole, _Latest.drop)
             latest.key, latest.forms = key, ()
-            run.users.append([])
-        users = run.users[-1]
+            self.users.append([])
+        users = self.users[-1]
         users.append(id(w))
-        place = len(run.users) - 1
-        expected = self.expected[place] if place < len(self.expected) else 0
+        expected = next(iter(shared.expected[len(self.users) - 1 :]), 0)
         forms = latest.forms
         if len(forms) >= (2 if plan.x_columnwise is None else 4):
-            self.saved += 1
+            shared.saved += 1
         else:
-            self.casts += 1
+            shared.casts += 1
             if expected == len(users) == 1:
                 return ()
             made = x.detach()

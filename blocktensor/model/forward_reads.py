@@ -1,8 +1,9 @@
-"""Record the names that the forward of a module reads, and notice when their values change.
+"""Record what the forward of a module reads by name, and notice when the values change.
 
 These are functions, methods, flags and factors: of the module, its class and the modules in it, of
-a config, and of the files that they are written in. A change of one changes the result of the
-forward. ``fused_mlp.py`` and ``fused_norm.py`` check modules and parameters.
+a config, and of the files that they are written in; and the modules in it without parameters. A
+change of one changes the result of the forward. Patterns check hooks and the modules that have
+parameters (``fuse_mlp.py``).
 """
 
 from __future__ import annotations
@@ -39,17 +40,42 @@ def has_changed(read: Read) -> bool:
     return getattr(now, "__func__", now) is not was  # a method is bound anew each time
 
 
-def is_traced(read: Read) -> bool:
-    """Return True if Dynamo can compare the value: it knows no properties."""
-    return not _is_computed(read.value)
-
-
-def described(read: Read) -> Any:
-    """Return the name, with a value or a qualified name that is the same in every process."""
+def _described(read: Read) -> Any:
+    """Return the name, with a value or a qualified name, equal in every process."""
     value = read.value
     if type(value) in _VALUES:
         return read.name, value
     return read.name, getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+
+
+class Reads:
+    """All that a forward read when it was verified.
+
+    Attributes:
+        found: the names and values; None in a pickled copy.
+        are_traced: True if Dynamo can compare and guard all values: it knows no properties.
+        names: a description, equal in every process.
+    """
+
+    def __init__(self, found: tuple[Read, ...] | None, names: Any = None) -> None:
+        self.found = found
+        self.are_traced = not any(_is_computed(read.value) for read in found or ())
+        # names of code come in no order
+        self.names = names or sorted(map(_described, found or ()), key=repr)
+
+    def have_changed(self) -> bool:
+        """Return True if the forward may compute anything else now."""
+        return self.found is None or any(map(has_changed, self.found))
+
+    def __deepcopy__(self, memo: Any) -> Reads:
+        """Let the copy look at what was copied before it: the modules and settings of the copy."""
+        if self.found is None:
+            return self
+        found = (Read(memo.get(id(x), x), name, memo.get(id(y), y)) for x, name, y in self.found)
+        return Reads(tuple(found), self.names)
+
+    def __reduce__(self) -> Any:
+        return Reads, (None, self.names)
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -67,48 +93,51 @@ def closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def reads_of(module: nn.Module, forward: Any) -> tuple[Read, ...]:
-    """Return what ``forward``, a method of ``module``, and the forwards of its children read."""
-    inner = [x for x in module._modules.values() if x is not None]
-    todo = [(forward, module), *((type(x).forward, x) for x in inner)]
+def reads_of(module: nn.Module, kind: Any) -> tuple[Read, ...]:
+    """Return what the forward of ``module`` reads, which is that of its class ``kind``."""
+    inner = {name: x for name, x in module._modules.items() if x is not None}
+    places: list[tuple[Any, str]] = [(kind, "forward")]
+    places += [(type(x), name) for x in inner.values() for name in ("forward", "__call__")]
+    places += [(module, name) for name, x in inner.items() if not any(True for _ in x.parameters())]
+    todo = [(kind.forward, module), *((type(x).forward, x) for x in inner.values())]
     found: dict[tuple[int, str], Read] = {}
     seen: set[tuple[int, int]] = set()
     while todo:
         function, owner = todo.pop()
         function = getattr(function, "__func__", function)
-        key = id(function), id(owner)
-        if not isinstance(function, FunctionType) or key in seen:
-            continue
-        seen.add(key)
-        found[id(function), "__code__"] = Read(function, "__code__", function.__code__)
-        todo += [(x, owner) for _, x in closure_of(function)]
-        for holder, name in _read_by(function, owner):
-            value = getattr(holder, name)
-            value = getattr(value, "__func__", value)
-            if isinstance(value, (Tensor, nn.Module)) or not _is_comparable(value):
-                continue
-            found.setdefault((id(holder), name), Read(holder, name, value))
-            if _is_of_users(value):
-                todo.append((getattr(value, "fget", value), owner))
+        if isinstance(function, FunctionType) and (id(function), id(owner)) not in seen:
+            seen.add((id(function), id(owner)))
+            todo += [(x, owner) for _, x in closure_of(function)]
+            for holder, name in _read_by(function, owner):
+                value = getattr(holder, name)
+                value = getattr(value, "__func__", value)
+                if not isinstance(value, (Tensor, nn.Module)) and _is_comparable(value):
+                    places.append((holder, name))
+                    if _is_of_users(value):
+                        todo.append((getattr(value, "fget", value), owner))
+    for holder, name in places:
+        value = getattr(holder, name)
+        found[id(holder), name] = Read(holder, name, getattr(value, "__func__", value))
     return tuple(found.values())
 
 
 def _read_by(function: FunctionType, owner: Any) -> Iterator[tuple[Any, str]]:
     """Yield objects and the names of attributes that ``function``, of ``owner``, may read there."""
+    yield function, "__code__"
     names = names_in(function.__code__)
     holders: list[Any] = []
     file: Any = sys.modules.get(function.__module__)
     if getattr(file, "__dict__", None) is function.__globals__:
-        yield from ((file, name) for name in names if name in vars(file))
+        yield from ((file, name) for name in names & vars(file).keys())
         holders += [x for name in names if isinstance(x := vars(file).get(name), ModuleType)]
     for kind in type(owner).__mro__:
         for name in names & vars(kind).keys() if _is_of_users(kind) else ():
             yield kind, name
             if name != "forward" and not _is_computed(vars(kind)[name]):
                 yield owner, name  # an instance may have one of its own
-    own = {name: x for name, x in vars(owner).items() if name in names and name != "training"}
+    own = names & vars(owner).keys() - {"training"}
     yield from ((owner, name) for name in own)
-    holders += [x for x in own.values() if hasattr(x, "__dict__")]
+    holders += [x for name in own if hasattr(x := vars(owner)[name], "__dict__")]
     for holder in holders:  # more are found on the way
         for name in names & vars(holder).keys():
             yield holder, name

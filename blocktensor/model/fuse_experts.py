@@ -1,170 +1,268 @@
-"""Experts of a model that compute a gated MLP by groups of rows, and their verification."""
+"""Experts that compute a gated MLP by groups of rows, as one ``functional.gated_experts``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import functional
+from ..autograd.plan import autocast_dtype
 from ..distributed.dtensor import as_if_cut, local_of
 from ..distributed.fsdp.gather import GatheredInFP8
-from ..ops.producers.ops import ActivationName
-from .fuse_verify import Compared, Drawn, why_different, why_not_one_function
-from .fused_class import Fused, own_forward
-from .fused_experts import Dtypes, ExpertsParts, FusedExperts, run_parts
-from .fused_mlp import act_of, check_names, formula
-from .fused_routed_experts import (
-    FusedRoutedExperts,
-    routes_rows,
-    why_other_autocast,
-    why_other_routing,
-)
-from .fused_routed_experts import run_parts as run_routed
-from .module_names import matching
-from .product_weights import fp8_part, kind_of
+from ..tensor.base import FP8Base
+from .fuse_mlp import Gated
+from .fuse_pattern import Drawn, Pattern, Sample, why_different
+from .product_weights import fp8_part
 
-_STACKS = (
-    ("w1_EFD", "w3_EFD", "w2_EDF"),
-    ("w1", "w3", "w2"),
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "gate_up_proj", "down_proj"),
-)
-"""Names of the stacks gate, up and down: torchtitan's, the examples', those of linears;
-transformers', whose gate and up are one."""
+_Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of rows and of stacks."""
 
-ExpertsNames = Mapping[str, tuple[str, str, str, str | None]]
-
-_ComparedBy = Callable[[nn.Module, ExpertsParts, Drawn, Dtypes], Compared]
+IMPLEMENTATION = "grouped_mm"
+"""The implementation of transformers whose order of sums this is, which is its default."""
 
 
-class FoundExperts(NamedTuple):
-    """A module that has the stacks of gated experts.
+@dataclass(frozen=True)
+class Experts(Gated):
+    """Experts that are given rows sorted by expert, and their groups.
 
     Attributes:
-        stacks: names of its parameters gate, up and down; gate and up may be one.
-        activation: what it is, if somebody said so.
+        gate, up, down: names of the stacks ``[E, out, in]``; gate and up may be one.
+        dtypes: those with which this was verified.
+        ends: True if the module is given the ends of groups, ``offs``, and not their sizes.
+        to_local: True if it takes the local parts of stacks that are DTensors.
     """
 
-    name: str
-    module: nn.Module
-    stacks: tuple[str, str, str]
-    activation: str | None = None
+    dtypes: tuple[_Dtypes, ...] = ()
+    ends: bool = False
+    to_local: bool = False
 
-    def computes(self, activation: str | None) -> str:
-        """What it is taken for, with this activation."""
-        return f"{formula(self.stacks, activation or self.activation or '?')} by expert"
+    option = "experts"
+    inputs = 2
+    noun = "stacks"
+    known = (
+        ("w1_EFD", "w3_EFD", "w2_EDF"),  # torchtitan's
+        ("w1", "w3", "w2"),  # the examples'
+        ("gate_proj", "up_proj", "down_proj"),
+        ("gate_up_proj", "gate_up_proj", "down_proj"),  # transformers'
+    )
 
+    @staticmethod
+    def _formula(names: tuple[str, str, str], activation: str) -> str:
+        return f"{Gated._formula(names, activation)} by expert"
 
-def candidates(model: nn.Module, named: ExpertsNames) -> Iterator[FoundExperts]:
-    """The modules of experts by the names of this file, and those that ``named`` names.
+    @classmethod
+    def _known_in(cls, module: nn.Module) -> list[tuple[Any, ...]]:
+        found = super()._known_in(module)
+        return [
+            x for x in found if all(fp8_part(cls._weight(module, y)) is not None for y in x[:3])
+        ]
 
-    Raises:
-        ValueError: names that are not four, a pattern that matches no module, or a module without
-            the stacks it says.
-    """
-    modules = dict(model.named_modules())
-    by_name = _named_by_hand(model, named)
-    for name, module in modules.items():
-        if name in by_name:
-            yield by_name[name]
-            continue
-        for stacks in _STACKS:
-            if all(_is_stack(module, x) for x in stacks):
-                yield FoundExperts(name, module, stacks)
-                break
+    @classmethod
+    def _parts(cls, module: nn.Module) -> dict[str, Any]:
+        return {x: p for x, p in module._parameters.items() if getattr(p, "ndim", 0) == 3}
 
+    @classmethod
+    def _weight(cls, module: nn.Module, name: str | None) -> Any:
+        return module._parameters.get(name or "")
 
-def _is_stack(module: nn.Module, name: str) -> bool:
-    """Whether a parameter of this name is a stack in FP8."""
-    stack = module._parameters.get(name)
-    return stack is not None and stack.ndim == 3 and fp8_part(stack) is not None
+    @classmethod
+    def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
+        reason = super()._why_unlike(module, linears, act)
+        if not reason and _routes_rows(module):
+            return why_other_routing(module, linears[0]) or ""
+        return reason
 
+    @classmethod
+    def _patterns(
+        cls, module: nn.Module, linears: tuple[str, str, str], activations: Sequence[Any]
+    ) -> Sequence[Pattern]:
+        if _routes_rows(module):
+            return [RoutedExperts(*linears, x) for x in activations]
+        both = itertools.product((False, True), activations)
+        return [Experts(*linears, x, ends=ends) for ends, x in both]
 
-def _named_by_hand(model: nn.Module, named: ExpertsNames) -> dict[str, FoundExperts]:
-    modules, found = dict(model.named_modules()), {}
-    for pattern, names in named.items():
-        if len(names) != 4:
-            raise ValueError(
-                f"experts={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
-                f"('w1', 'w3', 'w2', 'silu')"
-            )
-        gate, up, down, activation = names
-        stacks = gate, up, down
-        check_names(stacks, f"experts pattern {pattern!r}")
-        if activation is not None and activation not in get_args(ActivationName):
-            raise ValueError(
-                f"experts pattern {pattern!r}: no activation is called {activation!r}: expected "
-                f"one of {', '.join(get_args(ActivationName))}, or None to try all"
-            )
-        for name in matching(model, pattern, "experts", "*.experts"):
-            module = modules[name]
-            missing = [x for x in stacks if getattr(module._parameters.get(x), "ndim", 0) != 3]
-            if missing:
-                held = ", ".join(map(repr, module._parameters)) or "no parameters"
-                raise ValueError(
-                    f"experts pattern {pattern!r} names {name!r}, a {kind_of(module)} without a "
-                    f"stack {missing[0]!r}; it has {held}"
-                )
-            found[name] = FoundExperts(name, module, stacks, activation)
-    return found
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
+        """Verify the experts with each pair of dtypes that they may get, and on cut stacks.
 
+        The module's forward may take the local parts of stacks that ranks have cut, as
+        torchtitan's does, or do anything else with a DTensor.
+        """
+        reasons: dict[_Dtypes, str | None] = {
+            dtypes: why_different(replace(self, dtypes=(dtypes,)), module, drawn)
+            for dtypes in _dtypes(fp8_part(self._weight(module, self.gate)).dtype)
+        }
+        verified = tuple(dtypes for dtypes, why in reasons.items() if why is None)
+        if not verified:
+            return None, next(iter(reasons.values())) or ""
+        made = replace(self, dtypes=verified)
+        if not (dist.is_available() and dist.is_initialized()):
+            return made, ""
+        why = why_different(replace(made, dtypes=verified[:1], to_local=True), module, drawn)
+        if why is None:
+            return replace(made, to_local=True), ""
+        if any(_stays_cut(self._weight(module, name)) for name in self.linears):
+            return None, f"with stacks that are DTensors it {why}"
+        return made, ""
 
-def parts_of(found: FoundExperts, recompute: bool, drawn: Drawn) -> tuple[ExpertsParts | None, str]:
-    """What the experts compute, if it could be told, and why they are left alone, if they are."""
-    if reason := _why_unlike(found):
-        return None, reason
-    module, first = found.module, ""
-    routed = routes_rows(module)
-    if routed and (other := why_other_routing(module, found.stacks[0])):
-        return None, other
-    act = act_of(module)
-    activations = (found.activation,) if found.activation else get_args(ActivationName)
-    given = (False,) if routed else (False, True)
-    compared = _compared_routed if routed else _compared
-    pairs = _dtypes(fp8_part(module._parameters[found.stacks[0]]).dtype)
-    for ends, activation in itertools.product(given, activations):
-        parts = ExpertsParts(
-            *found.stacks,
-            activation,
-            act,
-            None if act is None else getattr(module, act),
-            recompute,
-            ends=ends,
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why these arguments have to be given to the module's own forward, if they have."""
+        x, groups = args
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            return "its rows are no matrix"
+        if not isinstance(groups, Tensor) or groups.ndim != 1:
+            return "its groups are no vector"
+        if self.ends and groups.dtype != torch.int32:
+            return "the ends of its groups are not int32"
+        return self._why_other_stacks(module, x.dtype)
+
+    def _why_other_stacks(self, module: nn.Module, rows: torch.dtype) -> str | None:
+        """Return why one function cannot serve the stacks, for rows of a dtype, if it cannot."""
+        held: dict[str, Any] = {}
+        for name in self.linears:
+            stack: Any = module._parameters.get(name)
+            local = local_of(stack) if self.to_local else None
+            part = stack if local is None else local
+            held[name] = part if isinstance(part, FP8Base) else None
+            if held[name] is not None and (rows, stack.dtype) not in self.dtypes:
+                return f"its rows are {rows} and {name} is {stack.dtype}"
+        return self._why_no_recipe(held) or self.why_watched(module)
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute the experts as one function of rows and groups."""
+        x, groups = args
+        stacks = [self._stack_of(module, name, x.dtype) for name in self.linears]
+        return self._gated(x, stacks, groups if self.ends else groups.cumsum(0, dtype=torch.int32))
+
+    def _gated(self, x: Tensor, stacks: Sequence[Any], offs: Tensor) -> Tensor:
+        return functional.gated_experts(
+            x,
+            *self.by_role(stacks),
+            offs,
+            activation=self.activation,
+            recompute=self.recompute,
+            store_fp8=self.store_fp8,
         )
-        verified = []
-        for dtypes in pairs:
-            why = why_different(compared(module, parts, drawn, dtypes), drawn)
-            first = first or why or ""
-            if why is None:
-                verified.append(dtypes)
-        if verified:
-            parts = replace(parts, dtypes=tuple(verified))
-            return _with_local_parts(found, parts, compared, drawn)
-    return None, first
+
+    def _stack_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Any:
+        """Return a stack as the products of the module's own forward read it for these rows."""
+        stack: Any = module._parameters.get(name)
+        if self.to_local and local_of(stack) is not None:
+            stack = stack.to_local()
+        return stack if stack.dtype == dtype else stack.to(dtype)
+
+    def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
+        """List the stacks."""
+        return [(module, name, name) for name in self.linears]
+
+    def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of stacks that is verified."""
+        return self.dtypes[0][1]
+
+    def held_as(self, parameter: nn.Parameter) -> Any:
+        """Return a stack, as ranks cut it if that is to be verified."""
+        return as_if_cut(parameter) if self.to_local else parameter
+
+    def _rows(self, stack: Tensor, drawn: Drawn) -> Tensor:
+        return drawn.rows(stack).flatten(0, 1).to(self.dtypes[0][0])
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return rows of some experts, of none and of no group."""
+        stack = parameters[self.gate]
+        x = self._rows(stack, drawn)
+        sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
+        sizes[0] += len(x) // 2
+        sizes[-1] += len(x) // 3
+        groups = sizes.cumsum(0, dtype=torch.int32) if self.ends else sizes
+        return x, lambda x: (x, groups)
 
 
-def _with_local_parts(
-    found: FoundExperts, parts: ExpertsParts, compared: _ComparedBy, drawn: Drawn
-) -> tuple[ExpertsParts | None, str]:
-    """Verify ``parts`` on stacks that ranks have cut; return them and a reason against them.
+class RoutedExperts(Experts):
+    """Experts of transformers, which are given tokens, and the experts and weights of each."""
 
-    The module's forward may take the local parts, as torchtitan's does, or do anything else with a
-    DTensor.
+    inputs = 3
+
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why these arguments have to be given to the module's own forward, if they have."""
+        x, index, weights = args
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            return "its tokens are no matrix"
+        if not all(isinstance(t, Tensor) and t.ndim == 2 for t in (index, weights)):
+            return "experts and weights of tokens are no matrices"
+        other = why_other_routing(module, self.gate) or self._why_other_stacks(module, x.dtype)
+        if other is not None:
+            return other
+        dtype = autocast_dtype(x)
+        if dtype is None or x.dtype in (dtype, torch.float32):
+            return None
+        # the module's own forward converts h, of autocast's dtype, to that of the stacks
+        return f"h is rounded to {x.dtype} under an autocast to {dtype}"
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute all experts as one function of tokens ``[T, K]``, and sum what each token gets.
+
+        The experts of each token, and the weights of their outputs, are ``[T, chosen]``.
+        """
+        x, index, weights = args
+        stacks: list[Any] = [module._parameters[name] for name in self.linears]
+        experts, chosen = stacks[0].shape[0], index.shape[-1]
+        by_expert, order = torch.sort(index.reshape(-1))  # [T * chosen]
+        # histc, as it needs no synchronisation; of integers on CUDA alone
+        numbers = by_expert.int() if x.is_cuda else by_expert.float()
+        sizes = torch.histc(numbers, bins=experts, min=0, max=experts - 1)
+        y = self._gated(x[order // chosen], stacks, sizes.cumsum(0, dtype=torch.int32))
+        y = y * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return y[back].view(len(x), chosen, y.shape[1]).sum(1).to(x.dtype)
+
+    def settings(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the number of drawn experts."""
+        return {"num_experts": len(parameters[self.gate])}
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return tokens with two experts each, and none for one of the experts."""
+        stack = parameters[self.gate]
+        rows = self._rows(stack, drawn)
+        tokens, used = torch.arange(len(rows), device=rows.device), max(1, len(stack) - 1)
+        index = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
+
+        def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients show in x's
+            return x, index, weights.to(x.dtype)
+
+        return rows, routed
+
+
+def _routes_rows(module: nn.Module) -> bool:
+    """Return True for modules that ``@use_experts_implementation`` of transformers makes."""
+    attributes = vars(module)
+    flags = "has_gate", "has_bias", "is_transposed"
+    return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
+
+
+def why_other_routing(module: Any, stack: str) -> str | None:
+    """Return why a module that routes rows does so in another way, if it does.
+
+    It is asked in every forward: these attributes may change. ``stack``: the name of a stack.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return parts, ""
-    cut = replace(parts, to_local=True)
-    why = why_different(compared(found.module, cut, drawn, parts.dtypes[0]), drawn)
-    if why is None:
-        return cut, ""
-    if any(_stays_cut(found.module._parameters[name]) for name in parts.linears):
-        return None, f"with stacks that are DTensors it {why}"
-    return parts, ""
+    chosen = getattr(module.config, "_experts_implementation", None)
+    if chosen != IMPLEMENTATION:
+        return f"its experts_implementation is {chosen!r}: expected {IMPLEMENTATION!r}"
+    if not module.has_gate or module.has_bias or module.is_transposed:
+        return "its stacks have biases, are transposed or have no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    if getattr(module, "num_experts", None) != len(module._parameters[stack]):
+        return "its num_experts is not the length of its stacks"
+    return None
 
 
 def _stays_cut(stack: Any) -> bool:
@@ -176,99 +274,8 @@ def _stays_cut(stack: Any) -> bool:
     return cuts > isinstance(local, GatheredInFP8)
 
 
-def _dtypes(stacks: torch.dtype) -> list[Dtypes]:
-    """Of rows and of stacks, that a forward may have: all that a module converts, or FSDP2."""
+def _dtypes(stacks: torch.dtype) -> list[_Dtypes]:
+    """List the dtypes that a forward may have: all that a module converts, or FSDP2."""
     if stacks != torch.float32:
         return [(stacks, stacks)]
     return [(torch.bfloat16, stacks), (stacks, stacks), (torch.bfloat16, torch.bfloat16)]
-
-
-def kind_for(module: nn.Module) -> type[Fused]:
-    """How a module of experts runs when it is fused."""
-    return FusedRoutedExperts if routes_rows(module) else FusedExperts
-
-
-def _why_unlike(found: FoundExperts) -> str:
-    """Why experts can be no gated MLP of their stacks, by their looks; empty if they may be one."""
-    module = found.module
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
-    recipes = []
-    for name in found.stacks:
-        held = fp8_part(module._parameters[name])
-        if held is None:
-            return f"{name} is not in FP8"
-        recipes.append(held.recipe)
-    if reason := why_not_one_function(recipes, "stacks"):
-        return reason
-    act = act_of(module)
-    others = [name for name, x in module._modules.items() if x is not None and name != act]
-    others += [name for name, x in module._parameters.items()
-               if x is not None and name not in found.stacks]  # fmt: skip
-    others += [name for name, x in module._buffers.items() if x is not None]
-    return f"has more than stacks and an activation: {', '.join(others)}" if others else ""
-
-
-def _compared(module: nn.Module, parts: ExpertsParts, drawn: Drawn, dtypes: Dtypes) -> Compared:
-    """The experts as written and fused, on rows of some experts, of none and of no group."""
-    given: dict[str, Tensor] = {}
-
-    def rows_for(parameters: dict[str, Tensor]) -> Tensor:
-        stack = parameters[parts.gate]
-        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(dtypes[0])
-        sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
-        sizes[0] += len(x) // 2
-        sizes[-1] += len(x) // 3
-        given["groups"] = sizes.cumsum(0, dtype=torch.int32) if parts.ends else sizes
-        return x
-
-    return Compared(
-        module,
-        [(module, name, name) for name in parts.linears],
-        lambda x: own_forward(module)(x, given["groups"]),
-        lambda x: run_parts(module, parts, x, given["groups"]),
-        rows_for,
-        dtypes[1],
-        as_if_cut if parts.to_local else None,
-    )
-
-
-def _compared_routed(
-    module: nn.Module, parts: ExpertsParts, drawn: Drawn, dtypes: Dtypes
-) -> Compared:
-    """Experts that route rows, on two experts a token and none for one of the experts."""
-    routing: dict[str, Any] = {}
-
-    def rows_for(parameters: dict[str, Tensor]) -> Tensor:
-        stack = parameters[parts.gate]
-        x = drawn.rows(stack.shape[2], stack).flatten(0, 1).to(dtypes[0])
-        tokens = torch.arange(len(x), device=x.device)
-        used = max(1, len(stack) - 1)
-        routing["index"] = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
-        routing["experts"] = len(stack)
-        return x
-
-    def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # so that their gradients show in x's
-        return x, routing["index"], weights.to(x.dtype)
-
-    def as_written(x: Tensor) -> Any:
-        experts = module.num_experts
-        module.num_experts = routing["experts"]  # of the drawn stacks
-        try:
-            return own_forward(module)(*routed(x))
-        finally:
-            module.num_experts = experts
-
-    def fused(x: Tensor) -> Any:
-        return as_written(x) if why_other_autocast(x) else run_routed(module, parts, *routed(x))
-
-    return Compared(
-        module,
-        [(module, name, name) for name in parts.linears],
-        as_written,
-        fused,
-        rows_for,
-        dtypes[1],
-        as_if_cut if parts.to_local else None,
-    )

@@ -6,7 +6,7 @@ form would gather none.
 
 from __future__ import annotations
 
-import copy
+import copyreg
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _CONTAINERS = dict, list, deque, set
 _NOT_SEARCHED = nn.Module, type, ModuleType, logging.Logger
 _MISSING = object()
 _CONTENT = object()
-"""The key under which :func:`_items` returns the content of a tensor, an array or a generator."""
+"""The key of the content of a tensor, an array or a generator."""
 
 
 @contextmanager
@@ -34,16 +34,10 @@ def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
     Yields:
         A function that names what has changed so far, other than modes; empty if nothing has.
     """
-    before = [(name, holder, _items(holder)) for name, holder in _holders(module)]
-    values = [(x, copy.deepcopy(x)) for _, x, _ in before if _is_array(x)]
-    values += [
-        (x, x.clone())
-        for _, x, _ in before
-        if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-    ]
+    before = [(name, holder, _items(holder), _copy(holder)) for name, holder in _holders(module)]
 
     def changed() -> str:
-        for name, holder, items in before:
+        for name, holder, items, _ in before:
             for key in _differing(items, _items(holder)):
                 if key != "training":
                     return name or str(key)
@@ -52,11 +46,8 @@ def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
     try:
         yield changed
     finally:
-        for _, holder, items in before:
-            _restore(holder, items)
-        for x, old in values:
-            with torch.no_grad():
-                x.copy_(old) if isinstance(x, Tensor) else x.__setitem__(..., old)
+        for _, holder, items, content in before:
+            _restore(holder, items, content)
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
@@ -99,10 +90,8 @@ def _is_array(x: Any) -> bool:
 
 
 def _slots(x: Any) -> list[str]:
-    """The attributes of an object that are in no dictionary."""
-    named = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [y for each in named for y in ([each] if isinstance(each, str) else each)]
-    return [name for name in names if not name.startswith("__") and hasattr(x, name)]
+    """Return the attributes of an object that are in no dictionary."""
+    return [name for name in copyreg._slotnames(type(x)) if hasattr(x, name)]  # type: ignore[attr-defined]
 
 
 def _is_of_users(kind: type) -> bool:
@@ -124,19 +113,29 @@ def _items(holder: Any) -> dict[Any, Any]:
     """Return what ``holder`` holds, by key; of a tensor its version."""
     if isinstance(holder, Tensor):
         return {_CONTENT: 0 if holder.is_inference() else holder._version}
-    if isinstance(holder, type):
-        return {key: x for key, x in vars(holder).items() if not key.startswith("__")}
-    if _is_array(holder):
-        return {_CONTENT: holder.tobytes()}
     if isinstance(holder, torch.Generator):
         return {_CONTENT: tuple(holder.get_state().tolist())}
-    if not isinstance(holder, _CONTAINERS):
-        return {key: getattr(holder, key) for key in _slots(holder)}
-    return dict(holder if isinstance(holder, dict) else enumerate(holder))
+    if _is_array(holder):
+        return {_CONTENT: holder.tobytes()}
+    if isinstance(holder, type):
+        return {key: x for key, x in vars(holder).items() if not key.startswith("__")}
+    if isinstance(holder, _CONTAINERS):
+        return dict(holder if isinstance(holder, dict) else enumerate(holder))
+    return {key: getattr(holder, key) for key in _slots(holder)}
+
+
+def _copy(holder: Any) -> Any:
+    """Return the content of a tensor, an array or a generator; parameters are others meanwhile."""
+    if isinstance(holder, torch.Generator):
+        return holder.get_state()
+    if _is_array(holder):
+        return holder.copy()
+    is_buffer = isinstance(holder, Tensor) and not isinstance(holder, nn.Parameter)
+    return holder.clone() if is_buffer else None
 
 
 def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
-    """The keys of what is not the same object, number or content in both."""
+    """Return the keys of what is not the same object, number or content in both."""
 
     def same(key: Any) -> bool:
         a, b = old.get(key, _MISSING), new.get(key, _MISSING)
@@ -145,20 +144,21 @@ def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
     return [key for key in dict.fromkeys((*old, *new)) if not same(key)]
 
 
-def _restore(holder: Any, items: dict[Any, Any]) -> None:
-    """Put ``items`` back into ``holder``; values of tensors and arrays are restored elsewhere."""
+def _restore(holder: Any, items: dict[Any, Any], content: Any) -> None:
     changed = _differing(items, _items(holder))
-    if not changed or isinstance(holder, Tensor) or _is_array(holder):
+    if not changed or isinstance(holder, nn.Parameter):
         return
-    if isinstance(holder, torch.Generator):
-        holder.set_state(torch.tensor(items[_CONTENT], dtype=torch.uint8))
-        return
-    if not isinstance(holder, _CONTAINERS):  # attributes of a class, or slots
+    if isinstance(holder, Tensor):
+        with torch.no_grad():
+            holder.copy_(content)
+    elif isinstance(holder, torch.Generator):
+        holder.set_state(content)
+    elif _is_array(holder):
+        holder[...] = content
+    elif isinstance(holder, _CONTAINERS):
+        holder.clear()
+        add = holder.extend if isinstance(holder, (list, deque)) else holder.update
+        add(items if isinstance(holder, dict) else items.values())
+    else:  # attributes of a class, or slots
         for key in changed:
             setattr(holder, key, items[key]) if key in items else delattr(holder, key)
-        return
-    holder.clear()
-    if isinstance(holder, (dict, set)):
-        holder.update(items if isinstance(holder, dict) else items.values())
-    else:
-        holder.extend(items.values())

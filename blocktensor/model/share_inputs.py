@@ -5,13 +5,75 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ..autograd.shared_cast import SharedCasts
 from ..text_table import collapse, text_table
-from .input_group import InputGroup
 from .module_names import is_module
 from .product_weights import fp8_part, fp8_weights, is_linear
+
+
+class InputGroup(SharedCasts):
+    """The FP8 weights of one module, whose products with one input share its cast.
+
+    Attributes:
+        name: of the module, relative to the model; empty for the model itself.
+        linears: names of its linears, or of its stacks, relative to the module.
+        together: the linears that got one input, as found by running; a tuple for each input.
+        of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, linears: tuple[str, ...], of_fuse: bool
+    ) -> None:
+        super().__init__()
+        self.name, self.linears, self.of_fuse = name, linears, of_fuse
+        self.together: tuple[tuple[str, ...], ...] = ()
+        # The hooks hold no reference to the module, which would delay the freeing of a model.
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.begin()
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        met = self.end(whole=result is not None)
+        if met:
+            names = self._names(module)
+            self.together = tuple(
+                dict.fromkeys(
+                    tuple(names[x] for x in each)
+                    if names.keys() >= set(each)
+                    else (f"{len(each)} products",)  # of transposes, copies, adapters
+                    for each in met
+                    if len(each) > 1 or each[0] in names
+                )
+            )
+
+    def _names(self, module: nn.Module) -> dict[int, str]:
+        """Return the names of the weights by their ids."""
+        held: dict[int, str] = {}
+        for name in self.linears:
+            owner, _, own = name.rpartition(".")
+            weight = module.get_submodule(owner)._parameters.get(own)
+            if weight is None:  # of a linear
+                weight = module.get_submodule(name)._parameters.get("weight")
+            held[id(weight)] = name
+        return held
 
 
 @dataclass(frozen=True)
@@ -133,8 +195,7 @@ def _group_of(
         group.remove()
         group = None
     if group is None and len(names) > 1:
-        group = InputGroup(name, tuple(names), of_fuse)
-        group.attach(module)
+        group = InputGroup(module, name, tuple(names), of_fuse)
     return group
 
 

@@ -82,13 +82,17 @@ def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
 
 def test_forms_are_kept_no_longer_than_their_last_use() -> None:
     module = experts()
-    share_inputs(module)
+    group = share_inputs(module).groups[0]
     step(module)
-    x = tokens().detach()
-    with torch.no_grad():
-        module(x, SIZES)
-        group = next(iter(module._forward_hooks.values())).__self__
-    assert group._shared._run.latest is None
+    group.begin()
+    try:
+        with torch.no_grad():
+            module.forward(tokens().detach(), SIZES)
+        running: Any = this_thread.running
+        assert len(running.users) == 2
+        assert running._latest.forms == ()
+    finally:
+        group.end(whole=True)
     assert this_thread.running is None
 
 
@@ -165,21 +169,22 @@ def test_a_freed_input_takes_its_forms_along() -> None:
     module = experts()
     report = share_inputs(module)
     group = report.groups[0]
-    group._begin(module, ())  # type: ignore[union-attr]
+    group.begin()
     try:
         x = tokens().detach()
         with torch.no_grad():
             torch._grouped_mm(
                 x, module.w1_EFD.bfloat16().transpose(-2, -1), offs=SIZES.cumsum(0).int()
             )
-        latest = group._shared._run.latest  # type: ignore[union-attr]
+        running: Any = this_thread.running
+        latest = running._latest
         assert latest is not None
         assert len(latest.forms) == 2
         del x
         gc.collect()
         assert latest.forms == ()
     finally:
-        group._end(module, (), None)  # type: ignore[union-attr]
+        group.end(whole=False)
 
 
 def test_compiled_experts_cast_for_themselves() -> None:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import fuse, unfuse
-from blocktensor.model.forward_reads import reads_of
-from blocktensor.model.fused_class import Code, own_forward
+from blocktensor.model.forward_reads import Reads, reads_of
 from tests.support.compiling import afresh
 from tests.support.gated import assert_bits
 from tests.support.mlps import MLP, Model, X, converted, fused_in, results
@@ -34,7 +33,7 @@ def hidden(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class Reads(MLP):
+class Varied(MLP):
     """SwiGLU by way of all that a forward may read."""
 
     of_class, of_tuple = 1.0, (1.0, "x")
@@ -74,12 +73,12 @@ def with_code(patch: Any, m: Any) -> None:
     def method(self: Any, x: Tensor) -> Tensor:
         return hidden(self.gate_proj(x), self.up_proj(x)) * 2
 
-    patch.setattr(Reads.method, "__code__", method.__code__)
+    patch.setattr(Varied.method, "__code__", method.__code__)
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
-    "an attribute of the class": lambda patch, m: patch.setattr(Reads, "of_class", 2.0),
-    "a tuple": lambda patch, m: patch.setattr(Reads, "of_tuple", (2.0, "x")),
+    "an attribute of the class": lambda patch, m: patch.setattr(Varied, "of_class", 2.0),
+    "a tuple": lambda patch, m: patch.setattr(Varied, "of_tuple", (2.0, "x")),
     "an attribute": lambda patch, m: patch.setattr(m, "of_instance", 2),
     "a flag": lambda patch, m: patch.setattr(m, "is_on", True),
     "an attribute of the class, on the instance": lambda patch, m: patch.setattr(
@@ -88,12 +87,12 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
     "a setting": lambda patch, m: patch.setattr(m.config, "scale", 2.0),
     "a global": lambda patch, m: patch.setattr(HERE, "FACTOR", 2.0),
     "a function": lambda patch, m: patch.setattr(HERE, "hidden", times(hidden)),
-    "a method": lambda patch, m: patch.setattr(Reads, "method", times(Reads.method)),
+    "a method": lambda patch, m: patch.setattr(Varied, "method", times(Varied.method)),
     "a method of the instance": lambda patch, m: patch.setattr(m, "method", times(m.method)),
     "a static method": lambda patch, m: patch.setattr(
-        Reads, "alone", staticmethod(times(Reads.alone))
+        Varied, "alone", staticmethod(times(Varied.alone))
     ),
-    "a property": lambda patch, m: patch.setattr(Reads, "computed", property(lambda m: 2.0)),
+    "a property": lambda patch, m: patch.setattr(Varied, "computed", property(lambda m: 2.0)),
     "the code of a method": with_code,
     "F.silu": lambda patch, m: patch.setattr(F, "silu", times(F.silu)),
     "F.linear": lambda patch, m: patch.setattr(F, "linear", times(F.linear)),
@@ -117,7 +116,7 @@ def runs_fused(model: nn.Module) -> bool:
 
 
 def fused() -> tuple[Any, Any]:
-    model = converted(Reads())
+    model = converted(Varied())
     twin = copy.deepcopy(model)
     assert fuse(model).left_alone == ()
     return model, twin
@@ -168,7 +167,7 @@ def test_a_pickle_of_other_settings_runs_as_written(monkeypatch: pytest.MonkeyPa
     model, twin = fused()
     pickled = pickle.dumps(model)
     assert runs_fused(pickle.loads(pickled))
-    monkeypatch.setattr(Reads, "of_class", 2.0)
+    monkeypatch.setattr(Varied, "of_class", 2.0)
     made = pickle.loads(pickled)
     assert not runs_fused(made)
     assert_bits(results(made), results(twin))
@@ -176,18 +175,9 @@ def test_a_pickle_of_other_settings_runs_as_written(monkeypatch: pytest.MonkeyPa
 
 def test_pickles_compare_names_in_no_order() -> None:
     """Those of code are sets, whose order another process does not share."""
-    reads = fused()[0]._fused_code.reads
+    reads = fused()[0]._fused_reads.found
     assert len(reads) > 10
-    assert Code((), reads).names == Code((), reads[::-1]).names
-
-
-def test_an_activation_with_a_forward_of_its_own() -> None:
-    model, twin = converted(Model()), converted(Model())
-    fuse(model)
-    for each in (model, twin):
-        act = each.layers[0]["mlp"].act_fn  # type: ignore[index,union-attr]
-        act.forward = lambda x: x
-    assert_bits(results(model), results(twin))
+    assert Reads(reads).names == Reads(reads[::-1]).names
 
 
 def test_settings_of_an_activation() -> None:
@@ -206,11 +196,13 @@ def test_settings_of_an_activation() -> None:
 def test_they_are_few() -> None:
     """Each is compared in every forward."""
     model = converted(MLP())
-    names = sorted(read.name for read in reads_of(model, own_forward(model)))
-    assert names == ["F", "F", "__code__", "__code__", "__code__", "inplace", "linear", "silu"]
+    names = sorted(read.name for read in reads_of(model, MLP))
+    # of the MLP, nn.Linear and nn.SiLU
+    of_classes = ["__code__"] * 3 + ["__call__"] * 2 + ["forward"] * 3
+    assert names == sorted(["F", "F", "inplace", "linear", "silu", "act_fn", *of_classes])
 
 
-@pytest.mark.parametrize("make", [MLP, Reads])
+@pytest.mark.parametrize("make", [MLP, Varied])
 def test_compilers_see_the_fused_function(make: type[MLP]) -> None:
     model, seen = converted(make()), []
 

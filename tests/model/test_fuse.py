@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import Recipe, audit, convert, fuse, share_inputs, unfuse
+from blocktensor import Recipe, audit, convert, fuse, share_inputs
 from blocktensor.autograd import whole_functions
 from tests.support.gated import assert_bits
 from tests.support.mlps import (
@@ -252,98 +250,6 @@ def test_options_of_other_types(options: Any) -> None:
     assert fused_in(model) == []
     with pytest.raises(TypeError, match=r"fuse takes a model, an nn\.Module: got a NoneType"):
         fuse(None)  # type: ignore[arg-type]
-
-
-def test_undone() -> None:
-    model = converted(Model())
-    kinds = [type(each) for each in model.modules()]
-    before = [dict(each.__dict__) for each in model.modules()]
-    fuse(model)
-    assert kinds != [type(each) for each in model.modules()]
-    assert unfuse(model) == ("layers.0.mlp", "layers.1.mlp")
-    assert kinds == [type(each) for each in model.modules()]
-    assert [each.__dict__.keys() for each in model.modules()] == [old.keys() for old in before]
-    assert unfuse(model) == ()
-    with Trace() as trace:
-        results(model)
-    assert trace.count("gated") == 0
-
-
-def test_once_more() -> None:
-    model = converted(Model())
-    fuse(model)
-    kinds = [type(each) for each in model.modules()]
-    wanted = results(model)
-    report = fuse(model, recompute=True)
-    assert len(report.fused) == 2
-    assert kinds == [type(each) for each in model.modules()]
-    parts = [m._fused_parts for m in model.modules() if hasattr(m, "_fused_parts")]
-    assert [each.recompute for each in parts] == [True, True]
-    assert_bits(results(model), wanted)
-    assert unfuse(model) == ("layers.0.mlp", "layers.1.mlp")
-
-
-def test_what_a_later_call_leaves_alone_runs_as_written() -> None:
-    model = converted(Model())
-    wanted = results(model)
-    fuse(model, store_fp8=True)
-    handle = model.layers[0]["mlp"].up_proj.register_forward_hook(lambda *_: None)
-    assert [entry.name for entry in fuse(model).left_alone] == ["layers.0.mlp"]
-    handle.remove()
-    assert fused_in(model) == ["layers.1.mlp"]
-    assert type(model.layers[0]["mlp"]) is MLP
-    assert_bits(results(model), wanted)  # gate and up are not stored in FP8
-
-
-def test_other_instances_of_the_class_stay() -> None:
-    one, other = converted(MLP()), converted(MLP())
-    fuse(one)
-    assert isinstance(one, MLP)
-    assert type(other) is MLP
-    assert type(one).__name__ == "MLP"
-    assert repr(one) == repr(other)
-    assert one.state_dict().keys() == other.state_dict().keys()
-    with Trace() as trace:
-        other(X.bfloat16())
-    assert trace.count("gated") == 0
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_copies_are_fused(how: str) -> None:
-    model = converted(Model())
-    wanted = results(model)
-    fuse(model, recompute=True)
-    if how == "deepcopy":
-        made = copy.deepcopy(model)
-    elif how == "pickle":
-        made = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
-    assert fused_in(made) == fused_in(model)
-    mlp = made.layers[0]["mlp"]
-    assert mlp._fused_parts.act_value is mlp.act_fn is not model.layers[0]["mlp"].act_fn
-    assert_bits(results(made), wanted)
-    with Trace() as trace:
-        made(X.bfloat16())
-    assert trace.count("blocktensor.gated") == 2
-    assert len(unfuse(made)) == 2
-    assert len(fused_in(model)) == 2
-    assert type(made.layers[0]["mlp"]) is MLP
-
-
-def test_state_dicts_load() -> None:
-    model, other = converted(Model()), converted(Model())
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.5)
-    wanted = results(other)
-    fuse(model)
-    assert model.state_dict().keys() == other.state_dict().keys()
-    model.load_state_dict(other.state_dict())
-    assert_bits(results(model), wanted)
 
 
 @pytest.mark.parametrize("first", ["fuse", "share"])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blocktensor.model.fuse_experts import Experts
 from blocktensor.model.fused_class import fused_modules
-from blocktensor.model.fused_experts import FusedExperts
 from tests.support.gated import EAGER
 from tests.support.models import randn
 
@@ -83,4 +83,4 @@ def results(
 
 def fused_in(model: nn.Module) -> list[str]:
     """The names of its modules of experts that are fused."""
-    return [name for name, _ in fused_modules(model, FusedExperts)]
+    return [name for name, _ in fused_modules(model, Experts)]

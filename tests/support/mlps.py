@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import Recipe, convert
+from blocktensor.model.fuse_mlp import MLP as MLPPattern
 from blocktensor.model.fused_class import fused_modules
-from blocktensor.model.fused_mlp import FusedMLP
 from tests.support.models import FP32_SCALES
 
 K, HIDDEN = 192, 320
@@ -148,7 +148,7 @@ def results(model: nn.Module, x: Tensor = X, run: Any = None) -> list[Tensor | N
 
 def fused_in(model: nn.Module) -> list[str]:
     """The names of its modules that are fused."""
-    return [name for name, _ in fused_modules(model, FusedMLP)]
+    return [name for name, _ in fused_modules(model, MLPPattern)]
 
 
 def with_adapter(model: nn.Module, linear: str) -> Any:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import Recipe, fuse
-from blocktensor.model import fused_norm
+from blocktensor.model import fuse_norm
 from blocktensor.model.fused_class import fused_modules
-from blocktensor.model.fused_norm import FusedNorm
 from tests.support.mlps import MLP, K, X, converted
 from tests.support.models import FP32_SCALES
 
@@ -98,7 +97,7 @@ def blocks(
 
 def fused_norms(model: nn.Module) -> list[str]:
     """The names of the norms that :func:`blocktensor.fuse` has fused."""
-    return [name for name, _ in fused_modules(model, FusedNorm)]
+    return [name for name, _ in fused_modules(model, fuse_norm.Norm)]
 
 
 NAMES = [
@@ -125,7 +124,7 @@ def runs_fused(
 ) -> int:
     """How many norms of a model did run fused."""
     with (
-        mock.patch.object(fused_norm, "run_parts", wraps=fused_norm.run_parts) as runs,
+        mock.patch.object(fuse_norm, "normed", wraps=fuse_norm.normed) as runs,
         torch.no_grad(),
     ):
         (run or model)(X.to(next(model.parameters()).dtype) if x is None else x)

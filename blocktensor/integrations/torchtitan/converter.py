@@ -20,8 +20,8 @@ from torchtitan.tools.logging import logger
 
 from ...model.convert import convert
 from ...model.fuse import fuse
+from ...model.fuse_mlp import MLP
 from ...model.fused_class import fused_modules
-from ...model.fused_mlp import FusedMLP, why_apart
 from ...ops.formats import ScaleRounding
 from ...recipe import CachePolicy, Recipe, WgradInput
 
@@ -214,8 +214,8 @@ def _check_parallelism(parallel_dims: Any) -> None:
 
 def _check_fused(model: nn.Module) -> None:
     """Raise if ``parallelize`` has replaced the forward of a linear of a fused MLP."""
-    for name, module in fused_modules(model, FusedMLP):
-        why = why_apart(module, module._fused_parts)
+    for name, module in fused_modules(model, MLP):
+        why = module._fused_pattern.why_apart(module)
         if why is not None:
             raise NotImplementedError(
                 f"fuse=True: torchtitan's parallelize takes {name!r} apart ({why}); set "

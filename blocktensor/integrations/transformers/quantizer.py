@@ -22,8 +22,7 @@ from ...distributed.dtensor import local_of
 from ...model.conversion_report import ConversionReport
 from ...model.convert import convert
 from ...model.freeze import unfreeze
-from ...model.fuse import fuse
-from ...model.fuse_report import FusionReport
+from ...model.fuse import FusionReport, fuse
 from ...model.module_names import weights_to_skip
 from ...model.pretrained_models import exchange, values_of
 from ...model.product_weights import fp8_weights, is_linear

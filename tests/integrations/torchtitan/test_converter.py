@@ -111,8 +111,8 @@ def test_recipe() -> None:
 
 def test_fuse() -> None:
     model = converted(llama3, layers=1, fuse=True)
-    assert model.layers["0"].feed_forward._fused_parts.linears == ("w1", "w3", "w2")
-    assert not hasattr(converted(llama3, layers=1).layers["0"].feed_forward, "_fused_parts")
+    assert model.layers["0"].feed_forward._fused_pattern.linears == ("w1", "w3", "w2")
+    assert not hasattr(converted(llama3, layers=1).layers["0"].feed_forward, "_fused_pattern")
 
 
 def test_weights_of_a_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

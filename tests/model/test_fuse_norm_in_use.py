@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, audit, freeze, fuse, to_blockwise_fp8_weights, unfreeze, unfuse
+from blocktensor import Recipe, freeze, fuse, to_blockwise_fp8_weights
 from blocktensor.distributed import ColwiseParallel
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
 from tests.support.mlps import K, X, converted, results, with_adapter
 from tests.support.models import POWER_OF_TWO, Trace, plain, randn
 from tests.support.norms import (
-    NAMES,
     Norm,
     OfTorch,
     blocks,
@@ -80,22 +76,6 @@ def test_other_readers_get_the_norm_itself(reader: str, way: str) -> None:
     assert_bits(results(model, run=run), results(twin))
 
 
-def test_undone_and_copied() -> None:
-    model, twin = fused_blocks()
-    wanted = results(twin)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert fused_norms(other) == NAMES
-        assert_bits(results(other), wanted)
-        assert runs_fused(other) == 4
-    assert isinstance(model.layers[0].input_layernorm, Norm)
-    assert unfuse(model.layers[0].input_layernorm) == ("",)
-    assert runs_fused(model) == 3
-    unfuse(model)
-    assert type(model.layers[1].input_layernorm) is Norm
-    assert runs_fused(model) == 0
-    assert model.state_dict().keys() == twin.state_dict().keys()
-
-
 def test_what_changes_later() -> None:
     def other_eps(block: Any) -> None:
         block.input_layernorm.variance_epsilon = 1e-2
@@ -149,32 +129,6 @@ def test_adapters(first: str) -> None:
     assert_bits(results(made), results(wanted))
 
 
-@every_way
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant: bool, way: str) -> None:
-    model, twin = fused_way(way)
-    run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
-    assert_bits(results(model, run=run), results(twin))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast(dtype: torch.dtype) -> None:
-    model, twin = fused_blocks(dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_bits(results(model), results(twin))
-        assert runs_fused(model) == 0
-
-
-def test_frozen_and_thawed() -> None:
-    model, twin = fused_blocks()
-    freeze(model), freeze(twin)
-    assert_bits(results(model), results(twin))
-    assert runs_fused(model) == 4
-    unfreeze(model), unfreeze(twin)
-    assert_bits(results(model), results(twin))
-    assert runs_fused(model) == 4
-
-
 def test_torch_func_runs_as_written() -> None:
     model, twin = fused_blocks()
     x = X.bfloat16()
@@ -217,13 +171,6 @@ def test_weights_changed_between_forward_and_backward(replaced: bool, way: str) 
         assert torch.equal(*grads)
 
 
-def test_audit_shows_the_same_products() -> None:
-    model, twin = fused_blocks()
-    x = X.bfloat16().requires_grad_()
-    got, want = audit(model, x), audit(twin, x)
-    assert got.fp8_share == want.fp8_share
-
-
 # Dynamo itself instantiates the Functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -237,31 +184,6 @@ def test_compiled(reader: str | None, way: str) -> None:
     assert graphs() == 1
     with torch.no_grad():
         assert torch.equal(compiled(X.bfloat16()), twin(X.bfloat16()))
-
-
-@on_ranks(2)
-def test_fsdp2(world: int, device: str) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for way, order in itertools.product(WAYS, ("layers", "attention too")):
-        options = dict(recipe=Recipe(), dtype=torch.float32)
-        model, twin = (x.to(device) for x in fused_way(way, **options))
-        for each in (model, twin):
-            for layer in each.layers:
-                if order == "attention too":
-                    fully_shard(layer.self_attn, mp_policy=policy)
-                fully_shard(layer, mp_policy=policy)
-            fully_shard(each, mp_policy=policy)
-        made = []
-        for each in (model, twin):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            for i in range(2):
-                y = each(X.to(device) * (i + 1))
-                y.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            made.append(y.detach())
-        assert torch.equal(*made)
-        assert runs_fused(model, X.to(device)) == len(fused_norms(model))
 
 
 @on_ranks(2)
@@ -339,10 +261,3 @@ def test_the_result_is_any_plain_tensor(use: str) -> None:
     with torch.inference_mode():
         assert torch.equal(model(X.bfloat16()), twin(X.bfloat16()))
     assert type(model.attention_norm(X.bfloat16())) is torch.Tensor
-
-
-def test_a_copy_of_a_norm_takes_nothing_along() -> None:
-    model, _ = fused_blocks()
-    norm = model.layers[0].input_layernorm
-    assert len(pickle.dumps(norm)) < 4 * K + 4000
-    assert copy.deepcopy(norm)._modules == {}

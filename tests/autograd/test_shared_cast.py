@@ -1,4 +1,4 @@
-"""What a group keeps of an input: as long as it is of use, whatever the forward goes through."""
+"""What a run keeps of an input: as long as it is of use, whatever the forward goes through."""
 
 from __future__ import annotations
 

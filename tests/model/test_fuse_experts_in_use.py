@@ -1,23 +1,126 @@
-"""Experts whose stacks ranks have cut: the report of ``fuse`` says what runs."""
+"""What may change around fused experts: arguments, groups, stacks, and who holds them."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from blocktensor import convert, fuse
-from tests.support.expert_parallel import cut
-from tests.support.fused_experts import K, Sizes
+from blocktensor import BlockwiseFP8Weight, Recipe, convert, fuse
+from tests.support.expert_parallel import converted as converted_titan
+from tests.support.expert_parallel import cut, experts_of
+from tests.support.fused_experts import (
+    COUNTS,
+    EXPERTS,
+    ROWS,
+    Ends,
+    K,
+    Sizes,
+    groups_of,
+    results,
+)
 from tests.support.gated import assert_bits
 from tests.support.models import Trace, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
+
+
+def fused(kind: type[Sizes] = Sizes, **options: Any) -> tuple[Any, Any]:
+    """Fused experts, and their twins that are not."""
+    model = kind()
+    convert(model, auto_filter_small_kn=False, experts={"*": ("w1", "w3", "w2")})
+    twin = copy.deepcopy(model)
+    assert fuse(model, **options).left_alone == ()
+    return model, twin
+
+
+def runs_fused(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    with Trace() as trace, torch.no_grad():
+        model(*(args or (randn(ROWS, K), groups_of())), **kwargs)
+    return trace.count("blocktensor.gated ") == 1
+
+
+def test_a_stack_that_gets_another_recipe_later() -> None:
+    model, twin = fused()
+    for each in (model, twin):
+        w = each.w3.master.clone()
+        each.w3 = nn.Parameter(BlockwiseFP8Weight(w, Recipe(wgrad_input="128x128")))
+    assert torch.equal(model(randn(ROWS, K), groups_of()), twin(randn(ROWS, K), groups_of()))
+    assert not runs_fused(model)
+
+
+def test_other_arguments_get_the_forward_as_written() -> None:
+    model, twin = fused()
+    x, groups = randn(ROWS, K), groups_of()
+    assert runs_fused(model, x, groups)
+    assert torch.equal(model(x.float(), groups), twin(x.float(), groups))
+    assert not runs_fused(model, x.float(), groups)
+    assert not runs_fused(model, x, groups=groups)
+    model, _ = fused(Ends)
+    ends = groups_of(ends=True)
+    assert runs_fused(model, x, ends)
+    with pytest.raises(TypeError, match=r"offs has dtype torch\.int64"):
+        model(x, ends.long())
+
+
+def test_what_changes_later() -> None:
+    model, _ = fused()
+    assert runs_fused(model)
+    model.w3 = nn.Parameter(model.w3.master.detach().clone())
+    assert not runs_fused(model)
+
+    class Act(Sizes):
+        act_fn: Any = None
+
+        def act(self, x: Tensor) -> Tensor:
+            made: Tensor = (self.act_fn or F.silu)(x)
+            return made
+
+    model, twin = fused(Act)
+    assert runs_fused(model)
+    model.act_fn = twin.act_fn = F.gelu
+    assert_bits(results(model), results(twin))
+
+
+@on_ranks(2, gpus=())
+def test_expert_parallel_stacks(world: int, device: str) -> None:
+    """Each rank runs its own experts, whose stacks are DTensors."""
+    mesh = mesh_of(world, device)
+    sizes = torch.tensor([70, 0, 129]) + mesh.get_local_rank()
+    x, made = randn(ROWS, K, seed=mesh.get_local_rank()), []
+    for is_fused in (True, False):
+        model = experts_of(6, K, 256, device, torch.bfloat16)
+        cut(model, mesh)
+        converted_titan(model)
+        if is_fused:
+            assert fuse(model).left_alone == ()
+            assert runs_fused(model, x, sizes)
+        leaf = x.clone().requires_grad_()
+        y = model(leaf, sizes)
+        y.backward(torch.ones_like(y))
+        grads = [p.grad.to_local() for p in model.parameters()]
+        made.append([y.detach(), leaf.grad, *grads])
+    assert_bits(*made)
+
+
+def test_groups_of_other_steps() -> None:
+    """No size is read on the host: rows, groups and empty experts may change."""
+    model, twin = fused()
+    for counts in ((0,) * EXPERTS, (ROWS, 0, 0, 0, 0), COUNTS):
+        groups = torch.tensor(counts, dtype=torch.int32)
+        with torch.no_grad():
+            x = randn(ROWS, K)
+            assert torch.equal(model(x, groups), twin(x, groups))
+
+
+# Stacks that ranks have cut: the report says what runs
 
 NAMES = {"": ("w1", "w3", "w2", "silu")}
 STACKS = {"*": Sizes.NAMES}

@@ -19,7 +19,6 @@ from tests.support.norms import (
     NAMES,
     Attention,
     Block,
-    Blocks,
     Norm,
     OfTorch,
     blocks,
@@ -298,19 +297,6 @@ norm={'layers.0.input_layernorm': 'mlp'}: expected patterns of module names, eac
 with names in a tuple, e.g. {'*.norm': ('attn.q', 'attn.k', 'attn.v')}""",
     )
     assert fused_norms(model) == []
-
-
-def test_a_model_without_memory() -> None:
-    with torch.device("meta"):
-        model = Blocks()
-    convert(model.bfloat16(), auto_filter_small_kn=False)
-    assert fuse(model).left_alone == ()
-    model(X.bfloat16().to("meta")).sum().backward()
-    model.zero_grad()
-    model.to_empty(device="cpu")
-    like = blocks()
-    model.load_state_dict(like.state_dict())
-    assert_bits(results(model), results(like))
 
 
 def test_one_block_alone() -> None:
