@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def environment() -> str:
-    """Versions and devices, a line each."""
+    """Return versions and devices, a line each."""
     found = {
         "blocktensor": blocktensor.__version__,
         "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -83,7 +83,7 @@ def environment() -> str:
 
 
 def backends(device: torch.device) -> str:
-    """The backends of each family of ops, best first, and why one cannot run on ``device``."""
+    """Return a line for each backend, best first in its family, and why it cannot run."""
     families: dict[str, Sequence[Backend[Any]]] = {
         "cast": CAST_BACKENDS,
         "gemm": GEMM_BACKENDS,
@@ -100,7 +100,7 @@ def backends(device: torch.device) -> str:
 
 
 def self_check(device: torch.device) -> dict[str, tuple[float, float]]:
-    """A small FP8 linear, forward and backward, of sizes that are no multiples of a block.
+    """Run a small FP8 linear, forward and backward, of sizes that are no multiples of a block.
 
     Returns:
         For fprop, dgrad and wgrad the relative error against the reference on the CPU, and against
@@ -123,7 +123,7 @@ def self_check(device: torch.device) -> dict[str, tuple[float, float]]:
 
 
 def _reference(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw by the reference ops alone."""
+    """Return y, dx and dw by the reference ops alone."""
     rows, squares = DEFAULT_RECIPE.activation_format, DEFAULT_RECIPE.weight_format
     cast, gemm = reference.quantize_rowwise, reference.gemm
     y = gemm(cast(x, rows), cast(w, squares), None, x.dtype)
@@ -138,7 +138,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _holds(errors: dict[str, tuple[float, float]]) -> bool:
-    """Whether all errors are within their bounds; NaN is not."""
+    """Return True if all errors are within their bounds; NaN is not."""
     return all(a <= MAX_ERROR and b <= MAX_FP8_ERROR for a, b in errors.values())
 
 
@@ -150,7 +150,7 @@ def _listed(errors: dict[str, tuple[float, float]]) -> str:
 
 
 def _devices() -> list[torch.device]:
-    """The CPU, and the current GPU if there is one."""
+    """Return the CPU, and the current GPU if there is one."""
     gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     return [torch.device("cpu"), *gpus]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell, a rule under the header."""
+    """Pad columns to their widest cell, and rule the header."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
@@ -56,7 +56,7 @@ def collapse_alike(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _names(names: list[str]) -> str:
-    """Names in few words: as one pattern each, those of one parent together."""
+    """Return names in few words: one pattern each, those of one parent together."""
     if len(names) == 1:
         return names[0]
     alike: dict[str, list[str]] = {}
@@ -74,18 +74,18 @@ def _names(names: list[str]) -> str:
 
 
 def pattern(name: str) -> str:
-    """The name with ``*`` for every number: equal for layers alike."""
+    """Return the name with ``*`` for every number: equal for layers alike."""
     return re.sub(r"\d+", "*", name)
 
 
 def _common(names: list[str]) -> str:
-    """Names of one pattern as one name, with a ``*`` for each number that differs."""
+    """Return names of one pattern as one name, with a ``*`` for each number that differs."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def human_bytes(count: int) -> str:
-    """A byte count with a binary unit, e.g. ``1.5 MiB``."""
+    """Return a byte count with a binary unit, e.g. ``1.5 MiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it is an FP8 weight."""
+        """Return True if it is an FP8 weight."""
         return self.dtype == "F8_E4M3"
 
     def __str__(self) -> str:

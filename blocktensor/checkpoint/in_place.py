@@ -154,7 +154,7 @@ def _take_plain_names(
 
 
 def _settle(made: Path, folder: Path) -> None:
-    """After an exception: complete a save whose index is in place, undo one whose index is not."""
+    """Complete a save whose index is in place, undo one whose index is not, after an exception."""
     # The index leaves the staging folder first; it is there again while shards get plain names.
     in_place = not (os.path.lexists(made / INDEX) and os.path.lexists(made / CONFIG))
     if in_place:

@@ -63,7 +63,7 @@ class Source(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weights are stored in FP8."""
+        """Return True if the weights are stored in FP8."""
         return self.weights[0].is_fp8
 
     def rows(self, whole: Tensor) -> list[Tensor]:

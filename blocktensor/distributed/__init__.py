@@ -39,7 +39,7 @@ _STYLES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Styles are imported when they are first used: DTensor would double the time of an import."""
+    """Import styles when they are first used: DTensor would double the time of an import."""
     if name in _STYLES:
         return getattr(import_module(f".tensor_parallel.{_STYLES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

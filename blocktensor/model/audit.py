@@ -60,7 +60,7 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
 
 
 def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
-    """:func:`audit` of whatever ``step()`` runs: any loss, several forwards and backwards.
+    """Audit whatever ``step()`` runs: any loss, several forwards and backwards.
 
     Args:
         model: the modules that products are attributed to, and that are left as they were.
@@ -166,14 +166,14 @@ class _Products(TorchDispatchMode):
         self.entries.append(entry)
 
     def _is_dgrad(self, product: Product, operands: Any) -> bool:
-        """Whether a product of a backward computes the gradient of an input."""
+        """Return True if a product of a backward computes the gradient of an input."""
         if product.is_dgrad is not None:
             return product.is_dgrad
         left = operands[0][0]  # rowwise in dgrad, columnwise in wgrad
         return self._columnwise.get(id(left)) is not left
 
     def notes(self) -> list[str]:
-        """What runs products that no entry tells of."""
+        """Notes on what runs products that no entry tells of."""
         notes = [f"may run products that are not shown: {op}" for op in self._hidden]
         if self._sent:
             notes.append(
@@ -184,17 +184,17 @@ class _Products(TorchDispatchMode):
 
 
 def _is_high_precision(tensors: Sequence[Tensor]) -> bool:
-    """Whether what is gathered are tokens as they came, not bytes."""
+    """Return True if what is gathered are tokens as they came, not bytes."""
     return any(x.dtype in HIGH_PRECISION for x in tensors)
 
 
 def _detached(x: Tensor) -> Tensor:
-    """``x`` without its history, so that a backward ends there."""
+    """Return ``x`` without its history, so that a backward ends there."""
     return x.detach().requires_grad_() if x.requires_grad else x
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """What a backward begins at; None if nothing requires a gradient."""
+    """Return the tensor that a backward begins at; None if nothing requires a gradient."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     outputs = [loss] if isinstance(loss, Tensor) else _tensors(output)
     parts = [x.float().sum() for x in outputs if x.requires_grad and x.is_floating_point()]

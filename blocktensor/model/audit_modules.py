@@ -79,7 +79,7 @@ class ModuleTracker:
         self._running.pop()
 
     def place(self) -> Place:
-        """Where the op runs that is dispatched now."""
+        """The place where the op runs that is dispatched now."""
         latest = _engine._autograd._get_sequence_nr() - 1
         running, backward = (self._running or [(MODEL, -1)])[-1]
         now = _engine._current_graph_task_id()
@@ -94,7 +94,7 @@ class ModuleTracker:
         return Place(running, node._sequence_nr(), True, False)
 
     def _checkpoints(self, node: Any) -> bool:
-        """Whether checkpointing runs a forward again, of functions that need not be modules."""
+        """Return True if checkpointing runs a forward again, of any function."""
         if node.name() == "CheckpointFunctionBackward":
             return True
         hooks, outside = _saved_tensor_hooks(True), self._hooks_outside

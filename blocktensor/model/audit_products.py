@@ -112,12 +112,12 @@ _SHORT = {
 
 
 def packet_of(func: Any) -> Any:
-    """The op of an overload; a higher-order operator is its own."""
+    """Return the op of an overload; a higher-order operator is its own."""
     return getattr(func, "overloadpacket", func)
 
 
 def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
-    """The product that ``func(*args, **kwargs)`` computed, whose result was ``out``, if any."""
+    """Return the product that ``func(*args, **kwargs)`` computed, with result ``out``, if any."""
     packet = packet_of(func)
     left = _LEFT_OPERAND.get(packet)
     if left is not None:
@@ -140,12 +140,12 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
 
 
 def factors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of a product, without what it is added to."""
+    """Return the operands of a product, without what it is added to."""
     return args[_LEFT_OPERAND.get(packet_of(func), 0) :]
 
 
 def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
-    """The data of the columnwise forms that ``func`` made."""
+    """Return the data of the columnwise forms that ``func`` made."""
     packet = packet_of(func)
     if packet in _COLUMNWISE:
         return [out[place] for place in _COLUMNWISE[packet]]
@@ -157,7 +157,7 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
 
 
 def hides_products(func: Any) -> bool:
-    """Whether products may run inside ``func`` that nothing tells of."""
+    """Return True if products may run inside ``func`` that nothing tells of."""
     packet = packet_of(func)
     if packet in flop_registry or packet in _LEFT_OPERAND or packet in _ATTENTION:
         return False

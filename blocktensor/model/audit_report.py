@@ -80,7 +80,7 @@ class AuditReport:
         return tuple(e for e in self.entries if e.reason)
 
     def by_precision(self) -> dict[str, float]:
-        """The share of FLOPs of each precision, the largest first; the shares sum to 1."""
+        """Return the share of FLOPs of each precision, the largest first; the shares sum to 1."""
         return self._shares((e.precision, e.flops) for e in self.entries)
 
     def _shares(self, named: Iterable[tuple[Name, int]]) -> dict[Name, float]:
@@ -139,7 +139,7 @@ def _key(e: AuditedProduct) -> tuple[str, ...]:
 
 
 def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
-    """What totals call ``e``: its module, or the pattern of all that are alike."""
+    """Return the name of ``e`` in totals: its module, or the pattern of all modules of its kind."""
     if e.attention:
         return "attention scores"
     if e.note:

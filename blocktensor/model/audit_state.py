@@ -97,7 +97,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def _sharded(model: nn.Module) -> Iterator[None]:
-    """Before and after, free what FSDP2 has gathered: a root, by default, keeps it."""
+    """Free what FSDP2 has gathered, before and after: a root keeps it by default."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules: list[Any] = []
     if fsdp is not None:

@@ -78,11 +78,11 @@ class WeightMemory:
                 self._remember(out, part.of, part.is_fp8, str(packet))
 
     def reads_weight(self, operands: Any) -> bool:
-        """Whether an operand is, or is a copy of, any parameter or buffer."""
+        """Return True if an operand is, or is a copy of, any parameter or buffer."""
         return any(isinstance(x, nn.Parameter) or self._part(x) for x in _plain(operands))
 
     def misread(self, operands: Any) -> str:
-        """What a product reads of an FP8 weight in high precision; empty if nothing."""
+        """Return what a product reads of an FP8 weight in high precision; empty if nothing."""
         for x in _plain(operands):
             part = self._part(x) if x.dtype in HIGH_PRECISION else None
             if part is not None and part.is_fp8:
@@ -109,7 +109,7 @@ class WeightMemory:
         self._parts[storage._cdata].append(part)
 
     def _part(self, x: Tensor) -> _Part | None:
-        """What of a weight overlaps with ``x``; of an FP8 weight, if there are several."""
+        """Return the part of a weight that overlaps with ``x``; of several, an FP8 weight."""
         start, end = _extent(x)
         known = self._parts.get(x.untyped_storage()._cdata, ())
         overlapping = (part for part in known if start < part.end and part.start < end)
@@ -117,14 +117,14 @@ class WeightMemory:
 
 
 def _plain(operands: Any) -> Iterator[Tensor]:
-    """The operands of two dimensions or more that have memory to compare."""
+    """Return the operands of two dimensions or more that have memory to compare."""
     for x in tree_leaves(operands):
         if isinstance(x, Tensor) and x.layout is torch.strided and x.ndim > 1:
             yield x
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """The first byte of its storage that ``x`` may read, and the first that it does not."""
+    """Return the first byte of its storage that ``x`` may read, and the first that it does not."""
     start, size = int(x.storage_offset()), x.element_size()
     last = sum(int(n - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
     return start * size, (start + last + 1) * size if x.numel() else start * size

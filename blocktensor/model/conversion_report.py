@@ -31,7 +31,7 @@ class SmallKN:
 
     @classmethod
     def portable(cls) -> SmallKN:
-        """The sizes of linears where only the portable kernels run.
+        """Return the sizes of linears where only the portable kernels run.
 
         Measured on an H100, 4096 tokens, in a CUDA graph: 2048 x 4096 runs at 0.98 of bf16's speed,
         7168 x 2048 at 1.07, 4096 x 4096 at 1.10; with sizes that are no multiples of 128 slower
@@ -40,11 +40,11 @@ class SmallKN:
         return cls(size=3 * 2048 * 2048)
 
     def experts(self) -> SmallKN:
-        """The sizes for the matrices of a stack of experts, which one product multiplies by."""
+        """Return the sizes for matrices of a stack of experts, which one product multiplies by."""
         return SmallKN(self.expert_n, self.expert_k, self.expert_size)
 
     def undercut(self, n: int, k: int) -> list[str]:
-        """The sizes of a weight ``[n, k]`` that are too small, each with its threshold."""
+        """Return the sizes of a weight ``[n, k]`` that are too small, each with its threshold."""
         sizes = (("N", n, self.n), ("K", k, self.k), ("N K", n * k, self.size))
         return [f"{what}={found} < {least}" for what, found, least in sizes if found < least]
 

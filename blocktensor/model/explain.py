@@ -88,7 +88,7 @@ def explain(
     device: torch.device | str | None = None,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Explanation:
-    """The backend of every FP8 product, forward and backward, and why it was chosen.
+    """Return the backend of every FP8 product, forward and backward, and why it was chosen.
 
     Args:
         model_or_shapes: a converted model, or linears as (M tokens, N out, K in).
@@ -204,7 +204,7 @@ def _grouped(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
 ) -> list[Product]:
-    """The products with a stack; ``dtypes``: of activations and of the weight."""
+    """Return the products with a stack; ``dtypes``: of activations and of the weight."""
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
     rows, squares, x_columnwise = (
         recipe.activation_format, recipe.weight_format, recipe.wgrad_input_format,

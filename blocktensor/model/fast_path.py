@@ -33,7 +33,7 @@ _COSTS = {
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """The GPU with FP8 that a model on ``device`` runs on, if it is known.
+    """Return the GPU with FP8 that a model on ``device`` runs on, if it is known.
 
     A model on the CPU or meta device is taken to run on the current GPU, where this process uses
     CUDA already: asking must not start it.
@@ -46,13 +46,13 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 
 def is_portable(device: torch.device, stack: bool) -> bool:
-    """True if only portable kernels multiply by a linear's weight, or by a ``stack``, on a GPU."""
+    """Return True if only portable kernels multiply by a weight, or a ``stack``, on a GPU."""
     backends: Sequence[Backend[Any]] = GROUPED_BACKENDS if stack else GEMM_BACKENDS
     return backends[0].why_not(device) is not None
 
 
 def _missing(device: torch.device) -> dict[str, list[str]]:
-    """The parts of the fast path that a GPU lacks, by the reason.
+    """Return the parts of the fast path that a GPU lacks, by the reason.
 
     GPUs other than Hopper lack all GEMMs: the portable kernels run there.
     """
@@ -70,7 +70,7 @@ def _listed(missing: dict[str, list[str]]) -> str:
 
 
 def described(device: torch.device) -> str:
-    """One line for a report: "fast path: yes", or no and why."""
+    """Return one line for a report: "fast path: yes", or no and why."""
     missing = _missing(device)
     return f"fast path: no ({_listed(missing)})" if missing else "fast path: yes"
 

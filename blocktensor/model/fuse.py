@@ -215,7 +215,7 @@ def _is_name(x: object) -> bool:
 
 
 def _is_in_fp8(module: nn.Module) -> bool:
-    """Whether a module is a linear in FP8, or holds a stack of experts that is."""
+    """Return True if a module is a linear in FP8, or holds a stack of experts that is."""
     held = [
         x for x in module._parameters.values() if is_linear(module) or getattr(x, "ndim", 0) == 3
     ]

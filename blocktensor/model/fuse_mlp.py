@@ -143,7 +143,7 @@ class Gated(Pattern):
     def _found(
         cls, name: str, module: nn.Module, linears: tuple[str, str, str], act: str | None
     ) -> Found:
-        """``act``: its activation, or the attribute that holds it; None if nobody said so."""
+        """Return the MLP, if it is one; ``act`` is its activation or an attribute that holds it."""
         given = act if act in ACTIVATIONS else None
         attribute = _act_of(module) if act is None or given else act
         reason = cls._why_unlike(module, linears, attribute)
@@ -246,7 +246,7 @@ class MLP(Gated):
         return self.why_apart(module)
 
     def why_apart(self, module: nn.Module) -> str | None:
-        """:meth:`why_not` for any input."""
+        """Return :meth:`why_not` for any input."""
         held: dict[str, Any] = {}
         for name in self.linears:
             linear: Any = module._modules.get(name)

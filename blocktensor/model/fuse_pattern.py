@@ -184,7 +184,7 @@ def why_different(pattern: Pattern, module: nn.Module, drawn: Drawn) -> str | No
 
 
 def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> str | None:
-    """:func:`why_different` with small parameters, or with those of the module's sizes."""
+    """Run :func:`why_different` with small parameters, or with parameters of the module's sizes."""
     with (
         _stand_ins(pattern, module, drawn, small) as parameters,
         kept_state(module) as changed,

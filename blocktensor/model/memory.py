@@ -96,7 +96,7 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module) -> MemoryReport:
-    """The bytes that a model's parameters, their gradients and its buffers hold right now.
+    """Return the bytes that a model's parameters, their gradients and its buffers hold right now.
 
     Tensors on the same memory (tied weights) count once, for the first of them; a slice of a larger
     storage counts as the bytes of the slice, a DTensor as its local part.
@@ -119,7 +119,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:
-    """The plain and FP8 tensors inside any wrapper."""
+    """Return the plain and FP8 tensors inside any wrapper."""
     if type(tensor) in _FP8_KINDS or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])

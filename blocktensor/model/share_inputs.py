@@ -169,7 +169,7 @@ def stop_sharing(model: nn.Module) -> None:
 
 
 def _owned(model: nn.Module) -> dict[str, list[str]]:
-    """The FP8 linears and stacks of each module, by the names of both."""
+    """Return the FP8 linears and stacks of each module, by the names of both."""
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -188,7 +188,7 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
 def _group_of(
     model: nn.Module, name: str, names: list[str], of_fuse: bool = False
 ) -> InputGroup | None:
-    """The group of the module ``name``, made now if it has another or none; None for one linear."""
+    """Return the group of the module ``name``, made if needed; None for one linear."""
     module = model.get_submodule(name)
     group = _group_on(module)
     if group is not None and group.linears != tuple(names):
@@ -200,6 +200,6 @@ def _group_of(
 
 
 def _group_on(module: nn.Module) -> InputGroup | None:
-    """The group whose hooks ``module`` has."""
+    """Return the group whose hooks ``module`` has."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
     return next((owner for owner in owners if isinstance(owner, InputGroup)), None)

@@ -28,13 +28,13 @@ def local(x: Tensor, what: str) -> None:
 
 
 def high_precision(x: Tensor, what: str) -> None:
-    """``x`` is local, else NotImplementedError, and bf16, fp16 or fp32, else TypeError."""
+    """Check that ``x`` is local, and bf16, fp16 or fp32; else NotImplementedError, TypeError."""
     local(x, what)
     high_precision_dtype(x, what)
 
 
 def high_precision_dtype(x: Tensor, what: str) -> None:
-    """``x`` is bf16, fp16 or fp32, else TypeError."""
+    """Check that ``x`` is bf16, fp16 or fp32, else TypeError."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"{what} has dtype {x.dtype}: blocktensor casts torch.bfloat16, torch.float16 and "
@@ -43,7 +43,7 @@ def high_precision_dtype(x: Tensor, what: str) -> None:
 
 
 def rank(x: Tensor, ranks: tuple[int, ...], what: str, remedy: str) -> None:
-    """``x.ndim`` is one of ``ranks``, else ValueError ending in ``remedy``."""
+    """Check that ``x.ndim`` is one of ``ranks``, else ValueError ending in ``remedy``."""
     if x.ndim not in ranks:
         expected = " or ".join(str(r) for r in ranks)
         raise ValueError(
@@ -52,7 +52,7 @@ def rank(x: Tensor, ranks: tuple[int, ...], what: str, remedy: str) -> None:
 
 
 def castable(x: Tensor, format: BlockFormat) -> None:
-    """``x`` has a dtype and a rank that can be cast in ``format``, else TypeError or ValueError."""
+    """Check that dtype and rank of ``x`` can be cast in ``format``; else TypeError, ValueError."""
     high_precision(x, "the tensor to quantize")
     if format.rows == 1:
         remedy = "flatten leading dimensions with .flatten(0, -2)"
@@ -62,7 +62,7 @@ def castable(x: Tensor, format: BlockFormat) -> None:
 
 
 def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
-    """``offs`` is int32 ``[E]``, E > 0, on the device of ``x``, else TypeError or ValueError."""
+    """Check that ``offs`` is int32 ``[E]``, E > 0, on the device of ``x``."""
     if offs.dtype != int32:
         raise TypeError(f"offs has dtype {offs.dtype}: expected torch.int32; use .to(torch.int32)")
     if offs.ndim != 1 or len(offs) == 0:
@@ -74,7 +74,7 @@ def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
 
 
 def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
-    """``x`` is a contiguous matrix with a scale for each block, else TypeError or ValueError.
+    """Check that ``x`` is a contiguous matrix with a scale for each block.
 
     With ``ndim`` 3, a stack of such matrices.
     """
@@ -103,7 +103,7 @@ def _cast_dtypes(x: Quantized, data: str, scale_has: str) -> None:
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
-    """Both tensors are local, else NotImplementedError, and on one device, else ValueError."""
+    """Check that both tensors are local and on one device."""
     local(a, what_a)
     local(b, what_b)
     if a.device != b.device:
@@ -113,13 +113,13 @@ def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
 
 
 def tensor(x: object, name: str) -> None:
-    """``x`` is a tensor, else TypeError."""
+    """Check that ``x`` is a tensor, else TypeError."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
 
 
 def number(x: object, name: str) -> None:
-    """``x`` is a number, else TypeError."""
+    """Check that ``x`` is a number, else TypeError."""
     if not isinstance(x, (int, float)):
         raise TypeError(f"{name}={x!r} is a {type(x).__name__}: expected a number")
 
@@ -133,7 +133,7 @@ def gemm_output(out_dtype: dtype) -> None:
 
 
 def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
-    """Both operands have the same contraction size, else ValueError."""
+    """Check that both operands have the same contraction size, else ValueError."""
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(
             f"cannot contract {what_a} {list(a.shape)} with {what_b} {list(b.shape)}: "
@@ -142,7 +142,7 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
 
 
 def same_contraction(a: Tensor, b: Tensor) -> None:
-    """Data of operands a and b have the same contraction size, else ValueError.
+    """Check that data of operands a and b have the same contraction size, else ValueError.
 
     One may be filled up with zeros, as columnwise casts are.
     """
@@ -156,7 +156,7 @@ def same_contraction(a: Tensor, b: Tensor) -> None:
 
 
 def quantized(x: Quantized) -> None:
-    """Data, scales and format belong together, else TypeError or ValueError."""
+    """Check that data, scales and format belong together, else TypeError or ValueError."""
     _cast_dtypes(x, "FP8 data", "scales have")
     data, scale, format = x
     rank(data, format.ranks, "FP8 data", "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]")

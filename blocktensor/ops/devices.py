@@ -54,7 +54,7 @@ def card(device: torch.device) -> Card:
 
 
 def sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; those of an H200 for any other device."""
+    """Return multiprocessors of a GPU; those of an H200 for any other device."""
     return card(device).sms
 
 

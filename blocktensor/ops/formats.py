@@ -31,7 +31,7 @@ def num_blocks(size: int) -> int:
 
 
 def group_blocks(rows: int, groups: int) -> int:
-    """The most blocks that ``rows`` rows can take in ``groups`` groups, each in blocks of its own.
+    """Return the most blocks that ``rows`` rows in ``groups`` groups take; none is shared.
 
     The sizes of groups are numbers on a device: what holds their blocks is sized by this bound.
     """
@@ -60,7 +60,7 @@ class BlockFormat:
     dtype: torch.dtype = torch.float8_e4m3fn
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BlockFormat:
-        """The registered format, if these are its values: Dynamo makes constants of graphs so."""
+        """Return the registered format of these values: Dynamo makes constants of graphs so."""
         made = super().__new__(cls)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         found = _FORMATS.get(made.name)
@@ -92,12 +92,12 @@ class BlockFormat:
         return (2,) if self.rows == 1 else (2, 3)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the scales of data of ``shape`` ``[..., R, C]``; partial blocks count."""
+        """Return shape of the scales of data of ``shape`` ``[..., R, C]``; partial blocks count."""
         *lead, rows, cols = shape
         return (*lead, ceil_div(rows, self.rows), ceil_div(cols, self.cols))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of data of ``shape`` and of its fp32 scales, without padding."""
+        """Return bytes of data of ``shape`` and of its fp32 scales, without padding."""
         return math.prod(shape) * self.dtype.itemsize + 4 * math.prod(self.scale_shape(shape))
 
     def __reduce__(self) -> tuple[Any, ...]:

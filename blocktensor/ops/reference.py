@@ -41,14 +41,14 @@ def scale_from_amax(amax: Tensor, format: BlockFormat) -> Tensor:
 
 
 def to_data(x: Tensor, format: BlockFormat) -> Tensor:
-    """fp32 to data: round to nearest even, saturating; every NaN becomes one (e4m3: 0x7F)."""
+    """Round fp32 to data, to nearest even, saturating; every NaN becomes one (e4m3: 0x7F)."""
     limit = largest(format)
     x = x.nan_to_num(nan=float("nan"), posinf=limit, neginf=-limit)  # one sign of NaN
     return x.clamp(-limit, limit).to(format.dtype)
 
 
 def _in_blocks(x: Tensor, format: BlockFormat, row: int = 0, col: int = 0) -> Tensor:
-    """``x[..., R, C]`` in fp32 as ``[..., blocks, rows, blocks, cols]``, zeros where it is not.
+    """Return ``x[..., R, C]`` in fp32 as ``[..., blocks, rows, blocks, cols]``, padded with zeros.
 
     Its first element is ``row`` rows and ``col`` columns into its first block.
     """
@@ -94,12 +94,12 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_both(
     x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
 ) -> tuple[Quantized, Quantized]:
-    """The rowwise cast of ``x[M, K]``, and the columnwise one in ``columnwise_format`` or alike."""
+    """Cast ``x[M, K]`` rowwise, and columnwise in ``columnwise_format`` or the same."""
     return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format or format)
 
 
 def transpose(x: Quantized) -> Quantized:
-    """Exact transpose of a cast in square blocks: bytes ``[..., N, K]`` to ``[..., K, N]``."""
+    """Transpose a cast in square blocks: bytes ``[..., N, K]`` to ``[..., K, N]``."""
     flipped = x.data.transpose(-1, -2)
     return _filled(flipped.shape, x.format, flipped, x.scale.transpose(-1, -2))
 
@@ -118,7 +118,7 @@ def _filled(shape: torch.Size, format: BlockFormat, data: Tensor, scale: Tensor)
 
 
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """``data * scale`` in fp32, rounded to ``dtype``; at most its largest finite value.
+    """Return ``data * scale`` in fp32, rounded to ``dtype``; at most its largest finite value.
 
     A value at the limit of a dtype, 65504 in fp16, may have been rounded up to a number beyond.
     What an Inf scale gives is no such number.
@@ -139,7 +139,7 @@ def largest_fp32(dtype: torch.dtype) -> float:
 
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``out[M, N] = A[M, K] B[N, K]^T``: each block of K in fp32, scaled, then summed in fp32.
+    """Return ``A[M, K] B[N, K]^T``: each block of K in fp32, scaled, then summed in fp32.
 
     ``bias`` ``[N]`` joins the fp32 sum before the one rounding to ``out_dtype``.
     """
@@ -147,7 +147,7 @@ def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 
 
 def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> None:
-    """``out[M, N] += A B^T`` with the product summed in fp32 first; ``out`` is fp32."""
+    """Add ``A B^T``, summed in fp32 first, to ``out[M, N]``, which is fp32."""
     out += _gemm_fp32(a, b, None)
 
 
@@ -219,7 +219,7 @@ def quantize_grouped(
 def grouped_gemm(
     a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """``out[T, N]``: rows of group e are ``A[T, K]``'s by ``B[e, N, K]^T (+ bias[e, N])``.
+    """Return ``out[T, N]``: rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
     Rows of no group are zeros.
     """
@@ -236,7 +236,7 @@ def grouped_gemm(
 def grouped_gemm_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """``out[E, N, K]``, where ``out[e]`` contracts the tokens of group e of ``A[N, P] B[K, P]^T``.
+    """Return ``out[E, N, K]``: ``out[e]`` contracts the tokens of group e of ``A[N, P] B[K, P]^T``.
 
     Both are cast by :func:`quantize_grouped_columnwise` from matrices of ``tokens`` rows. A group
     without tokens gives zeros.
@@ -250,7 +250,7 @@ def grouped_gemm_wgrad(
 def grouped_gemm_wgrad_add_(
     out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
 ) -> None:
-    """``out[E, N, K] +=`` :func:`grouped_gemm_wgrad`; ``out`` is fp32."""
+    """Add :func:`grouped_gemm_wgrad` to ``out[E, N, K]``, which is fp32."""
     first = 0
     for e, (begin, end) in enumerate(group_ranges(offs, tokens)):
         last = first + ceil_div(end - begin, BLOCK)

@@ -30,22 +30,22 @@ VECTOR_BYTES = 16
 
 
 def padded_to_vectors(size: int) -> int:
-    """``size`` rounded up to a multiple of 16 e4m3 numbers, i.e. bytes."""
+    """Return ``size`` rounded up to a multiple of 16 e4m3 numbers, i.e. bytes."""
     return ceil_div(size, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def columnwise_width(tokens: int, format: BlockFormat) -> int:
-    """Columns of the data of a columnwise cast of ``tokens`` rows; zeros from ``tokens`` on."""
+    """Return the columns of the columnwise cast of ``tokens`` rows; zeros follow the tokens."""
     return padded_to_vectors(tokens) if format.cols % VECTOR_BYTES == 0 else tokens
 
 
 def pad4(size: int) -> int:
-    """``size`` rounded up to a multiple of 4 floats, i.e. 16 bytes."""
+    """Return ``size`` rounded up to a multiple of 4 floats, i.e. 16 bytes."""
     return ceil_div(size, 4) * 4
 
 
 def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Tensor:
-    """Uninitialised scales of data of ``shape`` ``[..., R, C]`` in ``format``."""
+    """Return uninitialised scales of data of ``shape`` ``[..., R, C]`` in ``format``."""
     *lead, rows, cols = format.scale_shape(shape)
     if format.rows > 1:
         buffer = torch.empty((*lead, rows, pad4(cols)), dtype=torch.float32, device=device)
@@ -59,7 +59,7 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
 
 
 def scale_of_lines(lines: Tensor) -> Tensor:
-    """Scales ``[R, blocks]`` of blocks of one row, of the contiguous ``[blocks, R]``."""
+    """Return scales ``[R, blocks]`` of blocks of one row, of the contiguous ``[blocks, R]``."""
     rows = lines.shape[1]
     if type(rows) is int and rows % 4 == 0:  # symbolic while tracing: the same without a branch
         return lines.t()
@@ -67,13 +67,13 @@ def scale_of_lines(lines: Tensor) -> Tensor:
 
 
 def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
-    """Uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
+    """Return uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
     data = torch.empty(tuple(shape), dtype=format.dtype, device=device)
     return Quantized(data, empty_scale(shape, format, device), format)
 
 
 def empty_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Uninitialised data and scales of the columnwise cast of ``x[M, K]``."""
+    """Return uninitialised data and scales of the columnwise cast of ``x[M, K]``."""
     m, k = x.shape
     return empty_quantized((k, columnwise_width(m, format)), format, x.device)
 
@@ -86,14 +86,14 @@ def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> No
 
 
 def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
-    """Data and scales as ops expect them; scales of other strides are copied."""
+    """Return data and scales as ops expect them; scales of other strides are copied."""
     wanted = empty_scale(data.shape, format, scale.device)
     fits = scale.stride() == wanted.stride()
     return Quantized(data, scale if fits else wanted.copy_(scale), format)
 
 
 def cublas_scale(operand: Quantized) -> Tensor:
-    """Scales of a matrix as cuBLAS reads them.
+    """Return scales of a matrix as cuBLAS reads them.
 
     1x128 blocks: ``[R, blocks]`` with strides exactly ``(1, R)``; a view where R % 4 == 0, else a
     copy. 128x128 blocks: K-major, ``[pad4(K/128), R/128]``; a view of the padded rows that
@@ -117,7 +117,7 @@ def cublas_scale(operand: Quantized) -> Tensor:
 
 
 def tma_scale(operand: Quantized) -> Tensor:
-    """Scales of a matrix as TMA reads them: lines 16 bytes apart; a copy where needed.
+    """Return scales of a matrix as TMA reads them: lines 16 bytes apart; a copy where needed.
 
     A line is a column of 1x128 scales and a row of 128x128 scales.
     """
@@ -131,7 +131,7 @@ def tma_scale(operand: Quantized) -> Tensor:
 
 
 def stacked_scale(scale: Tensor) -> Tensor:
-    """128x128 scales of a stack as TMA reads them: one matrix of lines; a copy where needed."""
+    """Return 128x128 scales of a stack as TMA reads them: one matrix of lines."""
     experts, rows, cols = scale.shape
     ld = scale.stride(1)
     is_matrix = ld % 4 == 0 and ld >= cols and scale.stride() == (rows * ld, ld, 1)
@@ -142,7 +142,7 @@ def stacked_scale(scale: Tensor) -> Tensor:
 
 
 def in_vectors(data: Tensor) -> Tensor:
-    """``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; a copy only where needed."""
+    """Return ``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; copy if needed."""
     k = data.shape[1]
     if k % VECTOR_BYTES:
         as_bytes = data.view(torch.uint8)

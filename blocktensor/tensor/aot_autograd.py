@@ -34,7 +34,7 @@ _IMPORTED = time.time()
 
 
 def plain_tangent(output: Any) -> Tensor:
-    """A plain tensor without values, as which the gradient of ``output`` is traced.
+    """Return a plain tensor without values, by which the gradient of ``output`` is traced.
 
     Args:
         output: an FP8 tensor that a traced graph returns, contiguous, with fake inner tensors.

@@ -25,7 +25,7 @@ def _fp8(x: Tensor) -> BlockwiseFP8Tensor | None:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a[M, K] b[K, N] (+ bias[N])``: the gemm of a's rowwise and b's columnwise form.
+    """Multiply ``a[M, K] b[K, N] (+ bias[N])``: the gemm of a's rowwise and b's columnwise form.
 
     At least one operand is FP8; the other is cast as an activation.
 
@@ -52,7 +52,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _refuse_untracked(func: Any, *operands: Tensor) -> None:
-    """A weight that reaches an aten product under autograd would get a high-precision gradient.
+    """Refuse a weight in an aten product under autograd: its gradient would be in high precision.
 
     So would one inside a DTensor or under functorch, which does not require a gradient here.
     """
@@ -66,7 +66,7 @@ def _refuse_untracked(func: Any, *operands: Tensor) -> None:
 
 
 def _overloads(names: str) -> list[Any]:
-    """Every overload of these ops, as far as this version of torch has them."""
+    """Return every overload of these ops, as far as this version of torch has them."""
     packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 

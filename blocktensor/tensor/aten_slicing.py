@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> BlockwiseFP8Tensor:
-    """Indices ``start`` to ``stop`` along ``dim``."""
+    """Cut indices ``start`` to ``stop`` along ``dim``."""
     if start == 0 and stop == x.shape[dim]:
         return x.relabel()
     shape = list(x.shape)
@@ -81,7 +81,7 @@ def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> Bloc
 
 
 def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
-    """``dim`` counted from 0, where this op can cut there."""
+    """Return ``dim`` counted from 0, where this op can cut there."""
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{op}: dimension {dim} of a tensor with {x.ndim}")
     dim %= x.ndim
@@ -95,7 +95,7 @@ def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
 
 
 def _is_of_stack(x: BlockwiseFP8Tensor, dim: int) -> bool:
-    """Whether matrices of a stack lie along ``dim``."""
+    """Return True if matrices of a stack lie along ``dim``."""
     return x.format.transposes and dim < x.ndim - 2
 
 

@@ -159,7 +159,7 @@ def _empty_like(
 
 @implements(ATEN_OPS, aten.zeros_like.default)
 def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
-    """Plain zeros, the initial value of a gradient."""
+    """Return plain zeros, the initial value of a gradient."""
     empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     zeros: Tensor = func(empty, **kwargs)
     return zeros
@@ -199,7 +199,7 @@ def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @implements(ATEN_OPS, aten.index.Tensor, aten.index_select.default)
 def _picked_rows(func: Any, x: Tensor, *args: Any) -> Tensor:
-    """Rows of tokens in blocks of one row, with their scales."""
+    """Return rows of tokens in blocks of one row, with their scales."""
     is_matrix = isinstance(x, BlockwiseFP8Tensor) and x.format.rows == 1 and x.ndim == 2
     if not (is_matrix and _is_of_rows(*args)):
         _picked(func, x, *args)
@@ -217,7 +217,7 @@ def _picked_rows(func: Any, x: Tensor, *args: Any) -> Tensor:
 
 
 def _is_of_rows(first: Any, *others: Any) -> bool:
-    """Whether the arguments of ``index_select`` or ``index`` pick rows of a matrix."""
+    """Return True if the arguments of ``index_select`` or ``index`` pick rows of a matrix."""
     if isinstance(first, int):
         return first in (0, -2)
     index, *rest = first

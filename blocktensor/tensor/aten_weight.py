@@ -62,7 +62,7 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
-    """Views of a weight: matrices and stacks are weights, with blocks that begin where they do."""
+    """View a weight: matrices and stacks are weights, with blocks that begin where they do."""
     copy = w._late
     if isinstance(copy, LateCopy):
         views = func(w._oriented(copy.source.master), *args, **kwargs)
@@ -103,7 +103,7 @@ def _late(copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
 def _late_parts(
     func: Any, w: BlockwiseFP8Weight, copy: LateCopy, views: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Views of a copy that may not be made yet; ``views``: the same of the weight."""
+    """Return views of a copy that may not be made yet; ``views``: the same of the weight."""
     leaves, structure = tree_flatten(views)
     source = w._oriented(copy.source.master)
 
@@ -137,7 +137,7 @@ def _unbind(func: Any, w: BlockwiseFP8Weight, dim: int = 0) -> list[Tensor]:
 
 
 def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
-    """A matrix of a stack; its cache is the same for every view, so that microbatches share it."""
+    """Return a matrix of a stack; all its views share one cache, and so do microbatches."""
     count = w.shape[0]
     if not -count <= index < count:
         raise IndexError(f"index {index} of a stack of {count} matrices")
@@ -149,7 +149,7 @@ def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
 
 @implements(WEIGHT_OPS, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 def _picked(func: Any, w: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Rows of a matrix, as of an embedding; matrices of a stack are refused."""
+    """Pick rows of a matrix, as an embedding does; refuse to pick matrices of a stack."""
     out: Tensor = on_master(func, (w, *args), kwargs)
     if isinstance(w, BlockwiseFP8Weight) and w.ndim > 2 and out.ndim > 1:
         refuse_to_pick(func, w, ".high_precision()")

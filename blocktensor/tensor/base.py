@@ -43,7 +43,7 @@ class FP8Base(Tensor):
 
     @classmethod
     def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
-        """A tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
+        """Return a tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
         strides, offset = inner.stride(), inner.storage_offset()
         return wrapper(
             cls, inner.shape, strides=strides, storage_offset=offset, dtype=dtype,
@@ -101,11 +101,11 @@ class FP8Base(Tensor):
         self.grad = None
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        """What AOTAutograd traces as the gradient of a tensor of this type: a plain tensor."""
+        """Return a plain tensor: AOTAutograd traces the gradient by it."""
         return plain_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of torch's compile cache: structure, layouts and our code, never values."""
+        """Return the key of torch's compile cache: structure, layouts, our code; no values."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(self, name) for name in names]
         layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
@@ -146,7 +146,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def _viewed(state: dict[str, Any], names: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-    """The attributes, with the bytes of some in another dtype."""
+    """Return the attributes, with the bytes of some in another dtype."""
     return {**state, **{name: state[name].view(dtype) for name in names}}
 
 
@@ -198,7 +198,7 @@ class MasterBase(FP8Base):
     def __coerce_same_metadata_as_tangent__(
         self, metadata: Any, expected_type: type | None = None
     ) -> Tensor | None:
-        """Its master, where a compiled backward was traced with a plain gradient and gets this."""
+        """Return the master, where a compiled backward was traced with a plain gradient."""
         return self.master if expected_type is Tensor else None
 
     @property
@@ -212,12 +212,12 @@ class MasterBase(FP8Base):
         return self.master
 
     def _before_write(self) -> None:
-        """A write to the master follows."""
+        """Prepare for a write to the master."""
 
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an op writes to."""
+    """Return positions and names of the arguments that an op writes to."""
     # schemas of c10d ops name no writes
     is_any = func.namespace == "c10d"
     return tuple(
@@ -229,7 +229,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def _hands_out_memory(func: Any) -> bool:
-    """Whether an op writes to an argument, or returns one or a view of one."""
+    """Return True if an op writes to an argument, or returns one or a view of one."""
     returns = func._schema.returns
     return bool(_written_arguments(func)) or any(x.alias_info is not None for x in returns)
 
@@ -275,7 +275,7 @@ def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[...,
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether an op is made of others, as which it arrives; under inference_mode it arrives whole.
+    """Return True for an op made of others, except under inference_mode, where it stays whole.
 
     Its parts are to be run then (``func.decompose``), for which there are rules.
     """
@@ -297,7 +297,7 @@ def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The other dtype that arguments of ``_to_copy`` ask for, if they ask for nothing else."""
+    """Return the other dtype that arguments of ``_to_copy`` ask for, if nothing else."""
     dtype: torch.dtype | None = kwargs.get("dtype")
     as_it_is = {
         *(("dtype", dtype), ("device", x.device), ("layout", x.layout)),

@@ -156,7 +156,7 @@ class BlockwiseFP8Tensor(FP8Base):
         dtype: torch.dtype = torch.bfloat16,
         recipe: Recipe = DEFAULT_RECIPE,
     ) -> BlockwiseFP8Tensor:
-        """A tensor from existing FP8 bytes and scales (value = data * scale), e.g. a checkpoint's.
+        """Return a tensor of existing FP8 bytes and scales (value = data * scale).
 
         Args:
             rowwise_data: e4m3 ``[M, K]``, or ``[E, N, K]`` with 128x128 blocks.
@@ -208,7 +208,7 @@ class BlockwiseFP8Tensor(FP8Base):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> BlockwiseFP8Tensor:
-        """:meth:`quantize`, for a format."""
+        """Run :meth:`quantize` for a format."""
         if format.transposes:
             operand = Operand(cast.quantize_rowwise(x, format), None)
         elif rowwise or columnwise:
@@ -235,7 +235,7 @@ class BlockwiseFP8Tensor(FP8Base):
         return self.columnwise_data is not None or self.source is not None
 
     def unchanged_source(self) -> Tensor:
-        """What it was cast from.
+        """Return the tensor that it was cast from.
 
         Raises:
             RuntimeError: that was changed in place since.
@@ -267,7 +267,7 @@ class BlockwiseFP8Tensor(FP8Base):
         )
 
     def rowwise(self) -> Quantized:
-        """The rowwise form, derived by a byte transpose where 128x128 blocks lack it.
+        """Return the rowwise form, derived by a byte transpose where 128x128 blocks lack it.
 
         Raises:
             ValueError: 1x128 blocks cast without it: a second rounding would be needed.
@@ -275,7 +275,7 @@ class BlockwiseFP8Tensor(FP8Base):
         return self.operand.need_rowwise(self.rowwise_format)
 
     def columnwise(self) -> Quantized:
-        """The columnwise form, derived by a byte transpose where 128x128 blocks lack it.
+        """Return the columnwise form, derived by a byte transpose where 128x128 blocks lack it.
 
         Raises:
             ValueError: as :meth:`rowwise`.
@@ -313,7 +313,7 @@ class BlockwiseFP8Tensor(FP8Base):
         transpose: bool = False,
         dtype: torch.dtype | None = None,
     ) -> BlockwiseFP8Tensor:
-        """The same bytes under another shape (by default contiguous), orientation or dtype."""
+        """Return the same bytes under another shape, orientation or dtype."""
         operand, formats, source = self.operand, self.formats, self.source
         if transpose:
             operand, formats, source = operand.transposed(), formats[::-1], None

@@ -47,7 +47,7 @@ class Operand(NamedTuple):
         return self.columnwise or _derive(self.rowwise, "columnwise", format)
 
     def nbytes(self) -> int:
-        """Bytes of the forms held."""
+        """Return bytes of the forms held."""
         return sum(form.data.nbytes + form.scale.nbytes for form in self if form is not None)
 
 

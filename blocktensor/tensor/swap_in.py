@@ -124,7 +124,7 @@ def _carry_main_grad(old: Tensor, new: Tensor) -> None:
 
 @contextlib.contextmanager
 def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
-    """Around ``swap_tensors``: what a backward that waited for ``parameter`` will say.
+    """Make a backward that waits for ``parameter`` raise a clear error, around ``swap_tensors``.
 
     ``swap_tensors`` makes the parameter's AccumulateGrad node raise, since its gradient would go to
     the old content. Nothing tells from here whether a graph that holds the node will run backward:

@@ -107,7 +107,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @classmethod
     def _of_late_copy(cls, like: Tensor, copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
-        """A weight laid out as ``like``, whose master is made when it is first read."""
+        """Return a weight laid out as ``like``, whose master is made when it is first read."""
         self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype)
         self._late, self.transposed = copy, transposed
         return self

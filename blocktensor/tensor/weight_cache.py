@@ -235,7 +235,7 @@ class FP8Cache:
         return self._cast(columnwise=True)
 
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
-        """:meth:`get` for a forward whose dgrad reads the weight too, and what its graph holds.
+        """Return :meth:`get` for a forward whose dgrad reads the weight, and what its graph holds.
 
         The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``) or the form of a
         whole step is kept; the graph holds the one that dgrad reads.

@@ -61,7 +61,7 @@ class ShardSlice:
 
     @property
     def entries(self) -> int:
-        """How many entries of a flat table the weight takes; its rows of scales are padded."""
+        """Return the entries of a flat table that the weight takes; rows of scales are padded."""
         *rows, cols = self.format.scale_shape(self.shape)
         return math.prod(rows) * pad4(cols)
 

@@ -201,7 +201,7 @@ def _refuse_values(what: str) -> NoReturn:
 
 
 def chunks(weight: BlockwiseFP8Tensor, *args: Any, **kwargs: Any) -> list[FrozenShard]:
-    """``torch.chunk`` of a frozen weight in 128x128 blocks; a chunk may begin inside a block."""
+    """Chunk a frozen weight in 128x128 blocks; a chunk may begin inside a block."""
     data, scale, _ = _squares(weight)
     parts = torch.chunk(data, *args, **kwargs)
     return [FrozenShard(part, scale, weight.recipe, weight.dtype) for part in parts]

@@ -105,7 +105,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         return asdict(self)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """For ``dict(config)``."""
+        """Yield the items of ``dict(config)``."""
         yield from self.to_dict().items()
 
 

@@ -148,11 +148,11 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the model itself trains."""
+        """Return True if the model itself trains."""
         return not self.quantization_config.frozen
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """``model.dequantize()``: FP8 weights become plain parameters of the model's dtype."""
+        """Make FP8 weights plain parameters of the model's dtype, for ``model.dequantize()``."""
         for module in model.modules():
             for key in fp8_weights(module):
                 _make_plain(model, module, key)

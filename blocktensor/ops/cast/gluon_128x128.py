@@ -32,7 +32,7 @@ _WORDS_OF_VECTOR = 4
 
 @gluon.jit
 def block_of_program(blocks_n, blocks_k):
-    """The matrix (int64), and the row and column among its blocks."""
+    """Return the matrix (int64), and the row and column among its blocks."""
     block = gl.program_id(0)
     matrix = (block // (blocks_k * blocks_n)).to(gl.int64)
     return matrix, block // blocks_k % blocks_n, block % blocks_k
@@ -57,7 +57,7 @@ class Stack(NamedTuple):
 
 
 def stack_of(x: Tensor) -> Stack:
-    """``x``: one matrix or a stack of them, whose rows are whole words of unit stride."""
+    """Lay out ``x``: one matrix or a stack of them, whose rows are whole words of unit stride."""
     n, k = x.shape[-2:]
     matrices, stride_e = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
     blocks_n, blocks_k = num_blocks(n), num_blocks(k)
@@ -70,7 +70,7 @@ def stack_of(x: Tensor) -> Stack:
 
 @gluon.jit
 def amax_and_scale(w, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr):
-    """Of the words of one block."""
+    """Return amax and scale of the words of one block."""
     WORDS: gl.constexpr = 128 // per_word(DTYPE)
     amax = largest(magnitudes(w, DTYPE).reshape([128 * WORDS]), 0, DTYPE)
     amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
@@ -81,7 +81,7 @@ def amax_and_scale(w, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: g
 def divided(
     w, amax, scale, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr
 ):  # fmt: skip
-    """The words of one block, r and e as ``bytes_by_row`` takes them."""
+    """Return the words of one block, r and e as ``bytes_by_row`` takes them."""
     pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     if DTYPE != gl.float16 and not POWER_OF_TWO:
         if pre > 1.0:

@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def per_word(dtype):
-    """Elements a word."""
+    """Return elements a word."""
     return 32 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
 def patch_layouts(dtype, rows, lanes_down, num_warps):
-    """Layouts of a tile's words, by row and by column, and of its 128 columns.
+    """Return layouts of a tile's words, by row and by column, and of its 128 columns.
 
     A patch has ``rows`` rows. ``lanes_down`` lanes of a warp lie down the tile, the others across.
     The layouts by row and by column differ only in the order of a thread's registers.
@@ -103,7 +103,7 @@ def _cast_ptx(dtype, method, by_row):
 
 @gluon.jit
 def bytes_by_row(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
-    """The bytes of words laid out by row (of fp32, also by column), a word's as one number.
+    """Return bytes of words laid out by row (of fp32, also by column), a word's as one number.
 
     ``METHOD``: that of ``numerics.quotient``, or "exact" for power-of-two scales.
     """
@@ -120,7 +120,7 @@ def bytes_by_row(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def bytes_by_column(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
-    """The bytes of the first and of the second elements of words laid out by column.
+    """Return the bytes of the first and of the second elements of words laid out by column.
 
     ``r`` and ``e`` are pairs, see ``of_words``.
     """
@@ -137,7 +137,7 @@ def bytes_by_column(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def of_words(columns, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
-    """Of values of 128 columns, those of the first and those of the second elements of words."""
+    """Split values of 128 columns into those of the first and of the second elements of words."""
     WORDS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     if DTYPE == gl.float32:
         first = gl.convert_layout(columns, WORDS, assert_trivial=True)[None, :]
@@ -150,7 +150,7 @@ def of_words(columns, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def times(words, by, DTYPE: gl.constexpr):
-    """Words (not of fp16) with first and second elements times a pair of powers of two: exact."""
+    """Multiply words (not of fp16) by two powers of two, for first and second elements: exact."""
     if DTYPE == gl.float32:
         return (words.to(gl.float32, bitcast=True) * by[0]).to(gl.int32, bitcast=True)
     else:
@@ -162,7 +162,7 @@ def times(words, by, DTYPE: gl.constexpr):
 
 @gluon.jit
 def magnitudes(words, DTYPE: gl.constexpr):
-    """Words of |x|. As integers they are ordered like |x|, NaN above Inf: a maximum shows both."""
+    """Return |x| of words. As integers they are ordered like |x|, NaN above Inf."""
     if DTYPE == gl.float32:
         return words & 0x7FFFFFFF
     else:
@@ -171,7 +171,7 @@ def magnitudes(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def largest(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """Maxima of words along an axis; with two elements a word, of first and of second ones."""
+    """Return maxima of words along an axis: with two elements a word, of each of them."""
     if DTYPE == gl.float32:
         return gl.reduce(words, AXIS, larger)
     else:
@@ -192,7 +192,7 @@ def _larger_halves(a, b):
 
 @gluon.jit
 def larger_half(words, DTYPE: gl.constexpr):
-    """The larger of each word's two elements, in 16 bits; of fp32, the word."""
+    """Return the larger of each word's two elements, in 16 bits; of fp32, the word."""
     if DTYPE == gl.float32:
         return words
     else:
@@ -201,7 +201,7 @@ def larger_half(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def fp32_bits(bits, DTYPE: gl.constexpr):
-    """The bits in fp32 of numbers given by their bits in ``DTYPE``."""
+    """Return the bits in fp32 of numbers given by their bits in ``DTYPE``."""
     if DTYPE == gl.float32:
         return bits
     else:

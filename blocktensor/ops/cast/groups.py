@@ -51,12 +51,12 @@ def padded_groups(groups: int) -> int:
 
 
 def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
-    """The most blocks that ``tokens`` rows can take; for a rowwise cast, with those of no group."""
+    """Return the most blocks that ``tokens`` rows take; rowwise, with rows of no group."""
     return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
 
 
 def grouped_columnwise_by(plan: Planner, x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """The columnwise form of tokens in groups, written by the kernel that ``plan`` launches."""
+    """Return the columnwise form of tokens in groups, by the kernel that ``plan`` launches."""
     col = empty_grouped_columnwise(x, offs, format)
     plan(x, None, col, offs)()
     return col
@@ -69,7 +69,7 @@ def grouped_by(
     format: BlockFormat,
     columnwise_format: BlockFormat | None,
 ) -> tuple[Quantized, Quantized]:
-    """Both forms of tokens in groups, written by the kernel that ``plan`` launches."""
+    """Return both forms of tokens in groups, written by the kernel that ``plan`` launches."""
     row = empty_quantized(x.shape, format, x.device)
     col = empty_grouped_columnwise(x, offs, columnwise_format or format)
     plan(x, row, col, offs)()
@@ -77,6 +77,6 @@ def grouped_by(
 
 
 def empty_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """Uninitialised data and scales of the columnwise cast of tokens in groups."""
+    """Return uninitialised data and scales of the columnwise cast of tokens in groups."""
     tokens, k = x.shape
     return empty_quantized((k, group_columns(tokens, offs.shape[0])), format, x.device)

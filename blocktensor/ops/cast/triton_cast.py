@@ -272,7 +272,7 @@ def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
 def both_by(
     plan: Planner, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None
 ) -> tuple[Quantized, Quantized]:
-    """Both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
+    """Return both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
     row = empty_quantized(x.shape, format, x.device)
     col = empty_columnwise(x, columnwise_format or format)
     plan(x, row, col)()

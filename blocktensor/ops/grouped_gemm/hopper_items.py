@@ -50,7 +50,7 @@ def _describe(items, slot, FIELD: gl.constexpr, value):
 
 @gluon.jit
 def field(items, slot, FIELD: gl.constexpr):
-    """A number of the item that ``slot`` describes."""
+    """Return a number of the item that ``slot`` describes."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(items.index(slot * FIELDS + FIELD).load(ONE), 0)
 

@@ -26,7 +26,7 @@ def plan_grouped_gemm(
     tile: Tile,
     programs: int,
 ) -> Launch:
-    """The launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e."""
+    """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e."""
     (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)

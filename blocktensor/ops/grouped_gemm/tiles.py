@@ -35,7 +35,7 @@ class GroupedTile:
     least_us: float = 0.0
 
     def microseconds(self, blocks: float) -> float:
-        """Of one item over so many k blocks."""
+        """Return the time of one item over so many k blocks."""
         return max(self.least_us, blocks * self.block_us + self.item_us)
 
 
@@ -88,7 +88,7 @@ than one an SM: each walks past all groups before its own. With 8 they are 1% to
 def choose_gemm_tile(
     tokens: int, n: int, blocks: int, experts: int, sms: int, bias: bool
 ) -> tuple[Tile, int]:
-    """The tile for ``[tokens, n]`` in ``experts`` groups over ``blocks`` k blocks, and programs.
+    """Return the tile for ``[tokens, n]`` in ``experts`` groups over ``blocks``, and the programs.
 
     With a bias, tiles of two row waves leave no registers.
     """
@@ -107,7 +107,7 @@ def choose_gemm_tile(
 def choose_wgrad_tile(
     n: int, k: int, tokens: int, experts: int, b_block: int, sms: int, accumulate: bool
 ) -> tuple[Tile, int]:
-    """The tile for ``[experts, n, k]`` contracted over ``tokens`` in all, and the programs."""
+    """Return the tile for ``[experts, n, k]`` contracted over ``tokens``, and the programs."""
     tiles: tuple[GroupedTile, ...] = ADDED if accumulate else ROWS
     if b_block == BLOCK:
         tiles = ADDED_SQUARES if accumulate else WGRAD_SQUARES
@@ -136,7 +136,7 @@ def stores_fit(tile: Tile, n: int, k: int) -> bool:
 
 
 def _plan(found: GroupedTile, items: int, blocks: float, sms: int) -> tuple[float, int]:
-    """Predicted microseconds, and the number of programs."""
+    """Return predicted microseconds, and the number of programs."""
     at_once = sms * found.tile.programs
     us = ceil_div(items, at_once) * found.microseconds(blocks)
     return us, programs_in_turn(items, at_once, us)

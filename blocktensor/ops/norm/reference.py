@@ -15,7 +15,7 @@ NormKind = Literal["llama", "gemma"]
 
 
 def squares(x: Tensor) -> Tensor:
-    """``x²`` in fp32."""
+    """Return ``x²`` in fp32."""
     return x.float().pow(2)
 
 
@@ -38,7 +38,7 @@ def weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype)
 def gradient_terms(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What the gradients of ``rstd`` and of the weight are sums of.
+    """Return the terms that the gradients of ``rstd`` and of the weight are sums of.
 
     Args:
         grad: of the norm, ``[..., K]``.
@@ -84,7 +84,7 @@ def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
 
 
 def rstd_of(squares: Tensor, eps: float) -> Tensor:
-    """The reciprocal of the root mean square of rows, fp32 ``[..., 1]``, as transformers' norms."""
+    """Return 1 / rms of rows, fp32 ``[..., 1]``, as transformers' norms compute it."""
     return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
 
 

@@ -19,7 +19,7 @@ def _words(x, y, z, ACTIVATION: gl.constexpr, ROLE: gl.constexpr, DTYPE: gl.cons
 
 @gluon.jit
 def tile_of_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
-    """``tile_of_elements``, of words."""
+    """Return ``tile_of_elements``, of words."""
     ACTIVATION: gl.constexpr = DETAIL[0]
     ROLE: gl.constexpr = DETAIL[1]
     if ROLE == "gated gradient":

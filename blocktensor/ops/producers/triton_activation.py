@@ -100,7 +100,7 @@ _OF_BF16 = {
 
 @triton.constexpr_function
 def element_ptx(activation, kind, dtype):
-    """The PTX that computes y of x, or the gradient y of x and d; all are registers of 32 bits.
+    """Return the PTX that computes y of x, or the gradient y of x and d, in 32-bit registers.
 
     Args:
         activation: a name in ``reference.ACTIVATIONS``.
@@ -134,7 +134,7 @@ def _by_element(dtype, ptx, gradient):
 
 @triton.constexpr_function
 def word_ptx(activation, role, dtype):
-    """PTX and constraints of the words that a producer makes.
+    """Return PTX and constraints of the words that a producer makes.
 
     Args:
         activation: a name in ``reference.ACTIVATIONS``.
@@ -200,7 +200,7 @@ def _elements(x, y, z, ACTIVATION: tl.constexpr, ROLE: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def tile_of_elements(x, y, z, part, DETAIL: tl.constexpr, DTYPE: tl.constexpr):
-    """What ``word_ptx`` makes of tiles; part 1 of a gated gradient is the gradient of up.
+    """Return the result of ``word_ptx`` on tiles; part 1 of a gated gradient is the gradient of up.
 
     ``DETAIL``: an activation and a role.
     """

@@ -150,7 +150,7 @@ def _player(
     kernels: list[launcher.RawKernel],
     result: Any,
 ) -> Callable[..., Any]:
-    """A function that repeats, for arguments like ``args``, what ``function`` did for them."""
+    """Return a function that repeats ``function`` for arguments like ``args``."""
     names = [f"a{i}" for i in range(len(args))]
     known = _tensors(args)
     device = next(iter(known.values())).get_device()
@@ -244,7 +244,7 @@ def _leaves(result: Any) -> list[Tensor]:
 
 
 def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
-    """Offsets in one allocation of the tensors of ``made`` that are not returned, if several."""
+    """Return offsets in one allocation of tensors of ``made`` that are not returned."""
     kept = {x.untyped_storage().data_ptr() for x in _leaves(result)}
     inner = [i for i, x in enumerate(made) if x.untyped_storage().data_ptr() not in kept]
     if len(inner) < 2:
@@ -254,7 +254,7 @@ def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
 
 
 def _result(result: Any, made: list[Tensor], constant: Callable[[Any], str]) -> str:
-    """The expression of a result: allocated tensors, views of them, tuples of both, constants."""
+    """Return the expression of a result: tensors, views of them, tuples of both, constants."""
     if result is None:
         return "None"
     if isinstance(result, tuple):
@@ -301,7 +301,7 @@ def fresh_empty() -> Callable[..., Tensor]:
 
 
 def new_map(make: Callable[[int], Any], known: dict[int, Any], address: int) -> Any:
-    """A tensor map for an address that has none yet."""
+    """Return a new tensor map for an address."""
     if len(known) >= MAX_MAPS:
         known.clear()
     tensor_map = known[address] = make(address)

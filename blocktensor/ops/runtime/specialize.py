@@ -143,7 +143,7 @@ class Specialized(Generic[Result]):
         return self.find_by(key_of(args), *args)
 
     def find_by(self, key: Hashable, *args: Any) -> Result:
-        """:meth:`find`, with a key that says as much of ``args`` as the decision depends on."""
+        """Run :meth:`find` with a key that says as much of ``args`` as the decision depends on."""
         key = key, _environment.get(_VARIABLE)
         found = self._table.get(key)
         if found is None:
@@ -162,7 +162,7 @@ class Specialized(Generic[Result]):
 
 
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
-    """``function``, for calls of one kind: its launches are recorded once, then repeated.
+    """Record the launches of ``function`` once for calls of one kind, then repeat them.
 
     Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
     """

@@ -30,7 +30,7 @@ def _mark(TEXT: gl.constexpr):
 def allocate(
     a_map, a_scale_map, b_map, b_scale_map, out, OUT: gl.constexpr, T: gl.constexpr
 ):  # fmt: skip
-    """The stages, with their barriers, and the output buffers; marks kernels for the compiler."""
+    """Return the stages with their barriers, and the output buffers; mark kernels."""
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)

@@ -76,13 +76,13 @@ def output_map(out: Tensor, tile: Tile) -> TensorDescriptor:
 
 
 def fits_tma(out: Tensor) -> bool:
-    """True if TMA can address the rows of ``out``: address and pitch are multiples of 16 bytes."""
+    """Return True if TMA can address the rows of ``out``, in multiples of 16 bytes."""
     pitch = out.stride(0) * out.element_size()
     return pitch % VECTOR_BYTES == 0 and out.data_ptr() % VECTOR_BYTES == 0
 
 
 def add_mode(tile: Tile, tiles: int, blocks: int, device: torch.device) -> str:
-    """How sums over ``blocks`` k blocks are added to an output of ``tiles`` (``epilogue.py``)."""
+    """Return how sums over ``blocks`` k blocks are added to ``tiles`` (``epilogue.py``)."""
     waves = ceil_div(tiles, sms(device) * tile.programs)
     direct = waves * blocks >= _LONG and tile.b_block == 1 and not tile.turned
     return "direct" if direct else "staged"
@@ -155,7 +155,7 @@ def sum_kernel(
 
 
 def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool) -> Launch:
-    """The launch of ``out[M, N] (+)= sum over p of splits[p, :M] (+ bias)``; ``splits`` is fp32."""
+    """Plan ``out[M, N] (+)= sum over p of splits[p, :M] (+ bias)``; ``splits`` is fp32."""
     m, n = out.shape
     blocks_n = ceil_div(n, _SUM_COLUMNS)
     return Launch(
@@ -178,7 +178,7 @@ def for_tma(x: Quantized) -> Quantized:
 
 
 def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
-    """``out (+)= A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
+    """Run ``out (+)= A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, splits, _ = choose_tile(

@@ -130,5 +130,5 @@ class Tile:
         return options if self.programs == 1 else options | {"maxnreg": 128}
 
     def out_buffers(self, bits: int) -> int:
-        """Output buffers of a warpgroup for numbers of ``bits``."""
+        """Return output buffers of a warpgroup for numbers of ``bits``."""
         return self.buffers * 16 // bits

@@ -84,7 +84,7 @@ class Speed:
     lone_us: float
 
     def waves(self, m: int, n: int, sms: int, splits: int = 1) -> int:
-        """Waves of an ``[m, n]`` output, where an SM computes ``programs`` tiles at a time."""
+        """Return the waves of an ``[m, n]`` output, with ``programs`` tiles at a time on an SM."""
         return ceil_div(self._tiles(m, n) * splits, sms * self.programs)
 
     def an_sm(self, m: int, n: int, sms: int, splits: int = 1) -> int:
@@ -92,14 +92,14 @@ class Speed:
         return ceil_div(self._tiles(m, n) * splits, sms)
 
     def wave(self, blocks: int) -> float:
-        """Microseconds of one of several waves, over ``blocks`` k blocks."""
+        """Return microseconds of one of several waves, over ``blocks`` k blocks."""
         return blocks * self.block_us + self.wave_us
 
     def _tiles(self, m: int, n: int) -> int:
         return ceil_div(m, self.m) * ceil_div(n, self.n)
 
     def microseconds(self, m: int, n: int, blocks: int, sms: int, splits: int = 1) -> float:
-        """Predicted time of an ``[m, n]`` output over ``blocks`` k blocks, cut in ``splits``."""
+        """Predict the time of an ``[m, n]`` output over ``blocks`` k blocks, cut in ``splits``."""
         blocks //= splits
         waves = self.waves(m, n, sms, splits)
         if waves == 1:
@@ -109,20 +109,20 @@ class Speed:
 
 @functools.cache
 def speeds(card: str) -> dict[str, Speed]:
-    """Speeds measured on a card, by the name of a tile or of cuBLAS's kernel."""
+    """Return speeds measured on a card, by the name of a tile or of cuBLAS's kernel."""
     known = json.loads(FILE.read_text())[card]["speeds"]
     return {name: Speed(**fields) for name, fields in known.items()}
 
 
 def speed_of(tile: Tile, accumulate: bool, card: str) -> Speed:
-    """The speed of a tile measured on a card, of sums added to an output if ``accumulate``."""
+    """Return the speed of a tile on a card, of sums added to an output if ``accumulate``."""
     known = speeds(card)
     speed = known[tile.name]
     return known.get(tile.name + ADDED, speed) if accumulate else speed
 
 
 def possible_splits(blocks: int) -> list[int]:
-    """The numbers of equal splits that ``blocks`` k blocks can be cut into, each of at least 4."""
+    """Return the numbers of equal splits of ``blocks`` k blocks, each of at least 4."""
     return [
         p for p in range(1, MOST_SPLITS + 1) if blocks % p == 0 and (p == 1 or blocks // p >= 4)
     ]
@@ -139,7 +139,7 @@ def choose_tile(
     accumulate: bool = False,
     turned: bool = True,
 ) -> tuple[Tile, int, float]:
-    """The tile for a shape, the number of splits of K, and the predicted time in microseconds.
+    """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
     ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
     which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
@@ -168,7 +168,7 @@ def programs_for(tile: Tile, items: int, blocks: int, card: Card, accumulate: bo
 
 
 def programs_in_turn(items: int, at_once: int, us: float) -> int:
-    """The number of programs for ``items`` that take ``us`` microseconds, ``at_once`` at a time.
+    """Return the programs for ``items`` that take ``us`` microseconds, ``at_once`` at a time.
 
     More than run at once, if each then takes :data:`PROGRAM_US` or longer.
     """

@@ -45,6 +45,6 @@ def on(device: torch.device, x: Quantized) -> Quantized:
 
 
 def differ(made: Tensor, wanted: Tensor) -> bool:
-    """True if a product is NaN, or farther from the reference than the order of sums explains."""
+    """Return True if a product is NaN, or farther from the reference than another order."""
     error = (made.cpu().float() - wanted.float()).norm() / wanted.float().norm()
     return not error.item() <= TOLERANCE

@@ -148,7 +148,7 @@ reads the types of the arguments from a description."""
 
 @functools.cache
 def launcher() -> Launcher | None:
-    """The kind of launcher that the installed Triton has; None, with one warning, if unknown."""
+    """Return the kind of launcher of the installed Triton; None, with a warning, if unknown."""
     try:
         driver = _driver()
         hooked()
@@ -217,7 +217,7 @@ def _driver() -> Any:
 
 
 def _parameters(launch: Launch, compiled: Any) -> Iterator[tuple[str, Any]]:
-    """Type and value of every parameter, in the order of the kernel's definition."""
+    """Return type and value of every parameter, in the order of the kernel's definition."""
     signature = list(compiled.src.signature.items())
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.constants
     if [name for name, _ in signature] != launch.kernel.arg_names or len(values) != len(signature):
@@ -233,7 +233,7 @@ class _Base:
 
 
 def _without_base(descriptor: Any) -> Any:
-    """A copy that does not keep the tensor alive."""
+    """Return a copy that does not keep the tensor alive."""
     bare = copy.copy(descriptor)
     bare.base = None
     return bare
