@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import Recipe
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
@@ -39,6 +41,13 @@ def linear(
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         return _matmul(x if type(x) is Tensor else _as_input(x), w, bias, None, recipe)
+
+
+def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run ``F.linear``."""
+    if isinstance(input, MasterBase) and is_weight_by_itself((input, weight)):
+        return F.linear(readable(input), readable(weight), bias)
+    return linear(input, weight, bias)
 
 
 def grouped_linear(
@@ -119,6 +128,22 @@ def _matmul(
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, bias, offs, plan, None, *cast)
     return y
+
+
+def is_weight_by_itself(factors: Sequence[Tensor]) -> bool:
+    """Return True for a product, without gradients, of a trainable weight with itself.
+
+    An optimizer computes such a product, and no layer does: it runs in high precision.
+    """
+    if len(factors) < 2 or torch.is_grad_enabled():
+        return False
+    weights = [x for x in factors if isinstance(x, MasterBase)]
+    return len(weights) == len(factors) and all(x._counted is weights[0]._counted for x in weights)
+
+
+def readable(x: Any) -> Any:
+    """Return the master of a weight, or anything else unchanged."""
+    return x._readable if isinstance(x, MasterBase) else x
 
 
 def _as_input(x: Tensor) -> Tensor:

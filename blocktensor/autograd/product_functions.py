@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
-from ..tensor.base import FP8Base, MasterBase
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .linear import grouped_linear, linear
+from .linear import grouped_linear, is_weight_by_itself, linear, linear_override, readable
 
 _IN_PLACE = {Tensor.addmm_: torch.addmm, Tensor.baddbmm_: torch.baddbmm}
 """Products that are added in place, and those that return the sum."""
@@ -35,7 +35,7 @@ _ADDING = {
 _OWN = {
     *_ADDING,
     *(torch.mm, torch.mv, torch.matmul, torch.bmm, torch.einsum, torch.tensordot, torch.inner),
-    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot, F.linear),
+    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot),
     *(Tensor.mm, Tensor.mv, Tensor.matmul, Tensor.bmm, Tensor.inner),
     *(Tensor.__matmul__, Tensor.__rmatmul__),
 }
@@ -58,8 +58,8 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
             return _in_dtype(func, args, **kwargs)
         if is_adding or (may_be_own and not torch.is_grad_enabled()):
             factors = _factors(is_adding, args, kwargs)
-            if _is_one_weight(factors):
-                args, kwargs = torch.utils._pytree.tree_map(_readable, (args, kwargs))
+            if is_weight_by_itself(factors):
+                args, kwargs = torch.utils._pytree.tree_map(readable, (args, kwargs))
                 return func(*args, **kwargs)
             if is_adding and not factors:  # it is added to a weight
                 with torch._C.DisableTorchFunctionSubclass():
@@ -75,21 +75,6 @@ def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         args, kwargs = args[1:], {name: x for name, x in kwargs.items() if name != "input"}
     lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
     return [x for operands in lists for x in operands if isinstance(x, FP8Base)]
-
-
-def _is_one_weight(factors: list[FP8Base]) -> bool:
-    """Return True for a product, without gradients, of a trainable weight with itself.
-
-    Such a product is an optimizer's, and no layer's: it runs in high precision.
-    """
-    if len(factors) < 2 or torch.is_grad_enabled():
-        return False
-    weights = [x for x in factors if isinstance(x, MasterBase)]
-    return len(weights) == len(factors) and all(x._counted is weights[0]._counted for x in weights)
-
-
-def _readable(x: Any) -> Any:
-    return x._readable if isinstance(x, MasterBase) else x
 
 
 def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
@@ -237,15 +222,6 @@ TRANSFORMERS_FALLBACK = "transformers.grouped_mm_fallback"
 since the op exists only once that library is imported."""
 
 
-def _linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if isinstance(input, MasterBase):
-        return _linear_of_a_weight(input, weight, bias)
-    return linear(input, weight, bias)
-
-
-_linear_of_a_weight = in_all_forms(F.linear, linear)
-
-
 def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
     if other.ndim == 2 and not is_weight(input):
         return linear(input, other.t())
@@ -322,7 +298,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
 }
 
 PRODUCTS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear_override,
+    F.linear: linear_override,
     **{func: in_all_forms(func, override) for func, override in _OVERRIDES.items()},
     torch._grouped_mm: grouped_mm,
     TRANSFORMERS_FALLBACK: grouped_mm_fallback,

@@ -97,7 +97,10 @@ class SavedWeight:
         if isinstance(w, BlockwiseFP8Weight):
             if self.plan.tracing:
                 return quantize_transpose(w._cast_from, w.format)
-            return w.columnwise(cast)
+            row, col = w.cache.get_in_backward(w, cast)
+            if w.transposed:
+                row, col = col, row
+            return col or Operand(row, col).need_columnwise()
         if isinstance(w, BlockwiseFP8Tensor) and not self.plan.tracing:
             return w.columnwise()
         # saved-tensor hooks that offload return a plain weight
@@ -117,7 +120,8 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
         if w.cache.main_grad is not None and needs_dw:
             check_main_grad(plan.tracing)
         if needs_dx and not plan.tracing:
-            w_row, read.cast = w._rowwise_for_backward()
+            (row, col), read.cast = w.cache.get_for_backward(w)
+            w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
         elif needs_dx and w.recipe.cache_weight == "step":  # backward casts nothing then
             if w.cache.reuses():  # in eager mode, of an x of another type
                 w_row = w.rowwise(before_backward=needs_dw)

@@ -192,16 +192,6 @@ class BlockwiseFP8Weight(MasterBase):
         assert form is not None  # it is cast so
         return form
 
-    def _rowwise_for_backward(self) -> tuple[Quantized, ForwardCast]:
-        """Return the rowwise FP8 form of the weight as it is now, for a forward before a dgrad.
-
-        Also returns what its graph holds until then, for :meth:`columnwise`.
-        """
-        operand, cast = self.cache.get_for_backward(self)
-        form = operand.need_columnwise() if self.transposed else operand.rowwise
-        assert form is not None  # it is cast so
-        return form, cast
-
     def _both_forms(self) -> tuple[Quantized, Quantized]:
         """Return both FP8 forms of the weight as it is now, cast together."""
         operand = self.cache.cast_both()
