@@ -268,8 +268,8 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions are
             "mean" and "sum".
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
-            temporary memory: a logit itself and 2 bytes on a GPU, 12 elsewhere, with
-            ``class_weight`` or with ``label_smoothing``.
+            temporary memory: a logit and 2 bytes on a GPU; and 12 elsewhere, or with
+            ``class_weight`` or ``label_smoothing``.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
 
     Returns:
@@ -312,10 +312,9 @@ def _check_gated(w_gate: object, w_up: object, recompute: object, store_fp8: obj
 
 
 def _stays_whole(w: Tensor | None) -> bool:
-    """Return whether a product with ``w`` must be a torch function, whose override comes later.
+    """Return True if a matmul with ``w`` must be a torch function while Dynamo traces.
 
-    Dynamo looks into other functions, and would read the casts that a weight makes as inputs of its
-    graph, made anew in every evaluation of its guards.
+    It looks into others, and would take casts for inputs of its graph, made anew at every guard.
     """
     return is_dynamo_compiling() and isinstance(w, FP8Base)
 

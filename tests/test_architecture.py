@@ -81,7 +81,7 @@ Its names are imported under ``TYPE_CHECKING``, too, where go-to-definition find
 OWNED = {
     "_local_tensor": "blocktensor.distributed.dtensor",
     **dict.fromkeys(("_getframe", "f_back", "f_locals"), "blocktensor.tensor.callers"),
-    "get_referrers": "blocktensor.model.holders",
+    "get_referrers": "blocktensor.model.conversion_checks",
 }
 """Names that one module alone may use."""
 

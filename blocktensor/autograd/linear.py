@@ -192,7 +192,8 @@ def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     made = torch.zeros(x.shape[0], w.shape[1], dtype=autocast_dtype(x) or x.dtype, device=x.device)
     for tensor in (x, w, bias):
         if tensor is not None and tensor.requires_grad:
-            made = made + tensor[:0].sum().to(made.dtype)
+            plain = tensor.dequantize() if isinstance(tensor, BlockwiseFP8Tensor) else tensor
+            made = made + plain[:0].sum().to(made.dtype)
     return made
 
 

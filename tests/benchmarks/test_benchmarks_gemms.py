@@ -14,6 +14,7 @@ from blocktensor.ops import devices
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.registry import Backend
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 EXPERTS, TOKENS, N, K = 3, 1280, 144, 160
@@ -262,8 +263,7 @@ def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
     def fake(*args: Any) -> Any:
         asked.append(args[-1])
 
-    kernels = choose_backend.GemmKernels(fake, fake)
-    monkeypatch.setattr(gemm, "loaded", lambda backend: kernels)
+    monkeypatch.setattr(Backend, "function", lambda backend, name: fake)
     maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
     form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
     maker(gemm.Inputs(form.data, form.data, form, form, form.data, form))()

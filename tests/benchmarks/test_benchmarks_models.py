@@ -265,7 +265,6 @@ def saved(policy: str, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]]) 
 
 def test_what_eager_saves_by_policy() -> None:
     got = {policy: saved(policy, lambda model: model) for policy in memory.POLICIES}
-    assert got["fp8"] == got["fp8, columnwise kept"]
     assert got["fp8, inputs shared"] == got["fp8, inputs shared, cache_weight=False"]
     # in bf16 q, k, v share what they save, and gate and up; the input of o is saved by attention
     dim, hidden = TOKENS * MEMORY.dim, TOKENS * MEMORY.hidden
@@ -274,7 +273,7 @@ def test_what_eager_saves_by_policy() -> None:
     assert got["fp8, inputs shared"] - got["bf16"] == (inputs + dim) * form - 2 * inputs
     assert got["fp8"] - got["fp8, inputs shared"] == 3 * dim * form
     # without weight gradients no linear saves its input
-    assert got["fp8, frozen"] == got["fp8, frozen, columnwise kept"] == got["bf16, frozen"]
+    assert got["fp8, frozen"] == got["bf16, frozen"]
     assert got["bf16, frozen"] <= got["bf16"] - 2 * inputs
 
 

@@ -278,7 +278,7 @@ def test_freeze_keeps_the_bytes_of_the_forward_and_unfreeze_undoes_it() -> None:
         p.data = randn(*p.shape, dtype=torch.float32)
     convert(model, experts={"b": ["up", "down"]}, auto_filter_small_kn=False)
     names = ["a.gate_up_proj", "a.down_proj", "b.up", "b.down", "c"]
-    trained = {n: model.get_parameter(n).quantized() for n in names[:-1]}
+    trained = {n: model.get_parameter(n)._quantized() for n in names[:-1]}
     assert freeze(model) == names
     for name, before in trained.items():
         frozen = model.get_parameter(name)

@@ -98,19 +98,15 @@ def test_graphs_of_a_weight_and_of_its_transpose_share_the_form_of_the_latest() 
         assert weight.cache.nbytes() == 0
 
 
-@pytest.mark.parametrize(("n", "ops"), [
-    (128, ["quantize_columnwise 128x128"]),
-    (130, ["quantize_rowwise 128x128", "transpose 128x128"]),
-])  # fmt: skip
-def test_without_a_cache_backward_casts_the_form_that_it_reads(n: int, ops: list[str]) -> None:
+@pytest.mark.parametrize("n", [128, 130])
+def test_without_a_cache_backward_casts_the_form_that_it_reads(n: int) -> None:
     module = linear(n, K, recipe=Recipe(cache_weight=False))
     y = module(randn(5, K, grad=True)).sum()
     assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (1, 0)
     with Trace() as trace:
         y.backward()
-    assert [op for op in trace.ops if "128x128" in op and "gemm" not in op] == [
-        f"blocktensor.{op}" for op in ops
-    ]
+    casts = [op for op in trace.ops if "128x128" in op and "gemm" not in op]
+    assert casts == ["blocktensor.quantize_transpose 128x128"]
     assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (2, 0)
 
 

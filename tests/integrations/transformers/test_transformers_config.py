@@ -112,8 +112,8 @@ quantization_config has the unknown entries ['skipp']: expected some of
 ['auto_filter_small_kn', 'experts', 'frozen', 'fuse', 'head', 'mark', 'recipe', 'skip'];
 they may be those of a later version of blocktensor
 recipe of quantization_config has the unknown entries ['scales']: expected some of
-['cache_weight', 'scale', 'wgrad_input']; they may be those of a later
-version of blocktensor
+['cache_weight', 'scale', 'wgrad_input']; they may be those of a later version of
+blocktensor
 Recipe(scale='e8'): expected one of 'fp32', 'power_of_two'
 """,
         )

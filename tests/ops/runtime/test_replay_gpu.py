@@ -24,6 +24,7 @@ from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.op import OPS
 from blocktensor.ops.runtime import replay
 from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.replay import Replay
@@ -71,8 +72,8 @@ def assert_all_same(actual: list[Quantized], expected: list[Quantized]) -> None:
 
 
 def forget_casts() -> None:
-    for name in ("rowwise", "columnwise", "both", "transpose", "with_transpose"):
-        getattr(cast_ops, f"_{name}").forget()
+    for table in OPS.values():
+        table.forget()
 
 
 @pytest.fixture
