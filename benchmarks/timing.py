@@ -44,10 +44,11 @@ def round_robin(
     """Milliseconds a call of each candidate, under sustained load: ``middle_mean`` of its blocks.
 
     Every candidate runs in turn in short blocks, so that all share one power and temperature
-    state; the order is drawn anew each round, so that no candidate always follows the one that
-    heats or cools the card most. Each cycles through its own list of calls (rotating inputs), so
-    that nothing is found in L2. Nothing waits for the GPU between blocks, as in training: host time
-    counts where it is longer than device time. Two rounds warm up.
+    state. The order is drawn anew every other round, and reversed in between: no candidate comes
+    first, or follows the one that heats or cools the card most, more often than another. Each
+    cycles through its own list of calls (rotating inputs), so that nothing is found in L2. Nothing
+    waits for the GPU between blocks, as in training: host time counts where it is longer than
+    device time. Two rounds warm up.
     """
     names = list(candidates)
     counts = {}
@@ -59,9 +60,11 @@ def round_robin(
         counts[name] = max(1, round(block_ms * 3 / start.elapsed_time(end)))
     times: dict[str, list[float]] = {name: [] for name in names}
     order = random.Random(0)
+    turns = list(names)
     for turn in range(rounds + 2):
-        shuffled = order.sample(names, len(names))
-        blocks = [(name, _block(candidates[name], counts[name])) for name in shuffled]
+        # the first block of a round also waits for the host
+        turns = turns[::-1] if turn % 2 else order.sample(names, len(names))
+        blocks = [(name, _block(candidates[name], counts[name])) for name in turns]
         torch.cuda.synchronize()
         for name, (start, end) in blocks if turn >= 2 else ():
             times[name].append(start.elapsed_time(end) / counts[name])
