@@ -1,4 +1,4 @@
-"""What a gated MLP saves of gate and up, and what its backward casts: h, and their gradients.
+"""Save gate and up of a gated MLP, and cast h and the gradients of both in its backward.
 
 A tensor leaves :class:`Sources` as it is read for the last time.
 """

@@ -33,9 +33,8 @@ from .backward import FP8Function, Gradients, run_backward
 from .gated_forms import H, Sources, forms_in_backward, halves, save_gate_and_up
 from .gated_plan import GatedPlan, features_of_h, plan_gated
 from .linear import grouped_linears, has_no_experts, linear, with_leading
-from .main_grad import in_place_of_added, where_to_add
-from .plan import Plan
-from .products import Dense, product_of
+from .main_grad import where_to_add
+from .products import product_of
 from .saved_weight import SavedWeight
 
 
@@ -211,7 +210,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         if i == H:
             assert g_col is not None
             assert d_col is not None
-            dws[2] = _wgrad(product, plan.down, g_col, d_col, buffers[2])
+            dws[2] = product.weight_gradient(g_col, d_col, plan.down, buffers[2])
             del d_row, d_col, g_col
             continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
@@ -223,7 +222,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
             assert d_col is not None
             assert plan.x_columnwise is not None
             x_col = Quantized(x_data, x_scale, plan.x_columnwise)
-            dws[i] = _wgrad(product, read.plan, d_col, x_col, buffers[i])
+            dws[i] = product.weight_gradient(d_col, x_col, read.plan, buffers[i])
         del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
@@ -237,16 +236,6 @@ def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -
             read.columnwise(w, False)
 
 
-def _wgrad(
-    product: Dense, plan: Plan, g: Quantized, x: Quantized, main_grad: Tensor | None
-) -> Tensor | None:
-    """Return ``dw = gᵀ x`` of columnwise forms, or add it to ``main_grad``."""
-    if main_grad is None:
-        return product.wgrad(g, x, plan)
-    product.wgrad_add_(main_grad, g, x, plan)
-    return in_place_of_added(main_grad, plan.w_dtype)
-
-
 def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
     a, b = counts
     return [saved[:a], saved[a : a + b], saved[a + b :]]
@@ -256,7 +245,7 @@ def _where_to_add(ctx: Any, needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the buffer that each weight's gradient is added to, if it is needed and has one."""
     buffers: list[Tensor | None] = [None, None, None]
     for i, read in enumerate(ctx.reads):
-        main_grad = None if read is None else read.main_grad
+        main_grad = None if read is None or read.cache is None else read.cache.main_grad
         if main_grad is not None and needed[i]:
             places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
             buffers[i] = where_to_add(ctx, main_grad, places[i])

@@ -20,7 +20,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .main_grad import in_place_of_added, where_to_add
+from .main_grad import where_to_add
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight
@@ -309,12 +309,8 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         assert w_col is not None
         dx = product.dgrad(g_row, w_col, plan)
         del w_col, g_row
-    if needs_dw and main_grad is None:
-        dw = product.wgrad(g, x, plan)
-    elif needs_dw:
-        assert main_grad is not None
-        product.wgrad_add_(main_grad, g, x, plan)
-        dw = in_place_of_added(main_grad, plan.w_dtype)
+    if needs_dw:
+        dw = product.weight_gradient(g, x, plan, main_grad)
     dx, dbias = product.finish(dx, dbias, plan)
     return dx, dw, dbias, *rest
 

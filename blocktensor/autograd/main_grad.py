@@ -24,7 +24,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 _aten = torch.ops.aten
 _running: list[object] = []
-"""What computes the weight half of a backward now: on CUDA, in threads of autograd."""
+"""Calls that compute the weight half of a backward now; on CUDA in threads of autograd."""
 
 
 def check_main_grad(tracing: bool) -> None:

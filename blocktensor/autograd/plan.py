@@ -38,7 +38,7 @@ RECORDED_DEVICES = ("cuda",)
 
 
 class Plan:
-    """How one kind of linear or grouped linear runs.
+    """The checks and choices of one kind of linear or grouped linear.
 
     Attributes:
         format: of the output's gradient, and of x rowwise.

@@ -1,4 +1,4 @@
-"""How each kind of matmul computes its forms, fprop, dgrad and wgrad.
+"""The forms, fprop, dgrad and wgrad of each kind of matmul.
 
 ::
 
@@ -35,11 +35,12 @@ from ..ops.gemm.ops import gemm, gemm_add_
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_add_
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .main_grad import in_place_of_added
 from .plan import Plan
 from .saved_weight import WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""What forward saves of x for wgrad: columnwise data and scale, or x and None, or twice None."""
+"""Tensors saved of x for wgrad: columnwise data and scale, or x and None, or twice None."""
 
 
 class Dense:
@@ -65,10 +66,6 @@ class Dense:
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms."""
         return gemm(x, w, bias, plan.out_dtype)
-
-    def matmul(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """Return ``a bᵀ`` of forms contiguous along the contraction."""
-        return gemm(a, b, None, out_dtype)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
         """Return the shape of y, but for its last dimension, of an x of ``shape``."""
@@ -126,6 +123,15 @@ class Dense:
             gemm_add_(out, g, x)
         else:
             out.add_(wgrad_in_high_precision(g, x, torch.float32))
+
+    def weight_gradient(
+        self, g: Any, x: Any, plan: Plan, main_grad: Tensor | None
+    ) -> Tensor | None:
+        """Return :meth:`wgrad`, or add it to ``main_grad``."""
+        if main_grad is None:
+            return self.wgrad(g, x, plan)
+        self.wgrad_add_(main_grad, g, x, plan)
+        return in_place_of_added(main_grad, plan.w_dtype)
 
     def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of x and of the bias, from the results of dgrad and dbias."""

@@ -50,11 +50,6 @@ class SavedWeight:
         self.cache: FP8Cache | None = None
         self.cast: ForwardCast | GatheredCast | None = None
 
-    @property
-    def main_grad(self) -> Tensor | None:
-        """The buffer that the gradient of the weight is added to, if any."""
-        return None if self.cache is None else self.cache.main_grad
-
     def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
         """Return the columnwise form of the weight, if dgrad needs it.
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.formats import BlockFormat, Quantized, ceil_div
+from ..tensor.bucket import broadcast, plain_parts
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import refuse
 
@@ -81,11 +82,10 @@ def check_cuts(
 
 
 def _plain_parts(x: Tensor, func: Any) -> list[Tensor]:
-    """Return data and scale of each form of a frozen stack; data as bytes, which gloo can send."""
+    """Return :func:`plain_parts` of a frozen stack, and refuse other tensors."""
     if not (isinstance(x, BlockwiseFP8Tensor) and x.format.transposes):
         refuse(func)
-    forms = [form for form in x.operand if form is not None]
-    return [part for form in forms for part in (form.data.view(torch.uint8), form.scale)]
+    return plain_parts(x)
 
 
 def _scatter(
@@ -105,13 +105,7 @@ def _scatter(
 
 def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     (tensor,) = tensors
-    result = None
-    for target in _plain_parts(tensor, func):
-        sent = target.contiguous()
-        _, result = func([sent], *args)
-        result.wait()
-        target.copy_(sent)
-    return tensors, result
+    return tensors, broadcast(func, _plain_parts(tensor, func), *args)
 
 
 def _pad(func: Any, x: BlockwiseFP8Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:

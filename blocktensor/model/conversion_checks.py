@@ -192,7 +192,7 @@ def _references() -> int:
 
 
 _HELD_ONCE = _references()
-"""What ``sys.getrefcount`` counts for a parameter that one module holds and nobody else."""
+"""Count of ``sys.getrefcount`` for a parameter that one module alone holds."""
 
 
 def holders_of_weight(module: nn.Module, known: int = 1, key: str = "weight") -> list[nn.Module]:

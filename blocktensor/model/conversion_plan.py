@@ -40,7 +40,7 @@ HEAD_NAMES = (
 
 @dataclass(frozen=True)
 class Choices:
-    """What the caller of ``convert`` has asked for.
+    """The arguments of one call of ``convert``.
 
     Attributes:
         skipped: the weights that patterns name, each with its pattern.

@@ -20,7 +20,7 @@ from .product_weights import fp8_part, is_linear, kind_of
 from .share_inputs import share_for_norms, stop_sharing
 
 PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
-"""What is looked for, in the order of the report."""
+"""All patterns, in the order of the report."""
 
 _EXAMPLES = {
     "mlp": "{'*.mlp': ('w1', 'w3', 'w2', 'silu')}",

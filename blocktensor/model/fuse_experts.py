@@ -21,7 +21,7 @@ from .fuse_pattern import Drawn, Pattern, Sample, why_different
 from .product_weights import fp8_part
 
 _Dtypes = tuple[torch.dtype, torch.dtype]
-"""Of rows and of stacks."""
+"""Dtypes of rows and of stacks."""
 
 IMPLEMENTATION = "grouped_mm"
 """The implementation of transformers whose order of sums this is, which is its default."""

@@ -47,7 +47,7 @@ class Gated(Pattern):
     """Names of gate, up and down."""
 
     noun: ClassVar[str] = "linears"
-    """What gate, up and down are."""
+    """The matrices of a gated MLP: gate, up and down."""
 
     @property
     def linears(self) -> tuple[str, ...]:

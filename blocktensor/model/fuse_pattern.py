@@ -1,4 +1,4 @@
-"""What ``fuse`` looks for in a model, and whether a module computes it, bit for bit.
+"""The patterns of ``fuse``, and the check that a module computes one, bit for bit.
 
 Both run forward and backward on drawn weights, since those of a model may hide a difference: where
 ``down`` begins as zeros every activation gives the same. Rows of the input have sizes from tiny to
@@ -67,7 +67,7 @@ class Found(NamedTuple):
 
 
 class Pattern:
-    """What a module computes, and how it runs as one function. Each kind is one file.
+    """A computation of a module, and one function that runs it. Each kind is one file.
 
     Attributes:
         option: the argument of ``fuse`` that names such modules by hand.

@@ -71,7 +71,7 @@ class _Kind(NamedTuple):
 
 
 _FLAGS = ("is_transposed", "has_bias", "has_gate")
-"""What ``@use_experts_implementation`` of transformers sets on a module of experts."""
+"""Attributes that ``@use_experts_implementation`` of transformers sets on experts."""
 
 _OF_FLAGS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """The stacks of such modules, under their usual names."""

@@ -127,7 +127,7 @@ def _called(fake: Callable[P, R], table: Specialized[Any], returned: str) -> Cal
 
 
 class _Schema:
-    """How arguments and results of a declared function go through the dispatcher.
+    """The schema of a declared function, and its arguments and results in the dispatcher.
 
     A registered op takes tensors and names: a format by its name, a :class:`Quantized` as data,
     scale and name. It returns data and scale of each result, in one list if one may be absent.

@@ -7,7 +7,7 @@ those, and copies the parts back. Frozen weights travel as bytes and scales.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,20 +86,27 @@ def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
     return x.parts[0].detach()
 
 
-def _broadcast(func: Any, tensors: Sequence[Bucket], *args: Any) -> Any:
+def plain_parts(x: BlockwiseFP8Tensor) -> list[Tensor]:
+    """Return data and scale of each form; data as bytes, which gloo can send."""
+    forms = [form for form in x.operand if form is not None]
+    return [part for form in forms for part in (form.data.view(torch.uint8), form.scale)]
+
+
+def broadcast(func: Any, parts: Iterable[Tensor], *args: Any) -> Any:
+    """Broadcast plain tensors in place, one by one, and return the last result."""
     result = None
-    for part in itertools.chain.from_iterable(x.parts for x in tensors):
-        sent = [part]
-        if isinstance(part, BlockwiseFP8Tensor):
-            # data as bytes, which gloo can send
-            forms = [form for form in part.operand if form is not None]
-            sent = [t for form in forms for t in (form.data.view(torch.uint8), form.scale)]
-        for plain in sent:
-            whole = plain.contiguous()
-            _, result = func([whole], *args)
-            result.wait()
-            plain.copy_(whole)
-    return tensors, result
+    for part in parts:
+        sent = part.contiguous()
+        _, result = func([sent], *args)
+        result.wait()
+        part.copy_(sent)
+    return result
+
+
+def _broadcast(func: Any, tensors: Sequence[Bucket], *args: Any) -> Any:
+    held = [part for x in tensors for part in x.parts]
+    plain = [plain_parts(x) if isinstance(x, BlockwiseFP8Tensor) else [x] for x in held]
+    return tensors, broadcast(func, itertools.chain(*plain), *args)
 
 
 if torch.distributed.is_available():

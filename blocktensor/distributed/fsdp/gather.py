@@ -1,4 +1,4 @@
-"""How FSDP2 gathers an FP8 weight: the bytes that a rank sends, and the weight made of them all.
+"""Gather an FP8 weight under FSDP2: the bytes that a rank sends, and the weight made of all.
 
     a weight [N, K]         Tensor parallelism, if any,        FSDP2 cuts each part again,
                             cuts it between 2 ranks. So        here between 2 ranks.
@@ -44,7 +44,7 @@ from .fsdp_internals import owner_of
 
 
 class Sent(NamedTuple):
-    """What a rank knows of a weight without gathering it.
+    """Facts about a weight that a rank knows without gathering it.
 
     Attributes:
         shape, scale, recipe: of the whole weight.
@@ -58,7 +58,7 @@ class Sent(NamedTuple):
 
 
 Inputs = tuple[tuple[Tensor, ...], Sent]
-"""What FSDP gathers, and what it hands on to ``fsdp_post_all_gather``."""
+"""The tensors that FSDP gathers, and the metadata for ``fsdp_post_all_gather``."""
 
 
 class GatheredInFP8(FP8Base):

@@ -226,7 +226,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class SharedInput:
-    """What linears find on a prepared input.
+    """A note on a prepared input, for the linears that read it.
 
     Attributes:
         tokens: how tokens are cut; None if every rank has all of them.
@@ -258,7 +258,7 @@ class SharedInput:
 
 
 class SharedInputContext(NamedTuple):
-    """How tokens are cut; without a group, every rank has all of them."""
+    """The cut of the tokens; without a group, every rank has all of them."""
 
     group_name: str | None
     dim: int

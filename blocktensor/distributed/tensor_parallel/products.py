@@ -31,6 +31,7 @@ from ...autograd.products import Dense, Saved, saved_of, sum_rows
 from ...autograd.saved_weight import WeightRead
 from ...ops.cast.ops import quantize_columnwise
 from ...ops.formats import BlockFormat, Quantized
+from ...ops.gemm.ops import gemm
 from ...tensor.aot_autograd import kept_in_backward
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
 from .collectives import Pending, Reduction, TokenShards, ready
@@ -146,7 +147,7 @@ class Colwise(_Parallel):
         """Begin to reduce the partial sums of dx."""
         if self.reduction is None:
             return ready(super().dgrad(g, w, plan))
-        partial = self.matmul(g, w, self.reduction.wire(plan.x_dtype))
+        partial = gemm(g, w, None, self.reduction.wire(plan.x_dtype))
         if self.tokens is None:
             return self.reduction.all_reduce(partial)
         return self.tokens.reduce_scatter(partial, self.reduction)
@@ -179,7 +180,7 @@ class Rowwise(_Parallel):
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return the sum of all ranks, of this rank's tokens or of all."""
-        partial = self.matmul(x, w, self.reduction.wire(plan.out_dtype))
+        partial = gemm(x, w, None, self.reduction.wire(plan.out_dtype))
         if self.tokens is None:
             y = self.reduction.all_reduce(partial).wait()
         else:

@@ -1,4 +1,4 @@
-"""How transformers loads and saves, beyond its documented hooks, and how FP8 takes part in it.
+"""Take part in transformers' loading and saving, beyond its documented hooks.
 
 - ``from_pretrained`` of a checkpoint whose ``config.json`` names a quantization method takes the
   config in the file, and raises for one of another class. The weights of a checkpoint in FP8 are

@@ -39,7 +39,7 @@ def block_of_program(blocks_n, blocks_k):
 
 
 class Stack(NamedTuple):
-    """What the kernels are told of the matrices; columns and strides are in units of words.
+    """Sizes of the matrices, for kernels; columns and strides are in units of words.
 
     Attributes:
         programs: one a block.
