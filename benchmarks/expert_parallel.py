@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blocktensor as bt
 from blocktensor.distributed import all_to_all_fp8
-from blocktensor.distributed.expert_parallel.all_to_all import Gradient
+from blocktensor.sharding.all_to_all import Gradient
 
 from . import llama
 from .experts import GroupedExperts
@@ -178,7 +178,7 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
         recipe = SENT_RECIPE if sent else bt.Recipe()
         if "128x128" in name:
             recipe = bt.Recipe.fast()
-        bt.convert(model, recipe, skip=["*.router"], auto_filter_small_kn=False)
+        bt.convert(model, recipe, skip=["*.router"], skip_small=False)
     if "fused" in name:
         bt.fuse(model)
     if is_gathered:

@@ -124,7 +124,7 @@ def variant(name: str, shape: Shape, device: torch.device | str = "cuda") -> Gro
         experts = GroupedExperts(shape).to(torch.bfloat16)
     if name != "bf16":
         recipe = bt.Recipe(cache_weight=False if "False" in name else "backward")
-        bt.convert(experts, recipe, auto_filter_small_kn=False)
+        bt.convert(experts, recipe, skip_small=False)
     if "shared" in name:
         bt.share_inputs(experts)
     if "fused" in name:
@@ -263,7 +263,7 @@ def make_qwen3(name: str, shape: Qwen3, device: torch.device | str = "cuda") -> 
     model = hf_llama.in_bf16(transformers.Qwen3MoeForCausalLM, config, device)
     model.set_experts_implementation("grouped_mm")
     if name != "bf16":
-        bt.convert(model, auto_filter_small_kn=shape.filter_small)
+        bt.convert(model, skip_small=shape.filter_small)
     if "shared" in name:
         bt.share_inputs(model)
     if "fused" in name:

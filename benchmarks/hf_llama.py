@@ -128,7 +128,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     model = in_bf16(transformers.LlamaForCausalLM, config, device)
     if name != "bf16":
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
-        bt.convert(model, recipe, head="fp8" if "head" in name else None)
+        bt.convert(model, recipe, convert_head="head" in name)
     if "fused" in name:
         bt.fuse(model, recompute="recompute" in name)
     return model

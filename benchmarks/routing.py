@@ -101,7 +101,7 @@ class _RowsOfTokens(torch.autograd.Function):
         ctx.save_for_backward(back)
         ctx.top_k = top_k
         if recipe is not None:
-            x = bt.BlockwiseFP8Tensor.quantize(x, recipe=recipe, columnwise=False)
+            x = bt.BlockwiseFP8Tensor.from_values(x, recipe=recipe, columnwise=False)
         return x.index_select(0, order // top_k)
 
     @staticmethod

@@ -49,7 +49,7 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     made = copy.deepcopy(model)
     if name != "bf16":
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
-        bt.convert(made, recipe, auto_filter_small_kn=False)
+        bt.convert(made, recipe, skip_small=False)
     if "fused" in name:
         bt.fuse(made)
     if "shared" in name or "fused" in name:

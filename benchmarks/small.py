@@ -1,6 +1,6 @@
 """From which size on FP8 pays: small linears, forward + backward, eager and in CUDA graphs.
 
-The defaults of ``blocktensor.SmallKN`` come from these rows.
+The defaults of ``blocktensor.MinSizes`` come from these rows.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def variant(name: str, shape: Shape, mesh: DeviceMesh) -> nn.Module:
         block = Block(shape).to(torch.bfloat16)
     if name.startswith("fp8"):
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
-        bt.convert(block, recipe, auto_filter_small_kn=False)
+        bt.convert(block, recipe, skip_small=False)
     styles: Any = torch_styles if name == "bf16" else our_styles
     tokens, whole = Shard(1), Replicate()
     norm = torch_styles.SequenceParallel(use_local_output=True)

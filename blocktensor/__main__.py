@@ -15,7 +15,7 @@ from torch import Tensor
 
 import blocktensor
 
-from .model.fast_path import described
+from .conversion.fast_path import described
 from .ops import reference
 from .ops.cast.choose_backend import CAST_BACKENDS
 from .ops.gemm.choose_backend import GEMM_BACKENDS

@@ -13,11 +13,11 @@ from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
 from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import quantize as _quantize
-from .autograd import whole_functions as _whole_functions
 from .autograd.quantize import quantize
 from .ops import checks
 from .ops.norm.reference import NormKind
 from .ops.producers.ops import ActivationName
+from .overrides import dynamo as _whole_functions
 from .recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from .tensor.base import FP8Base
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -260,8 +260,8 @@ def linear_cross_entropy(
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, as the head takes it.
-        w: ``[N, K]``: the weight of a converted head (``convert(model, head="fp8")``), or a plain
-            one, which is cast.
+        w: ``[N, K]``: the weight of a converted head (``convert(model, convert_head=True)``), or a
+            plain one, which is cast.
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
         class_weight: fp32 ``[N]``, the ``weight`` of ``F.cross_entropy``.

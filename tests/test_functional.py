@@ -126,7 +126,7 @@ def viewed(view: str, shape: tuple[int, ...]) -> Tensor:
     "weight",
     [
         lambda w: BlockwiseFP8Weight(w, POWER_OF_TWO),
-        lambda w: BlockwiseFP8Tensor.quantize(w, (128, 128), POWER_OF_TWO),
+        lambda w: BlockwiseFP8Tensor.from_values(w, (128, 128), POWER_OF_TWO),
     ],
 )
 def test_the_recipe_comes_with_the_weight(weight: Callable[[Tensor], Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..distributed.dtensor import local_of
+from ..sharding.dtensor import local_of
 from ..tensor.weight import BlockwiseFP8Weight
 
 _aten = torch.ops.aten

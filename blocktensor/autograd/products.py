@@ -9,7 +9,7 @@
     Grouped   the same for rows of group e of x and g, and expert w[e]
 
 ``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
-reads x and g themselves. ``distributed/tensor_parallel/products.py`` has the matmuls of several
+reads x and g themselves. ``tensor_parallel/products.py`` has the matmuls of several
 ranks.
 """
 

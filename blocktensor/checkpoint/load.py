@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.module_names import is_module
-from ..model.pretrained_models import follow_pretrained_models
-from ..model.state_dict import register_state_hooks
+from ..conversion.pretrained_models import follow_pretrained_models
+from ..conversion.state_dict import register_state_hooks
+from ..model.names import is_module
 from ..ops.formats import BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.base import FP8Base

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.product_weights import is_transposed
+from ..model.weights import is_transposed
 from ..ops.formats import BLOCKS_128X128
 from ..tensor.base import FP8Base
 

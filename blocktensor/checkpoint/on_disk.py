@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.dtensor import local_of
 from ..ops.formats import BlockFormat
+from ..sharding.dtensor import local_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +33,7 @@ TENSORS = "tensor_sha256"
 """Entry of the index's metadata: the digest of each tensor, scales included."""
 
 SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
-"""Suffix that names a weight's scales, by spelling."""
+"""Suffix that names a weight's scales, by the format of the checkpoint."""
 
 HASHING_THREADS = min(8, os.cpu_count() or 1)
 """Eight threads hash faster than most disks read."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..model.module_names import is_module
-from ..model.product_weights import stacks_of
+from ..model.names import is_module
+from ..model.weights import stacks_of
 from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -66,7 +66,7 @@ def save_fp8(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    spelling: str = "deepseek",
+    format: str = "deepseek",
     expert_names: str = "auto",
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
@@ -94,8 +94,8 @@ def save_fp8(
     Args:
         model: any module, converted.
         path: the folder to make.
-        spelling: name of the scales: ``"deepseek"`` for ``weight_scale_inv``, as in DeepSeek-V3 and
-            transformers' "fp8"; ``"compressed-tensors"`` for ``weight_scale``.
+        format: ``"deepseek"``, with scales named ``weight_scale_inv``, as in DeepSeek-V3 and
+            transformers' "fp8"; ``"compressed-tensors"``, with ``weight_scale``.
         expert_names: ``"auto"`` for the names of transformers' ``save_pretrained``, and the
             model's own for other models and for experts whose gate and up share blocks (their rows
             are no multiple of 128); ``"separate"`` for a matrix of each expert in any model;
@@ -110,7 +110,7 @@ def save_fp8(
 
     Raises:
         ImportError: safetensors or NumPy is not installed.
-        ValueError: another spelling; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
+        ValueError: another format; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
             weight that holds NaN or Inf, which :func:`load_fp8` refuses; ``"separate"`` for a stack
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
         NotImplementedError: a sharded model.
@@ -120,7 +120,7 @@ def save_fp8(
     """
     require_safetensors()
     is_module(model, "save_fp8")
-    choices = (("spelling", spelling, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
+    choices = (("format", format, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
     for name, chosen, known in choices:
         if chosen not in known:
             raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
@@ -142,10 +142,10 @@ def save_fp8(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging(folder) as made:
         with naming(folder):
-            _write_parts(made, _parts(tensors, names), spelling, max_shard_bytes)
+            _write_parts(made, _parts(tensors, names), format, max_shard_bytes)
             formats = [x.format for x in fp8.values()]
             plain = module_names(names, _plain_weights(model, fp8))
-            described = _quantization_config(spelling, plain, formats)
+            described = _quantization_config(format, plain, formats)
             entries = _config_of(model) if config is None else dict(config)
             write_json(made / CONFIG, {**entries, "quantization_config": described})
         put_in_place(made, folder)
@@ -191,7 +191,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _quantization_config(
-    spelling: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
+    layout: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
 ) -> dict[str, Any]:
     """Describe FP8 weights for ``config.json``, by which other libraries load them.
 
@@ -199,7 +199,7 @@ def _quantization_config(
     """
     left = sorted(unconverted)
     block = list(BLOCKS_128X128.block_shape)
-    if spelling == "deepseek":
+    if layout == "deepseek":
         # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
         powers = all(format.power_of_two for format in formats)
         return {
@@ -276,12 +276,10 @@ def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
     return shards
 
 
-def _write_parts(
-    folder: Path, written: Iterable[_Part], spelling: str, max_shard_bytes: int
-) -> None:
+def _write_parts(folder: Path, written: Iterable[_Part], layout: str, max_shard_bytes: int) -> None:
     from safetensors.torch import save_file
 
-    suffix = SCALE_SUFFIXES[spelling]
+    suffix = SCALE_SUFFIXES[layout]
     shards = _shards(written, max_shard_bytes)
     places: dict[str, str] = {}
     headers: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""Internal: functions that act on an nn.Module. The public names are in ``blocktensor``."""
+"""Internal: names, weights and running modules of an nn.Module, for the folders above."""

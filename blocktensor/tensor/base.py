@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .aot_autograd import plain_tangent, source_key
-from .callers import address_as_a_name, caller
+from .compat.aot_autograd import plain_tangent, source_key
+from .compat.callers import address_as_a_name, caller
 from .refusals import name_module, refuse
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Overrides above autograd for all FP8 types, from ``autograd/torch_functions.py``.
+"""Overrides above autograd for all FP8 types, from ``overrides/torch_functions.py``.
 
 An op of another library, which may not be imported yet, goes by its name.
 """

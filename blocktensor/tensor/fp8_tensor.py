@@ -26,7 +26,7 @@ from .operand import Operand, checked, form_of, operand_of
 from .refusals import refuse_rebuilding
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
-"""The ops of BlockwiseFP8Tensor below autograd, from ``aten_*.py``; all others are refused."""
+"""The ops of BlockwiseFP8Tensor below autograd, from ``tensor/aten``; all others are refused."""
 
 _PREPARED = ("prepared_data", "prepared_scale", "prepared_runs")
 _INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source",
@@ -130,7 +130,7 @@ class BlockwiseFP8Tensor(FP8Base):
         if present is None:
             raise ValueError(
                 "BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither; "
-                "BlockwiseFP8Tensor.quantize(x) makes them"
+                "BlockwiseFP8Tensor.from_values(x) makes them"
             )
         self: BlockwiseFP8Tensor = wrapper(
             cls, shape, strides=strides, dtype=dtype, device=present.data.device
@@ -174,10 +174,10 @@ class BlockwiseFP8Tensor(FP8Base):
         return cls(row, None, shape=rowwise_data.shape, dtype=dtype, recipe=recipe)
 
     @classmethod
-    def quantize(
+    def from_values(
         cls,
         x: Tensor,
-        block_shape: tuple[int, int] = BLOCKS_1X128.block_shape,
+        blocks: BlockFormat | tuple[int, int] = BLOCKS_1X128.block_shape,
         recipe: Recipe = DEFAULT_RECIPE,
         *,
         rowwise: bool = True,
@@ -185,37 +185,29 @@ class BlockwiseFP8Tensor(FP8Base):
     ) -> BlockwiseFP8Tensor:
         """Cast a high-precision tensor; not differentiable (:func:`blocktensor.quantize` is).
 
-        Both forms have blocks of ``block_shape``, whatever ``recipe.wgrad_input`` says.
+        Both forms have the same blocks, whatever ``recipe.wgrad_input`` says.
 
         Args:
             x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
                 128x128 blocks; any strides.
+            blocks: their shape, with the scales of ``recipe``, or their format.
             rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
 
         Raises:
             TypeError, ValueError: another dtype, rank or block shape.
         """
-        format = with_block_shape(block_shape, recipe.scale)
-        return cls.cast(x, format, recipe, rowwise=rowwise, columnwise=columnwise)
-
-    @classmethod
-    def cast(
-        cls,
-        x: Tensor,
-        format: BlockFormat,
-        recipe: Recipe,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-    ) -> BlockwiseFP8Tensor:
-        """Run :meth:`quantize` for a format."""
+        format = (
+            blocks if isinstance(blocks, BlockFormat) else with_block_shape(blocks, recipe.scale)
+        )
         if format.transposes:
             operand = Operand(cast.quantize_rowwise(x, format), None)
         elif rowwise or columnwise:
             formats = format if rowwise else None, format if columnwise else None
             operand = Operand(*cast.quantize_forms(x, *formats))
         else:
-            raise ValueError("quantize(rowwise=False, columnwise=False) makes nothing: pick a form")
+            raise ValueError(
+                "from_values(rowwise=False, columnwise=False) makes nothing: pick a form"
+            )
         return cls(*operand, shape=x.shape, dtype=x.dtype, recipe=recipe)
 
     @property

@@ -25,7 +25,7 @@ from .refusals import refuse_rebuilding
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
-"""Ops that do more than act on the master, from ``aten_*.py``; those of other libraries by name."""
+"""Ops that do more than act on the master (``tensor/aten``); other libraries' ops by name."""
 
 _aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ X = randn(5, 384)
 
 
 def square(x: Tensor = W, recipe: Recipe = FP32_SCALES) -> BlockwiseFP8Tensor:
-    return BlockwiseFP8Tensor.quantize(x, (128, 128), recipe)
+    return BlockwiseFP8Tensor.from_values(x, (128, 128), recipe)
 
 
 def test_wrong_dtypes() -> None:
@@ -157,8 +157,8 @@ def test_mixed_devices() -> None:
 
 
 def test_wrong_blocks() -> None:
-    wide = BlockwiseFP8Tensor.quantize(X, (128, 128))
-    rows = BlockwiseFP8Tensor.quantize(W)
+    wide = BlockwiseFP8Tensor.from_values(X, (128, 128))
+    rows = BlockwiseFP8Tensor.from_values(W)
     assert_expected_inline(
         complaint(ValueError, lambda: functional.linear(wide, W)),
         """\
@@ -166,12 +166,12 @@ the input of an FP8 linear has blocks of (128, 128): expected (1, 128);
 blocktensor.quantize(x) makes them""",
     )
     assert_expected_inline(
-        complaint(ValueError, lambda: BlockwiseFP8Tensor.quantize(X, (64, 64))),
+        complaint(ValueError, lambda: BlockwiseFP8Tensor.from_values(X, (64, 64))),
         """\
 block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
 (weights)""",
     )
-    lone = BlockwiseFP8Tensor.quantize(X, columnwise=False)
+    lone = BlockwiseFP8Tensor.from_values(X, columnwise=False)
     leaf = W.clone().requires_grad_()
     assert_expected_inline(
         complaint(ValueError, lambda: functional.linear(lone, leaf)),
@@ -264,7 +264,7 @@ one end for each""",
 the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
 run under torch.autocast""",
     )
-    rows = BlockwiseFP8Tensor.quantize(w)
+    rows = BlockwiseFP8Tensor.from_values(w)
     assert_expected_inline(
         said(ValueError, x, rows, offs),
         """\

@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import plan, whole_functions
+from blocktensor.autograd import plan
+from blocktensor.overrides import dynamo
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import EAGER, assert_bits, results
 from tests.support.groups import GROUPS, ends
@@ -22,7 +23,7 @@ K, HIDDEN, N = 192, 320, 136
 SQUARES = Recipe(wgrad_input="128x128")
 HIGH = Recipe(wgrad_input="high_precision")
 
-whole_functions.announce()
+dynamo.announce()
 
 
 def unfused(

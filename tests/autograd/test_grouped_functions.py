@@ -47,7 +47,7 @@ def both_kinds(lies: str) -> dict[str, tuple[Tensor, Tensor]]:
     values = randn(E, K, N, seed=1) / K**0.5
     values = values.mT.contiguous() if lies == "E, N, K" else values
     weight = nn.Parameter(BlockwiseFP8Weight(values))
-    tensor = BlockwiseFP8Tensor.quantize(values, SQUARE)
+    tensor = BlockwiseFP8Tensor.from_values(values, SQUARE)
     kinds = {"weight": (weight, weight), "tensor": (tensor, tensor)}
     if lies == "E, N, K":
         return {name: (x.transpose(1, 2), leaf) for name, (x, leaf) in kinds.items()}
@@ -125,7 +125,7 @@ def test_baddbmm(shape: tuple[int, ...], beta: float, alpha: float, kind: str) -
 
 
 def as_fp32(w: Tensor) -> Tensor:
-    return BlockwiseFP8Tensor.quantize(w.dequantize(torch.float32), SQUARE)
+    return BlockwiseFP8Tensor.from_values(w.dequantize(torch.float32), SQUARE)
 
 
 def test_a_bias_of_experts() -> None:
@@ -253,7 +253,7 @@ matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; call
 precision""",
     )
     for product in (
-        lambda: torch.bmm(BlockwiseFP8Tensor.quantize(x), x.mT),  # an activation is no weight
+        lambda: torch.bmm(BlockwiseFP8Tensor.from_values(x), x.mT),  # an activation is no weight
         lambda: torch.baddbmm(x, w, w),
         lambda: torch.addbmm(x[0], x, w),
         lambda: x[None] @ w,

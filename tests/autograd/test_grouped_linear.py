@@ -50,7 +50,7 @@ def test_equals_dense_linears_expert_by_expert(
     w, bias = stack(len(offs), recipe=recipe, dtype=dtype), randn(len(offs), N, seed=2, dtype=dtype)
     want = expert_by_expert(x, plain(w), offs, grad, bias, recipe)
     leaf = plain(w).requires_grad_()
-    frozen = BlockwiseFP8Tensor.quantize(plain(w), SQUARE, recipe)
+    frozen = BlockwiseFP8Tensor.from_values(plain(w), SQUARE, recipe)
     for weight in (w, leaf, frozen):
         added = bias.clone().requires_grad_()
         y, dx, *dws, db = grads(
@@ -74,7 +74,7 @@ def test_a_stack_that_lies_transposed(groups: str) -> None:
     x, grad, offs = sample(groups, torch.float32)
     w, kn = (stack(len(offs), dtype=torch.float32, kn=kn) for kn in (False, True))
     want = grads(lambda t: functional.grouped_linear(t, w, offs), x, grad, w)
-    frozen = BlockwiseFP8Tensor.quantize(plain(kn), SQUARE).transpose(1, 2)
+    frozen = BlockwiseFP8Tensor.from_values(plain(kn), SQUARE).transpose(1, 2)
     assert_same(functional.grouped_linear(x, frozen, offs), want[0])
     x.requires_grad_()
     for weight in (kn, plain(kn).requires_grad_()):
@@ -181,7 +181,7 @@ def test_what_is_saved() -> None:
     assert weight is w or weight.master is w.master
     saved.clear()
     w.requires_grad_(False)
-    frozen = BlockwiseFP8Tensor.quantize(plain(w), SQUARE)
+    frozen = BlockwiseFP8Tensor.from_values(plain(w), SQUARE)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.grouped_linear(x, w, offs)
         functional.grouped_linear(x, frozen, offs)

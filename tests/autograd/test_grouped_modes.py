@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def test_no_grad_and_inference_mode(mode: Callable[[], Any], frozen: bool) -> None:
     x, _, offs = sample("ragged")
     w: Tensor = stack(len(offs))
-    w = BlockwiseFP8Tensor.quantize(plain(w), SQUARE) if frozen else w
+    w = BlockwiseFP8Tensor.from_values(plain(w), SQUARE) if frozen else w
     want = functional.grouped_linear(x, w, offs)
     with mode():
         y = functional.grouped_linear(x, w, offs)
@@ -49,7 +49,7 @@ def test_an_fp8_input_and_an_fp8_gradient() -> None:
     want = grads(lambda t: functional.grouped_linear(t, w, offs), x, grad)
     got = grads(
         lambda t: functional.grouped_linear(blocktensor.quantize(t), w, offs),
-        x, BlockwiseFP8Tensor.quantize(grad),
+        x, BlockwiseFP8Tensor.from_values(grad),
     )  # fmt: skip
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
@@ -69,7 +69,7 @@ functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights""
     )
     y = functional.grouped_linear(x, trainable, offs)
     assert_expected_inline(
-        complaint(NotImplementedError, lambda: y.backward(BlockwiseFP8Tensor.quantize(grad))),
+        complaint(NotImplementedError, lambda: y.backward(BlockwiseFP8Tensor.from_values(grad))),
         """\
 a gradient of a grouped FP8 linear that is FP8 already: its columnwise blocks, which
 the gradient of the weight needs, ignore the groups; pass it in high precision

@@ -24,7 +24,7 @@ class _RowsAlone(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, x: Tensor, recipe: Recipe) -> Tensor:
-        return BlockwiseFP8Tensor.quantize(x, recipe=recipe, columnwise=False)
+        return BlockwiseFP8Tensor.from_values(x, recipe=recipe, columnwise=False)
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:

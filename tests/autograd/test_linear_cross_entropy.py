@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, audit, convert, freeze, functional
 from blocktensor.autograd import linear_cross_entropy as module_under_test
-from blocktensor.autograd import whole_functions
+from blocktensor.overrides import dynamo
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import relative_error
 from tests.support.ranks import on_ranks
@@ -238,10 +238,10 @@ def test_compiled_callers(announced: bool, monkeypatch: pytest.MonkeyPatch) -> N
     want = run(chunked(x, head.weight, target), x, head.weight)
     torch.compiler.reset()
     if announced:
-        whole_functions.announce()
+        dynamo.announce()
     else:
-        monkeypatch.setattr(whole_functions, "_announced", False)
-        monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
+        monkeypatch.setattr(dynamo, "_announced", False)
+        monkeypatch.setattr(dynamo, "announce_if_loaded", lambda: None)
 
     def loss(x: Tensor) -> Tensor:
         return chunked(x, head.weight, target)
@@ -264,7 +264,7 @@ def test_audit_sees_fp8() -> None:
             return chunked(self.embed(tokens), self.lm_head.weight, target, chunk_size=128)
 
     model = Model().bfloat16()
-    report = convert(model, head="fp8", auto_filter_small_kn=False)
+    report = convert(model, convert_head=True, skip_small=False)
     assert [entry.name for entry in report.converted] == ["lm_head"]
     tokens = classes(T, ignored=0)
     text = str(audit(model, tokens, tokens))
@@ -332,7 +332,7 @@ def test_the_loss_of_torch(bias: bool) -> None:
             module = nn.LinearCrossEntropyLoss(
                 K, V, bias=bias, options=options, reduction=reduction, dtype=BF16
             )
-            convert(module, auto_filter_small_kn=False)
+            convert(module, skip_small=False)
             x, target = randn(T, K, grad=True), classes(T)
             leaves = x, *module.parameters()
             logits = F.linear(x, *module.linear.parameters())

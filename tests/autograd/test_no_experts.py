@@ -49,7 +49,7 @@ def test_several_stacks_biases_and_autocast() -> None:
 
 
 def test_fp8_rows_and_rows_of_another_width() -> None:
-    rows = BlockwiseFP8Tensor.quantize(randn(3, K), columnwise=False)
+    rows = BlockwiseFP8Tensor.from_values(randn(3, K), columnwise=False)
     assert torch.equal(functional.grouped_linear(rows, none_of(N, K), ends()), torch.zeros(3, N))
     with pytest.raises(ValueError, match=r"K is 384 in one and 192 in the other"):
         functional.grouped_linear(randn(3, 2 * K), none_of(N, K), ends())

@@ -120,8 +120,8 @@ def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiler, a mode or a plain weight needs must not serve a call that records."""
     run_linears("sequence", monkeypatch)
-    frozen = BlockwiseFP8Tensor.quantize(randn(N, K), (128, 128))
-    shared = BlockwiseFP8Tensor.quantize(X)
+    frozen = BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
+    shared = BlockwiseFP8Tensor.from_values(X)
     calls = [(x, randn(N, K)) for x in (X, shared)]
     calls += [(X.to("meta"), w.to("meta")) for w in (weight(), frozen)]
     plans = [plan(*call) for call in calls]
@@ -136,7 +136,7 @@ def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch
 
 
 def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing, shared = X[:0], BlockwiseFP8Tensor.quantize(X)
+    nothing, shared = X[:0], BlockwiseFP8Tensor.from_values(X)
     for way in WAYS:
         with monkeypatch.context() as patched:
             run_linears(way, patched)
@@ -175,9 +175,9 @@ def test_small_linears_run_backward_as_one_sequence(
 
 
 def test_what_tells_fp8_operands_apart() -> None:
-    x, values = BlockwiseFP8Tensor.quantize(X), randn(N, K)
+    x, values = BlockwiseFP8Tensor.from_values(X), randn(N, K)
     powers = Recipe(scale="power_of_two")
-    frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
+    frozen = BlockwiseFP8Tensor.from_values(values, (128, 128))
     moved = BlockwiseFP8Tensor(
         frozen.rowwise()._replace(
             data=unaligned(frozen.rowwise_data.view(torch.int8)).view(torch.float8_e4m3fn)
@@ -189,19 +189,19 @@ def test_what_tells_fp8_operands_apart() -> None:
     calls = [(x, weight()), (x.detach().requires_grad_(), weight())]
     calls += [(X, frozen), (X, moved), (X, both), (x, frozen), (X, weight())]
     calls += [
-        (BlockwiseFP8Tensor.quantize(X, recipe=powers), weight(scale="power_of_two")),
-        (X, BlockwiseFP8Tensor.quantize(values, (128, 128), powers)),
+        (BlockwiseFP8Tensor.from_values(X, recipe=powers), weight(scale="power_of_two")),
+        (X, BlockwiseFP8Tensor.from_values(values, (128, 128), powers)),
     ]
     plans = [plan(*call) for call in calls]
     assert len(set(map(id, plans))) == len(plans)
     assert [plan(*call) for call in calls] == plans
-    assert plan(BlockwiseFP8Tensor.quantize(-X), weight()) is plans[0]
+    assert plan(BlockwiseFP8Tensor.from_values(-X), weight()) is plans[0]
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
     """Nothing is recorded of an input in FP8: each gives the forms that it holds."""
-    both, row_only = (BlockwiseFP8Tensor.quantize(X, columnwise=c) for c in (True, False))
-    module, frozen = linear(N, K), BlockwiseFP8Tensor.quantize(randn(N, K), (128, 128))
+    both, row_only = (BlockwiseFP8Tensor.from_values(X, columnwise=c) for c in (True, False))
+    module, frozen = linear(N, K), BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
     for _ in range(2):
         assert torch.equal(functional.linear(both, frozen), functional.linear(row_only, frozen))
         module(both)

@@ -11,8 +11,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
-from blocktensor.autograd import whole_functions
 from blocktensor.ops.norm import reference
+from blocktensor.overrides import dynamo
 from tests.support.compiling import afresh  # noqa: F401
 from tests.support.gated import assert_bits, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, complaint, randn
@@ -119,7 +119,7 @@ def test_one_gradient(kind: Any, needs: tuple[bool, bool]) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", NORMS)
 def test_compiled(kind: Any) -> None:
-    whole_functions.announce()
+    dynamo.announce()
 
     def run(x: Tensor, w: Tensor, *ws: Tensor) -> Tensor:
         return functional.gated_mlp(rms_norm(x, w, kind=kind), *ws)
@@ -132,7 +132,7 @@ def test_compiled(kind: Any) -> None:
 
 def test_graphs_get_every_field_of_a_recipe() -> None:
     recipe = Recipe("power_of_two", False, "128x128")
-    assert whole_functions._fields(recipe) == dataclasses.astuple(recipe)
+    assert dynamo._fields(recipe) == dataclasses.astuple(recipe)
 
 
 def test_bad_input() -> None:

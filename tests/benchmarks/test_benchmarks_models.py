@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from benchmarks import block, experts, head, hf_llama, memory, microbatches, shards
 from benchmarks.llama import Shape, stack, step
 from benchmarks.timing import Call
-from blocktensor import BlockwiseFP8Weight, SmallKN, convert, share_inputs, to_blockwise_fp8_weights
+from blocktensor import (
+    BlockwiseFP8Weight,
+    MinSizes,
+    convert,
+    share_inputs,
+    to_blockwise_fp8_weights,
+)
 from tests.support.mlps import fused_in
 from tests.support.models import randn
 from tests.support.norms import fused_norms
@@ -29,7 +35,7 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversion leaves no small layer in bf16."""
 
     def converted(model: nn.Module, *recipe: Any, **options: Any) -> Any:
-        return convert(model, *recipe, **{"auto_filter_small_kn": SmallKN(0, 0, 0), **options})
+        return convert(model, *recipe, **{"skip_small": MinSizes(0, 0, 0), **options})
 
     monkeypatch.setattr(block.bt, "convert", converted)
 

@@ -33,7 +33,7 @@ def test_rows_that_are_cast_before_they_are_picked() -> None:
     x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16).requires_grad_()
     rows = rows_of_tokens(x, order, inverse(order), TOP_K, recipe)
     assert isinstance(rows, BlockwiseFP8Tensor)
-    wanted = BlockwiseFP8Tensor.quantize(x[order // TOP_K].detach(), recipe=recipe)
+    wanted = BlockwiseFP8Tensor.from_values(x[order // TOP_K].detach(), recipe=recipe)
     assert_same(rows.dequantize(), wanted.dequantize())
     picked = permuted(rows, inverse(order), order)
     picked.backward(torch.ones(TOKENS * TOP_K, DIM, dtype=torch.bfloat16))

@@ -59,7 +59,7 @@ def tiny(seed: int, frozen: bool = False) -> Tiny:
         model.steps.fill_(seed)
     if frozen:
         model.requires_grad_(False)
-        convert(model, auto_filter_small_kn=False)
+        convert(model, skip_small=False)
     return model
 
 
@@ -78,7 +78,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, model = tmp_path_factory.mktemp("sources"), tiny(1, frozen=True)
     made = {
         "ours": save_fp8(model, root / "ours", max_shard_bytes=10_000),
-        "ours, one shard": save_fp8(model, root / "one", spelling="compressed-tensors"),
+        "ours, one shard": save_fp8(model, root / "one", format="compressed-tensors"),
     }
     made["older"] = without(made["ours"], root / "older", "tensor_sha256")
     made["indexed"] = without(made["older"], root / "indexed", "header_sha256")

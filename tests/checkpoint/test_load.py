@@ -20,7 +20,6 @@ from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     CheckpointError,
-    LoadReport,
     Recipe,
     convert,
     load_fp8,
@@ -28,6 +27,7 @@ from blocktensor import (
 )
 from blocktensor.checkpoint import load as module
 from blocktensor.recipe import DEFAULT_RECIPE
+from blocktensor.reports import LoadReport
 from tests.support.checkpoint_experts import read
 from tests.support.checkpoint_folders import INDEX, blank
 from tests.support.checkpoint_models import (
@@ -59,22 +59,22 @@ def stored(model: Model) -> dict[str, Tensor]:
 def on_meta_in(recipe: Recipe = DEFAULT_RECIPE, frozen: bool = False) -> Model:
     """A converted model on meta."""
     model = on_meta().requires_grad_(not frozen)
-    convert(model, recipe, auto_filter_small_kn=False)
+    convert(model, recipe, skip_small=False)
     return model
 
 
 # What fits
 
 
-@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
+@pytest.mark.parametrize("format", ["deepseek", "compressed-tensors"])
 @pytest.mark.parametrize(
     "make",
     [lambda: filled(5, convert=False), lambda: filled(5, frozen=True), on_meta, on_meta_in],
     ids=["plain", "frozen", "meta", "converted on meta"],
 )
-def test_there_and_back(tmp_path: Path, spelling: str, make: Callable[[], Model]) -> None:
+def test_there_and_back(tmp_path: Path, format: str, make: Callable[[], Model]) -> None:
     source, model = filled(frozen=True), make()
-    save_fp8(source, tmp_path / "fp8", spelling=spelling)
+    save_fp8(source, tmp_path / "fp8", format=format)
     report = load_fp8(model, tmp_path / "fp8")
     blank(tmp_path / "fp8")
     assert_same(state(model), state(source))
@@ -158,7 +158,7 @@ def test_trainable_weights_are_loaded_from_high_precision_only(folder: Path) -> 
     plain = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
     save_file(dict(plain.state_dict()), folder.parent / "model.safetensors")
     target = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
-    convert(target, auto_filter_small_kn=False)
+    convert(target, skip_small=False)
     load_fp8(target, folder.parent)
     assert isinstance(target["up"].weight, BlockwiseFP8Weight)
     assert torch.equal(target["up"].weight.master, plain["up"].weight)
@@ -204,7 +204,7 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
 def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
     """Also those whose rows need no padding, which no op copies."""
     source, model = nn.Linear(512, 8, bias=False).bfloat16(), nn.Linear(512, 8, bias=False)
-    convert(source, auto_filter_small_kn=False)
+    convert(source, skip_small=False)
     load_fp8(model.bfloat16(), save_fp8(source, tmp_path / "fp8"))
     before = state(model)
     blank(tmp_path / "fp8")

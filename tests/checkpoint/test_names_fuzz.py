@@ -62,7 +62,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind, make in SOURCES.items():
         for names in ("auto", "fused"):
             model = make().bfloat16().requires_grad_(False)
-            convert(model, auto_filter_small_kn=False)
+            convert(model, skip_small=False)
             config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
             folder = root / f"{kind}, {names}"
             save_fp8(model, folder, config={**config, "dtype": "bfloat16"}, expert_names=names)

@@ -36,12 +36,12 @@ def config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("spelling", SUFFIXES)
+@pytest.mark.parametrize("format", SUFFIXES)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_are_their_casts(tmp_path: Path, spelling: str, frozen: bool) -> None:
+def test_weights_are_their_casts(tmp_path: Path, format: str, frozen: bool) -> None:
     model = filled(frozen=frozen)
-    tensors = read(save_fp8(model, tmp_path / "fp8", spelling=spelling))
-    suffix = SUFFIXES[spelling]
+    tensors = read(save_fp8(model, tmp_path / "fp8", format=format))
+    suffix = SUFFIXES[format]
     for name in ("up", "down"):
         weight = getattr(filled(convert=False), name).weight
         data, scale, _ = reference.quantize_rowwise(weight, BLOCKS_128X128)
@@ -82,7 +82,7 @@ def test_the_config_names_linears_whose_weight_is_computed(tmp_path: Path) -> No
 
 
 def test_the_config_of_compressed_tensors(tmp_path: Path) -> None:
-    written = config(save_fp8(filled(), tmp_path / "fp8", spelling="compressed-tensors"))
+    written = config(save_fp8(filled(), tmp_path / "fp8", format="compressed-tensors"))
     described = written["quantization_config"]
     assert described["quant_method"] == "compressed-tensors"
     assert described["ignore"] == ["head"]
@@ -90,10 +90,10 @@ def test_the_config_of_compressed_tensors(tmp_path: Path) -> None:
     assert group["weights"]["block_structure"] == [128, 128]
 
 
-@pytest.mark.parametrize("spelling", SUFFIXES)
+@pytest.mark.parametrize("format", SUFFIXES)
 @pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
-def test_shards_index_and_digests(tmp_path: Path, spelling: str, size: int) -> None:
-    folder = save_fp8(filled(), tmp_path / "fp8", spelling=spelling, max_shard_bytes=size)
+def test_shards_index_and_digests(tmp_path: Path, format: str, size: int) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", format=format, max_shard_bytes=size)
     files, headers = sorted(file.name for file in folder.glob("*.safetensors")), {}
     assert (len(files) > 2) == (size <= 60_000)
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -130,12 +130,12 @@ def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: b
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no FP8 weight: convert it first"):
         save_fp8(filled(convert=False), tmp_path / "a")
-    with pytest.raises(ValueError, match="spelling='gguf'"):
-        save_fp8(filled(), tmp_path / "a", spelling="gguf")
+    with pytest.raises(ValueError, match="format='gguf'"):
+        save_fp8(filled(), tmp_path / "a", format="gguf")
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         save_fp8(filled(), tmp_path / "a", max_shard_bytes=0)
     model = on_meta()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     with pytest.raises(ValueError, match="on the meta device"):
         save_fp8(model, tmp_path / "a")
     with pytest.raises(TypeError, match=r"save_fp8 takes a model, an nn\.Module: got a dict"):
@@ -170,7 +170,7 @@ def test_a_full_disk(
 def test_a_stack_that_is_whole(tmp_path: Path) -> None:
     experts = nn.Module()
     values = torch.randn(3, 130, 200, dtype=torch.bfloat16)
-    frozen = BlockwiseFP8Tensor.quantize(values, (128, 128))
+    frozen = BlockwiseFP8Tensor.from_values(values, (128, 128))
     experts.weight = nn.Parameter(frozen, requires_grad=False)
     tensors = read(save_fp8(experts, tmp_path / "fp8"))
     assert torch.equal(tensors["weight_scale_inv"], frozen.rowwise_scale)
@@ -189,7 +189,7 @@ def test_weights_with_nan_or_inf(tmp_path: Path, bad: float, frozen: bool, recip
     with torch.no_grad():
         model.down.weight[140, 130] = bad
     model.down.weight.requires_grad_(not frozen)
-    convert(model, recipe, auto_filter_small_kn=False)
+    convert(model, recipe, skip_small=False)
     save_fp8(filled(1), tmp_path / "fp8")
     before = read(tmp_path / "fp8")
     message = (
@@ -222,12 +222,12 @@ def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
 # Stacks of experts
 
 
-@pytest.mark.parametrize("spelling", SUFFIXES)
+@pytest.mark.parametrize("format", SUFFIXES)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_matrices_are_rows_of_the_stack(tmp_path: Path, spelling: str, frozen: bool) -> None:
+def test_matrices_are_rows_of_the_stack(tmp_path: Path, format: str, frozen: bool) -> None:
     model = layer(frozen=frozen)
-    folder = save_fp8(model, tmp_path / "fp8", spelling=spelling, expert_names="separate")
-    suffix = SUFFIXES[spelling]
+    folder = save_fp8(model, tmp_path / "fp8", format=format, expert_names="separate")
+    suffix = SUFFIXES[format]
     tensors, plain = read(folder), layer(convert=False).experts
     digests = json.loads((folder / INDEX).read_text())["metadata"]["tensor_sha256"]
     assert digests == {name: tensor_digest(x) for name, x in tensors.items()}
@@ -252,7 +252,7 @@ def test_experts_that_are_not_fp8(tmp_path: Path) -> None:
     """They are split, too, and the config names their module."""
     model = layer(convert=False)
     model.linear = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
-    frozen = BlockwiseFP8Tensor.quantize(model.linear.weight.detach(), (128, 128))
+    frozen = BlockwiseFP8Tensor.from_values(model.linear.weight.detach(), (128, 128))
     model.linear.weight = nn.Parameter(frozen, requires_grad=False)
     for expert_names, name in (("separate", "experts.0.down_proj.weight"), ("auto", None)):
         folder = save_fp8(model, tmp_path / expert_names, expert_names=expert_names)
@@ -305,7 +305,7 @@ NO_NAMES: dict[str, tuple[str, tuple[int, ...]]] = {
 def test_stacks_without_names_for_single_experts(tmp_path: Path, stack: str) -> None:
     name, shape = NO_NAMES[stack]
     model = nn.Module()
-    frozen = BlockwiseFP8Tensor.quantize(torch.ones(shape).bfloat16(), (128, 128))
+    frozen = BlockwiseFP8Tensor.from_values(torch.ones(shape).bfloat16(), (128, 128))
     model.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     message = rf"{name} \[{shape[0]}, {shape[1]}, {shape[2]}\] has no names for single experts"
     with pytest.raises(ValueError, match=message):
@@ -321,7 +321,7 @@ def test_experts_with_nan(tmp_path: Path, frozen: bool) -> None:
     model = layer(convert=False, frozen=frozen)
     with torch.no_grad():
         model.experts.down_proj[1, 140, 3] = float("nan")
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     message = (
         r"experts.down_proj\[1\] has a block that FP8 cannot hold, the scale of block \[1, 0\]"
     )

@@ -71,7 +71,7 @@ def model_of(kind: str, n: int = 256, seed: int = 0) -> Any:
 
 def converted(model: Any, recipe: Recipe = FP32, frozen: bool = False) -> Any:
     model.requires_grad_(not frozen)
-    convert(model, recipe, auto_filter_small_kn=False)
+    convert(model, recipe, skip_small=False)
     return model
 
 
@@ -201,7 +201,7 @@ def test_what_it_cannot_dequantize(tmp_path: Path) -> None:
 def test_experts_that_stay_in_bf16(tmp_path: Path, kind: str) -> None:
     """The config tells it which, under the names of the checkpoint."""
     source = model_of(kind)
-    convert(source, auto_filter_small_kn=False, skip=["*.experts"])
+    convert(source, skip_small=False, skip=["*.experts"])
     model = theirs(source, save_fp8(source, tmp_path / "fp8"), device_map="cpu")
     for layer, other in zip(source.model.layers, model.model.layers, strict=True):
         assert type(other.self_attn.q_proj).__name__ == "FP8Linear"

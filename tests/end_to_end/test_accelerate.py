@@ -25,7 +25,7 @@ def model(frozen: bool, recipe: Recipe | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16()
     made.requires_grad_(not frozen)
-    convert(made, recipe or Recipe(), auto_filter_small_kn=False)
+    convert(made, recipe or Recipe(), skip_small=False)
     return made
 
 

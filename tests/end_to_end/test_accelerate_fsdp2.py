@@ -80,7 +80,7 @@ def built(dtype: torch.dtype, frozen: bool) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    report = convert(model, auto_filter_small_kn=False)
+    report = convert(model, skip_small=False)
     assert len(report.converted) == 4
     return model
 

@@ -37,7 +37,7 @@ WGRAD_INPUTS = [Recipe(), SQUARES, HIGH]
 def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(K, 320, bias=False), nn.GELU(), nn.Linear(320, K)).to(dtype)
-    convert(made, recipe or Recipe(), auto_filter_small_kn=False)
+    convert(made, recipe or Recipe(), skip_small=False)
     return made
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd import whole_functions
+from blocktensor.overrides import dynamo
 from tests.support.compiling import (
     afresh,
     compiled_graphs,
@@ -27,7 +27,7 @@ from tests.support.steps import assert_bits
 
 pytestmark = instantiates
 __all__ = ["afresh"]
-whole_functions.announce()
+dynamo.announce()
 compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
@@ -115,12 +115,12 @@ def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:
 
 def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears then run one by one; and nothing is announced that would import Dynamo."""
-    monkeypatch.setattr(whole_functions, "_announced", False)
+    monkeypatch.setattr(dynamo, "_announced", False)
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "torch._dynamo")
-        whole_functions.announce_if_loaded()
-    assert not whole_functions._announced
-    monkeypatch.setattr(whole_functions, "announce_if_loaded", lambda: None)
+        dynamo.announce_if_loaded()
+    assert not dynamo._announced
+    monkeypatch.setattr(dynamo, "announce_if_loaded", lambda: None)
     x, operands = randn(9, 192, grad=True), weights()
     assert_bits(results(compiled(fused), x, operands), results(unfused, x, operands))
-    assert not whole_functions._announced
+    assert not dynamo._announced

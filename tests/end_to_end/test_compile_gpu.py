@@ -39,7 +39,7 @@ def model(recipe: Recipe | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Linear(K, 1536, bias=False), nn.ReLU(), nn.Linear(1536, K)
     made = nn.Sequential(*layers).to("cuda", torch.bfloat16)
-    convert(made, recipe or Recipe(), auto_filter_small_kn=False)
+    convert(made, recipe or Recipe(), skip_small=False)
     return made
 
 
@@ -115,7 +115,7 @@ def test_sharing_is_left_to_the_compiler() -> None:
 
     torch.manual_seed(0)
     two = Two().to("cuda", torch.bfloat16)
-    convert(two, auto_filter_small_kn=False)
+    convert(two, skip_small=False)
     assert isinstance(two.up.weight, BlockwiseFP8Weight)
     share_inputs(two)
     saved: list[Tensor] = []

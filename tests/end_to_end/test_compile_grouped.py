@@ -47,7 +47,7 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
     w, kn, other = stack(), stack(kn=True), stack()
     squares, high = (stack(recipe=Recipe(wgrad_input=x)) for x in ("128x128", "high_precision"))
     leaf, bias = plain(w).requires_grad_(), randn(E, N, seed=2, grad=True)
-    frozen = BlockwiseFP8Tensor.quantize(plain(w), SQUARE)
+    frozen = BlockwiseFP8Tensor.from_values(plain(w), SQUARE)
     linear = functional.grouped_linear
     return {
         "F.grouped_mm": (lambda x, o: F.grouped_mm(x, w.transpose(-2, -1), offs=o), [w]),

@@ -11,13 +11,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from blocktensor.autograd import whole_functions
+from blocktensor.overrides import dynamo
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.gated import assert_bits
 from tests.support.mlps import results
 from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
 
-whole_functions.announce()
+dynamo.announce()
 
 
 # Dynamo itself instantiates the Functions that it traces.

@@ -32,7 +32,7 @@ STEPS = 3
 def mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(K, 256, bias=False), nn.GELU(), nn.Linear(256, K)).to(dtype)
-    convert(made, auto_filter_small_kn=False)
+    convert(made, skip_small=False)
     return made
 
 

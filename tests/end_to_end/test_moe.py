@@ -55,7 +55,7 @@ class OneByOne(nn.Module):
 @pytest.mark.parametrize("before", [False, True], ids=["", "transposed before the cast"])
 def test_torchtitan_s_experts_are_dense_fp8_linears(before: bool) -> None:
     model = TitanMoE(before=before)
-    convert(model, auto_filter_small_kn=False, skip=["gate"])
+    convert(model, skip_small=False, skip=["gate"])
     one_by_one = copy.deepcopy(model)
     one_by_one.experts = OneByOne(model.experts)
     x = randn(60, 128, dtype=torch.float32)
@@ -70,7 +70,7 @@ def test_torchtitan_s_experts_are_dense_fp8_linears(before: bool) -> None:
 
 def test_evaluation_has_the_bits_of_training() -> None:
     model = TitanMoE()
-    convert(model, auto_filter_small_kn=False, skip=["gate"])
+    convert(model, skip_small=False, skip=["gate"])
     x = randn(60, 128, dtype=torch.float32)
     wanted = model(x)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -82,7 +82,7 @@ def test_evaluation_has_the_bits_of_training() -> None:
 
 def test_an_audit_changes_no_bit_and_finds_every_product() -> None:
     model = TitanMoE()
-    convert(model, auto_filter_small_kn=False, skip=["gate"])
+    convert(model, skip_small=False, skip=["gate"])
     outputs: list[Tensor] = []
     model.register_forward_hook(lambda *args: outputs.append(args[-1]))
     x = randn(60, 128, dtype=torch.float32)
@@ -101,7 +101,7 @@ def test_an_audit_changes_no_bit_and_finds_every_product() -> None:
 
 def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:
     experts = GroupedExperts(3, 128, 256)
-    convert(experts, auto_filter_small_kn=False)
+    convert(experts, skip_small=False)
     x = randn(10, 128, dtype=torch.float32)
     experts(x, torch.tensor([4, 0, 6])).sum().backward()
     for w in experts.parameters():
@@ -111,7 +111,7 @@ def test_an_expert_without_tokens_gets_a_gradient_of_zeros() -> None:
 
 def test_main_grad_of_an_fp32_master() -> None:
     experts = GroupedExperts(3, 128, 256)
-    convert(experts, auto_filter_small_kn=False)
+    convert(experts, skip_small=False)
     twin = copy.deepcopy(experts)
     for w in twin.parameters():
         w.main_grad = torch.zeros(w.shape)
@@ -127,7 +127,7 @@ def test_main_grad_of_an_fp32_master() -> None:
 @instantiates
 def test_compiled_experts_have_eager_s_bits() -> None:
     experts = GroupedExperts(3, 128, 256)
-    convert(experts, auto_filter_small_kn=False)
+    convert(experts, skip_small=False)
     sizes = (torch.tensor([4, 0, 6]), torch.tensor([1, 9, 0]))
     assert_as_eager(experts, *((randn(10, 128).float(), groups) for groups in sizes))
     assert graphs() == 1
@@ -141,7 +141,7 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
     pytest.importorskip("transformers")
     ordinary = transformers_moe(kind, implementation)
     model = copy.deepcopy(ordinary)
-    report = convert(model, filter=lambda _, name: ".experts." in name, auto_filter_small_kn=False)
+    report = convert(model, filter=lambda _, name: ".experts." in name, skip_small=False)
     names = stacks(model).keys()
     assert names == {entry.name for entry in report.converted}
     losses = []
@@ -169,7 +169,7 @@ def test_implementations_of_transformers_agree(kind: str) -> None:
     losses, gradients = [], []
     for implementation in ("grouped_mm", "eager"):
         model = transformers_moe(kind, implementation)
-        convert(model, auto_filter_small_kn=False)
+        convert(model, skip_small=False)
         loss = model(TOKENS, labels=TOKENS).loss
         loss.backward()
         losses.append(loss.item())
@@ -183,7 +183,7 @@ def test_implementations_of_transformers_agree(kind: str) -> None:
 def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any]) -> None:
     pytest.importorskip("transformers")
     model = transformers_moe("qwen3", "batched_mm")
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     with mode(), pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
         model(TOKENS)
     model.set_experts_implementation("grouped_mm")

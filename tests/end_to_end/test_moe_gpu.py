@@ -46,7 +46,7 @@ class Experts(nn.Module):
 
 def experts(fused: bool = False) -> Experts:
     module = Experts()
-    convert(module, auto_filter_small_kn=False, experts={"": ["w1", "w2", "w3"]})
+    convert(module, skip_small=False, stacks={"": ["w1", "w2", "w3"]})
     if fused:
         assert fuse(module).left_alone == ()
     return module
@@ -170,7 +170,7 @@ def test_an_audit_finds_no_product_in_high_precision() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
 def test_transformers_experts(kind: str) -> None:
     model = transformers_moe(kind).cuda().bfloat16()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     ids = (torch.arange(512, device="cuda") * 7 % 64).view(4, 128)[:, :64]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = losses_of(lambda: model(input_ids=ids, labels=ids).loss, optimizer, steps=8)

@@ -30,7 +30,7 @@ TARGETS = (INPUTS * 7 + 3) % 50
 def base() -> Model:
     """Its blocks' linears frozen in FP8, its head and embedding plain."""
     model = Model(DIM).bfloat16()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     assert freeze(model) == [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
     return model
 
@@ -188,7 +188,7 @@ def kind_of_adapter(model: nn.Module, kind: str) -> PeftModel:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_on_a_base_that_keeps_its_masters(kind: str) -> None:
     model = Model(DIM).bfloat16()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     made = kind_of_adapter(model, kind)
     assert_no_marked_product(made, INPUTS)
     optimizer = torch.optim.SGD(trained(made).values(), lr=0.5)
@@ -259,7 +259,7 @@ def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
     """Peft adapts the stacks of experts too, and adds the adapters' product to the stack."""
     model = transformers_moe(kind).bfloat16()
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     if frozen:
         freeze(model)
     adapted = []

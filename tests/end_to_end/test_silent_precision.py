@@ -19,7 +19,8 @@ from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, v
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import AuditReport, Recipe, audit_step
+from blocktensor import Recipe, audit_step
+from blocktensor.reports import AuditReport
 from tests.support.groups import ends
 from tests.support.models import linear, randn
 

@@ -47,11 +47,11 @@ def test_transformers_experts_on_two_ranks(world: int, device: str) -> None:
     models = [single, *(copy.deepcopy(single) for _ in range(2))]
     for before, model in zip((None, True, False), models, strict=True):
         if before is not False:
-            convert(model, auto_filter_small_kn=False)
+            convert(model, skip_small=False)
         if before is not None:
             parallelize(model, mesh)
             if not before:
-                convert(model, auto_filter_small_kn=False)
+                convert(model, skip_small=False)
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         if before is None:

@@ -106,11 +106,11 @@ def test_a_plain_reference_warns(folder: Path) -> None:
 TEXTS = [{"text": f"w{i} w5 w6 w{i + 3}"} for i in range(4)]
 
 
-def with_head(folder: Path, head: Any, dtype: torch.dtype) -> Any:
+def with_head(folder: Path, head: bool, dtype: torch.dtype) -> Any:
     """A policy, and a weight of it that trains."""
-    model = loaded(folder, choices(head=head), dtype=dtype)
+    model = loaded(folder, choices(convert_head=head), dtype=dtype)
     kind = type(model.get_output_embeddings().weight)
-    assert (kind is BlockwiseFP8Weight) == (head is not None)
+    assert (kind is BlockwiseFP8Weight) == head
     return model
 
 
@@ -118,7 +118,7 @@ def with_head(folder: Path, head: Any, dtype: torch.dtype) -> Any:
 def test_supervised(dtype: torch.dtype, folder: Path) -> None:
     arguments = SFTConfig(str(folder / "out"), **{**COMMON, "max_steps": 3}, learning_rate=1e-3)
     losses = []
-    for head in ("fp8", None):
+    for head in (True, False):
         model = with_head(folder, head, dtype)
         before = model.lm_head.weight.detach().clone()
         losses.append(logged(SFTTrainer, arguments, "loss", model, TEXTS))
@@ -131,7 +131,7 @@ def test_supervised(dtype: torch.dtype, folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_preferences_with_a_head_in_fp8(dtype: torch.dtype, folder: Path) -> None:
-    model = with_head(folder, "fp8", dtype)
+    model = with_head(folder, True, dtype)
     steps = {**COMMON, "max_steps": 2}
     arguments = DPOConfig(str(folder / "out"), **steps, learning_rate=1e-2)
     found = logged(DPOTrainer, arguments, "loss", model, ref_model=copy.deepcopy(model))
@@ -142,7 +142,7 @@ def test_preferences_with_a_head_in_fp8(dtype: torch.dtype, folder: Path) -> Non
 def test_rewards_with_a_head_in_fp8(folder: Path) -> None:
     numbers = {"num_generations": 4, "max_completion_length": 4, "learning_rate": 1e-2}
     arguments = GRPOConfig(str(folder / "out"), **{**COMMON, "max_steps": 2}, **numbers)
-    model = with_head(folder, "fp8", torch.float32)
+    model = with_head(folder, True, torch.float32)
     before = model.lm_head.weight.detach().clone()
     rewards: Any = lambda completions, **_: [float(i) for i in range(len(completions))]  # noqa: E731
     assert len(logged(GRPOTrainer, arguments, "loss", model, reward_funcs=rewards)) == 2

@@ -49,7 +49,7 @@ def test_state_spaces_train_in_fp8(kind: str) -> None:
             torch.manual_seed(0)
             models.append(getattr(transformers, f"{kind}ForCausalLM")(STATE_SPACES[kind]()))
     made, plain = models
-    report = convert(made, auto_filter_small_kn=False)
+    report = convert(made, skip_small=False)
     assert any(entry.name.endswith("dt_proj") for entry in report.converted)
     got, want = trained(made), trained(plain)
     assert got["loss"].item() == pytest.approx(want["loss"].item(), rel=0.01)
@@ -73,7 +73,7 @@ def test_attention_of_torch_names_what_to_skip() -> None:
         torch.manual_seed(0)
         with quiet():
             made = transformers.WavLMForCTC(transformers.WavLMConfig(**sizes))
-        convert(made, auto_filter_small_kn=False, **options)
+        convert(made, skip_small=False, **options)
         return made
 
     sound, labels = torch.randn(2, 1600), torch.arange(1, 11).view(2, 5)

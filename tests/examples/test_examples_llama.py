@@ -18,7 +18,7 @@ def test_a_block_is_fused_to_the_same_bits(load: Load) -> None:
     llama = load("common.llama")
     shape = llama.SHAPES["tiny"]
     model: nn.Module = llama.Block(shape).bfloat16()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     twin = copy.deepcopy(model)
     report = fuse(model)
     assert_expected_inline(

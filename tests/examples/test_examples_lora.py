@@ -61,7 +61,7 @@ def test_an_adapter_starts_as_nothing_and_is_all_that_trains(example: ModuleType
 
 def test_a_changed_base_is_noticed(example: ModuleType) -> None:
     layer = torch.nn.Linear(256, 128).bfloat16().requires_grad_(False)
-    frozen = BlockwiseFP8Tensor.quantize(layer.weight, (128, 128))
+    frozen = BlockwiseFP8Tensor.from_values(layer.weight, (128, 128))
     layer.weight = torch.nn.Parameter(frozen, requires_grad=False)
     before = example.digest(layer)
     frozen.rowwise_scale.mul_(2)

@@ -68,7 +68,7 @@ def test_training_raises_the_bias_of_experts_with_few_tokens(load: Load) -> None
 
 def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> None:
     model = small(load)
-    convert(model, skip=["*.router"], auto_filter_small_kn=False)
+    convert(model, skip=["*.router"], skip_small=False)
     experts = model.blocks[0].mlp.experts  # type: ignore[union-attr, index]
     assert all(isinstance(w, BlockwiseFP8Weight) for w in experts.parameters())
     report = audit(model, torch.zeros(2, 16, dtype=torch.long))
@@ -85,7 +85,7 @@ def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> No
 def test_a_step_never_waits_for_the_gpu(load: Load) -> None:
     torch.use_deterministic_algorithms(False)
     model = small(load).cuda()
-    convert(model, skip=["*.router"], auto_filter_small_kn=False)
+    convert(model, skip=["*.router"], skip_small=False)
     moe = model.blocks[0].mlp  # type: ignore[union-attr, index]
     x = randn(4, 16, 32, dtype=torch.float32).cuda().requires_grad_()
     for _ in range(3):  # kernels are compiled, and what is decided once is decided

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import (
-    SmallKN,
+    MinSizes,
     audit,
     convert,
     explain,
@@ -55,7 +55,7 @@ def test_what_is_no_module(given: Any) -> None:
 def test_a_pattern_names_modules_and_all_below_them(skip: Any, left: list[str]) -> None:
     models = {"vision_tower": Model(), "text": Model(), "text2": nn.Linear(DIM, DIM)}
     model = nn.ModuleDict(models)
-    convert(model, skip=skip, auto_filter_small_kn=False)
+    convert(model, skip=skip, skip_small=False)
     names = converted_names(model)
     assert names
     assert all(any(fnmatch.fnmatch(n, f"{p}*") for p in left) for n in names)
@@ -63,7 +63,7 @@ def test_a_pattern_names_modules_and_all_below_them(skip: Any, left: list[str]) 
 
 
 def test_the_first_pattern_is_the_reason_and_heads_may_be_named() -> None:
-    report = convert(Model(), skip=["lm_head", "blocks.0", "*.up"], auto_filter_small_kn=False)
+    report = convert(Model(), skip=["lm_head", "blocks.0", "*.up"], skip_small=False)
     assert reasons(report) == {
         "embed": "embedding",
         "blocks.0.up": "skip pattern 'blocks.0'",
@@ -77,7 +77,7 @@ def test_every_name_of_a_module_counts() -> None:
     shared = nn.Linear(DIM, DIM)
     model = nn.ModuleDict({"encoder": nn.ModuleList([shared]), "decoder": nn.ModuleList([shared])})
     model["other"] = nn.Linear(DIM, DIM)
-    report = convert(model, skip=["decoder"], auto_filter_small_kn=False)
+    report = convert(model, skip=["decoder"], skip_small=False)
     assert converted_names(model) == ["other"]
     assert reasons(report) == {"encoder.0": "skip pattern 'decoder'"}
 
@@ -87,16 +87,16 @@ def test_every_name_of_a_module_counts() -> None:
 
 def test_what_may_be_named() -> None:
     model = nn.ModuleDict({"a": Unknown(), "b": nn.ModuleDict({"c": Unknown()})})
-    small = SmallKN(expert_n=128, expert_k=128, expert_size=0)
-    convert(model, experts={"*.c": ("up",), "b.?": ["up", "down"]}, auto_filter_small_kn=small)
+    small = MinSizes(expert_n=128, expert_k=128, expert_size=0)
+    convert(model, stacks={"*.c": ("up",), "b.?": ["up", "down"]}, skip_small=small)
     assert fp8_names(model) == ["b.c.up", "b.c.down"]
     again = convert(model)
     assert {entry.reason for entry in again.converted} == {"already converted"}
-    assert reasons(again)["a.up"] == "stack of matrices: in Unknown; experts={...} would name it"
+    assert reasons(again)["a.up"] == "stack of matrices: in Unknown; stacks={...} would name it"
     for skip, converted in (([], ["up", "down"]), (["down"], ["up"])):
         whole = Unknown()
         names = {"": ["down", "up"]}
-        report = convert(whole, experts=names, skip=skip, auto_filter_small_kn=small)
+        report = convert(whole, stacks=names, skip=skip, skip_small=small)
         assert fp8_names(whole) == converted
     assert reasons(report)["down"] == "skip pattern 'down'"
 
@@ -111,14 +111,14 @@ COMPLAINTS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "near the end of a name": (ValueError, {"skip": ["*.layers.*.upp"]}),
     "an embedding": (ValueError, {"skip": ["*.embed"]}),
     "attention": (ValueError, {"skip": ["attention"]}),
-    "a list of experts": (TypeError, {"experts": [("*.a", ["up"])]}),
-    "a name that is no list": (TypeError, {"experts": {"a": "up"}}),
-    "names that are no strings": (TypeError, {"experts": {"a": [1]}}),
-    "a pattern that is no string": (TypeError, {"experts": {1: ["up"]}}),
-    "no such module": (ValueError, {"experts": {"a": ["up"], "expert": ["up"]}}),
-    "no such parameter": (ValueError, {"experts": {"a": ["w1"]}}),
-    "a matrix": (ValueError, {"experts": {"a": ["table"]}}),
-    "four dimensions": (ValueError, {"experts": {"f": ["w13_EF2D"]}}),
+    "a list of experts": (TypeError, {"stacks": [("*.a", ["up"])]}),
+    "a name that is no list": (TypeError, {"stacks": {"a": "up"}}),
+    "names that are no strings": (TypeError, {"stacks": {"a": [1]}}),
+    "a pattern that is no string": (TypeError, {"stacks": {1: ["up"]}}),
+    "no such module": (ValueError, {"stacks": {"a": ["up"], "expert": ["up"]}}),
+    "no such parameter": (ValueError, {"stacks": {"a": ["w1"]}}),
+    "a matrix": (ValueError, {"stacks": {"a": ["table"]}}),
+    "four dimensions": (ValueError, {"stacks": {"f": ["w13_EF2D"]}}),
 }
 
 
@@ -163,34 +163,34 @@ as 'attention' (MultiheadAttention): expected a pattern that names linears or
 modules above them
 
 a list of experts:
-experts=[('*.a', ['up'])] is a list: expected patterns of module names with the
-names of their stacks, e.g. {'*.experts': ['w1', 'w2']}
+stacks=[('*.a', ['up'])] is a list: expected patterns of module names with the names
+of their stacks, e.g. {'*.experts': ['w1', 'w2']}
 
 a name that is no list:
-experts has 'a': 'up': expected a pattern with a list of the names of stacks, e.g.
+stacks has 'a': 'up': expected a pattern with a list of the names of stacks, e.g.
 {'*.experts': ['w1', 'w2']}
 
 names that are no strings:
-experts has 'a': [1]: expected a pattern with a list of the names of stacks, e.g.
+stacks has 'a': [1]: expected a pattern with a list of the names of stacks, e.g.
 {'*.experts': ['w1', 'w2']}
 
 a pattern that is no string:
-experts has 1: ['up']: expected a pattern with a list of the names of stacks, e.g.
+stacks has 1: ['up']: expected a pattern with a list of the names of stacks, e.g.
 {'*.experts': ['w1', 'w2']}
 
 no such module:
-experts pattern 'expert' matches no module of this ModuleDict: expected a pattern of
+stacks pattern 'expert' matches no module of this ModuleDict: expected a pattern of
 the names of modules that hold stacks; near it: 'experts'
 
 no such parameter:
-experts names 'w1' of 'a', which has no such parameter: its parameters are up, down,
+stacks names 'w1' of 'a', which has no such parameter: its parameters are up, down,
 table
 
 a matrix:
-experts names 'table' of 'a', experts with 2 dimensions: expected 3: expected a
+stacks names 'table' of 'a', experts with 2 dimensions: expected 3: expected a
 parameter [E, N, K] or [E, K, N]
 
 four dimensions:
-experts names 'w13_EF2D' of 'f', experts with 4 dimensions, which several fused
+stacks names 'w13_EF2D' of 'f', experts with 4 dimensions, which several fused
 projections share: expected a parameter [E, N, K] or [E, K, N]""",
     )

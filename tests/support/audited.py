@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from blocktensor import AuditReport, audit
+from blocktensor import audit
+from blocktensor.reports import AuditReport
 
 
 def assert_no_marked_product(model: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:

@@ -85,15 +85,15 @@ def casts() -> Iterator[Case]:
                 name = f"{shape} {dtype} {recipe.scale}"
                 for label, view in (("", x), (" strided", x.mT.contiguous().mT)):
                     if len(shape) == 2:
-                        q = BlockwiseFP8Tensor.quantize(view, (1, 128), recipe)
+                        q = BlockwiseFP8Tensor.from_values(view, (1, 128), recipe)
                         yield f"cast 1x128 {name}{label}", [*held(q), q.dequantize()]
-                    q = BlockwiseFP8Tensor.quantize(view, (128, 128), recipe)
+                    q = BlockwiseFP8Tensor.from_values(view, (128, 128), recipe)
                     row, col = q.rowwise(), q.columnwise()
                     wide = q.dequantize(torch.float32)
                     yield f"cast 128x128 {name}{label}", [*row[:2], *col[:2], wide]
                 if len(shape) == 2:
                     for sides in ((True, False), (False, True)):
-                        q = BlockwiseFP8Tensor.quantize(
+                        q = BlockwiseFP8Tensor.from_values(
                             x, (1, 128), recipe, rowwise=sides[0], columnwise=sides[1]
                         )
                         yield f"cast one side {sides} {name}", held(q)
@@ -107,9 +107,9 @@ def products() -> Iterator[Case]:
                 name = f"{(m, n, k)} {dtype} {recipe.scale}"
                 x, w = values((m, k), dtype, 1), values((n, k), dtype, 2)
                 g, bias = values((m, n), dtype, 3), values((n,), dtype, 4)
-                xq = BlockwiseFP8Tensor.quantize(x.nan_to_num(0, 1, 1), (1, 128), recipe)
-                wq = BlockwiseFP8Tensor.quantize(w.nan_to_num(0, 1, 1), (128, 128), recipe)
-                gq = BlockwiseFP8Tensor.quantize(g.nan_to_num(0, 1, 1), (1, 128), recipe)
+                xq = BlockwiseFP8Tensor.from_values(x.nan_to_num(0, 1, 1), (1, 128), recipe)
+                wq = BlockwiseFP8Tensor.from_values(w.nan_to_num(0, 1, 1), (128, 128), recipe)
+                gq = BlockwiseFP8Tensor.from_values(g.nan_to_num(0, 1, 1), (1, 128), recipe)
                 with torch.no_grad():
                     yield f"mm fprop {name}", [torch.mm(xq, wq.t())]
                     yield f"mm bias {name}", [torch.addmm(bias, xq, wq.t())]
@@ -184,7 +184,7 @@ def checkpoints() -> Iterator[Case]:
                 _layer(200, 300, torch.bfloat16, True, Recipe(scale=scale)), nn.LayerNorm(200)
             ).to(DEVICE)
             with tempfile.TemporaryDirectory() as folder:
-                path = blocktensor.save_fp8(model, Path(folder) / "x", spelling=spelling)
+                path = blocktensor.save_fp8(model, Path(folder) / "x", format=spelling)
                 for file in sorted(path.iterdir()):
                     content = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
                     yield f"checkpoint {scale} {spelling} {file.name}", [content]

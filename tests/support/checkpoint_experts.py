@@ -63,7 +63,7 @@ def layer(
             parameter.copy_(randn(*parameter.shape, seed=10 * seed + i, dtype=torch.bfloat16))
     model.experts.requires_grad_(not frozen)
     if convert:
-        convert_model(model, recipe or Recipe(), auto_filter_small_kn=False)
+        convert_model(model, recipe or Recipe(), skip_small=False)
     return model
 
 

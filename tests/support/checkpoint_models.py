@@ -48,7 +48,7 @@ def filled(
         model.up.weight.requires_grad_(False)
         model.down.weight.requires_grad_(False)
     if convert:
-        convert_model(model, recipe or Recipe(), auto_filter_small_kn=False)
+        convert_model(model, recipe or Recipe(), skip_small=False)
     return model
 
 

@@ -144,7 +144,7 @@ def assert_steps_as_one(
 
 def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
     """The experts in FP8, however small."""
-    convert(model, recipe, auto_filter_small_kn=False)
+    convert(model, recipe, skip_small=False)
     return model
 
 

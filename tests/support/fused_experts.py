@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktensor.model.fuse_experts import Experts
-from blocktensor.model.fused_class import fused_modules
+from blocktensor.fusion.experts import Experts
+from blocktensor.fusion.fused_class import fused_modules
 from tests.support.gated import EAGER
 from tests.support.models import randn
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import convert, fuse
-from blocktensor.model.fuse_experts import Experts, RoutedExperts
-from blocktensor.model.fuse_mlp import MLP
-from blocktensor.model.fuse_norm import Norm
+from blocktensor.fusion.experts import Experts, RoutedExperts
+from blocktensor.fusion.mlp import MLP
+from blocktensor.fusion.norm import Norm
 from tests.support import fused_experts, mlps, norms
 from tests.support.models import randn
 from tests.support.moe_models import transformers_moe
@@ -97,13 +97,13 @@ def watched_runs() -> Iterator[list[str]]:
 
 def _experts(dtype: torch.dtype) -> nn.Module:
     model = fused_experts.Sizes().to(dtype)
-    convert(model, auto_filter_small_kn=False, experts={"*": ("w1", "w3", "w2")})
+    convert(model, skip_small=False, stacks={"*": ("w1", "w3", "w2")})
     return model
 
 
 def _routed(dtype: torch.dtype) -> nn.Module:
     block: nn.Module = transformers_moe("qwen3").model.layers[0].mlp.to(dtype)
-    convert(block, auto_filter_small_kn=False)
+    convert(block, skip_small=False)
     return block
 
 

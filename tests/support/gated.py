@@ -53,7 +53,7 @@ def weights(
     for i, shape in enumerate(((HIDDEN, K), (HIDDEN, K), (N, HIDDEN))):
         values = randn(*shape, seed=i, dtype=dtype, device=device) / 14
         if i in frozen and kind == "tensor":
-            made.append(BlockwiseFP8Tensor.quantize(values, SQUARE, recipe))
+            made.append(BlockwiseFP8Tensor.from_values(values, SQUARE, recipe))
         else:
             made.append(nn.Parameter(BlockwiseFP8Weight(values, recipe), i not in frozen))
     return made

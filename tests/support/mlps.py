@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import Recipe, convert
-from blocktensor.model.fuse_mlp import MLP as MLPPattern
-from blocktensor.model.fused_class import fused_modules
+from blocktensor.fusion.fused_class import fused_modules
+from blocktensor.fusion.mlp import MLP as MLPPattern
 from tests.support.models import FP32_SCALES
 
 K, HIDDEN = 192, 320
@@ -68,7 +68,7 @@ def converted(
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=generator) / 14
-    convert(model.to(dtype), recipe, auto_filter_small_kn=False)
+    convert(model.to(dtype), recipe, skip_small=False)
     return model
 
 

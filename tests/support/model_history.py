@@ -85,7 +85,7 @@ def converted(mirror: Model) -> Model:
     for recipe in {each.recipe for each in wanted.values() if each}:
         chosen = {name for name, each in wanted.items() if each and each.recipe == recipe}
         of_recipe = functools.partial(_is_chosen, chosen)
-        blocktensor.convert(mirror, recipe, of_recipe, auto_filter_small_kn=False, head="fp8")
+        blocktensor.convert(mirror, recipe, filter=of_recipe, skip_small=False, convert_head=True)
     for p, requires_grad in grads:
         p.requires_grad_(requires_grad)
     return mirror
@@ -111,7 +111,6 @@ class History:
         self.model = copy.deepcopy(self.mirror)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.handles: list[tuple[Any, Any]] = []
-        self.reports: list[Any] = []
         self.log = [f"{seed}: {self.kind} {self.dtype} {self.autocast=} {self.checkpointed=}"]
         self.patches = ExitStack()
 
@@ -160,18 +159,17 @@ class History:
         self.stored &= name != ""
 
     def share(self) -> None:
-        self.reports.append(blocktensor.share_inputs(self.part()[1]))
+        blocktensor.share_inputs(self.part()[1])
 
     def unshare(self) -> None:
-        for report in self.reports or [blocktensor.share_inputs(self.part()[1])]:
-            report.remove()
+        blocktensor.unshare_inputs(self.part()[1])
 
     def convert(self) -> None:
         name, part = self.part()
         recipe = self.say(self.draw.choice(_RECIPES))
         named = {each.rpartition(".")[0] for each, *_ in weights(part)} - {""}
         skip = self.say([x for x in sorted(named) if self.draw.random() < 0.04])
-        blocktensor.convert(part, recipe, skip=skip, auto_filter_small_kn=False)
+        blocktensor.convert(part, recipe, skip=skip, skip_small=False)
         skipped = {n for x in skip for n, *_ in weights(self.mirror, f"{name}.{x}".lstrip("."))}
         tied: dict[Any, list[str]] = defaultdict(list)
         for each, module, key in weights(self.mirror, name):
@@ -196,7 +194,7 @@ class History:
         for _, module, key in weights(self.mirror, name):
             p: Any = module._parameters[key]
             if is_frozen(p):
-                fp8 = BlockwiseFP8Tensor.quantize(p.detach(), SQUARE, recipe=p.expected.recipe)
+                fp8 = BlockwiseFP8Tensor.from_values(p.detach(), SQUARE, recipe=p.expected.recipe)
                 p.data = fp8.dequantize()
                 p.requires_grad_().expected = p.expected._replace(frozen=False)
 
@@ -303,7 +301,7 @@ class History:
         self.model, self.mirror = self.both(act)
         for a, b in zip(old, self.mirror.parameters(), strict=True):
             b.expected = expected(a)
-        self.optimizers, self.handles, self.reports = [], [], []
+        self.optimizers, self.handles = [], []
 
     def step(self) -> None:
         if not self.optimizers:

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
-    ConversionReport,
     Recipe,
     functional,
     to_blockwise_fp8_weights,
 )
 from blocktensor.ops import reference
+from blocktensor.reports import ConversionReport
 
 ROW = (1, 128)
 SQUARE = (128, 128)
@@ -154,7 +154,7 @@ def both_kinds(w: Tensor) -> dict[str, Tensor]:
     """A trainable and a frozen FP8 weight of these values."""
     return {
         "weight": nn.Parameter(BlockwiseFP8Weight(w.clone())),
-        "tensor": BlockwiseFP8Tensor.quantize(w, SQUARE),
+        "tensor": BlockwiseFP8Tensor.from_values(w, SQUARE),
     }
 
 
@@ -172,7 +172,7 @@ def quantized(
     *shape: int, block: tuple[int, int] = ROW, device: torch.device | str = "cpu", **kwargs: Any
 ) -> BlockwiseFP8Tensor:
     """Normal data in FP8."""
-    return BlockwiseFP8Tensor.quantize(randn(*shape, device=device), block, **kwargs)
+    return BlockwiseFP8Tensor.from_values(randn(*shape, device=device), block, **kwargs)
 
 
 def inner(x: BlockwiseFP8Tensor) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import Recipe, fuse
-from blocktensor.model import fuse_norm
-from blocktensor.model.fused_class import fused_modules
+from blocktensor.fusion import norm
+from blocktensor.fusion.fused_class import fused_modules
 from tests.support.mlps import MLP, K, X, converted
 from tests.support.models import FP32_SCALES
 
@@ -97,7 +97,7 @@ def blocks(
 
 def fused_norms(model: nn.Module) -> list[str]:
     """The names of the norms that :func:`blocktensor.fuse` has fused."""
-    return [name for name, _ in fused_modules(model, fuse_norm.Norm)]
+    return [name for name, _ in fused_modules(model, norm.Norm)]
 
 
 NAMES = [
@@ -124,7 +124,7 @@ def runs_fused(
 ) -> int:
     """How many norms of a model did run fused."""
     with (
-        mock.patch.object(fuse_norm, "normed", wraps=fuse_norm.normed) as runs,
+        mock.patch.object(norm, "normed", wraps=norm.normed) as runs,
         torch.no_grad(),
     ):
         (run or model)(X.to(next(model.parameters()).dtype) if x is None else x)

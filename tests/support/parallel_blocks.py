@@ -72,7 +72,7 @@ def block(
     torch.manual_seed(0)
     made = Block(**sizes).to(dtype)
     if recipe is not None:
-        convert(made, recipe, auto_filter_small_kn=False)
+        convert(made, recipe, skip_small=False)
     return made
 
 

@@ -49,7 +49,7 @@ def mlp(
     """A parallel one."""
     torch.manual_seed(0)
     model = Mlp().bfloat16()
-    convert(model, recipe, skip=list(skip), auto_filter_small_kn=False)
+    convert(model, recipe, skip=list(skip), skip_small=False)
     tokens = Shard(0) if sequence else Replicate()
     plan = {
         "": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate()),

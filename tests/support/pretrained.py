@@ -100,7 +100,7 @@ def saved(folder: Path, model: Any) -> Path:
 
 def choices(**options: Any) -> BlockwiseFP8Config:
     """A config that converts small weights, too."""
-    return BlockwiseFP8Config(**{"auto_filter_small_kn": False, **options})
+    return BlockwiseFP8Config(**{"skip_small": False, **options})
 
 
 def loaded(folder: Path, config: Any = None, **options: Any) -> Any:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
-from blocktensor.distributed.fsdp.amax_table import Place, known_place
-from blocktensor.distributed.fsdp.fsdp_internals import owner_of
-from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.ops.formats import Quantized
+from blocktensor.sharding.fsdp.amax_table import Place, known_place
+from blocktensor.sharding.fsdp.fsdp_internals import owner_of
+from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support.numeric import assert_same
 
 RECIPES = (Recipe(), Recipe(scale="power_of_two"))
@@ -51,7 +51,7 @@ def build(
     torch.manual_seed(0)
     model = Net(**kwargs).to(dtype)
     if recipe is not None:
-        convert(model, recipe, auto_filter_small_kn=False)
+        convert(model, recipe, skip_small=False)
     return model
 
 

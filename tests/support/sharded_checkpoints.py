@@ -14,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import blocktensor
-from blocktensor.distributed.fsdp.amax_table import known_place
-from blocktensor.distributed.fsdp.fsdp_internals import owner_of
-from blocktensor.distributed.fsdp.shards import shard_of
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
+from blocktensor.sharding.fsdp.amax_table import known_place
+from blocktensor.sharding.fsdp.fsdp_internals import owner_of
+from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support.sharded import whole as whole_master
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
@@ -46,7 +46,7 @@ def plain(seed: int = 0) -> nn.Sequential:
 
 def converted(seed: int = 0, recipe: Recipe = DEFAULT_RECIPE) -> nn.Sequential:
     model = plain(seed)
-    blocktensor.convert(model, recipe, auto_filter_small_kn=False)
+    blocktensor.convert(model, recipe, skip_small=False)
     return model
 
 

@@ -52,7 +52,7 @@ def converted(model: nn.Module, recipe: Recipe = FP32_SCALES) -> nn.Module:
     """Weights by name, the same in every model."""
     for i, p in enumerate(model.parameters()):
         p.data = randn(*p.shape, seed=i, dtype=p.dtype) / 14
-    convert(model, recipe, auto_filter_small_kn=False)
+    convert(model, recipe, skip_small=False)
     return model
 
 

@@ -126,7 +126,7 @@ def in_fp8(config: Any, **options: Any) -> Any:
     """The run in blockwise FP8, with small layers too."""
     from blocktensor.integrations.torchtitan import with_blockwise_fp8
 
-    return with_blockwise_fp8(config, **{"auto_filter_small_kn": False, **options})
+    return with_blockwise_fp8(config, **{"skip_small": False, **options})
 
 
 def train(config: Any, look: Callable[[Any], Any] | None = None) -> tuple[Losses, Any]:

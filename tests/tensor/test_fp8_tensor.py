@@ -39,7 +39,7 @@ def test_quantize_1x128_makes_both_forms(
     shape: tuple[int, ...], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = randn(*shape, dtype=dtype, device=device)
-    fp8 = BlockwiseFP8Tensor.quantize(x, ROW, recipe)
+    fp8 = BlockwiseFP8Tensor.from_values(x, ROW, recipe)
     matrix = x.reshape(math.prod(shape[:-1]), shape[-1])
     for form, cast in (
         (fp8.rowwise(), reference.quantize_rowwise),
@@ -60,7 +60,7 @@ def test_quantize_128x128_makes_rowwise_only(
     shape: tuple[int, ...], recipe: Recipe, device: torch.device
 ) -> None:
     x = randn(*shape, device=device)
-    fp8 = BlockwiseFP8Tensor.quantize(x, SQUARE, recipe)
+    fp8 = BlockwiseFP8Tensor.from_values(x, SQUARE, recipe)
     data, scale, format = reference.quantize_rowwise(x, recipe.weight_format)
     assert fp8.format is format
     assert_same_bytes(fp8.rowwise_data, data)
@@ -87,7 +87,7 @@ def test_forms_are_made_as_asked(rowwise: bool, columnwise: bool) -> None:
 def test_the_wrong_forms_are_refused() -> None:
     assert_expected_inline(
         complaint(ValueError, lambda: quantized(5, 200, rowwise=False, columnwise=False)),
-        """quantize(rowwise=False, columnwise=False) makes nothing: pick a form""",
+        """from_values(rowwise=False, columnwise=False) makes nothing: pick a form""",
     )
     assert_expected_inline(
         complaint(ValueError, quantized(5, 200, columnwise=False).columnwise),
@@ -101,7 +101,7 @@ columnwise=True""",
         complaint(ValueError, lambda: BlockwiseFP8Tensor(None, None, **nothing)),
         """\
 BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither;
-BlockwiseFP8Tensor.quantize(x) makes them""",
+BlockwiseFP8Tensor.from_values(x) makes them""",
     )
 
 
@@ -116,13 +116,13 @@ def test_dequantize_is_close_and_is_data_times_scale(
         x = x.reshape(
             (3, -1, shape[-1]) if form == "stack" and len(shape) == 3 else (-1, shape[-1])
         )
-        fp8 = BlockwiseFP8Tensor.quantize(x, SQUARE)
+        fp8 = BlockwiseFP8Tensor.from_values(x, SQUARE)
         data, scale, _ = fp8.rowwise()
         grown = scale.repeat_interleave(128, -1)[..., : data.shape[-1]]
         grown = grown.repeat_interleave(128, -2)[..., : data.shape[-2], :]
         product = data.float() * grown
     else:
-        fp8 = BlockwiseFP8Tensor.quantize(x, ROW, **{form: True}, **{
+        fp8 = BlockwiseFP8Tensor.from_values(x, ROW, **{form: True}, **{
             "columnwise" if form == "rowwise" else "rowwise": False
         })  # fmt: skip
         data, scale, _ = getattr(fp8, form)()
@@ -146,7 +146,7 @@ def test_nan_and_inf_spoil_their_block_and_nothing_else(
 ) -> None:
     x = randn(300, 400, device=device)
     x[140, 130] = bad
-    spoiled = torch.isnan(BlockwiseFP8Tensor.quantize(x, block).dequantize()).cpu()
+    spoiled = torch.isnan(BlockwiseFP8Tensor.from_values(x, block).dequantize()).cpu()
     wanted = torch.zeros(300, 400, dtype=torch.bool)
     wanted[140 if block == ROW else slice(128, 256), 128:256] = True
     assert torch.equal(spoiled, wanted)
@@ -290,8 +290,8 @@ def test_quantize_accepts_any_strides() -> None:
     for view in (x.t(), x[::2, ::3], x[3:, 5:], x[:1].expand(7, 600), x.view(4, 100, 600)[:, 1]):
         for block in (ROW, SQUARE):
             assert_same(
-                BlockwiseFP8Tensor.quantize(view, block),
-                BlockwiseFP8Tensor.quantize(view.contiguous(), block),
+                BlockwiseFP8Tensor.from_values(view, block),
+                BlockwiseFP8Tensor.from_values(view.contiguous(), block),
             )
 
 
@@ -311,7 +311,7 @@ def test_a_cast_in_two_formats_and_its_transpose() -> None:
         assert (t.format, t.block_shape) == (rows, (1, 128))
     with pytest.raises(ValueError, match=r"blocks of \(128, 128\): expected \(1, 128\)"):
         functional.linear(x.t(), randn(130, 300))
-    w = BlockwiseFP8Tensor.quantize(randn(300, 200), SQUARE)
+    w = BlockwiseFP8Tensor.from_values(randn(300, 200), SQUARE)
     with pytest.raises(ValueError, match="copy_ between"):
         x.copy_(w)
     with pytest.raises(ValueError, match="copy_ between"):
@@ -322,7 +322,10 @@ def test_a_cast_in_two_formats_and_its_transpose() -> None:
 def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
     """In whole vectors, as rows do; a weight's transpose, of the same values, does not."""
     values = randn(tokens, 200)
-    x, weight = blocktensor.quantize(values, SQUARES), BlockwiseFP8Tensor.quantize(values, SQUARE)
+    x, weight = (
+        blocktensor.quantize(values, SQUARES),
+        BlockwiseFP8Tensor.from_values(values, SQUARE),
+    )
     (data, scale, _), wanted = x.columnwise(), weight.columnwise()
     width = -(-tokens // 16) * 16
     assert (data.shape, wanted.data.shape) == ((200, width), (200, tokens))
@@ -330,7 +333,7 @@ def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
     assert (data[:, tokens:].view(torch.uint8) == 0).all()
     assert_same_bytes(scale, wanted.scale)
 
-    g = BlockwiseFP8Tensor.quantize(randn(tokens, 40, seed=1), ROW)
+    g = BlockwiseFP8Tensor.from_values(randn(tokens, 40, seed=1), ROW)
     assert torch.equal(torch.mm(g.t(), x), torch.mm(g.t(), weight))
     assert torch.equal(x.t().dequantize(), weight.t().dequantize())
     for source in (x, x.t()):

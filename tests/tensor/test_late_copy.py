@@ -388,7 +388,7 @@ def test_a_copy_that_a_graph_returns_is_what_products_cast(how: str) -> None:
 
 
 def test_a_frozen_weight_shares_its_bytes() -> None:
-    frozen = BlockwiseFP8Tensor.quantize(randn(3, N, K, dtype=torch.float32), SQUARE)
+    frozen = BlockwiseFP8Tensor.from_values(randn(3, N, K, dtype=torch.float32), SQUARE)
     frozen.generation = Generation()  # as of a weight that FSDP2 has gathered
     assert frozen.bfloat16().generation is frozen.generation
     narrow = frozen.bfloat16().transpose(-2, -1)

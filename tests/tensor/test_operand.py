@@ -37,7 +37,7 @@ def test_columnwise_of_128x128_is_the_exact_transpose(
         assert derived.data.is_contiguous()
         assert_same_bytes(derived.data, fp8.rowwise_data.mT)
         assert_same_bytes(derived.scale, fp8.rowwise_scale.mT)
-    recast = BlockwiseFP8Tensor.quantize(randn(*shape, device=device).mT.contiguous(), SQUARE)
+    recast = BlockwiseFP8Tensor.from_values(randn(*shape, device=device).mT.contiguous(), SQUARE)
     assert_same_bytes(first.data, recast.rowwise_data)
     assert_same_bytes(first.scale, recast.rowwise_scale)
     assert first.data.data_ptr() != second.data.data_ptr()  # it is not kept
@@ -67,7 +67,7 @@ def through_a_file(x: BlockwiseFP8Tensor, weights_only: bool = True) -> Blockwis
 
 
 def stack() -> BlockwiseFP8Tensor:
-    return BlockwiseFP8Tensor.quantize(randn(3, 256, 200), SQUARE)
+    return BlockwiseFP8Tensor.from_values(randn(3, 256, 200), SQUARE)
 
 
 def with_both_forms(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
@@ -75,8 +75,8 @@ def with_both_forms(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 
 
 SOUND: dict[str, Callable[[], BlockwiseFP8Tensor]] = {
-    "activations": lambda: BlockwiseFP8Tensor.quantize(randn(2, 3, 200), ROW),
-    "one row": lambda: BlockwiseFP8Tensor.quantize(randn(7), ROW),
+    "activations": lambda: BlockwiseFP8Tensor.from_values(randn(2, 3, 200), ROW),
+    "one row": lambda: BlockwiseFP8Tensor.from_values(randn(7), ROW),
     "one form": lambda: quantized(5, 200, rowwise=False),
     "transposed activations": lambda: quantized(200, 300).t(),
     "activations in two formats": lambda: quantize(randn(2, 3, 200), SQUARES),
@@ -135,7 +135,7 @@ def test_every_kind_of_map_location(place: str, weights_only: bool) -> None:
     """Lightning resumes with a function."""
     model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 200)).bfloat16()
     model[0].requires_grad_(False)
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     file = io.BytesIO()
     torch.save({"state": model.state_dict(), "x": list(model.parameters())}, file)
     file.seek(0)
@@ -166,7 +166,7 @@ def test_the_device_is_that_of_the_parts() -> None:
 def test_scales_of_nan_and_inf_blocks_are_kept(bad: float) -> None:
     values = randn(200, 300)
     values[3, 4] = bad
-    x = BlockwiseFP8Tensor.quantize(values, SQUARE)
+    x = BlockwiseFP8Tensor.from_values(values, SQUARE)
     assert not torch.isfinite(x.rowwise_scale).all()
     loaded = through_a_file(x)
     assert loaded.rowwise_scale is not None and x.rowwise_scale is not None

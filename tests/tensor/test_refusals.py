@@ -34,7 +34,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "aten.argmax.default": lambda x: x.argmax(),
     "aten._softmax.default": lambda x: x.softmax(-1),
     "aten.where.self": lambda x: torch.where(X > 0, x, X),
-    "aten._local_scalar_dense.default": lambda x: BlockwiseFP8Tensor.quantize(X[:1, :1]).item(),
+    "aten._local_scalar_dense.default": lambda x: BlockwiseFP8Tensor.from_values(X[:1, :1]).item(),
     "aten.eq.Tensor": lambda x: x == X,
     "aten.equal.default": lambda x: torch.equal(x, x),
     "aten.isnan.default": lambda x: x.isnan(),
@@ -60,7 +60,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("op", REFUSED)
 def test_an_unsupported_op_names_itself_and_the_way_out(op: str) -> None:
-    text = complaint(NotImplementedError, lambda: REFUSED[op](BlockwiseFP8Tensor.quantize(X)))
+    text = complaint(NotImplementedError, lambda: REFUSED[op](BlockwiseFP8Tensor.from_values(X)))
     assert text.startswith(op)
     assert ".dequantize()" in text
 
@@ -68,11 +68,11 @@ def test_an_unsupported_op_names_itself_and_the_way_out(op: str) -> None:
 @pytest.mark.parametrize("convert", [lambda x: x.tolist(), lambda x: x.numpy()])
 def test_conversions_to_python_are_refused(convert: Callable[[Tensor], Any]) -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match=r"numpy|tolist"):
-        convert(BlockwiseFP8Tensor.quantize(X))
+        convert(BlockwiseFP8Tensor.from_values(X))
 
 
 def test_the_text_of_a_refusal() -> None:
-    text = complaint(NotImplementedError, lambda: BlockwiseFP8Tensor.quantize(X).sin())
+    text = complaint(NotImplementedError, lambda: BlockwiseFP8Tensor.from_values(X).sin())
     assert_expected_inline(
         text,
         """\
@@ -82,7 +82,7 @@ in FP8: call .dequantize() first to work on a plain tensor""",
 
 
 def test_the_text_of_a_refusal_to_write() -> None:
-    text = complaint(NotImplementedError, lambda: BlockwiseFP8Tensor.quantize(X).add_(1))
+    text = complaint(NotImplementedError, lambda: BlockwiseFP8Tensor.from_values(X).add_(1))
     assert_expected_inline(
         text,
         """\
@@ -136,7 +136,7 @@ def test_an_error_in_a_forward_names_the_module_and_a_skip_that_serves(
 ) -> None:
     def model(**options: Any) -> nn.Module:
         made = Layers(how).bfloat16()
-        convert(made, auto_filter_small_kn=False, **options)
+        convert(made, skip_small=False, **options)
         return made
 
     x, failing = randn(3, DIM), model()
@@ -152,7 +152,7 @@ def test_an_error_in_a_forward_names_the_module_and_a_skip_that_serves(
 
 def test_an_error_outside_of_modules_is_as_it_was() -> None:
     linear = nn.Linear(DIM, DIM).bfloat16()
-    convert(linear, auto_filter_small_kn=False)
+    convert(linear, skip_small=False)
     text = complaint(NotImplementedError, lambda: torch.inner(linear.weight, linear.bias))
     assert "skip" not in text
 
@@ -179,7 +179,7 @@ class Attention(nn.Module):
 def test_all_weights_of_a_refused_op_are_named() -> None:
     def model(**options: Any) -> nn.Module:
         made = nn.Sequential(Attention(), nn.Linear(DIM, DIM))
-        convert(made, auto_filter_small_kn=False, **options)
+        convert(made, skip_small=False, **options)
         return made
 
     x = randn(3, DIM, dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_all_weights_of_a_refused_op_are_named() -> None:
 
 def test_operands_that_do_not_fit_name_the_module() -> None:
     model = Layers("linear")
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     for x, error, wanted in (
         (randn(3, DIM), TypeError, "input is torch.bfloat16 and the weight torch.float32"),
         (torch.ones(3, DIM + 1), ValueError, "K is 129 in one and 128 in the other"),

@@ -12,7 +12,7 @@ from .overrides import with_blockwise_fp8
 
 def llama3_debugmodel() -> Trainer.Config:
     """Return the run of this name in torchtitan, with linears of any size in FP8."""
-    return with_blockwise_fp8(llama3.llama3_debugmodel(), auto_filter_small_kn=False)
+    return with_blockwise_fp8(llama3.llama3_debugmodel(), skip_small=False)
 
 
 def llama3_8b() -> Trainer.Config:
@@ -32,7 +32,7 @@ def qwen3_30b_a3b() -> Trainer.Config:
 
 def deepseek_v3_debugmodel() -> Trainer.Config:
     """Return the run of this name in torchtitan, with linears and experts of any size in FP8."""
-    return with_blockwise_fp8(deepseek_v3.deepseek_v3_debugmodel(), auto_filter_small_kn=False)
+    return with_blockwise_fp8(deepseek_v3.deepseek_v3_debugmodel(), skip_small=False)
 
 
 def deepseek_v3_16b() -> Trainer.Config:

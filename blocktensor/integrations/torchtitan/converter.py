@@ -9,7 +9,7 @@ already when overrides run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
-from ...model.convert import convert
-from ...model.fuse import fuse
-from ...model.fuse_mlp import MLP
-from ...model.fused_class import fused_modules
+from ...conversion.convert import convert
+from ...fusion.fuse import fuse
+from ...fusion.fused_class import fused_modules
+from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
 from ...recipe import CachePolicy, Recipe, WgradInput
 
-AUTO_FILTER = "auto_filter_small_kn"
+AUTO_FILTER = "skip_small"
 """In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
 
 
@@ -45,17 +45,17 @@ class BlockwiseFP8Converter(QuantizationConverter):
         filter_fqns: list[str] = field(default_factory=list)
         """
         Parts of names of modules: a linear, or a stack of experts, whose name contains one of them
-        stays in high precision. "auto_filter_small_kn" is no name: it sets that option.
+        stays in high precision. "skip_small" is no name: it sets that option.
         """
 
-        auto_filter_small_kn: bool = True
+        skip_small: bool = True
         """Leave weights alone that are too small to be faster in FP8."""
 
         experts: bool = True
         """Convert the stacks of GroupedExperts."""
 
-        head: Literal["fp8"] | None = None
-        """"fp8" converts lm_head too, unless it is tied to the embedding."""
+        convert_head: bool = False
+        """Convert lm_head too, unless it is tied to the embedding."""
 
         fuse: bool = False
         """Run gated MLPs with casts made where values are computed (``blocktensor.fuse``)."""
@@ -73,16 +73,14 @@ class BlockwiseFP8Converter(QuantizationConverter):
         """Check the choices.
 
         Raises:
-            TypeError: ``filter_fqns`` is not a list of str.
-            ValueError: a choice outside those of blocktensor.Recipe; ``head`` is not "fp8" or None;
-                an empty name, which would match everything.
+            TypeError: ``filter_fqns`` is not a list of str; ``convert_head`` is no bool.
+            ValueError: a choice outside those of blocktensor.Recipe; an empty name, which would
+                match everything.
         """
         self.config = config
         _check_names(config.filter_fqns)
-        if config.head not in (None, "fp8"):
-            raise ValueError(
-                f"head={config.head!r}: expected 'fp8', or None to leave lm_head alone"
-            )
+        if not isinstance(config.convert_head, bool):
+            raise TypeError(f"convert_head={config.convert_head!r}: expected True or False")
         self._recipe = Recipe(
             scale=config.scale,
             cache_weight=config.cache_weight,
@@ -127,9 +125,8 @@ class BlockwiseFP8Converter(QuantizationConverter):
                 model,
                 self._recipe,
                 skip=[*left, *(f"*{part}*" for part in parts)],
-                auto_filter_small_kn=config.auto_filter_small_kn
-                or AUTO_FILTER in config.filter_fqns,
-                head=config.head,
+                skip_small=config.skip_small or AUTO_FILTER in config.filter_fqns,
+                convert_head=config.convert_head,
             )
         except ValueError as error:
             raise ValueError(f"filter_fqns={parts}: {error}") from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...model.conversion_report import SmallKN
+from ...conversion.report import MinSizes
 from ...recipe import DEFAULT_RECIPE, Recipe
 
 METHOD = "blocktensor"
@@ -25,11 +25,11 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         recipe: numeric choices.
         skip: shell-style patterns of module names that stay in high precision, as
             :func:`blocktensor.convert` takes them.
-        auto_filter_small_kn: skip weights that are too small to be faster in FP8: True for the
-            measured sizes, False for none, or a :class:`blocktensor.SmallKN`.
+        skip_small: skip weights that are too small to be faster in FP8: True for the
+            measured sizes, False for none, or a :class:`blocktensor.MinSizes`.
         experts: True converts the stacks of experts that transformers marks, False none; a mapping
             names others, as :func:`blocktensor.convert` takes it.
-        head: "fp8" converts the head too, unless it is tied to an embedding.
+        convert_head: convert the head too, unless it is tied to an embedding.
         frozen: the whole model requires no gradient, and its FP8 weights take 1 byte each: for
             inference, and for adapters. False: it trains.
         fuse: call :func:`blocktensor.fuse` on the model.
@@ -46,9 +46,9 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
 
     recipe: Recipe = DEFAULT_RECIPE
     skip: Sequence[str] = ()
-    auto_filter_small_kn: bool | SmallKN = True
+    skip_small: bool | MinSizes = True
     experts: bool | Mapping[str, Sequence[str]] = True
-    head: Literal["fp8"] | None = None
+    convert_head: bool = False
     frozen: bool = False
     fuse: bool = False
     mark: bool = False
@@ -63,10 +63,9 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         if isinstance(self.skip, str) or not all(isinstance(x, str) for x in self.skip):
             raise TypeError(f"skip={self.skip!r}: expected a list of patterns of module names")
         self.skip = list(self.skip)
-        if not isinstance(self.auto_filter_small_kn, (bool, SmallKN)):
+        if not isinstance(self.skip_small, (bool, MinSizes)):
             raise TypeError(
-                f"auto_filter_small_kn={self.auto_filter_small_kn!r}: expected True, False "
-                f"or a blocktensor.SmallKN"
+                f"skip_small={self.skip_small!r}: expected True, False or a blocktensor.MinSizes"
             )
         if isinstance(self.experts, Mapping):
             self.experts = {pattern: list(names) for pattern, names in self.experts.items()}
@@ -75,9 +74,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
                 f"experts={self.experts!r}: expected True, False, or the names of stacks by "
                 f"patterns of module names, e.g. {{'*.moe': ['w_up', 'w_down']}}"
             )
-        if self.head not in (None, "fp8"):
-            raise ValueError(f"head={self.head!r}: expected 'fp8', or None to leave the head alone")
-        for name in ("frozen", "fuse", "mark"):
+        for name in ("frozen", "fuse", "mark", "convert_head"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected True or False")
 
@@ -93,7 +90,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         known = {x.name for x in fields(cls) if x.init}
         entries = {key: value for key, value in config_dict.items() if key != "quant_method"}
         _check_known(entries, known, "quantization_config")
-        for key, kind in (("recipe", Recipe), ("auto_filter_small_kn", SmallKN)):
+        for key, kind in (("recipe", Recipe), ("skip_small", MinSizes)):
             if isinstance(entries.get(key), Mapping):
                 entries[key] = _made(kind, entries[key], key)
         entries |= {key: kwargs.pop(key) for key in sorted(known & kwargs.keys())}

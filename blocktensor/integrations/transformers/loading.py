@@ -32,7 +32,7 @@ from ...checkpoint.match import match
 from ...checkpoint.names import possible_names
 from ...checkpoint.on_disk import SCALE_SUFFIXES, CheckpointError
 from ...recipe import Recipe
-from ...tensor.callers import Caller
+from ...tensor.compat.callers import Caller
 from .config import METHOD, BlockwiseFP8Config
 
 _FP8_METHODS = ("fp8", "compressed-tensors")

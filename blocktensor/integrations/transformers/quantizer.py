@@ -18,15 +18,15 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.save import save_fp8
-from ...distributed.dtensor import local_of
-from ...model.conversion_report import ConversionReport
-from ...model.convert import convert
-from ...model.freeze import unfreeze
-from ...model.fuse import FusionReport, fuse
-from ...model.module_names import weights_to_skip
-from ...model.pretrained_models import exchange, values_of
-from ...model.product_weights import fp8_weights, is_linear
-from ...tensor.callers import caller
+from ...conversion.convert import convert
+from ...conversion.freeze import unfreeze
+from ...conversion.pretrained_models import exchange, values_of
+from ...conversion.report import ConversionReport
+from ...fusion.fuse import FusionReport, fuse
+from ...model.names import weights_to_skip
+from ...model.weights import fp8_weights, is_linear
+from ...sharding.dtensor import local_of
+from ...tensor.compat.callers import caller
 from .config import METHOD, BlockwiseFP8Config
 from .loading import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
@@ -161,7 +161,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
 def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool) -> Any:
     """Convert; of an FP8 checkpoint, what it holds in high precision stays so but for the head."""
-    head = model.get_output_embeddings() if config.head is not None else None
+    head = model.get_output_embeddings() if config.convert_head else None
 
     def wanted(module: nn.Module, name: str) -> bool:
         return module is head if of_fp8 else config.experts is not False or is_linear(module)
@@ -171,9 +171,9 @@ def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool)
         config.recipe,
         filter=wanted,
         skip=config.skip,
-        auto_filter_small_kn=config.auto_filter_small_kn,
-        experts=config.experts if isinstance(config.experts, dict) else None,
-        head=config.head,
+        skip_small=config.skip_small,
+        stacks=config.experts if isinstance(config.experts, dict) else None,
+        convert_head=config.convert_head,
     )
 
 

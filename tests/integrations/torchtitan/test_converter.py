@@ -39,7 +39,7 @@ def converted(registry: Any, size: str = "debugmodel", layers: int = 2, **option
     """A model of torchtitan in FP8, on the meta device."""
     config = registry(size).model
     config.layers = config.layers[:layers]
-    return built(convert(config, **{"auto_filter_small_kn": False, **options}))
+    return built(convert(config, **{"skip_small": False, **options}))
 
 
 def in_fp8(model: nn.Module) -> set[str]:
@@ -52,7 +52,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def test_converters_go_to_model_registry() -> None:
-    options = BlockwiseFP8Converter.Config(auto_filter_small_kn=False)
+    options = BlockwiseFP8Converter.Config(skip_small=False)
     model = built(llama3("debugmodel", converters=[options]).model)
     assert kinds(model) == LLAMA
     assert len(in_fp8(model)) == 5 * 6
@@ -61,7 +61,7 @@ def test_converters_go_to_model_registry() -> None:
 def test_the_model_is_the_one_in_high_precision() -> None:
     plain = llama3("debugmodel").model
     want = built(plain)
-    config = convert(llama3("debugmodel").model, auto_filter_small_kn=False)
+    config = convert(llama3("debugmodel").model, skip_small=False)
     model = built(config)
     shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
     assert shapes == {name: (p.shape, p.dtype) for name, p in want.named_parameters()}
@@ -89,15 +89,15 @@ def test_filters() -> None:
 
 
 def test_small_weights_are_left_alone_by_default() -> None:
-    for options in ({"auto_filter_small_kn": True}, {"filter_fqns": ["auto_filter_small_kn"]}):
-        with pytest.warns(UserWarning, match="auto_filter_small_kn=False converts small weights"):
+    for options in ({"skip_small": True}, {"filter_fqns": ["skip_small"]}):
+        with pytest.warns(UserWarning, match="skip_small=False converts small weights"):
             assert not in_fp8(converted(llama3, **options))
-    assert kinds(converted(llama3, "8B", layers=1, auto_filter_small_kn=True)) == LLAMA
+    assert kinds(converted(llama3, "8B", layers=1, skip_small=True)) == LLAMA
 
 
 def test_the_head() -> None:
-    assert "lm_head.weight" in in_fp8(converted(llama3, head="fp8"))
-    model = converted(llama3, "1B", layers=1, head="fp8")  # tied to the embedding
+    assert "lm_head.weight" in in_fp8(converted(llama3, convert_head=True))
+    model = converted(llama3, "1B", layers=1, convert_head=True)  # tied to the embedding
     assert model.lm_head.weight is model.tok_embeddings.weight
     assert kinds(model) == LLAMA
 
@@ -141,7 +141,7 @@ def test_configs_show_the_choices() -> None:
     [
         ({"filter_fqns": "wo"}, TypeError, r"filter_fqns='wo': expected a list of parts"),
         ({"filter_fqns": [""]}, ValueError, "empty name, which every module contains"),
-        ({"head": "bf16"}, ValueError, "head='bf16': expected 'fp8', or None"),
+        ({"convert_head": "fp8"}, TypeError, "convert_head='fp8': expected True or False"),
         ({"scale": "bf16"}, ValueError, "scale"),
         ({"filter_fqns": ["attn.wo"]}, ValueError, r"filter_fqns=\['attn.wo'\].*no module"),
     ],

@@ -41,7 +41,7 @@ class Blocks(nn.Module):
         linears = [nn.Linear(k, n, bias=False) for k, n in pairwise(SIZES)]
         self.layers = nn.ModuleDict({"0": nn.Sequential(*linears).bfloat16()})
         if fp8:
-            convert(self, auto_filter_small_kn=False)
+            convert(self, skip_small=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers["0"](x)
@@ -116,7 +116,7 @@ def test_names_must_be_those_of_linears() -> None:
 def test_overrides_reach_the_config_that_the_trainer_has() -> None:
     run = llama3_debugmodel()
     held = run.model_spec.model  # the trainer takes it before it applies overrides
-    options = {"auto_filter_small_kn": False, "filter_fqns": ["wo"]}
+    options = {"skip_small": False, "filter_fqns": ["wo"]}
     imports = [(f"{HERE}.overrides.blockwise_fp8", options), f"{HERE}.overrides.selective_ac"]
     apply_overrides(OverrideConfig(imports=imports), run)
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def test_command_line() -> None:
     assert run.training.steps == 3
     assert type(run.activation_checkpoint) is BlockwiseFP8SelectiveAC.Config
     shown = run.model_spec.model.to_dict()
-    assert shown["blockwise_fp8"]["auto_filter_small_kn"] is False
+    assert shown["blockwise_fp8"]["skip_small"] is False
 
 
 @pytest.mark.parametrize(

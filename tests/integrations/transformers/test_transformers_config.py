@@ -13,15 +13,15 @@ from typing import Any
 import expecttest
 import pytest
 
-from blocktensor import Recipe, SmallKN
+from blocktensor import MinSizes, Recipe
 from blocktensor.integrations.transformers import BlockwiseFP8Config
 
 OPTIONS: dict[str, Any] = {
     "recipe": Recipe(scale="power_of_two", wgrad_input="128x128"),
     "skip": ["*.q_proj", "lm_head"],
-    "auto_filter_small_kn": SmallKN(n=512),
+    "skip_small": MinSizes(n=512),
     "experts": {"*.moe": ["w_up", "w_down"]},
-    "head": "fp8",
+    "convert_head": True,
     "frozen": True,
     "fuse": True,
     "mark": True,
@@ -65,9 +65,9 @@ BAD: tuple[dict[str, Any], ...] = (
     {"recipe": "power_of_two"},
     {"skip": "lm_head"},
     {"skip": [1]},
-    {"auto_filter_small_kn": 1},
+    {"skip_small": 1},
     {"experts": "*.moe"},
-    {"head": "bf16"},
+    {"convert_head": "fp8"},
     {"frozen": 1},
 )
 BAD_FILES: tuple[dict[str, Any], ...] = (
@@ -95,10 +95,10 @@ recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g.
 Recipe(scale='power_of_two')
 skip='lm_head': expected a list of patterns of module names
 skip=[1]: expected a list of patterns of module names
-auto_filter_small_kn=1: expected True, False or a blocktensor.SmallKN
+skip_small=1: expected True, False or a blocktensor.MinSizes
 experts='*.moe': expected True, False, or the names of stacks by patterns of module names,
 e.g. {'*.moe': ['w_up', 'w_down']}
-head='bf16': expected 'fp8', or None to leave the head alone
+convert_head='fp8': expected True or False
 frozen=1: expected True or False
 """,
         )
@@ -108,9 +108,9 @@ frozen=1: expected True or False
         self.assertExpectedInline(
             said,
             """\
-quantization_config has the unknown entries ['skipp']: expected some of
-['auto_filter_small_kn', 'experts', 'frozen', 'fuse', 'head', 'mark', 'recipe', 'skip'];
-they may be those of a later version of blocktensor
+quantization_config has the unknown entries ['skipp']: expected some of ['convert_head',
+'experts', 'frozen', 'fuse', 'mark', 'recipe', 'skip', 'skip_small']; they may be those of
+a later version of blocktensor
 recipe of quantization_config has the unknown entries ['scales']: expected some of
 ['cache_weight', 'scale', 'wgrad_input']; they may be those of a later version of
 blocktensor

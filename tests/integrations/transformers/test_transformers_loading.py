@@ -39,7 +39,7 @@ def built(kind: str, folder: Path) -> Any:
 def written(folder: Path, kind: str = "llama", recipe: Recipe | None = None, **options: Any) -> Any:
     """A model whose checkpoint is in the folder, in FP8."""
     model = built(kind, folder.parent / "plain")
-    convert(model, recipe or Recipe(), auto_filter_small_kn=False)
+    convert(model, recipe or Recipe(), skip_small=False)
     save_fp8(model, folder, **options)
     return model
 
@@ -69,10 +69,10 @@ def test_its_bytes_are_the_weights(kind: str, frozen: bool, tmp_path: Path) -> N
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("spelling", ["deepseek", "compressed-tensors"])
-def test_spellings_and_recipes(spelling: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["deepseek", "compressed-tensors"])
+def test_spellings_and_recipes(format: str, tmp_path: Path) -> None:
     recipe = Recipe(scale="power_of_two")
-    source = written(tmp_path / "fp8", recipe=recipe, spelling=spelling)
+    source = written(tmp_path / "fp8", recipe=recipe, format=format)
     config = choices(frozen=True, recipe=recipe)
     model = loaded(tmp_path / "fp8", config, dtype="auto")
     assert model.model.layers[0].mlp.up_proj.weight.recipe == recipe
@@ -82,10 +82,10 @@ def test_spellings_and_recipes(spelling: str, tmp_path: Path) -> None:
 
 def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
     source = llama().bfloat16()
-    convert(source, skip=["*.q_proj"], auto_filter_small_kn=False)
+    convert(source, skip=["*.q_proj"], skip_small=False)
     save_fp8(source, tmp_path)
     found = []
-    for options in ({}, {"skip": ["*.k_proj"]}, {"head": "fp8"}):
+    for options in ({}, {"skip": ["*.k_proj"]}, {"convert_head": True}):
         model = loaded(tmp_path, choices(**options), dtype="auto")
         found.append({name.split(".")[-2] for name in fp8_names(model)})
         with torch.no_grad():
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_transformers(
     again.eval()
     plain = logits(again)
     convert(again.requires_grad_(False), filter=lambda module, name: any(
-        n.startswith(name) for n in fp8), auto_filter_small_kn=False)  # fmt: skip
+        n.startswith(name) for n in fp8), skip_small=False)  # fmt: skip
     assert sum(isinstance(x, BlockwiseFP8Tensor) for x in again.parameters()) == len(fp8)
     torch.testing.assert_close(logits(again), in_fp8, rtol=2e-4, atol=2e-5)
     ours.dequantize()

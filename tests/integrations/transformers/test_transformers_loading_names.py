@@ -23,7 +23,7 @@ from tests.support.vision_models import qwen
 def written(model: Any, folder: Path) -> dict[str, Tensor]:
     """The values in a folder in which the model is in FP8, by the model's names."""
     model = model.bfloat16().requires_grad_(False)
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
     save_fp8(model, folder, config={**config, "dtype": "bfloat16"})
     return values(model)

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, SmallKN, convert, unfuse
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert, unfuse
 from blocktensor.integrations.transformers import (
     BlockwiseFP8Config,
     BlockwiseFP8Quantizer,
@@ -40,7 +40,7 @@ def by_hand(folder: Path, frozen: bool = False, dtype: Any = None, **options: An
     """The same checkpoint, converted after ``from_pretrained``."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.requires_grad_(not frozen)
-    convert(model, **{"auto_filter_small_kn": False, **options})
+    convert(model, **{"skip_small": False, **options})
     return model
 
 
@@ -77,8 +77,8 @@ def test_dtypes(llama_folder: Path, dtype: Any) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {"recipe": Recipe(scale="power_of_two", wgrad_input="128x128")},
     "skip": {"skip": ["*.q_proj", "model.layers.1"]},
-    "sizes": {"auto_filter_small_kn": SmallKN(n=200, k=1, size=1)},
-    "head": {"head": "fp8"},
+    "sizes": {"skip_small": MinSizes(n=200, k=1, size=1)},
+    "head": {"convert_head": True},
 }
 
 
@@ -138,7 +138,7 @@ def test_offloading_is_refused(
 
 
 def test_a_dict_is_a_config(llama_folder: Path) -> None:
-    entries = {"quant_method": "blocktensor", "auto_filter_small_kn": False, "skip": ["*.q_proj"]}
+    entries = {"quant_method": "blocktensor", "skip_small": False, "skip": ["*.q_proj"]}
     model = loaded(llama_folder, entries)
     assert model.hf_quantizer.quantization_config == choices(skip=["*.q_proj"])
     assert kinds(model) == kinds(by_hand(llama_folder, skip=["*.q_proj"]))
@@ -306,7 +306,7 @@ def test_a_checkpoint_in_fp8(kind: str, frozen: bool, tmp_path: Path) -> None:
 
 def test_a_model_that_was_not_loaded_names_its_class(tmp_path: Path) -> None:
     model = llama().bfloat16()
-    convert(model, auto_filter_small_kn=False)
+    convert(model, skip_small=False)
     config = json.loads((save_pretrained_fp8(model, tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"

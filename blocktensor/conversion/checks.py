@@ -1,0 +1,221 @@
+"""Check a weight before it changes: each check raises with the remedy, and changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.nn.parameter import is_lazy
+
+from ..model.weights import fp8_part, fp8_weights, is_fully_sharded, weights_of, why_unconvertible
+from ..ops.checks import high_precision_dtype
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..sharding.dtensor import check_cuts, local_of
+from ..sharding.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
+from ..tensor.base import FP8Base
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor_parallel.is_parallel import is_parallel
+
+
+def not_fake(parameters: Iterable[Tensor]) -> None:
+    """Raise NotImplementedError if a parameter is fake, or a FakeTensorMode is on."""
+    if detect_fake_mode(list(parameters)) is not None:
+        raise NotImplementedError(
+            "cannot convert under FakeTensorMode, which keeps weak references to parameters, so "
+            "that none can change in place: convert the model before entering the mode, or build "
+            "it with torch.device('meta')"
+        )
+
+
+def castable(
+    weight: Tensor, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
+) -> None:
+    """Raise unless ``weight`` can become FP8 in place, or take another recipe.
+
+    Args:
+        weight: a parameter of a linear or of experts.
+        what: names it in the error message.
+        recipe: the one that is asked for.
+        modules: its module, and those known to be above it.
+
+    Raises:
+        ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
+        TypeError: it is not bf16, fp16 or fp32.
+        NotImplementedError: a frozen DTensor, or one that another tensor parallel style has made;
+            FSDP2 has gathered it.
+        RuntimeError: an autograd graph or a wrapper such as DDP uses it.
+    """
+    if is_lazy(weight):
+        raise ValueError(
+            f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
+            f"convert it"
+        )
+    held = fp8_part(weight)
+    if held is not None:
+        _castable_again(held, what, recipe)
+    high_precision_dtype(weight, what)
+    local = local_of(weight)
+    if local is not None:
+        of_fsdp = True
+        if not any(m._parameters.get("weight") is weight and is_parallel(m) for m in modules):
+            of_fsdp = _not_gathered_yet(weight, local, what, recipe)
+        elif owner_of(local) is not None:
+            raise NotImplementedError(
+                f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
+                f"besides: convert the model before fully_shard"
+            )
+        if of_fsdp and not weight.requires_grad and not weight.is_meta:
+            raise NotImplementedError(
+                f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
+                f"convert the model before fully_shard and parallelize_module, or with "
+                f"requires_grad=True"
+            )
+    elif held is None and any(is_fully_sharded(type(module)) for module in modules):
+        raise NotImplementedError(
+            f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
+            f"told to ignore it; convert the model before fully_shard"
+        )
+    swappable(weight, what)
+
+
+def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
+    """Raise if a weight that is FP8 already has no master on this rank to cast again."""
+    if isinstance(fp8, BlockwiseFP8Weight):
+        return
+    assert recipe is not None  # else it would stay as it is
+    names = [
+        x.name for x in fields(recipe) if getattr(recipe, x.name) != getattr(fp8.recipe, x.name)
+    ]
+    old, new = (", ".join(f"{x}={getattr(r, x)!r}" for x in names) for r in (fp8.recipe, recipe))
+    reason, remedy = "is sharded in FP8", "convert before fully_shard"
+    if isinstance(fp8, BlockwiseFP8Tensor):
+        reason = "is frozen in FP8, without its high-precision values"
+        remedy = "convert the original weights"
+    raise ValueError(
+        f"{what} {reason}: it was cast with {old} and cannot be cast with {new}; {remedy}, or "
+        f"call without a recipe, which leaves alone what is FP8 already"
+    )
+
+
+def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
+    """Return whether FSDP2 shards the weight; else it is a stack that ranks share in products."""
+    of_fsdp, has_run = sharded_with(owner_of(local))
+    if not of_fsdp and weight.ndim == 3:
+        format = (recipe or DEFAULT_RECIPE).weight_format
+        check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
+        return False
+    dims = [x.dim for x in weight.placements if not x.is_replicate()]
+    # replicas aside, FSDP2 alone shards over one dimension of its mesh
+    if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
+        remedy = (
+            "DTensor would compute its gradient in high precision; give ColwiseParallel or "
+            "RowwiseParallel of blocktensor.distributed to parallelize_module, before fully_shard, "
+            "or skip it"
+        )
+        if weight.ndim == 3:
+            remedy = "convert stacks that are cut inside experts before fully_shard"
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
+            f"FSDP2 alone did not make: {remedy}"
+        )
+    if has_run:
+        raise NotImplementedError(
+            f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
+            f"already: convert the model before its first forward"
+        )
+    return True
+
+
+def _are_whole_experts(
+    weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[ShardedParam]
+) -> bool:
+    """Return whether a stack is cut between experts only, as by EP, and then sharded by FSDP2.
+
+    ``dims``: the dimensions along which it is cut, FSDP2's own among them.
+    """
+    local = local_of(weight)
+    own = next(x.dim for x in of_fsdp if x.local is local)
+    return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
+
+
+def swappable(parameter: Tensor, what: str) -> None:
+    """Raise RuntimeError unless the content of ``parameter`` can be exchanged in place.
+
+    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes. Weak
+    references to a tensor that is in FP8 already do no harm: its ``.data`` is set.
+    """
+    cannot = f"cannot convert {what} {list(parameter.shape)} in place"
+    if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
+        raise RuntimeError(
+            f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
+            f"content; drop them first"
+        )
+    if _is_in_use(parameter):
+        raise RuntimeError(
+            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; convert the model "
+            f"before wrapping it in DDP or FSDP, and not between a forward and its backward"
+        )
+
+
+def _is_in_use(parameter: Tensor) -> bool:
+    uses: int = parameter._use_count()  # type: ignore[attr-defined]
+    if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
+        return uses > 1
+    # The second use may be its AccumulateGrad node, which does no harm: swap_tensors makes it raise
+    # if a backward reaches it. If it is not, asking for the node makes a third use.
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
+    del edge
+    return in_use
+
+
+# Other modules that hold a weight
+
+
+def _references() -> int:
+    parameters = {"weight": nn.Parameter()}
+    return sys.getrefcount(parameters["weight"])
+
+
+_HELD_ONCE = _references()
+"""Count of ``sys.getrefcount`` for a parameter that one module alone holds."""
+
+
+def holders_of_weight(module: nn.Module, known: int = 1, key: str = "weight") -> list[nn.Module]:
+    """Return the modules that hold the parameter ``key`` of ``module``, inside a model or not.
+
+    ``known``: how many modules are known to hold it. If nothing else refers to the parameter, only
+    ``module`` is returned, and a search among all objects is saved (it takes milliseconds).
+    """
+    if sys.getrefcount(module._parameters[key]) - _HELD_ONCE < known:
+        return [module]
+    tables = {id(x) for x in gc.get_referrers(module._parameters[key]) if type(x) is dict}
+    if len(tables) == 1:
+        return [module]
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [x for x in modules if id(vars(x).get("_parameters")) in tables]
+
+
+def needs_values(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
+    """Return the kind of another module that holds a weight, and not for products alone.
+
+    ``known``: how many modules are known to hold it, all of them for products.
+    """
+    for holder in holders_of_weight(module, known, key):
+        if holder is not module and not _multiplies(holder, module._parameters[key]):
+            return type(holder).__name__
+    return None
+
+
+def _multiplies(holder: nn.Module, parameter: object) -> bool:
+    read = {*weights_of(holder), *fp8_weights(holder)}
+    keys = [key for key, held in holder._parameters.items() if held is parameter]
+    return all(key in read and why_unconvertible(holder, key) is None for key in keys)

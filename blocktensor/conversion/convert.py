@@ -1,0 +1,303 @@
+"""Convert a model's weights to FP8 in place: find, decide, check, swap, report.
+
+1. ``product_weights`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
+2. ``conversion_plan`` decides which are to be cast, and why the others are left alone.
+3. ``conversion_checks`` raises if one of these cannot be cast: nothing has changed so far.
+4. Here, the parameters take their FP8 content, and modules the hooks that keep it.
+5. ``conversion_report`` prints what became of each matrix, whose reasons are written here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..model.names import Experts, is_module, named_experts, weights_to_skip, with_all_above
+from ..model.weights import (
+    Matrix,
+    fp8_form,
+    fp8_part,
+    is_conv1d,
+    is_transposed,
+    kind_of,
+    local_stack,
+    matrices_of,
+    sizes_of,
+    weights_of,
+    why_unconvertible,
+)
+from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ..sharding.dtensor import local_of
+from ..sharding.fsdp.shards import shard_of
+from ..tensor.compat.swap_in import swap_in
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor_parallel.is_parallel import is_parallel
+from .checks import castable, needs_values, not_fake
+from .fast_path import described, gpu_of, warn_if_missing
+from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
+from .pretrained_models import follow_pretrained_models
+from .report import ConversionReport, Entry, MinSizes
+from .state_dict import register_state_hooks
+
+
+def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) -> None:
+    """Convert the weights of one module in place: ``model.apply(to_blockwise_fp8_weights)``.
+
+    Linears are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or
+    ``[E, K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of
+    torchtitan's GroupedExperts. Other modules, parametrized weights, weights of another library's
+    tensor type, stacks of four dimensions, and the output projection of nn.MultiheadAttention
+    (which multiplies by it without calling it) are left unchanged. The parameter keeps its
+    identity: tied modules, optimizers and parameter groups hold the FP8 weight. A weight that
+    requires a gradient
+    becomes a :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose
+    high-precision copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised
+    later). A frozen weight that another module needs in high precision (an embedding, say) is left
+    alone with a warning. A weight that FSDP2 has sharded is gathered in FP8 from then on; convert
+    it before the first forward.
+
+    Args:
+        module: any module.
+        recipe: how the weight is cast; by default ``Recipe()``, and weights that are FP8 already
+            stay as they are. A recipe that is given is also taken by a trainable weight that is FP8
+            already.
+
+    Raises:
+        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
+            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
+            linear, or FSDP2 has gathered it already; under FakeTensorMode.
+        TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
+        ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
+            with another recipe.
+        RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
+    """
+    is_module(module, "to_blockwise_fp8_weights")
+    is_recipe(recipe)
+    keys = weights_of(module)
+    if not keys:
+        return
+    not_fake(module.parameters(recurse=False))
+    chosen = [
+        Matrix("", key, module)
+        for key in keys
+        if why_unconvertible(module, key) is None
+        if is_to_be_cast(module._parameters[key], recipe)
+    ]
+    for matrix in chosen:
+        what = "the weight" if matrix.key == "weight" else f"the stack {matrix.key!r}"
+        castable(matrix.parameter, what, recipe, [module])
+        if (gpu := gpu_of(matrix.parameter.device)) is not None:
+            warn_if_missing(gpu)
+    for matrix in chosen:
+        if (holder := _holder_in_need(matrix)) is None:
+            _swap(matrix, recipe)
+            continue
+        warnings.warn(
+            f"a frozen weight {list(matrix.parameter.shape)} stays in high precision, because "
+            f"another module holds it too ({holder}): give the linear a copy of its own, or let "
+            f"the weight require a gradient",
+            stacklevel=2,
+        )
+    _register_hooks(module)
+
+
+def _holder_in_need(matrix: Matrix) -> str | None:
+    """Return the kind of another module that needs the values of a weight that would be dropped."""
+    if matrix.parameter.requires_grad or matrix.parameter.is_meta:
+        return None
+    return needs_values(matrix.module, key=matrix.key)
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    filter: Filter | None = None,
+    skip: Sequence[str] = (),
+    skip_small: bool | MinSizes = True,
+    stacks: Experts | None = None,
+    convert_head: bool = False,
+) -> ConversionReport:
+    """Convert a model's weights to FP8 in place, and report on every matrix.
+
+    These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
+    modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
+    that ``stacks`` names). Embeddings are left alone, and so is the head (a linear that is tied to
+    an embedding, or maps to as many outputs as one has entries, or has a usual name in the place of
+    a head) unless ``convert_head=True``. All checks come before the first change: a call that
+    raises leaves the model as it was.
+
+    Args:
+        model: any module; names in the report are relative to it.
+        recipe: numeric choices for all converted layers; by default ``Recipe()``, and weights that
+            are FP8 already stay as they are. A recipe that is given is also taken by trainable
+            weights that are FP8 already.
+        filter: ``filter(module, name) -> bool``; False skips a linear, or a stack, whose name is
+            that of the parameter.
+        skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
+            modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
+            name of a stack.
+        skip_small: skip weights that are too small to be faster in FP8: True for the
+            measured sizes, False for none, or a :class:`MinSizes`. On a GPU where only the portable
+            kernels run, True skips experts of any size, and more linears.
+        stacks: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
+            module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
+        convert_head: convert the head too, unless it is tied to an embedding.
+            :func:`blocktensor.functional.linear_cross_entropy` computes its loss without the logits
+            of all tokens.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        TypeError, NotImplementedError, RuntimeError: as :func:`to_blockwise_fp8_weights`; an
+            argument of another type, a filter that returns None.
+        ValueError: as :func:`to_blockwise_fp8_weights`; a pattern in ``skip`` that names no weight;
+            ``stacks`` that name no module, or no stack.
+
+    Warns:
+        UserWarning: no weight of the model is in FP8 afterwards; a Hopper GPU lacks the fast path.
+    """
+    is_module(model, "convert")
+    is_recipe(recipe)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
+    if not isinstance(skip_small, (bool, MinSizes)):
+        raise TypeError(f"skip_small={skip_small!r}: expected True, False or a MinSizes")
+    if not isinstance(convert_head, bool):
+        raise TypeError(f"convert_head={convert_head!r}: expected True or False")
+    named = {} if stacks is None else named_experts(model, stacks)
+    skipped = weights_to_skip(model, skip, named)
+    not_fake(model.parameters())
+
+    matrices = matrices_of(model, named)
+    heads = heads_of(model)
+    small = skip_small
+    decide(matrices, Choices(recipe, filter, skipped, small, heads, convert_head))
+    chosen = [matrix for matrix in matrices if matrix.is_chosen]
+    modules = dict(model.named_modules())
+    for matrix in chosen:
+        what = f"the weight of {matrix.label!r}" if matrix.label else "the weight"
+        above = [modules[name] for name in ("", *with_all_above(matrix.name))]
+        castable(matrix.parameter, what, recipe, above)
+
+    gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
+    if gpu is not None:
+        warn_if_missing(gpu)
+    before = [_bytes_of(matrix) for matrix in matrices]
+    for matrix in chosen:
+        _swap(matrix, recipe)
+    for matrix in matrices:
+        _register_hooks(matrix.module)
+    report = ConversionReport(
+        tuple(map(_entry, matrices, before)),
+        sum(map(_elements_of, model.parameters())),
+        None if gpu is None else described(gpu),
+    )
+    if not report.converted:
+        _warn_of_nothing(model, report)
+    return report
+
+
+def _swap(matrix: Matrix, recipe: Recipe | None) -> None:
+    form = fp8_form(matrix.module, matrix.key, matrix.parameter, recipe or DEFAULT_RECIPE)
+    swap_in(matrix.parameter, form)
+
+
+def _register_hooks(module: nn.Module) -> None:
+    """Register the hooks of a module that holds FP8 weights, its own or tied ones."""
+    if any(fp8_part(weight) is not None for weight in module._parameters.values()):
+        register_state_hooks(module)
+        follow_pretrained_models()
+
+
+# The report
+
+
+def _entry(matrix: Matrix, bytes_before: int) -> Entry:
+    weight = matrix.parameter
+    return Entry(
+        name=matrix.label,
+        shape=() if is_lazy(weight) else tuple(weight.shape),
+        dtype=weight.dtype,
+        converted=fp8_part(weight) is not None,
+        reason=matrix.why or _why_converted(matrix),
+        bytes_before=bytes_before,
+        bytes_after=_bytes_of(matrix),
+        elements=_elements_of(weight) if matrix.is_first else 0,
+    )
+
+
+def _elements_of(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def _why_converted(linear: Matrix) -> str:
+    weight, module = linear.parameter, linear.module
+    if isinstance(fp8_part(weight), BlockwiseFP8Tensor):
+        why = "frozen: high-precision copy dropped"
+    elif shard_of(weight) is not None:
+        why = "trainable, gathered in FP8"
+    elif is_parallel(module):
+        why = _why_parallel(module, weight)
+    else:
+        why = "trainable" if weight.requires_grad else "initialised later"
+    if weight.ndim == 3:
+        n, k = sizes_of(module, linear.key, weight)
+        order = "E x K x N" if is_transposed(module, linear.key) else "E x N x K"
+        sizes = f"experts, {order}: E={len(weight)}, N={n}, K={k}"
+        if (part := local_stack(weight)) is not None:
+            sizes += f"; on this rank {' x '.join(map(str, part.shape))}"
+        return f"{why} ({sizes})"
+    if is_conv1d(module):
+        return f"{why} (Conv1D)"
+    kind = kind_of(module)
+    return why if kind == "Linear" else f"{why} (subclass {kind})"
+
+
+def _why_parallel(module: nn.Module, weight: Tensor) -> str:
+    """Say what a rank holds of a tensor parallel linear, and if that is too small to be faster."""
+    local = local_of(weight)
+    assert local is not None
+    held = " x ".join(map(str, local.shape))
+    kind = "trainable" if weight.requires_grad else "frozen"
+    small = MinSizes().undercut(*sizes_of(module, "weight", local))
+    slow = f", small for its speed: {' and '.join(small)}" if small else ""
+    return f"{kind}, tensor parallel: {held} a rank{slow}"
+
+
+def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
+    kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
+    counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
+    if "small" in kinds or NO_FAST_PATH in kinds:
+        remedy = "skip_small=False converts small weights too"
+    elif not any(weights_of(module) for module in model.modules()):
+        remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"
+    else:
+        remedy = "print the report for the reasons"
+    warnings.warn(
+        f"no weight of this {type(model).__name__} is in FP8: {remedy}. Matrices left alone: "
+        f"{counts}",
+        stacklevel=3,
+    )
+
+
+def _bytes_of(matrix: Matrix) -> int:
+    weight = matrix.parameter
+    if not matrix.is_first or is_lazy(weight):
+        return 0
+    if (shard := shard_of(weight)) is not None:
+        return shard.master.nbytes
+    local = local_of(weight)
+    weight = weight if local is None else local
+    if isinstance(weight, BlockwiseFP8Tensor):
+        return weight.format.nbytes(weight.shape)
+    if isinstance(weight, BlockwiseFP8Weight):
+        cached = weight.format.nbytes(weight.shape) if weight.recipe.cache_weight else 0
+        return weight.master.nbytes + cached
+    return weight.nbytes

@@ -1,0 +1,213 @@
+"""Decide what a conversion is to change, and why not the rest; nothing changes here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..model.names import Weight, with_all_above
+from ..model.weights import Matrix, fp8_part, is_linear, local_stack, sizes_of, why_unconvertible
+from ..ops.checks import HIGH_PRECISION
+from ..ops.formats import BLOCK
+from ..recipe import Recipe
+from .checks import needs_values
+from .fast_path import gpu_of, is_portable
+from .report import MinSizes
+
+Filter = Callable[[nn.Module, str], bool]
+
+NO_FAST_PATH = "no fast path"
+"""Begins the reason of a weight that would be slower than bf16 without the fast path."""
+
+HEAD_NAMES = (
+    *("lm_head", "output", "output_layer", "head", "embed_out", "output_projection", "logits"),
+    *("proj_out", "classifier", "score"),
+)
+"""Usual last names of a linear that maps to the vocabulary, or to classes."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The arguments of one call of ``convert``.
+
+    Attributes:
+        skipped: the weights that patterns name, each with its pattern.
+        small: the thresholds of sizes; True for the measured ones, False for none.
+        heads: the heads of the model, each with the reason.
+        head: convert them, too.
+    """
+
+    recipe: Recipe | None
+    filter: Filter | None
+    skipped: Mapping[Weight, str]
+    small: bool | MinSizes
+    heads: Mapping[nn.Module, str]
+    head: bool
+
+
+def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
+    """Choose the matrices to cast, one for each parameter, and give a reason for the others."""
+    tied: dict[int, list[Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        tied[id(matrix.parameter)].append(matrix)
+    for group in tied.values():
+        _decide_on(group, choices)
+
+
+def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
+    """Decide on one parameter. ``tied``: all that hold it, in the order of modules."""
+    linears = [matrix for matrix in tied if matrix.unconvertible is None]
+    first = linears[0] if linears else tied[0]
+    left = {x: why for x in linears if (why := _why_left(x, tied, choices)) is not None}
+    if not linears:
+        left = {first: str(first.unconvertible)}
+    elif not left and (holder := _holder_in_need(first, tied)) is not None:
+        left = {first: f"frozen, and another module holds it too: {holder}"}
+    is_fp8 = fp8_part(first.parameter) is not None
+    if left and is_fp8:
+        left = {first: "already converted"}
+    first.is_chosen = not left
+    for matrix in tied:
+        if matrix in left:
+            matrix.why = left[matrix]
+        elif is_fp8 or not left:
+            matrix.why = None if matrix is first else f"tied to {first.label!r}"
+        elif matrix.unconvertible is None:  # a linear that could be converted by itself
+            refused, reason = next(iter(left.items()))
+            matrix.why = f"tied to {refused.label!r}: {reason}"
+        else:
+            matrix.why = matrix.unconvertible if matrix.is_first else f"tied to {tied[0].label!r}"
+
+
+def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str | None:
+    """Return why a matrix that could be converted is left alone; None if it is not."""
+    weight, module = linear.parameter, linear.module
+    if not is_to_be_cast(weight, choices.recipe):
+        return "already converted"
+    if (pattern := choices.skipped.get((module, linear.key))) is not None:
+        return f"skip pattern {pattern!r}"
+    is_fp8 = fp8_part(weight) is not None
+    if not is_fp8:
+        for other in tied:
+            if isinstance(other.module, (nn.Embedding, nn.EmbeddingBag)):
+                return f"tied to embedding {other.label!r}"
+        if module in choices.heads and not choices.head:
+            return choices.heads[module]
+        if weight.dtype not in HIGH_PRECISION:
+            return f"dtype {weight.dtype}"
+    if choices.filter is not None:
+        wanted = choices.filter(module, linear.label)
+        if wanted is None:
+            raise TypeError(
+                f"filter returned None for {linear.label!r}: expected True to convert it, "
+                f"False to skip it"
+            )
+        if not wanted:
+            return "filter"
+    return None if is_fp8 or is_lazy(weight) else _why_small(linear, choices)
+
+
+def _why_small(linear: Matrix, choices: Choices) -> str | None:
+    """Return why the products with a weight would be slower in FP8; None if they would not."""
+    if choices.small is False:
+        return None
+    weight, part = linear.parameter, local_stack(linear.parameter)
+    is_stack, gpu = weight.ndim == 3, gpu_of(weight.device)
+    n, k = sizes_of(linear.module, linear.key, weight if part is None else part)
+    thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
+    is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
+    if is_slow and is_stack:
+        return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
+    if is_slow:
+        thresholds = MinSizes.portable()
+        if (n % BLOCK or k % BLOCK) and linear.module not in choices.heads:
+            odd = f"N={n}, K={k} are not multiples of {BLOCK}"
+            return f"{NO_FAST_PATH}: {odd} (skip_small)"
+    small = (thresholds.experts() if is_stack else thresholds).undercut(n, k)
+    before = f"{NO_FAST_PATH}: " if is_slow else ""
+    return f"{before}small: {' and '.join(small)} (skip_small)" if small else None
+
+
+def _holder_in_need(linear: Matrix, tied: Sequence[Matrix]) -> str | None:
+    """Return the kind of a module that could not work with the frozen form of a weight."""
+    if linear.parameter.requires_grad or linear.parameter.is_meta:
+        return None
+    for matrix in tied:
+        if matrix.unconvertible is not None:
+            return type(matrix.module).__name__
+    return needs_values(linear.module, len(tied), linear.key)
+
+
+def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
+    """Return True for a weight that is not FP8 yet, or is asked to take another recipe."""
+    fp8 = fp8_part(weight)
+    return fp8 is None or (recipe is not None and fp8.recipe != recipe)
+
+
+# Heads
+
+
+def heads_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linears that are heads, each with the reason.
+
+    A linear is a head if
+
+    - it has as many outputs as an embedding of the model has entries (and not as many inputs), and
+      is not part of a repeated block, or
+    - it has one of the usual names, is not part of a repeated block, and the body of the model lies
+      beside it: a module with children of its own, or an embedding, or
+    - it is part of a repeated block, and has both the name and the size (multi-token prediction).
+
+    A part of a repeated block lies below an entry of an ``nn.ModuleList``, or of another container
+    with several entries of one class.
+    """
+    modules = dict(model.named_modules())
+    vocabularies: dict[int, str] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding):
+            vocabularies.setdefault(module.num_embeddings, name)
+    heads: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        if not is_linear(module) or why_unconvertible(module, "weight") is not None:
+            continue
+        is_named = name.rpartition(".")[2] in HEAD_NAMES
+        if isinstance(module, nn.Linear):  # the weight of an nn.LazyLinear has no shape
+            n, k = module.out_features, module.in_features
+        else:
+            n, k = sizes_of(module, "weight", module.weight)
+        has_size = n in vocabularies and n != k
+        if has_size and (is_named or not _is_repeated(name, modules)):
+            heads[module] = f"lm head: {n} outputs, the entries of {vocabularies[n]!r}"
+        elif is_named and not _is_repeated(name, modules) and _is_beside_body(name, modules):
+            heads[module] = "lm head: by name and place"
+    return heads
+
+
+def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    for above in with_all_above(name)[:-1]:
+        parent, _, last = above.rpartition(".")
+        container = modules[parent]
+        in_dict = isinstance(container, nn.ModuleDict)
+        if isinstance(container, nn.ModuleList) or (in_dict and last.isdigit()):
+            return True
+        if in_dict or isinstance(container, nn.Sequential):
+            kinds = [type(entry) for entry in container.children()]
+            if kinds.count(type(modules[above])) > 1:
+                return True
+    return False
+
+
+def _is_beside_body(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    for child in reversed(with_all_above(name)):
+        parent = modules[child.rpartition(".")[0]]
+        beside = [m for m in parent.children() if m is not modules[child]]
+        if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in beside):
+            return True
+        if not isinstance(parent, nn.Sequential):
+            return False
+    return False

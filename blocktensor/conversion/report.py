@@ -1,0 +1,147 @@
+"""The report of a conversion: one entry for every matrix of a model, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..text_table import collapse, human_bytes, text_table
+
+
+@dataclass(frozen=True)
+class MinSizes:
+    """Sizes below which FP8 is slower: ``[N, K]`` is skipped if N < n, K < k or N K < size.
+
+    A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
+
+    The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
+    faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
+    Those of experts come from ``python -m benchmarks experts``: from these sizes on, a layer's
+    kernels take less time from 512 tokens an expert on, and its eager steps from 65,536 tokens in
+    all on. A conversion does not know the number of tokens.
+    """
+
+    n: int = 1024
+    k: int = 1024
+    size: int = 2048 * 2048
+    expert_n: int = 256
+    expert_k: int = 256
+    expert_size: int = 1024 * 1024
+
+    @classmethod
+    def portable(cls) -> MinSizes:
+        """Return the sizes of linears where only the portable kernels run.
+
+        Measured on an H100, 4096 tokens, in a CUDA graph: 2048 x 4096 runs at 0.98 of bf16's speed,
+        7168 x 2048 at 1.07, 4096 x 4096 at 1.10; with sizes that are no multiples of 128 slower
+        (10944 x 2048: 0.92).
+        """
+        return cls(size=3 * 2048 * 2048)
+
+    def experts(self) -> MinSizes:
+        """Return the sizes for matrices of a stack of experts, which one product multiplies by."""
+        return MinSizes(self.expert_n, self.expert_k, self.expert_size)
+
+    def undercut(self, n: int, k: int) -> list[str]:
+        """Return the sizes of a weight ``[n, k]`` that are too small, each with its threshold."""
+        sizes = (("N", n, self.n), ("K", k, self.k), ("N K", n * k, self.size))
+        return [f"{what}={found} < {least}" for what, found, least in sizes if found < least]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of two or more dimensions: ``converted`` or not, with the reason.
+
+    Attributes:
+        name: of the parameter, relative to the model, without ``.weight``.
+        shape: its sizes; empty if it is not initialized yet.
+        bytes_before, bytes_after: see :class:`ConversionReport`; 0 if an earlier entry counts them.
+        elements: number of values; 0 if an earlier entry has the same parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    converted: bool
+    reason: str
+    bytes_before: int
+    bytes_after: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of :func:`convert`; ``print(report)`` shows it as a table.
+
+    ``bytes_after`` counts, for a trainable weight, the master and the FP8 form with scales (held
+    from a forward to its backward), and for a frozen one the FP8 form only.
+
+    Attributes:
+        entries: of every parameter of two or more dimensions, one for each module that holds it.
+        parameters: number of values in all parameters of the model; tied ones count once.
+        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+    """
+
+    entries: tuple[Entry, ...]
+    parameters: int
+    fast_path: str | None = None
+
+    @property
+    def converted(self) -> tuple[Entry, ...]:
+        """The weights that now run in FP8."""
+        return tuple(e for e in self.entries if e.converted)
+
+    @property
+    def skipped(self) -> tuple[Entry, ...]:
+        """The matrices that do not run in FP8, each with its reason."""
+        return tuple(e for e in self.entries if not e.converted)
+
+    @property
+    def bytes_before(self) -> int:
+        """Parameter bytes of all entries before conversion; tied weights count once."""
+        return sum(e.bytes_before for e in self.entries)
+
+    @property
+    def bytes_after(self) -> int:
+        """Parameter bytes of all entries after conversion; tied weights count once."""
+        return sum(e.bytes_after for e in self.entries)
+
+    @property
+    def fp8_share(self) -> float:
+        """The part of all parameters that runs in FP8, from 0 to 1."""
+        return self._share(sum(e.elements for e in self.converted))
+
+    def _share(self, elements: int) -> float:
+        return elements / max(self.parameters, 1)
+
+    def __str__(self) -> str:
+        rows = collapse(
+            (
+                (
+                    e.name or "(model)",
+                    "x".join(str(s) for s in e.shape) or "?",
+                    str(e.dtype).removeprefix("torch."),
+                    e.elements,
+                    "fp8" if e.converted else "-",
+                    e.reason,
+                )
+                for e in self.entries
+            ),
+            add=3,
+        )
+        shown = [(*row[:3], self._percent(row[3]), *row[4:]) for row in rows]
+        summary = (
+            f"{len(self.converted)} converted, {len(self.skipped)} skipped; "
+            f"{self.fp8_share:.1%} of {self.parameters:,} parameters in FP8; "
+            f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
+        )
+        header = ("parameter", "shape", "dtype", "share", "runs in", "why")
+        lines = [text_table(header, shown), summary, *filter(None, [self.fast_path])]
+        return "\n".join(lines)
+
+    def _percent(self, elements: int) -> str:
+        if not elements:
+            return "-"  # another line counts them
+        percent = f"{self._share(elements):.1%}"
+        return "<0.1%" if percent == "0.0%" else percent

@@ -1,0 +1,94 @@
+"""Hooks with which a converted module saves and loads plain tensors, as if not converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ..model.weights import fp8_part, frozen_form, local_stack
+from ..ops.checks import HIGH_PRECISION
+from ..sharding.dtensor import local_of, with_local
+from ..sharding.fsdp.shards import FP8Shard
+from ..tensor.base import MasterBase
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+
+
+def register_state_hooks(module: nn.Module) -> None:
+    """Make ``state_dict`` hold the master, and ``load_state_dict(assign=True)`` keep the FP8 type.
+
+    Without ``assign`` a loaded tensor is copied: into the master, which needs no hook, or into a
+    frozen weight, for which it is cast.
+    """
+    if _plain_shards not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_plain_shards)
+        module.register_load_state_dict_pre_hook(_wrap_loaded_weights)
+
+
+def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Register the hooks of a module that is given an FP8 weight, of another module say."""
+    if fp8_part(parameter) is not None:
+        register_state_hooks(module)
+
+
+# Process-wide, because a module that takes an FP8 weight later (``b.weight = a.weight``) was not
+# converted itself, and ``load_state_dict(assign=True)`` would put a plain parameter in its place:
+# torch asks neither the old parameter nor any other global hook before it does.
+register_module_parameter_registration_hook(_join)
+
+
+def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Unwrap local parts; a whole weight is plain already (``overrides/by_caller.py``)."""
+    for name, parameter in module._parameters.items():
+        value = state.get(f"{prefix}{name}")
+        local = local_of(value)
+        if isinstance(local, MasterBase) and value is not parameter:  # it is with keep_vars=True
+            state[f"{prefix}{name}"] = with_local(value, local.master)
+
+
+def _wrap_loaded_weights(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    for name, weight in module._parameters.items():
+        value = state.get(f"{prefix}{name}")
+        if weight is None or value is None:
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            wrapped = _wrapped(module, name, weight, value)
+            if wrapped is not None:
+                state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        elif isinstance(weight, BlockwiseFP8Tensor) and _is_plain_value(value, weight):
+            state[f"{prefix}{name}"] = frozen_form(module, name, value, weight.recipe)
+
+
+def _is_plain_value(value: Any, weight: Tensor) -> bool:
+    is_plain = isinstance(value, Tensor) and fp8_part(value) is None and local_of(value) is None
+    return is_plain and value.shape == weight.shape and value.dtype in HIGH_PRECISION
+
+
+def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
+    """Return a plain tensor as the FP8 type of ``weight``, which it replaces; else None."""
+    if (part := local_stack(weight)) is not None:
+        local = local_of(value)
+        if local is None:
+            return _wrapped(module, name, part, value)
+        wrapped = _wrapped(module, name, part, local)
+        return None if wrapped is None else with_local(value, wrapped)
+    if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
+        if isinstance(value, BlockwiseFP8Tensor):
+            if not weight.requires_grad:
+                return value
+            value = value.dequantize().contiguous()
+        wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
+        if weight.main_grad is not None and weight.shape == wrapped.shape:
+            wrapped.main_grad = weight.main_grad.to(wrapped.device)
+        return wrapped
+    if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
+        return frozen_form(module, name, value, weight.recipe)
+    held, local = local_of(weight), local_of(value)
+    if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
+        assert local is not None
+        return with_local(value, type(held)(local.detach(), held.recipe))
+    return None

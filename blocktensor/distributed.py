@@ -1,0 +1,45 @@
+"""Sharded FP8 weights: what travels is e4m3, and every rank computes as one process would.
+
+``fully_shard`` (FSDP2) gathers FP8 weights as they are. :class:`ColwiseParallel`,
+:class:`RowwiseParallel` and :class:`PrepareModuleInput` are styles for ``parallelize_module``.
+
+:func:`all_to_all_fp8` sends tokens to experts on other ranks in FP8.
+
+Public: the names below. Their modules, ``sharding`` and ``tensor_parallel``, are internal.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .sharding.all_to_all import all_to_all_fp8
+from .sharding.fsdp.amax_table import precompute_block_amax
+from .sharding.fsdp.shards import FP8Shard, FrozenShard
+
+if TYPE_CHECKING:
+    from .tensor_parallel.prepare_input import PrepareModuleInput
+    from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "FP8Shard",
+    "FrozenShard",
+    "PrepareModuleInput",
+    "RowwiseParallel",
+    "all_to_all_fp8",
+    "precompute_block_amax",
+]
+
+_STYLES = {
+    "ColwiseParallel": "styles",
+    "PrepareModuleInput": "prepare_input",
+    "RowwiseParallel": "styles",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import styles when they are first used: DTensor would double the time of an import."""
+    if name in _STYLES:
+        return getattr(import_module(f".tensor_parallel.{_STYLES[name]}", __package__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

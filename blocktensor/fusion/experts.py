@@ -1,0 +1,281 @@
+"""Experts that compute a gated MLP by groups of rows, as one ``functional.gated_experts``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import functional
+from ..autograd.plan import autocast_dtype
+from ..model.weights import fp8_part
+from ..sharding.dtensor import as_if_cut, local_of
+from ..sharding.fsdp.gather import GatheredInFP8
+from ..tensor.base import FP8Base
+from .mlp import Gated
+from .pattern import Drawn, Pattern, Sample, why_different
+
+_Dtypes = tuple[torch.dtype, torch.dtype]
+"""Dtypes of rows and of stacks."""
+
+IMPLEMENTATION = "grouped_mm"
+"""The implementation of transformers whose order of sums this is, which is its default."""
+
+
+@dataclass(frozen=True)
+class Experts(Gated):
+    """Experts that are given rows sorted by expert, and their groups.
+
+    Attributes:
+        gate, up, down: names of the stacks ``[E, out, in]``; gate and up may be one.
+        dtypes: those with which this was verified.
+        ends: True if the module is given the ends of groups, ``offs``, and not their sizes.
+        to_local: True if it takes the local parts of stacks that are DTensors.
+    """
+
+    dtypes: tuple[_Dtypes, ...] = ()
+    ends: bool = False
+    to_local: bool = False
+
+    option = "experts"
+    inputs = 2
+    noun = "stacks"
+    known = (
+        ("w1_EFD", "w3_EFD", "w2_EDF"),  # torchtitan's
+        ("w1", "w3", "w2"),  # the examples'
+        ("gate_proj", "up_proj", "down_proj"),
+        ("gate_up_proj", "gate_up_proj", "down_proj"),  # transformers'
+    )
+
+    @staticmethod
+    def _formula(names: tuple[str, str, str], activation: str) -> str:
+        return f"{Gated._formula(names, activation)} by expert"
+
+    @classmethod
+    def _known_in(cls, module: nn.Module) -> list[tuple[Any, ...]]:
+        found = super()._known_in(module)
+        return [
+            x for x in found if all(fp8_part(cls._weight(module, y)) is not None for y in x[:3])
+        ]
+
+    @classmethod
+    def _parts(cls, module: nn.Module) -> dict[str, Any]:
+        return {x: p for x, p in module._parameters.items() if getattr(p, "ndim", 0) == 3}
+
+    @classmethod
+    def _weight(cls, module: nn.Module, name: str | None) -> Any:
+        return module._parameters.get(name or "")
+
+    @classmethod
+    def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
+        reason = super()._why_unlike(module, linears, act)
+        if not reason and _routes_rows(module):
+            return why_other_routing(module, linears[0]) or ""
+        return reason
+
+    @classmethod
+    def _patterns(
+        cls, module: nn.Module, linears: tuple[str, str, str], activations: Sequence[Any]
+    ) -> Sequence[Pattern]:
+        if _routes_rows(module):
+            return [RoutedExperts(*linears, x) for x in activations]
+        both = itertools.product((False, True), activations)
+        return [Experts(*linears, x, ends=ends) for ends, x in both]
+
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
+        """Verify the experts with each pair of dtypes that they may get, and on cut stacks.
+
+        The module's forward may take the local parts of stacks that ranks have cut, as
+        torchtitan's does, or do anything else with a DTensor.
+        """
+        reasons: dict[_Dtypes, str | None] = {
+            dtypes: why_different(replace(self, dtypes=(dtypes,)), module, drawn)
+            for dtypes in _dtypes(fp8_part(self._weight(module, self.gate)).dtype)
+        }
+        verified = tuple(dtypes for dtypes, why in reasons.items() if why is None)
+        if not verified:
+            return None, next(iter(reasons.values())) or ""
+        made = replace(self, dtypes=verified)
+        if not (dist.is_available() and dist.is_initialized()):
+            return made, ""
+        why = why_different(replace(made, dtypes=verified[:1], to_local=True), module, drawn)
+        if why is None:
+            return replace(made, to_local=True), ""
+        if any(_stays_cut(self._weight(module, name)) for name in self.linears):
+            return None, f"with stacks that are DTensors it {why}"
+        return made, ""
+
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why these arguments have to be given to the module's own forward, if they have."""
+        x, groups = args
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            return "its rows are no matrix"
+        if not isinstance(groups, Tensor) or groups.ndim != 1:
+            return "its groups are no vector"
+        if self.ends and groups.dtype != torch.int32:
+            return "the ends of its groups are not int32"
+        return self._why_other_stacks(module, x.dtype)
+
+    def _why_other_stacks(self, module: nn.Module, rows: torch.dtype) -> str | None:
+        """Return why one function cannot serve the stacks, for rows of a dtype, if it cannot."""
+        held: dict[str, Any] = {}
+        for name in self.linears:
+            stack: Any = module._parameters.get(name)
+            local = local_of(stack) if self.to_local else None
+            part = stack if local is None else local
+            held[name] = part if isinstance(part, FP8Base) else None
+            if held[name] is not None and (rows, stack.dtype) not in self.dtypes:
+                return f"its rows are {rows} and {name} is {stack.dtype}"
+        return self._why_no_recipe(held) or self.why_watched(module)
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute the experts as one function of rows and groups."""
+        x, groups = args
+        stacks = [self._stack_of(module, name, x.dtype) for name in self.linears]
+        return self._gated(x, stacks, groups if self.ends else groups.cumsum(0, dtype=torch.int32))
+
+    def _gated(self, x: Tensor, stacks: Sequence[Any], offs: Tensor) -> Tensor:
+        return functional.gated_experts(
+            x,
+            *self.by_role(stacks),
+            offs,
+            activation=self.activation,
+            recompute=self.recompute,
+            store_fp8=self.store_fp8,
+        )
+
+    def _stack_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Any:
+        """Return a stack as the products of the module's own forward read it for these rows."""
+        stack: Any = module._parameters.get(name)
+        if self.to_local and local_of(stack) is not None:
+            stack = stack.to_local()
+        return stack if stack.dtype == dtype else stack.to(dtype)
+
+    def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
+        """List the stacks."""
+        return [(module, name, name) for name in self.linears]
+
+    def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of stacks that is verified."""
+        return self.dtypes[0][1]
+
+    def held_as(self, parameter: nn.Parameter) -> Any:
+        """Return a stack, as ranks cut it if that is to be verified."""
+        return as_if_cut(parameter) if self.to_local else parameter
+
+    def _rows(self, stack: Tensor, drawn: Drawn) -> Tensor:
+        return drawn.rows(stack).flatten(0, 1).to(self.dtypes[0][0])
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return rows of some experts, of none and of no group."""
+        stack = parameters[self.gate]
+        x = self._rows(stack, drawn)
+        sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
+        sizes[0] += len(x) // 2
+        sizes[-1] += len(x) // 3
+        groups = sizes.cumsum(0, dtype=torch.int32) if self.ends else sizes
+        return x, lambda x: (x, groups)
+
+
+class RoutedExperts(Experts):
+    """Experts of transformers, which are given tokens, and the experts and weights of each."""
+
+    inputs = 3
+
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why these arguments have to be given to the module's own forward, if they have."""
+        x, index, weights = args
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            return "its tokens are no matrix"
+        if not all(isinstance(t, Tensor) and t.ndim == 2 for t in (index, weights)):
+            return "experts and weights of tokens are no matrices"
+        other = why_other_routing(module, self.gate) or self._why_other_stacks(module, x.dtype)
+        if other is not None:
+            return other
+        dtype = autocast_dtype(x)
+        if dtype is None or x.dtype in (dtype, torch.float32):
+            return None
+        # the module's own forward converts h, of autocast's dtype, to that of the stacks
+        return f"h is rounded to {x.dtype} under an autocast to {dtype}"
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute all experts as one function of tokens ``[T, K]``, and sum what each token gets.
+
+        The experts of each token, and the weights of their outputs, are ``[T, chosen]``.
+        """
+        x, index, weights = args
+        stacks: list[Any] = [module._parameters[name] for name in self.linears]
+        experts, chosen = stacks[0].shape[0], index.shape[-1]
+        by_expert, order = torch.sort(index.reshape(-1))  # [T * chosen]
+        # histc, as it needs no synchronisation; of integers on CUDA alone
+        numbers = by_expert.int() if x.is_cuda else by_expert.float()
+        sizes = torch.histc(numbers, bins=experts, min=0, max=experts - 1)
+        y = self._gated(x[order // chosen], stacks, sizes.cumsum(0, dtype=torch.int32))
+        y = y * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return y[back].view(len(x), chosen, y.shape[1]).sum(1).to(x.dtype)
+
+    def settings(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the number of drawn experts."""
+        return {"num_experts": len(parameters[self.gate])}
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return tokens with two experts each, and none for one of the experts."""
+        stack = parameters[self.gate]
+        rows = self._rows(stack, drawn)
+        tokens, used = torch.arange(len(rows), device=rows.device), max(1, len(stack) - 1)
+        index = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
+
+        def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients show in x's
+            return x, index, weights.to(x.dtype)
+
+        return rows, routed
+
+
+def _routes_rows(module: nn.Module) -> bool:
+    """Return True for modules that ``@use_experts_implementation`` of transformers makes."""
+    attributes = vars(module)
+    flags = "has_gate", "has_bias", "is_transposed"
+    return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
+
+
+def why_other_routing(module: Any, stack: str) -> str | None:
+    """Return why a module that routes rows does so in another way, if it does.
+
+    It is asked in every forward: these attributes may change. ``stack``: the name of a stack.
+    """
+    chosen = getattr(module.config, "_experts_implementation", None)
+    if chosen != IMPLEMENTATION:
+        return f"its experts_implementation is {chosen!r}: expected {IMPLEMENTATION!r}"
+    if not module.has_gate or module.has_bias or module.is_transposed:
+        return "its stacks have biases, are transposed or have no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    if getattr(module, "num_experts", None) != len(module._parameters[stack]):
+        return "its num_experts is not the length of its stacks"
+    return None
+
+
+def _stays_cut(stack: Any) -> bool:
+    """Return True for a stack that is a DTensor in forward too, where FSDP2 has gathered it."""
+    local = local_of(stack)
+    if local is None:
+        return False
+    cuts = sum(not placement.is_replicate() for placement in stack.placements)
+    return cuts > isinstance(local, GatheredInFP8)
+
+
+def _dtypes(stacks: torch.dtype) -> list[_Dtypes]:
+    """List the dtypes that a forward may have: all that a module converts, or FSDP2."""
+    if stacks != torch.float32:
+        return [(stacks, stacks)]
+    return [(torch.bfloat16, stacks), (stacks, stacks), (torch.bfloat16, torch.bfloat16)]

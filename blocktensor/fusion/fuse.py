@@ -1,0 +1,222 @@
+"""Gated MLPs, experts and norms whose casts are made where values are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..model.names import is_module
+from ..model.weights import fp8_part, is_linear, kind_of
+from ..overrides import dynamo
+from ..text_table import collapse, text_table
+from .experts import Experts
+from .fused_class import fused_modules, remove_pattern, set_pattern
+from .mlp import MLP
+from .norm import Norm
+from .pattern import Drawn, Found, Pattern
+from .share_inputs import share_for_norms, stop_sharing
+
+PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
+"""All patterns, in the order of the report."""
+
+_EXAMPLES = {
+    "mlp": "{'*.mlp': ('w1', 'w3', 'w2', 'silu')}",
+    "norm": "{'*.norm': ('attn.q', 'attn.k', 'attn.v')}",
+    "experts": "{'*.experts': ('w1', 'w3', 'w2', 'silu')}",
+}
+
+
+@dataclass(frozen=True)
+class FusionEntry:
+    """One module that looks like a gated MLP, like experts, or like a norm that linears read.
+
+    Attributes:
+        name: of the module; empty for the model itself.
+        kind: its class.
+        computes: what it was taken for.
+        reason: why it was left alone; empty if it was fused.
+    """
+
+    name: str
+    kind: str
+    computes: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
+
+    Attributes:
+        entries: all modules that look like gated MLPs, then experts, then norms that linears read.
+    """
+
+    entries: tuple[FusionEntry, ...]
+
+    @property
+    def fused(self) -> tuple[FusionEntry, ...]:
+        """The modules that run fused."""
+        return tuple(entry for entry in self.entries if not entry.reason)
+
+    @property
+    def left_alone(self) -> tuple[FusionEntry, ...]:
+        """The modules that run as they did, with the reasons."""
+        return tuple(entry for entry in self.entries if entry.reason)
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return (
+                "no gated MLP was found, and no norm that linears read; give other names by hand:\n"
+                "fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})"
+            )
+        rows = collapse(
+            (e.name or "(model)", e.kind, e.computes, e.reason or "fused") for e in self.entries
+        )
+        summary = f"{len(self.fused)} fused, {len(self.left_alone)} left alone"
+        return text_table(("module", "class", "computes", "result"), rows) + "\n" + summary
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    mlp: Mapping[str, tuple[str, str, str, str | None]] | None = None,
+    norm: Mapping[str, Sequence[str]] | None = None,
+    experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
+    recompute: bool = False,
+    store_fp8: bool = False,
+) -> FusionReport:
+    """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
+
+    An MLP ``down(activation(gate(x)) * up(x))`` then runs as
+    :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
+    gate and up, are cast as they are computed and take no memory in high precision. Experts that
+    compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`. An RMS norm
+    that linears read is computed in fewer passes, and its result is cast once for all of them, as
+    :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their bits.
+
+    MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
+    (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
+    (torchtitan), ``gate``, ``up``, ``down``, or ``gate_up_proj`` (gate, then up), ``down_proj``
+    (Phi); experts by the names of stacks ``[E, out, in]`` (torchtitan's ``w1_EFD``, ``w3_EFD``,
+    ``w2_EDF``, those of linears, transformers' ``gate_up_proj`` and ``down_proj``); norms by their
+    names and those of the linears that read them, such as ``input_layernorm`` and
+    ``self_attn.q_proj``. Each is verified on drawn weights, forward and backward, in training and
+    evaluation mode, MLPs and experts under autocast too: one that computes anything else is left
+    alone, with the reason in the report. So are MLPs with hooks, adapters (LoRA) or high precision
+    in an inner linear, and norms with such linears. A fused module that gets such things later, and
+    a norm under autocast, runs as it was written.
+
+    The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
+    Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before
+    or after ``fully_shard``, and before ``torch.compile``. :func:`unfuse` undoes it.
+
+    Args:
+        model: a converted model.
+        mlp: gated MLPs by other names: ``{pattern: (gate, up, down, activation)}`` with a
+            shell-style pattern of module names, the names of the linears in it, and either the
+            attribute that holds the activation, or "silu", "gelu", "gelu_tanh" or "relu2"; None
+            tries all of them. A linear that makes gate, then up, is named twice.
+        norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
+            names, and the names of all linears that read the norm, relative to its parent. A
+            norm that was found by its name is left out by ``unfuse(norm)``.
+        experts: modules of experts by other names, as ``mlp``, with the names of their stacks
+            ``[E, out, in]``. Their forward takes rows ``[T, K]`` sorted by expert, and int32 sizes
+            or ends of the groups; or it is that of transformers' experts.
+        recompute: backward makes the casts of ``activation(gate) * up`` again, in place of saving
+            them.
+        store_fp8: MLPs and experts save gate and up for backward in FP8: their gradients are then
+            computed from rounded values, and keep no bits (``functional.gated_mlp``). A module that
+            runs as it was written, for hooks or adapters, saves them in high precision.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        TypeError: an option of another type; what is no module.
+        ValueError: no linear of the model is in FP8; a pattern that names no module, or one without
+            the linears it says.
+    """
+    is_module(model, "fuse")
+    named: dict[str, Any] = {"mlp": mlp, "norm": norm, "experts": experts}
+    _check_options(named, recompute, store_fp8)
+    if not any(_is_in_fp8(module) for module in model.modules()):
+        raise ValueError(
+            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
+            f"convert it first with blocktensor.convert(model)"
+        )
+    found = [x for kind in PATTERNS for x in kind.find(model, named[kind.option] or {})]
+    drawn, entries = Drawn(), list[FusionEntry]()
+    chosen: list[tuple[nn.Module, Pattern]] = []
+    for each in found:
+        pattern, reason = _verified(each, recompute, drawn)
+        if pattern is not None:
+            pattern = pattern.with_options(recompute, store_fp8)
+            chosen.append((each.module, pattern))
+        computes = (pattern and pattern.computes) or each.computes
+        entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
+    in_mlps = {linear for module, _ in chosen for linear in module.children()}
+    share_for_norms(model, (x for each in found for x in each.readers if x not in in_mlps))
+    if chosen:
+        dynamo.announce()
+    for module, pattern in chosen:
+        set_pattern(module, pattern)
+    report, modules = FusionReport(tuple(entries)), dict(model.named_modules())
+    for entry in report.left_alone:
+        remove_pattern(modules[entry.name])  # that of an earlier call
+    return report
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Undo :func:`fuse`: every module of ``model`` runs as it was written.
+
+    Returns:
+        The names of the modules that were fused.
+    """
+    is_module(model, "unfuse")
+    found = list(fused_modules(model))
+    for _, module in found:
+        remove_pattern(module)
+    stop_sharing(model)
+    return [name for name, _ in found]
+
+
+def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | None, str]:
+    """Return what the module computes, or None and why it is left alone."""
+    reason = found.reason
+    for pattern in found.patterns if not reason else ():
+        made, why = pattern.with_options(recompute, False).verify(found.module, drawn)
+        if made is not None:
+            return made, ""
+        reason = reason or why
+    return None, reason
+
+
+def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: object) -> None:
+    """Raise TypeError for options of other types."""
+    for option, names in named.items():
+        patterns = names if isinstance(names, Mapping) else {None: None}
+        for pattern, parts in patterns.items() if names is not None else ():
+            are_names = isinstance(parts, Sequence) and not isinstance(parts, str)
+            if not (isinstance(pattern, str) and are_names and all(map(_is_name, parts or ()))):
+                raise TypeError(
+                    f"{option}={names!r}: expected patterns of module names, each with names in a "
+                    f"tuple, e.g. {_EXAMPLES[option]}"
+                )
+    for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{option}={value!r}: expected True or False")
+
+
+def _is_name(x: object) -> bool:
+    return x is None or isinstance(x, str)
+
+
+def _is_in_fp8(module: nn.Module) -> bool:
+    """Return True if a module is a linear in FP8, or holds a stack of experts that is."""
+    held = [
+        x for x in module._parameters.values() if is_linear(module) or getattr(x, "ndim", 0) == 3
+    ]
+    return any(fp8_part(x) is not None for x in held)

@@ -1,0 +1,309 @@
+"""Gated MLPs, which run as one ``functional.gated_mlp``; and what experts share with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..model.names import matching
+from ..model.running_module import ModuleTracker
+from ..model.weights import fp8_part, kind_of
+from ..ops.producers.ops import ActivationName
+from ..ops.producers.reference import ACTIVATIONS
+from ..recipe import Recipe
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .kept_state import kept_state
+from .pattern import Drawn, Found, Names, Pattern, Sample, held_by
+
+_ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
+"""Names of attributes that hold an activation."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Gated(Pattern):
+    """``down(activation(gate(x)) * up(x))``, of linears or of stacks of experts.
+
+    Attributes:
+        gate, up, down: names of the linears; gate and up may be one, which makes gate, then up.
+        activation, recompute, store_fp8: of ``functional.gated_mlp``.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: ActivationName
+    recompute: bool = False
+    store_fp8: bool = False
+
+    known: ClassVar[Sequence[tuple[str, str, str]]]
+    """Names of gate, up and down."""
+
+    noun: ClassVar[str] = "linears"
+    """The matrices of a gated MLP: gate, up and down."""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of its linears, each once."""
+        return tuple(dict.fromkeys((self.gate, self.up, self.down)))
+
+    def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return values for ``linears`` as those of gate, up, down; None for an up of gate's."""
+        gate, *up, down = of_linears
+        return gate, up[0] if up else None, down
+
+    @property
+    def computes(self) -> str:
+        """A formula for the report."""
+        stored = ", gate and up stored in FP8" if self.store_fp8 else ""
+        return self._formula((self.gate, self.up, self.down), self.activation) + stored
+
+    @staticmethod
+    def _formula(names: tuple[str, str, str], activation: str) -> str:
+        gate, up, down = names
+        if gate == up:
+            return f"{down}({activation}(gate) * up), both of {gate}(x)"
+        return f"{down}({activation}({gate}(x)) * {up}(x))"
+
+    def with_options(self, recompute: bool, store_fp8: bool) -> Pattern:
+        """Return the pattern with these arguments of ``fuse``."""
+        return replace(self, recompute=recompute, store_fp8=store_fp8)
+
+    @classmethod
+    def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
+        """Yield modules with linears of the known names, or of those that ``named`` gives."""
+        modules = dict(model.named_modules())
+        by_hand: dict[str, Sequence[Any]] = {}
+        for pattern, names in named.items():
+            for name in cls._named(model, pattern, names):
+                cls._check(name, modules[name], pattern, names)
+                by_hand[name] = names
+        for name, module in modules.items():
+            for *linears, act in [by_hand[name]] if name in by_hand else cls._known_in(module):
+                yield cls._found(name, module, tuple(linears), act)
+
+    @classmethod
+    def _known_in(cls, module: nn.Module) -> list[tuple[Any, ...]]:
+        """List the first of the known names that a module has, and no activation."""
+        return [(*x, None) for x in cls.known if cls._parts(module).keys() >= set(x)][:1]
+
+    @classmethod
+    def _named(cls, model: nn.Module, pattern: str, names: Sequence[Any]) -> list[str]:
+        option = cls.option
+        if len(names) != 4:
+            raise ValueError(
+                f"{option}={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
+                f"('w1', 'w3', 'w2', 'silu')"
+            )
+        found = matching(model, pattern, option, f"*.{option}")
+        gate, up, down, _ = names
+        if down in (gate, up):
+            raise ValueError(
+                f"{option} pattern {pattern!r}: down is {down!r}, as "
+                f"{'gate' if down == gate else 'up'} is: expected another; gate and up alone may "
+                f"be one"
+            )
+        return found
+
+    @classmethod
+    def _check(cls, name: str, module: nn.Module, pattern: str, names: Sequence[Any]) -> None:
+        """Raise ValueError if the module that ``pattern`` names lacks any of ``names``."""
+        *linears, act = names
+        held, article = cls._parts(module), "a stack " if cls.noun == "stacks" else ""
+        missing = [x for x in linears if x not in held]
+        if missing:
+            raise ValueError(
+                f"{cls.option} pattern {pattern!r} names {name!r}, a {kind_of(module)} without "
+                f"{article}{missing[0]!r}; it has {', '.join(map(repr, held)) or 'none'}"
+            )
+        if act is not None and act not in ACTIVATIONS and not hasattr(module, act):
+            raise ValueError(
+                f"{cls.option} pattern {pattern!r}: {name!r} has no attribute {act!r}, and no "
+                f"activation is called so: expected one of {', '.join(ACTIVATIONS)}"
+            )
+
+    @classmethod
+    def _parts(cls, module: nn.Module) -> dict[str, Any]:
+        """Return what the module may compute with, by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def _weight(cls, module: nn.Module, name: str) -> Any:
+        """Return the parameter of the linear or stack of this name."""
+        raise NotImplementedError
+
+    @classmethod
+    def _found(
+        cls, name: str, module: nn.Module, linears: tuple[str, str, str], act: str | None
+    ) -> Found:
+        """Return the MLP, if it is one; ``act`` is its activation or an attribute that holds it."""
+        given = act if act in ACTIVATIONS else None
+        attribute = _act_of(module) if act is None or given else act
+        reason = cls._why_unlike(module, linears, attribute)
+        activations: Sequence[Any] = (given,) if given else get_args(ActivationName)
+        if attribute is not None and not (given or reason):
+            activation = getattr(module, attribute)
+            with kept_state(module):
+                activations = _activations_like(activation, cls._weight(module, linears[0]))
+            if not activations:
+                label = getattr(activation, "__name__", type(activation).__name__)
+                reason = f"its {attribute}, {label}, is none of {', '.join(ACTIVATIONS)}"
+        shown = activations[0] if len(activations) == 1 else attribute or "?"
+        computes = cls._formula(linears, shown)
+        return Found(name, module, computes, cls._patterns(module, linears, activations), reason)
+
+    @classmethod
+    def _patterns(
+        cls, module: nn.Module, linears: tuple[str, str, str], activations: Sequence[Any]
+    ) -> Sequence[Pattern]:
+        return [cls(*linears, activation) for activation in activations]
+
+    @classmethod
+    def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
+        """Return why a module can be no pattern, by its looks; empty if it may be one."""
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance"
+        held = {name: fp8_part(cls._weight(module, name)) for name in linears}
+        if reason := cls._why_no_recipe(held):
+            return reason
+        if held[linears[0]].recipe.wgrad_input_format is None:
+            return "weight gradients read high precision (wgrad_input='high_precision')"
+        others = held_by(module, {*linears, act})
+        activation: Any = module._modules.get(act or "")
+        if activation is not None and any(
+            True for _ in (*activation.parameters(), *activation.buffers())
+        ):
+            others.append(str(act))
+        return f"has more than {cls.noun} and an activation: {', '.join(others)}" if others else ""
+
+    @classmethod
+    def _why_no_recipe(cls, weights: Mapping[str, Any]) -> str | None:
+        """Return why one function cannot serve these FP8 weights; those that are none are None."""
+        recipes: list[Recipe] = []
+        for name, weight in weights.items():
+            if weight is None:
+                return f"{name} is not in FP8"
+            recipes.append(weight.recipe)
+        for setting in ("scale", "wgrad_input"):
+            values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
+            if len(values) > 1:
+                return f"its {cls.noun} have {setting}={' and '.join(map(repr, values))}"
+        return None
+
+    def why_watched(self, module: nn.Module) -> str | None:
+        """Return what may see or change the modules in ``module``, if anything does."""
+        for name, inner in module._modules.items():
+            if inner is None:
+                continue
+            if "forward" in inner.__dict__:
+                return f"{name} has a forward of its own"
+            for kind in _HOOKS:
+                if any(map(_is_of_users, inner.__dict__[kind].values())):
+                    return f"{name} has hooks"
+        if torch.nn.modules.module._has_any_global_hook():
+            return "there are hooks for all modules"
+        return None
+
+
+class MLP(Gated):
+    """A gated MLP of linears."""
+
+    option = "mlp"
+    known = (
+        ("gate_proj", "up_proj", "down_proj"),  # transformers'
+        ("w1", "w3", "w2"),  # Llama's and torchtitan's
+        ("gate", "up", "down"),  # the examples'
+        ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi's
+    )
+
+    @classmethod
+    def _parts(cls, module: nn.Module) -> dict[str, Any]:
+        return {name: x for name, x in module._modules.items() if x is not None}
+
+    @classmethod
+    def _weight(cls, module: nn.Module, name: str) -> Any:
+        return module._modules[name]._parameters.get("weight")  # type: ignore[union-attr]
+
+    @classmethod
+    def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
+        for name in linears:
+            linear: Any = module._modules[name]
+            if not isinstance(linear, nn.Linear):
+                return f"{name} is a {kind_of(linear)}, not an nn.Linear"
+        return super()._why_unlike(module, linears, act)
+
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why the linears have to be called one by one, if they have."""
+        if not isinstance(args[0], Tensor):
+            return "its input is no tensor"
+        return self.why_apart(module)
+
+    def why_apart(self, module: nn.Module) -> str | None:
+        """Return :meth:`why_not` for any input."""
+        held: dict[str, Any] = {}
+        for name in self.linears:
+            linear: Any = module._modules.get(name)
+            if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+                return f"{name} is a {type(linear).__name__}, not an nn.Linear"
+            weight = linear._parameters.get("weight")
+            is_fp8 = isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+            held[name] = weight if is_fp8 else None
+        return self.why_watched(module) or self._why_no_recipe(held)
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute the MLP as one function."""
+        linears: list[Any] = [module._modules[name] for name in self.linears]
+        return functional.gated_mlp(
+            args[0],
+            *self.by_role([linear.weight for linear in linears]),
+            *self.by_role([linear.bias for linear in linears]),
+            activation=self.activation,
+            recompute=self.recompute,
+            store_fp8=self.store_fp8,
+        )
+
+    def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
+        """List weights and biases."""
+        return [
+            (module._modules[name], key, f"{name}.{key}")
+            for name in self.linears
+            for key, parameter in module._modules[name]._parameters.items()
+            if parameter is not None
+        ]
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return an input."""
+        return drawn.rows(parameters[f"{self.gate}.weight"]), lambda x: (x,)
+
+
+def _act_of(module: nn.Module) -> str | None:
+    """Return the attribute that holds a module's activation, if any does; methods are its code."""
+    held = {**module.__dict__, **module._modules}
+    return next((name for name in _ACTS if callable(held.get(name))), None)
+
+
+def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[str]:
+    """List the activations with the values of ``act`` for all bf16 numbers."""
+    device = weight.device if weight.device.type != "meta" else torch.device("cpu")
+    x = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)
+    x = x.to(weight.dtype)
+    x = x[x.isfinite()]
+    try:
+        with torch.no_grad():
+            y = act(x.clone())  # which it may write to
+        return [name for name in ACTIVATIONS if torch.equal(y, ACTIVATIONS[name].value(x))]
+    except Exception:
+        return []
+
+
+def _is_of_users(hook: Any) -> bool:
+    """Return True for a hook that no audit has registered."""
+    owner = getattr(getattr(hook, "func", hook), "__self__", None)
+    return not isinstance(owner, ModuleTracker)

@@ -1,0 +1,201 @@
+"""RMS norms whose results FP8 linears read: one kernel computes the values after the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..autograd.plan import autocast_dtype
+from ..autograd.quantize import normed
+from ..model.names import matching
+from ..model.weights import fp8_part, kind_of
+from ..ops.norm.reference import NormKind
+from ..ops.runtime.specialize import PLAIN
+from .pattern import Drawn, Found, Names, Pattern, Sample, held_by, why_different
+
+_READERS = {
+    "input_layernorm": ("self_attn", "attention"),
+    "post_attention_layernorm": ("mlp",),
+    "pre_feedforward_layernorm": ("mlp",),
+    "attention_norm": ("attention",),
+    "ffn_norm": ("feed_forward",),
+    "mlp_norm": ("mlp",),
+}
+"""Norms and the modules that read them: transformers', torchtitan's, the examples'."""
+
+_LINEARS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("qkv_proj",),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("wqkv",),
+    ("gate_proj", "up_proj"),
+    ("gate_up_proj",),
+    ("w1", "w3"),
+    ("gate", "up"),
+)
+"""The linears of such a module that read its input."""
+
+_BESIDE = {
+    "q_a_layernorm": ("q_b_proj",),
+    "kv_a_layernorm": ("kv_b_proj",),
+    "attention_norm": ("q", "k", "v"),
+}
+"""Norms and the linears beside them that read them: DeepSeek's, the examples'."""
+
+_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Norm(Pattern):
+    """An RMS norm.
+
+    Attributes:
+        kind: of :func:`blocktensor.functional.rms_norm`.
+        eps_name: the attribute of the norm that holds its epsilon.
+        eps: the value of that attribute.
+    """
+
+    kind: NormKind
+    eps_name: str
+    eps: float
+
+    option = "norm"
+    in_graphs = False  # compilers fuse its ops themselves
+
+    @classmethod
+    def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
+        """Yield norms of the known names, or of those that ``named`` gives."""
+        modules = dict(model.named_modules())
+        by_hand: dict[str, Sequence[Any]] = {}
+        for pattern, linears in named.items():
+            if not linears:
+                raise ValueError(
+                    f"norm={{{pattern!r}: {linears!r}}}: expected the names of linears relative to "
+                    f"the norm's parent, e.g. ('attention.wq', 'attention.wk', 'attention.wv')"
+                )
+            for name in matching(model, pattern, "norm", "*.attention_norm"):
+                owner = modules[name.rpartition(".")[0]]
+                for linear in linears:
+                    try:
+                        owner.get_submodule(str(linear))
+                    except AttributeError as error:
+                        raise ValueError(
+                            f"norm pattern {pattern!r} names {name!r}, whose parent, a "
+                            f"{kind_of(owner)}, lacks a linear: {error}"
+                        ) from None
+                by_hand[name] = linears
+        for name, norm in modules.items():
+            above, _, own = name.rpartition(".")
+            owner = modules[above]
+            if linears := by_hand.get(name) or _linears_of(own, owner):
+                readers = tuple(owner.get_submodule(x) for x in linears)
+                eps = _eps_name(norm)
+                patterns = [cls(kind, eps, getattr(norm, eps, 0.0)) for kind in get_args(NormKind)]
+                reason = _why_unlike(norm, readers)
+                yield Found(name, norm, _computes(linears), patterns, reason, readers)
+
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
+        """Verify the norm, if torch has no kernel of its own for it."""
+        with _Calls() as calls:
+            why = why_different(self, module, drawn)
+        if calls.fused:
+            return None, "torch computes it in one kernel"
+        return (self, "") if why is None else (None, why)
+
+    def why_not(self, module: Any, *args: Any) -> str | None:
+        """Return why the norm's own forward has to run, if it has."""
+        x, weight = args[0], module._parameters.get("weight")
+        if not isinstance(x, Tensor) or weight is None:
+            return "it has no weight, or its input is no tensor"
+        if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+            return "its input and its weight have other dtypes or sizes"
+        if x.dtype == torch.float32:
+            return "no cast gathers the gradients of x: others come between them"
+        if autocast_dtype(x) is not None or getattr(module, self.eps_name) != self.eps:
+            return "autocast is on, or its epsilon has changed"
+        is_plain = type(x) in PLAIN and type(weight) is nn.Parameter
+        if not is_plain or torch._C._are_functorch_transforms_active():
+            return "its input or its weight is no plain tensor"
+        return None
+
+    def run(self, module: Any, *args: Any) -> Tensor:
+        """Compute the norm in fewer passes."""
+        return normed(args[0], module._parameters["weight"], self.eps, self.kind)
+
+    def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
+        """List the weight."""
+        return [(module, "weight", "its weight")]
+
+    def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return bf16 in place of fp32, in which no norm runs fused."""
+        return torch.bfloat16 if dtype == torch.float32 else dtype
+
+    def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
+        """Return an input."""
+        return drawn.rows(parameters["its weight"]), lambda x: (x,)
+
+
+def _computes(linears: Sequence[str]) -> str:
+    """Say whose input the norm makes."""
+    owners = {name.rpartition(".")[0] for name in linears}
+    if len(owners) > 1 or owners == {""}:
+        return f"norm for {', '.join(linears)}"
+    own = ", ".join(name.rpartition(".")[2] for name in linears)
+    return f"norm for {own} of {owners.pop()}"
+
+
+def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
+    """Return the linears that read the norm of this name in ``owner``, by their names."""
+    beside = _BESIDE.get(norm, ())
+    if beside and all(x in owner._modules for x in beside):
+        return beside
+    if norm == "post_attention_layernorm" and (
+        "input_layernorm" not in owner._modules or "pre_feedforward_layernorm" in owner._modules
+    ):
+        return ()  # it normalises the output of attention
+    for name in _READERS.get(norm, ()):
+        reader = owner._modules.get(name)
+        for linears in _LINEARS if reader is not None else ():
+            if all(isinstance(reader._modules.get(x), nn.Module) for x in linears):  # type: ignore[union-attr]
+                return tuple(f"{name}.{x}" for x in linears)
+    return ()
+
+
+def _eps_name(norm: nn.Module) -> str:
+    """Return the attribute that holds the epsilon, or None for the dtype's; empty if none does."""
+    return next((x for x in _EPS if isinstance(getattr(norm, x, 0), (float, NoneType))), "")
+
+
+def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
+    """Return why a norm cannot be fused, by its looks; empty if it may be."""
+    if "forward" in norm.__dict__:
+        return "its forward was replaced on the instance"
+    weight: Any = norm._parameters.get("weight")
+    if weight is None or weight.ndim != 1:
+        return "it has no weight [K]"
+    if others := held_by(norm, {"weight"}):
+        return f"has more than a weight: {', '.join(others)}"
+    if not _eps_name(norm):
+        return f"has no epsilon (an attribute {', '.join(_EPS)})"
+    if all(fp8_part(getattr(linear, "weight", None)) is None for linear in readers):
+        return "none of its linears is in FP8"
+    return ""
+
+
+class _Calls(TorchFunctionMode):
+    """Notices torch's own RMS norm."""
+
+    fused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fused = self.fused or func in (torch.rms_norm, F.rms_norm)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,214 @@
+"""One cast of an input for all linears that get it (q, k, v; gate, up), without model changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..autograd.shared_cast import SharedCasts
+from ..model.names import is_module
+from ..model.weights import fp8_part, fp8_weights, is_linear
+from ..text_table import collapse, text_table
+
+
+class InputGroup(SharedCasts):
+    """The FP8 weights of one module, whose products with one input share its cast.
+
+    Attributes:
+        name: of the module, relative to the model; empty for the model itself.
+        linears: names of its linears, or of its stacks, relative to the module.
+        together: the linears that got one input, as found by running; a tuple for each input.
+        of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, linears: tuple[str, ...], of_fuse: bool
+    ) -> None:
+        super().__init__()
+        self.name, self.linears, self.of_fuse = name, linears, of_fuse
+        self.together: tuple[tuple[str, ...], ...] = ()
+        # The hooks hold no reference to the module, which would delay the freeing of a model.
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.begin()
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        met = self.end(whole=result is not None)
+        if met:
+            names = self._names(module)
+            self.together = tuple(
+                dict.fromkeys(
+                    tuple(names[x] for x in each)
+                    if names.keys() >= set(each)
+                    else (f"{len(each)} products",)  # of transposes, copies, adapters
+                    for each in met
+                    if len(each) > 1 or each[0] in names
+                )
+            )
+
+    def _names(self, module: nn.Module) -> dict[int, str]:
+        """Return the names of the weights by their ids."""
+        held: dict[int, str] = {}
+        for name in self.linears:
+            owner, _, own = name.rpartition(".")
+            weight = module.get_submodule(owner)._parameters.get(own)
+            if weight is None:  # of a linear
+                weight = module.get_submodule(name)._parameters.get("weight")
+            held[id(weight)] = name
+        return held
+
+
+@dataclass(frozen=True)
+class SharingReport:
+    """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts.
+
+    Attributes:
+        groups: the modules whose linears share inputs.
+    """
+
+    groups: tuple[InputGroup, ...]
+
+    @property
+    def casts(self) -> int:
+        """Inputs cast for linears of all groups so far."""
+        return sum(group.casts for group in self.groups)
+
+    @property
+    def saved(self) -> int:
+        """Casts that sharing made unnecessary so far."""
+        return sum(group.saved for group in self.groups)
+
+    def __str__(self) -> str:
+        rows = collapse(
+            (
+                group.name or "(model)",
+                ", ".join(group.linears),
+                ", ".join("+".join(linears) for linears in group.together) or "not run yet",
+                str(group.casts),
+                str(group.saved),
+            )
+            for group in self.groups
+        )
+        header = ("module", "linears", "given one input", "casts", "saved")
+        summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
+        return text_table(header, rows) + "\n" + summary
+
+
+def share_inputs(model: nn.Module) -> SharingReport:
+    """Cast an input once for all FP8 linears, or stacks, of a module that get the same tensor.
+
+    The effect is that of ``blocktensor.quantize`` in model code. The first run finds the linears
+    that get one input. While the module's forward runs, the cast of the latest input is kept until
+    the last of these linears has used it. Nothing is shared outside of that forward, under
+    ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
+    changed in place. Results and gradients keep their bits.
+
+    Args:
+        model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
+            too. A second call adds linears that were converted since the first.
+
+    Returns:
+        The report; ``print`` it after a run.
+
+    Raises:
+        TypeError: what is no module.
+        ValueError: no linear of the model is converted.
+    """
+    is_module(model, "share_inputs")
+    owned = _owned(model)
+    if not owned:
+        raise ValueError(
+            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
+            f"convert it first with blocktensor.convert(model)"
+        )
+    made = (_group_of(model, name, names) for name, names in owned.items())
+    groups = tuple(group for group in made if group is not None)
+    for group in groups:
+        group.of_fuse = False
+    return SharingReport(groups)
+
+
+def unshare_inputs(model: nn.Module) -> list[str]:
+    """Undo :func:`share_inputs`: every linear casts its own input again.
+
+    Returns:
+        The names of the modules whose linears shared inputs.
+    """
+    is_module(model, "unshare_inputs")
+    found = (_group_on(module) for module in model.modules())
+    groups = [group for group in found if group is not None and not group.of_fuse]
+    for group in groups:
+        group.remove()
+    return [group.name for group in groups]
+
+
+def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
+    """Share the inputs of the modules that own these linears, until :func:`stop_sharing`."""
+    ids = {id(linear) for linear in readers}
+    read = {name for name, module in model.named_modules() if id(module) in ids}
+    for name, names in _owned(model).items():
+        if any(f"{name}.{x}".lstrip(".") in read for x in names):
+            _group_of(model, name, names, of_fuse=True)
+
+
+def stop_sharing(model: nn.Module) -> None:
+    """Undo :func:`share_for_norms`."""
+    for module in model.modules():
+        group = _group_on(module)
+        if group is not None and group.of_fuse:
+            group.remove()
+
+
+def _owned(model: nn.Module) -> dict[str, list[str]]:
+    """Return the FP8 linears and stacks of each module, by the names of both."""
+    modules = dict(model.named_modules())
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if is_linear(module):
+            if fp8_part(module._parameters.get("weight")) is not None:
+                owner = name.rpartition(".")[0]
+                while owner and isinstance(modules[owner], (nn.ModuleList, nn.ModuleDict)):
+                    owner = owner.rpartition(".")[0]  # containers have no forward of their own
+                owned[owner].append(name.removeprefix(f"{owner}."))
+        else:
+            stacks = fp8_weights(module)
+            owned[name] += stacks if len(stacks) > 1 else ()
+    return {name: names for name, names in owned.items() if names}
+
+
+def _group_of(
+    model: nn.Module, name: str, names: list[str], of_fuse: bool = False
+) -> InputGroup | None:
+    """Return the group of the module ``name``, made if needed; None for one linear."""
+    module = model.get_submodule(name)
+    group = _group_on(module)
+    if group is not None and group.linears != tuple(names):
+        group.remove()
+        group = None
+    if group is None and len(names) > 1:
+        group = InputGroup(module, name, tuple(names), of_fuse)
+    return group
+
+
+def _group_on(module: nn.Module) -> InputGroup | None:
+    """Return the group whose hooks ``module`` has."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, InputGroup)), None)

@@ -1,0 +1,168 @@
+"""Resolve the names of modules that a caller gives: patterns to skip, to fuse, or of experts."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .weights import Named, label_of, weights_of, why_not_a_stack, why_unconvertible
+
+Weight = tuple[nn.Module, str]
+"""A parameter: its module, and its name there."""
+
+Experts = Mapping[str, Sequence[str]]
+"""Names of parameters that are stacks, by shell-style patterns of module names."""
+
+
+def is_module(model: object, caller: str) -> None:
+    """Raise TypeError unless ``model``, the first argument of ``caller``, is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} takes a model, an nn.Module: got a {type(model).__name__}")
+
+
+def with_all_above(name: str) -> list[str]:
+    """Return a module's name after those of all modules above it, from the top, but the model."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def matching(model: nn.Module, pattern: str, option: str, example: str) -> list[str]:
+    """Return the names of the modules of ``model`` that a pattern of ``option`` matches.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = fnmatch.filter((name for name, _ in model.named_modules()), pattern)
+    if not found:
+        raise ValueError(
+            f"{option} pattern {pattern!r} {_matches_nothing(model)}: expected a pattern of module "
+            f"names, e.g. {example!r}"
+        )
+    return found
+
+
+def _matches_nothing(model: nn.Module) -> str:
+    return f"matches no module of this {type(model).__name__}"
+
+
+def _hint(near: Iterable[str]) -> str:
+    names = ", ".join(map(repr, near))
+    return f"; near it: {names}" if names else ""
+
+
+def weights_to_skip(
+    model: nn.Module, patterns: Sequence[str], named: Named | None = None
+) -> dict[Weight, str]:
+    """Return the weights that shell-style ``patterns`` name, each with the first that does.
+
+    A pattern names a module, by any name that the model has for it, and all modules below it; or a
+    stack of experts. ``named``: stacks that the caller of ``convert`` has named.
+
+    Raises:
+        TypeError: patterns that are not a sequence of str.
+        ValueError: a pattern that names no weight that could be converted.
+    """
+    given: Any = patterns
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        example = given if isinstance(given, str) else "*.router"
+        raise TypeError(
+            f"skip={given!r} is a {type(given).__name__}: expected a list of patterns, e.g. "
+            f"[{example!r}]"
+        )
+    patterns = tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"skip holds {pattern!r}, a {type(pattern).__name__}: expected patterns of module "
+                f"names, e.g. ['*.router']"
+            )
+    modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
+    weights = {
+        label_of(name, key): (module, key)
+        for name, module in modules.items()
+        for key in weights_of(module, named)
+        if why_unconvertible(module, key) is None
+    }
+    skipped: dict[Weight, str] = {}
+    for pattern in patterns:
+        matches = re.compile(fnmatch.translate(pattern)).match
+        found = [w for name, w in weights.items() if any(map(matches, with_all_above(name)))]
+        if not found:
+            raise ValueError(_why_nothing_to_skip(model, pattern, modules, weights))
+        for weight in found:
+            skipped.setdefault(weight, pattern)
+    return skipped
+
+
+def _why_nothing_to_skip(
+    model: nn.Module, pattern: str, modules: dict[str, nn.Module], weights: Iterable[str]
+) -> str:
+    what = _matches_nothing(model)
+    if found := fnmatch.filter(modules, pattern):
+        kind = type(modules[found[0]]).__name__
+        what = (
+            f"matches only modules that convert leaves alone anyway, such as {found[0]!r} ({kind})"
+        )
+    known = dict.fromkeys(above for name in weights for above in with_all_above(name) if above)
+    last = dict.fromkeys(name.rpartition(".")[2] for name in known)
+    near = difflib.get_close_matches(pattern, known, n=3) or [
+        f"*.{name}" for name in difflib.get_close_matches(pattern.split(".")[-1], last, n=3)
+    ]
+    return (
+        f"skip pattern {pattern!r} {what}: expected a pattern that names linears or modules above "
+        f"them{_hint(near)}"
+    )
+
+
+def named_experts(model: nn.Module, stacks: Experts) -> Named:
+    """Return the modules that the patterns of ``stacks`` match, each with its stacks.
+
+    Raises:
+        TypeError: ``stacks`` is no mapping of patterns to sequences of names.
+        ValueError: a pattern matches no module, or a module lacks a parameter of that name or has
+            one that is not ``[E, N, K]`` or ``[E, K, N]``.
+    """
+    given: Any = stacks
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"stacks={stacks!r} is a {type(stacks).__name__}: expected patterns of module names "
+            f"with the names of their stacks, e.g. {{'*.experts': ['w1', 'w2']}}"
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for pattern, names in given.items():
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not all(isinstance(x, str) for x in (pattern, *(names if is_list else [None]))):
+            raise TypeError(
+                f"stacks has {pattern!r}: {names!r}: expected a pattern with a list of the names "
+                f"of stacks, e.g. {{'*.experts': ['w1', 'w2']}}"
+            )
+        matches = fnmatch.filter(modules, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, modules, n=3)
+            raise ValueError(
+                f"stacks pattern {pattern!r} {_matches_nothing(model)}: expected a pattern of the "
+                f"names of modules that hold stacks{_hint(near)}"
+            )
+        for module_name in matches:
+            module = modules[module_name]
+            for name in names:
+                _check_stack(module_name, module, name)
+            found[module] = tuple(dict.fromkeys((*found.get(module, ()), *names)))
+    return found
+
+
+def _check_stack(module_name: str, module: nn.Module, name: str) -> None:
+    parameter = module._parameters.get(name)
+    what = f"stacks names {name!r} of {module_name!r}"
+    if parameter is None:
+        has = ", ".join(key for key, x in module._parameters.items() if x is not None) or "none"
+        raise ValueError(f"{what}, which has no such parameter: its parameters are {has}")
+    reason = why_not_a_stack(parameter)
+    if reason is not None:
+        raise ValueError(f"{what}, {reason}: expected a parameter [E, N, K] or [E, K, N]")

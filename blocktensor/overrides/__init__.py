@@ -1,0 +1,1 @@
+"""Internal: the torch functions that FP8 tensors override, above autograd."""

@@ -1,0 +1,140 @@
+"""Torch functions whose answer depends on the part of torch that calls them.
+
+``state_dict``, ``nn.Parameter``, FSDP and ``distribute_tensor`` call ``detach``, ``chunk`` and the
+like, and offer no other place to tell them what an FP8 weight is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sharding.dtensor import check_cuts, local_of
+from ..sharding.fsdp.shards import chunks
+from ..tensor.base import FP8Base, MasterBase
+from ..tensor.compat.callers import APPLY, Caller, caller
+from ..tensor.compat.swap_in import carry_over, take_content
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+
+
+def _caller() -> Caller:
+    """Return the caller of the torch function."""
+    who = caller(2)  # of the override: __torch_function__, of one or two classes
+    while who.function == "__torch_function__" and who.back is not None:
+        who = who.back
+    return who
+
+
+def _as_usual(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the torch function without its override, by the aten rules."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    who = _caller()
+    if who.function == "_save_to_state_dict" and isinstance(tensor, BlockwiseFP8Weight):
+        return tensor.master.detach()  # a state_dict holds plain tensors
+    _check_distribute_tensor(tensor, who)
+    made: Tensor = _as_usual(Tensor.detach, tensor)
+    if who.module == "torch.nn.parameter" and who.back is not None and who.back.place == APPLY:
+        # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
+        old = who.back.local("param")
+        if isinstance(old, FP8Base):
+            # It sets .data of plain parameters. Of these, which it then swaps with themselves, it
+            # is done here, unless there are weak references, for which swap_tensors will raise.
+            if not weakref.getweakrefs(old) and take_content(old, made):
+                return old
+            carry_over(old, made)
+    return made
+
+
+def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    who = _caller()
+    _check_distribute_tensor(input, who)
+    sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
+    if isinstance(input, BlockwiseFP8Tensor) and who.module == sharding:
+        return chunks(input, *args, **kwargs)
+    return _as_usual(torch.chunk, input, *args, **kwargs)
+
+
+def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+    who = _caller()
+    if is_whole and who.function == "fill_empty_tensor_to_shards":
+        # of distribute_tensor, for ranks that get nothing
+        return tensor.narrow(who.local("shard_dim"), 0, 0)
+    if is_whole and who.module != "torch.distributed.fsdp._fully_shard._fsdp_param":
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return plain.new_zeros(*args, **kwargs)
+    return _as_usual(Tensor.new_zeros, tensor, *args, **kwargs)  # begins a shard
+
+
+def _view_as(tensor: Tensor, other: Tensor) -> Any:
+    who = _caller()
+    if who.module == "torch.distributed.tensor._api" and isinstance(tensor, MasterBase):
+        outer = who.back
+        if outer is not None and outer.function == "apply":  # of the autograd function
+            outer = outer.back
+        if outer is not None and outer.function == "full_tensor":
+            return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
+        whole: Any = who.local("input")  # of to_local()
+        if isinstance(tensor, BlockwiseFP8Weight) and "main_grad" in getattr(whole, "__dict__", ()):
+            main_grad = whole.main_grad
+            local = local_of(main_grad)
+            tensor.main_grad = main_grad if local is None else local
+    return _as_usual(Tensor.view_as, tensor, other)
+
+
+def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _check_distribute_tensor(tensor, _caller())
+    return _as_usual(Tensor.contiguous, tensor, *args, **kwargs)
+
+
+_DISTRIBUTES = ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types")
+
+
+def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
+    """Refuse ``distribute_tensor`` of FP8 tensors other than stacks of experts."""
+    if who.module not in _DISTRIBUTES:
+        return
+    is_weight = isinstance(tensor, BlockwiseFP8Weight) or (
+        isinstance(tensor, BlockwiseFP8Tensor) and tensor.format.transposes
+    )
+    if not is_weight or tensor.ndim != 3:
+        raise NotImplementedError(
+            f"distribute_tensor of an FP8 weight {list(tensor.shape)}, whose gradient DTensor "
+            f"would silently compute in high precision: pass ColwiseParallel or RowwiseParallel of "
+            f"blocktensor.distributed to parallelize_module, or shard the converted model with "
+            f"fully_shard (FSDP2)"
+        )
+    if who.function == "distribute_tensor":  # which has sent nothing yet
+        mesh, placements = who.local("device_mesh"), who.local("placements")
+        format = tensor.recipe.weight_format  # type: ignore[attr-defined]
+        check_cuts(tensor.shape, mesh, placements, format, "a stack of FP8 experts")
+
+
+def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _caller().module == "torch.distributed.fsdp._flat_param":
+        raise NotImplementedError(
+            f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
+            f"{type(input).__name__} would silently compute in high precision: shard the converted "
+            f"model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    return _as_usual(torch.flatten, input, *args, **kwargs)
+
+
+BY_CALLER: dict[Any, Callable[..., Any]] = {
+    Tensor.detach: _detach,
+    torch.chunk: _chunk,
+    torch.flatten: _flatten,
+    Tensor.contiguous: _contiguous,
+    Tensor.new_zeros: _new_zeros,
+    Tensor.view_as: _view_as,
+}
+"""Overrides of all FP8 types."""

@@ -1,0 +1,306 @@
+"""The torch functions that multiply, above autograd: all lead to the FP8 linear.
+
+``matmul(a, b)`` is ``linear(a, b.t())``, and ``a @ stack`` is ``grouped_linear(a, stack.mT,
+offs)``, since the transpose of an FP8 operand is a relabelling. A batched matmul has groups of one
+size. ``out=``, ``out_dtype=`` and matmuls that are added in place come down to the one that returns
+a new tensor. Functions without an FP8 path are refused. A matmul of a weight and itself without
+gradients, as optimizers compute it, runs in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd.linear import grouped_linear, is_weight_by_itself, linear, linear_override, readable
+from ..ops import checks
+from ..tensor.base import FP8Base
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+
+_IN_PLACE = {Tensor.addmm_: torch.addmm, Tensor.baddbmm_: torch.baddbmm}
+"""Products that are added in place, and those that return the sum."""
+
+_ADDING = {
+    *_IN_PLACE,
+    *(torch.addmm, torch.baddbmm, torch.addbmm, torch.addr),
+    *(Tensor.addmm, Tensor.baddbmm, Tensor.addbmm, Tensor.addr, Tensor.addbmm_, Tensor.addr_),
+}
+"""Products that are added to their first argument."""
+
+_OWN = {
+    *_ADDING,
+    *(torch.mm, torch.mv, torch.matmul, torch.bmm, torch.einsum, torch.tensordot, torch.inner),
+    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot),
+    *(Tensor.mm, Tensor.mv, Tensor.matmul, Tensor.bmm, Tensor.inner),
+    *(Tensor.__matmul__, Tensor.__rmatmul__),
+}
+"""Products that an optimizer may compute of a weight and itself."""
+
+
+def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the override of a product, with the options of ``func`` and its high precision case.
+
+    Args:
+        func: a torch function.
+        override: takes its arguments but ``out`` and ``out_dtype``, and returns a new tensor.
+    """
+    is_adding, may_be_own = func in _ADDING, func in _OWN
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return _into(func, args, **kwargs)
+        if kwargs and kwargs.get("out_dtype") is not None:
+            return _in_dtype(func, args, **kwargs)
+        if is_adding or (may_be_own and not torch.is_grad_enabled()):
+            factors = _factors(is_adding, args, kwargs)
+            if is_weight_by_itself(factors):
+                args, kwargs = torch.utils._pytree.tree_map(readable, (args, kwargs))
+                return func(*args, **kwargs)
+            if is_adding and not factors:  # it is added to a weight
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        return override(*args, **kwargs)
+
+    return run
+
+
+def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FP8Base]:
+    """Return the FP8 factors of a product, without the term it is added to (a LoRA's base)."""
+    if is_adding:
+        args, kwargs = args[1:], {name: x for name, x in kwargs.items() if name != "input"}
+    lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
+    return [x for operands in lists for x in operands if isinstance(x, FP8Base)]
+
+
+def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
+    """Compute ``func(..., out=out)``.
+
+    Raises:
+        RuntimeError: with gradients, as torch.
+        TypeError, ValueError: another dtype, or another shape unless ``out`` is empty.
+    """
+    given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    name = getattr(func, "__name__", func)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, out)):
+        raise RuntimeError(
+            f"{name}(..., out=...) has no gradient, and one of its arguments requires one: use the "
+            f"result, or run it under torch.no_grad()"
+        )
+    made: Tensor = func(*args, **kwargs)
+    if out.dtype != made.dtype:
+        raise TypeError(f"{name}(..., out=...) makes {made.dtype}, and out has {out.dtype}")
+    if out.shape != made.shape:
+        if out.numel():
+            raise ValueError(
+                f"{name}(..., out=...) makes {list(made.shape)}, and out has {list(out.shape)}: "
+                f"expected one of them, or an empty tensor"
+            )
+        out.resize_(made.shape)
+    return out.copy_(made)
+
+
+def _in_dtype(func: Any, args: tuple[Any, ...], *, out_dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """Compute ``func(..., out_dtype=out_dtype)``: operands of that dtype have the same casts."""
+    checks.gemm_output(out_dtype)
+
+    def converted(x: Any) -> Any:
+        return x.to(out_dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    args, kwargs = torch.utils._pytree.tree_map(converted, (args, kwargs))
+    made: Tensor = func(*args, **kwargs)
+    return made
+
+
+def _added_in_place(func: Any) -> Callable[..., Tensor]:
+    def run(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.copy_(func(self, *args, **kwargs))
+
+    return run
+
+
+def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """Return ``beta * term + alpha * product``; a ``beta`` of 0 ignores nan and inf in ``term``."""
+    term = term.nan_to_num(0, 0, 0) if beta == 0 else term
+    return product.mul(alpha).add(term, alpha=beta)
+
+
+def is_weight(x: Tensor) -> bool:
+    """Return True for an FP8 weight, trainable or frozen."""
+    square = isinstance(x, BlockwiseFP8Tensor) and x.format.transposes
+    return square or isinstance(x, BlockwiseFP8Weight)
+
+
+def is_stack(x: Tensor) -> bool:
+    """Return True for a stack of FP8 experts."""
+    return x.ndim == 3 and is_weight(x)
+
+
+def grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Run ``torch._grouped_mm``, to which ``F.grouped_mm`` comes down."""
+    if input.ndim != 2 or not is_stack(mat2):
+        raise NotImplementedError(
+            f"grouped_mm of {_described(input)} by {_described(mat2)} has no FP8 path: the left "
+            f"operand must be tokens [T, K] in groups, the right one a stack of FP8 experts "
+            f"[E, K, N]; torch.bmm multiplies stacks [E, T, K]. Call .dequantize(), or "
+            f".high_precision() of a BlockwiseFP8Weight, to compute in high precision"
+        )
+    if offs is None:
+        raise ValueError(
+            f"grouped_mm of {list(input.shape)} by {list(mat2.shape)} needs offs: int32 "
+            f"[{len(mat2)}], the cumulative end of each group of rows"
+        )
+    if out_dtype is not None and out_dtype != input.dtype:
+        raise NotImplementedError(
+            f"grouped_mm with out_dtype {out_dtype} for an input of {input.dtype}: convert the "
+            f"result, or run under torch.autocast"
+        )
+    return grouped_linear(input, mat2.transpose(1, 2), offs, bias)
+
+
+def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Run transformers' ``grouped_mm_fallback``, whose own backward is in high precision."""
+    return grouped_mm(input, weight, offs.to(torch.int32))
+
+
+def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
+    """Run ``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
+    return _bmm(input, mat2, None)
+
+
+def baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
+) -> Tensor:
+    """Run ``torch.baddbmm``; one row ``[E, 1, N]`` with factor 1 is added as a bias."""
+    as_bias = is_stack(batch2) and input.shape == (len(batch2), 1, batch2.shape[2])
+    if as_bias and beta == 1 and alpha == 1:
+        return _bmm(batch1, batch2, input.squeeze(1))
+    return plus(_bmm(batch1, batch2, None), input, beta, alpha)
+
+
+def _bmm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if a.ndim != 3 or b.ndim != 3 or is_stack(a) == is_stack(b):
+        _refuse(a, b)
+    if is_stack(a):  # a stack on the left: (bᵀ aᵀ)ᵀ
+        return _bmm(b.transpose(1, 2), a.transpose(1, 2), None).transpose(1, 2)
+    (experts, tokens, k), n = a.shape, b.shape[2]
+    if b.shape[:2] != (experts, k):
+        raise ValueError(
+            f"cannot multiply the batch {list(a.shape)} by the stack {list(b.shape)}: expected "
+            f"[E, T, K] by [E, K, N]"
+        )
+    offs = torch.arange(1, experts + 1, dtype=torch.int32, device=a.device) * tokens
+    rows = a.reshape(experts * tokens, k)
+    return grouped_linear(rows, b.transpose(1, 2), offs, bias).view(experts, tokens, n)
+
+
+def _refuse(a: Tensor, b: Tensor) -> NoReturn:
+    raise NotImplementedError(
+        f"a batched product of {_described(a)} by {_described(b)} has no FP8 path: one operand "
+        f"must be a stack of FP8 experts [E, K, N], the other a batch [E, T, K] in high precision; "
+        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
+        f"precision"
+    )
+
+
+def _described(x: Tensor) -> str:
+    return f"{type(x).__name__} {list(x.shape)}"
+
+
+TRANSFORMERS_FALLBACK = "transformers.grouped_mm_fallback"
+"""The op by which transformers multiplies experts where it does not call torch's; by its name,
+since the op exists only once that library is imported."""
+
+
+def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
+    if other.ndim == 2 and not is_weight(input):
+        return linear(input, other.t())
+    if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
+        return bmm(input, other)
+    if input.ndim == 2 and other.ndim == 1 and is_weight(input):  # w v
+        return linear(other, input)
+    if input.ndim == 2 and other.ndim > 1 and is_weight(input) and not is_stack(other):
+        # a weight on the left: (bᵀ wᵀ)ᵀ
+        return linear(other.transpose(-1, -2), input).transpose(-1, -2)
+    raise NotImplementedError(
+        f"matmul of {list(input.shape)} by {list(other.shape)} has no FP8 path: the right operand "
+        f"must be a matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; "
+        f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
+        f"precision"
+    )
+
+
+def _rmatmul_override(self: Tensor, other: Tensor) -> Tensor:
+    return _matmul_override(other, self)
+
+
+def _addmm_override(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, **_: None
+) -> Tensor:
+    if input.ndim == 1 and beta == 1 and alpha == 1 and not is_weight(mat1):
+        return linear(mat1, mat2.t(), input)
+    return plus(_matmul_override(mat1, mat2), input, beta, alpha)
+
+
+def _no_fp8_path(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} has no FP8 path, and computing it in high precision would be silent: use "
+            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
+            f"or torch.bmm; or say so on purpose with "
+            f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
+        )
+
+    return refuse
+
+
+_PRODUCTS_WITHOUT_FP8 = {
+    torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
+    F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
+    torch.linalg: "matmul multi_dot vecdot",
+    torch.sparse: "mm addmm",
+    Tensor: "inner addbmm addmv dot vdot addmv_ addbmm_",
+}
+
+_OVERRIDES: dict[Any, Callable[..., Any]] = {
+    torch.mm: _matmul_override,
+    Tensor.mm: _matmul_override,
+    torch.mv: _matmul_override,
+    Tensor.mv: _matmul_override,
+    torch.matmul: _matmul_override,
+    Tensor.matmul: _matmul_override,
+    Tensor.__matmul__: _matmul_override,
+    Tensor.__rmatmul__: _rmatmul_override,
+    torch.addmm: _addmm_override,
+    Tensor.addmm: _addmm_override,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
+    torch.baddbmm: baddbmm,
+    Tensor.baddbmm: baddbmm,
+    **{in_place: _added_in_place(func) for in_place, func in _IN_PLACE.items()},
+    **{
+        getattr(namespace, name): _no_fp8_path(name)
+        for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
+        for name in names.split()
+        if hasattr(namespace, name)  # torch versions differ
+    },
+}
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    F.linear: linear_override,
+    **{func: in_all_forms(func, override) for func, override in _OVERRIDES.items()},
+    torch._grouped_mm: grouped_mm,
+    TRANSFORMERS_FALLBACK: grouped_mm_fallback,
+}
+"""Torch functions that multiply, of all FP8 types."""

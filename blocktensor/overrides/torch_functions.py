@@ -1,0 +1,165 @@
+"""The torch functions that the FP8 types override, above autograd.
+
+``matmul_functions.py`` has those that multiply. All others reach ``tensor/aten/``, below
+autograd. ``torch.autograd.grad`` and ``backward`` with FP8 inputs are overridden because a backward
+may run forwards again (activation checkpointing), which need these overrides: torch would switch
+them off for as long as such a call runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..autograd.linear import linear
+from ..autograd.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from ..autograd.plan import autocast_dtype
+from ..ops import checks
+from ..ops.formats import BLOCK, ceil_div
+from ..tensor.base import FP8Base, MasterBase
+from ..tensor.compat.swap_in import swap_in
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .by_caller import BY_CALLER
+from .matmul_functions import PRODUCTS
+
+
+def _linear_cross_entropy_override(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """Run in the chunks of ``options``, where torch would take chunks."""
+    ignored = -100 if ignore_index is None else ignore_index
+    in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
+    if (
+        is_compiling()
+        or not in_chunks
+        or linear_weight.ndim != 2
+        or isinstance(input, BlockwiseFP8Tensor)
+    ):
+        logits = linear(input, linear_weight, linear_bias)
+        return F.cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index=ignored,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    rows = options.batch_chunk_size
+    loss = CrossEntropy(weight, reduction, ignored, label_smoothing)
+    chunk = None if rows is None else ceil_div(rows, BLOCK) * BLOCK
+    made = linear_cross_entropy(input, linear_weight, target, linear_bias, loss, chunk, None)
+    return made.to(autocast_dtype(input) or input.dtype)
+
+
+def _get_data(tensor: Tensor) -> Tensor:
+    # detach() shares the version counter, which .data does not: writes through it are noticed
+    return tensor.detach()
+
+
+def _set_data(tensor: Tensor, new: Tensor) -> None:
+    shape, dtype = tuple(tensor.shape), new.dtype
+    if not isinstance(tensor, BlockwiseFP8Weight) or shape != tuple(new.shape):
+        raise NotImplementedError(
+            f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "
+            f"on {new.device}: use .copy_(), or torch.utils.swap_tensors to change the type"
+        )
+    if isinstance(new, BlockwiseFP8Tensor):
+        raise TypeError(
+            f"the new .data of an FP8 weight is {new!r}, which holds no high-precision values: "
+            f"call .dequantize() first, or blocktensor.freeze(model) to drop the masters"
+        )
+    checks.high_precision(new, "the new .data of an FP8 weight")
+    master = new.master if isinstance(new, BlockwiseFP8Weight) else new.detach()
+    if (tensor.dtype, tensor.device) == (dtype, new.device):
+        tensor._replace_master(master)
+    else:
+        swap_in(tensor, BlockwiseFP8Weight(master, tensor.recipe))
+
+
+def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
+    # torch's own would look for the storage of the wrapper, which has none
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in tensor.__tensor_flatten__()[0]:
+            getattr(tensor, name).share_memory_()
+    return tensor
+
+
+def _of_values(name: str) -> Callable[..., Any]:
+    """Return ``Tensor.name`` of a master; torch itself would read a wrapper's memory."""
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, BlockwiseFP8Weight):
+            return getattr(tensor.high_precision(), name)(*args, **kwargs)
+        if isinstance(tensor, MasterBase):  # a rank's rows
+            return getattr(tensor.master, name)(*args, **kwargs)
+        raise NotImplementedError(
+            f"a {type(tensor).__name__} has no {name}(), since it holds no high-precision values: "
+            f"call .dequantize() first, or take .rowwise_data and .rowwise_scale"
+        )
+
+    return run
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("materialize_grads"):  # which has to know the shapes
+        inputs = tree_map(_edge, inputs)
+    return _run(torch.autograd.grad, outputs, inputs, *args, **kwargs)
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    inputs = tree_map(_edge, inputs)
+    return _run(torch.autograd.backward, tensors, *args, inputs=inputs, **kwargs)
+
+
+def _edge(x: Any) -> Any:
+    """Return the edge of the graph that leads to an FP8 tensor; return anything else unchanged."""
+    if not isinstance(x, FP8Base) or not x.requires_grad or is_dynamo_compiling():
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(x)
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(x, FP8Base) for x in tree_leaves((args, kwargs))):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+OVERRIDES: dict[Any, Callable[..., Any]] = {
+    **PRODUCTS,
+    # torch 2.13
+    **(
+        {F.linear_cross_entropy: _linear_cross_entropy_override}
+        if hasattr(F, "linear_cross_entropy")
+        else {}
+    ),
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.share_memory_: _share_memory,
+    **{
+        getattr(Tensor, name): _of_values(name)
+        for name in ("__dlpack__", "__dlpack_device__", "numpy", "__array__", "tolist")
+    },
+    **BY_CALLER,
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
+}
+"""Torch functions of all FP8 types."""

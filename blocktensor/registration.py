@@ -1,0 +1,40 @@
+"""Fill the tables of ops that FP8 tensors implement, and register their types with torch.
+
+``import blocktensor`` imports this module. The tables lie below the modules that fill them.
+"""
+
+import torch
+
+from . import tensor
+from .checkpoint.save import STORAGE_READERS
+from .fusion.experts import RoutedExperts
+from .fusion.forward_reads import Reads
+from .fusion.fuse import PATTERNS
+from .fusion.fused_class import rebuild
+from .ops.formats import named
+from .overrides.torch_functions import OVERRIDES
+from .recipe import Recipe
+from .sharding.dtensor import FROZEN_CUTS
+from .sharding.fsdp.shards import FROZEN_SHARDS, TRAINABLE_SHARDS
+from .tensor.aten import fp8_tensor, products, slicing, weight  # noqa: F401  (fill their tables)
+from .tensor.base import TORCH_FUNCTIONS, rebuilt
+from .tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
+from .tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
+from .tensor.weight_cache import FP8Cache
+
+TORCH_FUNCTIONS.update(OVERRIDES)
+TORCH_FUNCTIONS.update(STORAGE_READERS)
+ATEN_OPS.update(FROZEN_SHARDS)
+ATEN_OPS.update(FROZEN_CUTS)
+WEIGHT_OPS.update(TRAINABLE_SHARDS)
+
+# For torch.load(weights_only=True) of frozen weights and of whole models.
+torch.serialization.add_safe_globals(
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe, named, rebuilt]
+)
+torch.serialization.add_safe_globals([Reads, *PATTERNS, RoutedExperts, rebuild])
+
+# The name of frozen weights in files from before they moved.
+_OLD_NAME = "blocktensor.tensor.BlockwiseFP8Tensor"
+torch.serialization.add_safe_globals([(BlockwiseFP8Tensor, _OLD_NAME)])
+tensor.BlockwiseFP8Tensor = BlockwiseFP8Tensor  # type: ignore[attr-defined]

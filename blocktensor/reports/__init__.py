@@ -1,0 +1,18 @@
+"""The classes of reports that ``convert``, ``fuse``, ``audit`` and others return."""
+
+from ..checkpoint.load import LoadReport
+from ..conversion.report import ConversionReport
+from ..fusion.fuse import FusionEntry, FusionReport
+from ..fusion.share_inputs import SharingReport
+from .audit.report import AuditReport
+from .explain import Explanation
+from .memory import MemoryReport
+
+__all__ = [
+    "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "LoadReport",
+    "MemoryReport", "SharingReport",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,219 @@
+"""What an op computes if it is a matrix product: shape, precision and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...ops.formats import named
+from .report import FP8
+
+aten = torch.ops.aten
+ours = torch.ops.blocktensor
+
+
+class Product(NamedTuple):
+    """The product that an op computes; see :class:`~.audit_report.AuditedProduct`.
+
+    Attributes:
+        is_dgrad: in FP8, whether a backward that runs it computes the gradient of an input; None
+            where the op does not tell.
+        formats: in FP8, those of the operands, by name.
+        is_attention: whether the op is one of attention.
+        is_batched: whether it is one of a stack of matrices by another.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    precision: str
+    flops: int
+    is_dgrad: bool | None = False
+    formats: tuple[str, ...] = ()
+    is_attention: bool = False
+    is_batched: bool = False
+
+
+_LEFT_OPERAND = {
+    ours.gemm: 0,
+    ours.gemm_add_: 1,
+    ours.grouped_gemm: 0,
+    ours.grouped_gemm_wgrad: 0,
+    ours.grouped_gemm_wgrad_add_: 1,
+    **{
+        getattr(aten, name): index
+        for index, names in (
+            (0, "mm bmm mv dot vdot _int_mm _scaled_mm _grouped_mm _scaled_grouped_mm"),
+            (1, "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_"),
+        )
+        for name in names.split()
+        if hasattr(aten, name)  # torch versions differ
+    },
+}
+"""Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
+
+_WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_)
+
+_COLUMNWISE = {
+    ours.quantize_both: (2,),
+    ours.quantize_columnwise: (0,),
+    ours.quantize_grouped: (2,),
+    ours.quantize_grouped_columnwise: (0,),
+    ours.gated_backward_with_h: (2, 6, 8),
+}
+"""Casts of activations and gradients: the places of columnwise data in the result."""
+
+_PRODUCERS = {
+    ours.gated: (3, 4),
+    ours.gated_backward: (4, 5),
+    ours.joint_gated_backward: (3, 4),
+}
+"""Ops that cast what they compute: the places of the names of formats, rowwise and columnwise."""
+
+_CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
+"""Where the operand is wider than what is contracted: the number of tokens."""
+
+_ATTENTION = {
+    *(packet for packet in flop_registry if "attention" in str(packet)),
+    # which torch has no FLOP formula for
+    *(
+        getattr(aten, f"_scaled_dot_product_{kind}{direction}")
+        for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
+        for direction in ("", "_backward")
+    ),
+}
+
+_HIDE_PRODUCTS = {
+    *(aten._cudnn_rnn, aten._cudnn_rnn_backward, aten.miopen_rnn, aten.miopen_rnn_backward),
+    *(aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward, aten._trilinear),
+    *(aten._native_multi_head_attention, aten._transformer_encoder_layer_fwd),
+}
+"""Ops that run products which no dispatch mode sees."""
+
+_WITHOUT_PRODUCTS = {
+    *("aten", "prim", "prims", "blocktensor", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
+    *("_c10d_functional_autograd", "inductor", "profiler", "symm_mem", "streams", "debugprims"),
+}
+"""Namespaces whose products are all known here."""
+
+_SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+def packet_of(func: Any) -> Any:
+    """Return the op of an overload; a higher-order operator is its own."""
+    return getattr(func, "overloadpacket", func)
+
+
+def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
+    """Return the product that ``func(*args, **kwargs)`` computed, with result ``out``, if any."""
+    packet = packet_of(func)
+    left = _LEFT_OPERAND.get(packet)
+    if left is not None:
+        return _of_matrices(packet, left, args, out)
+    if packet in _ATTENTION:
+        return _of_attention(packet, args, kwargs, out)
+    formula = flop_registry.get(packet)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if formula is None or not tensors:
+        return None
+    # a convolution, or an op of a library that has registered its FLOPs
+    flops = formula(*args, **kwargs, out_val=out)
+    rows, weight = (args[0], args[2]) if packet is aten.convolution_backward else (out, None)
+    n = m = k = 0
+    if isinstance(rows, Tensor) and rows.ndim > 1:
+        n = rows.shape[1]
+        m = rows.numel() // max(n, 1)
+        k = flops // max(2 * m * n, 1) if weight is None else weight.numel() // max(n, 1)
+    return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
+
+
+def factors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the operands of a product, without what it is added to."""
+    return args[_LEFT_OPERAND.get(packet_of(func), 0) :]
+
+
+def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """Return the data of the columnwise forms that ``func`` made."""
+    packet = packet_of(func)
+    if packet in _COLUMNWISE:
+        return [out[place] for place in _COLUMNWISE[packet]]
+    if packet in _PRODUCERS:
+        row, col = (args[place] is not None for place in _PRODUCERS[packet])
+        step = 2 * (row + col)  # data and scale of each form; the columnwise one is the last
+        return [out[end - 2] for end in range(step, len(out) + 1, step)] if col else []
+    return []
+
+
+def hides_products(func: Any) -> bool:
+    """Return True if products may run inside ``func`` that nothing tells of."""
+    packet = packet_of(func)
+    if packet in flop_registry or packet in _LEFT_OPERAND or packet in _ATTENTION:
+        return False
+    is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
+    return is_higher_order or packet in _HIDE_PRODUCTS or func.namespace not in _WITHOUT_PRODUCTS
+
+
+def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Product:
+    a, b = args[left : left + 2]
+    if out is None:  # gemm_add_
+        out = args[0]
+    *lead, k = a.shape
+    if packet in _CONTRACTION:
+        k = args[_CONTRACTION[packet]]
+    m = lead[-1] if lead else 1
+    n = out.shape[-1] if out.ndim > 1 else 1
+    batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    formats = tuple(x for x in args if isinstance(x, str))
+    is_dgrad: bool | None = packet not in _WGRADS
+    if packet is ours.gemm:  # those of a linear; in 1x128 blocks on both sides only wgrad is
+        is_dgrad = None if named(formats[1]).transposes else False
+    return Product(
+        batch,
+        m,
+        n,
+        k,
+        _precision(packet, a),
+        2 * batch * m * n * k,
+        is_dgrad=is_dgrad,
+        formats=formats,
+        is_batched=a.ndim == b.ndim == 3,
+    )
+
+
+def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product:
+    name = str(packet)
+    is_backward = "backward" in name
+    # backward ops take the output's gradient first, but for flex attention's
+    first = int(is_backward and "flex" not in name)
+    q, k, v = args[first : first + 3]
+    queries, keys = list(q.shape), list(k.shape)
+    if "._flash" in name or "._efficient" in name:  # [..., length, heads, size]
+        for shape in (queries, keys):
+            shape[-3], shape[-2] = shape[-2], shape[-3]
+    *lead, length, size = queries
+    batch, n = math.prod(lead), keys[-2]
+    if q.ndim == 3 and packet in flop_registry:  # sequences of several lengths, one by one
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+    else:
+        # scores and scores by values; in the backward scores again, and four gradients
+        sizes = 3 * size + 2 * v.shape[-1] if is_backward else size + v.shape[-1]
+        flops = 2 * batch * length * n * sizes
+    return Product(batch, length, n, size, _precision(packet, q), flops, is_attention=True)
+
+
+def _precision(packet: Any, x: Tensor) -> str:
+    if str(packet).startswith("blocktensor."):
+        return FP8
+    return _SHORT.get(x.dtype, str(x.dtype).removeprefix("torch."))

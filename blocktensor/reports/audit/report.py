@@ -1,0 +1,150 @@
+"""The report of an audit: every matrix product that ran, and the share of each precision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...text_table import collapse, pattern, text_table
+
+FP8 = "FP8"
+"""The precision of products by this library's ops."""
+
+BY_RECIPE = "in high precision by recipe"
+IN_SQUARES = "of x in 128x128 blocks"
+"""Notes on weight gradients: ``Recipe(wgrad_input="high_precision")``, and ``"128x128"``."""
+
+Name = TypeVar("Name")
+
+_NAMED = 4  # the most groups that the totals name for one precision
+
+
+@dataclass(frozen=True)
+class AuditedProduct:
+    """One matrix product, ``[M, N]`` output with contraction K, or ``batch`` of them.
+
+    Attributes:
+        module: fully qualified name of the module whose forward called it; for a product of the
+            backward, of the forward that it belongs to. ``(model)``: outside of any submodule.
+        kind: ``fprop``, ``dgrad`` or ``wgrad`` in FP8, else ``forward`` or ``backward``.
+        batch, m, n, k: its shape. Of attention: batch times heads, queries, keys, size of a head.
+        precision: ``FP8``, or the dtype of its operands: ``bf16``, ``fp16``, ``fp32``, ...
+        flops: 2 per multiplication and addition; masks of attention save none.
+        attention: whether it is attention, or a batched product of two activations.
+        recomputed: whether activation checkpointing ran it again in the backward.
+        reason: why it should have been FP8; empty if it is, or if nothing says that it should.
+        note: what ``Recipe(wgrad_input=...)`` asks of a weight gradient; empty for the default.
+    """
+
+    module: str
+    kind: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    precision: str
+    flops: int
+    attention: bool = False
+    recomputed: bool = False
+    reason: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The result of :func:`audit`; ``print(report)`` shows it as a table.
+
+    Attributes:
+        entries: every product, in the order in which they ran.
+        notes: what the table does not show, such as ops that hide their products.
+    """
+
+    entries: tuple[AuditedProduct, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(e.flops for e in self.entries)
+
+    @property
+    def fp8_share(self) -> float:
+        """The part of all FLOPs that ran in FP8, from 0 to 1."""
+        return self.by_precision().get(FP8, 0.0)
+
+    @property
+    def marked(self) -> tuple[AuditedProduct, ...]:
+        """The products that should have been FP8 and were not, each with its reason."""
+        return tuple(e for e in self.entries if e.reason)
+
+    def by_precision(self) -> dict[str, float]:
+        """Return the share of FLOPs of each precision, the largest first; the shares sum to 1."""
+        return self._shares((e.precision, e.flops) for e in self.entries)
+
+    def _shares(self, named: Iterable[tuple[Name, int]]) -> dict[Name, float]:
+        flops: Counter[Name] = Counter()
+        for name, count in named:
+            flops[name] += count
+        return {name: count / max(self.flops, 1) for name, count in flops.most_common()}
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return "\n".join(("no matrix product ran", *self.notes))
+        lines = [self._table(), self._totals()]
+        if self.marked:
+            share = sum(e.flops for e in self.marked) / max(self.flops, 1)
+            lines.append(f"should have been FP8 and was not: {share:.1%} of FLOPs")
+        return "\n".join((*lines, *self.notes))
+
+    def _table(self) -> str:
+        alike = self._shares((_key(e), e.flops) for e in self.entries)
+        order = list(dict.fromkeys(pattern(e.module) for e in self.entries))
+        rows = []
+        for e in sorted(self.entries, key=lambda e: order.index(pattern(e.module))):
+            *cells, reason = _cells(e)
+            rows.append((*cells, f"{alike[_key(e)]:.1%}", *([reason] if self.marked else [])))
+        header = ("module", "product", "M x N x K", "precision", "FLOPs")
+        return text_table((*header, "should be FP8") if self.marked else header, collapse(rows))
+
+    def _totals(self) -> str:
+        parts = [f"{FP8}: {self.fp8_share:.1%} of FLOPs"]
+        for precision in self.by_precision():
+            if precision != FP8:
+                others = [e for e in self.entries if e.precision == precision]
+                shares = self._shares((_group(e, others), e.flops) for e in others)
+                groups = [f"{name} {share:.1%}" for name, share in shares.items()]
+                if len(groups) > _NAMED + 1:
+                    groups[_NAMED:] = [f"{len(groups) - _NAMED} others"]
+                parts.append(f"{precision}: {', '.join(groups)}")
+        return "; ".join(parts)
+
+
+def _cells(e: AuditedProduct) -> tuple[str, ...]:
+    kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
+    shape = f"{e.m} x {e.n} x {e.k}"
+    return (
+        e.module,
+        f"{kind}, recomputed" if e.recomputed else kind,
+        shape if e.batch == 1 else f"{e.batch} x ({shape})",
+        e.precision,
+        pattern(e.reason),
+    )
+
+
+def _key(e: AuditedProduct) -> tuple[str, ...]:
+    name, *rest = _cells(e)
+    return pattern(name), *rest
+
+
+def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
+    """Return the name of ``e`` in totals: its module, or the pattern of all modules of its kind."""
+    if e.attention:
+        return "attention scores"
+    if e.note:
+        return f"{e.kind} {e.note}"
+    alike = pattern(e.module)
+    named_alike = [x for x in others if pattern(x.module) == alike and not x.note]
+    is_alone = all(x.module == e.module for x in named_alike)
+    return e.module if is_alone else alike

@@ -1,0 +1,226 @@
+"""Which backend each product of a model runs on, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion.fast_path import described
+from ..model.weights import (
+    experts_per_token,
+    fp8_part,
+    fp8_weights,
+    label_of,
+    local_stack,
+    sizes_of,
+)
+from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
+from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
+from ..ops.scale_layouts import columnwise_width
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..tensor_parallel.is_parallel import is_parallel
+from ..text_table import collapse_alike, text_table
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One GEMM of one layer: ``[M, N]`` output, contraction K.
+
+    Attributes:
+        groups: into which the tokens of a stack's experts are cut; else 1. Their sizes are known to
+            the device alone. The fprop has M rows for all of them, the wgrad contracts K.
+    """
+
+    layer: str
+    kind: str
+    m: int
+    n: int
+    k: int
+    backend: str
+    reason: str
+    groups: int = 1
+
+    @property
+    def sizes(self) -> str:
+        """M x N x K, and the number of groups."""
+        sizes = f"{self.m} x {self.n} x {self.k}"
+        return sizes if self.groups == 1 else f"{sizes} in {self.groups} groups"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The products of a model; ``print(explanation)`` shows them as a table.
+
+    Attributes:
+        products: every GEMM of every layer.
+        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+    """
+
+    products: tuple[Product, ...]
+    fast_path: str | None = None
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the backends in use, sorted."""
+        return tuple(sorted({p.backend for p in self.products}))
+
+    def __str__(self) -> str:
+        if not self.products:
+            return "no FP8 layers: convert the model first with blocktensor.convert(model)"
+        rows = collapse_alike(
+            (p.layer or "(model)", p.kind, p.sizes, p.backend, p.reason) for p in self.products
+        )
+        table = text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
+        return table if self.fast_path is None else f"{table}\n{self.fast_path}"
+
+
+def explain(
+    model_or_shapes: nn.Module | Sequence[Shape],
+    tokens: int = 4096,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> Explanation:
+    """Return the backend of every FP8 product, forward and backward, and why it was chosen.
+
+    Args:
+        model_or_shapes: a converted model, or linears as (M tokens, N out, K in).
+        tokens: rows of the input (batch x sequence) for a model. Experts get as many for each
+            expert that the router picks for a token, as ``num_experts_per_tok`` of the module's
+            config says; where there is none, one is assumed.
+        dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
+            for shapes, this one.
+        device: for shapes; default CUDA if available, else CPU.
+        recipe: for shapes; a model's weights have theirs.
+
+    Raises:
+        ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot run them.
+    """
+    given: Any = model_or_shapes
+    if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):
+        raise TypeError(
+            f"explain takes a model, or a list of shapes (M, N, K): got a {type(given).__name__}"
+        )
+    products: list[Product] = []
+    if isinstance(model_or_shapes, nn.Module):
+        devices: set[torch.device] = set()
+        for name, module in model_or_shapes.named_modules():
+            for key in fp8_weights(module):
+                weight: Any = module._parameters[key]
+                fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
+                kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
+                casts = fp8.recipe
+                # ranks that share a stack or a tensor parallel linear each multiply by a part
+                part = fp8 if is_parallel(module) else local_stack(weight)
+                multiplied = weight if part is None else part
+                sizes = sizes_of(module, key, multiplied)
+                label, where = label_of(name, key), weight.device
+                devices.add(where)
+                if weight.ndim == 3:
+                    shape = (tokens * experts_per_token(module), *sizes)
+                    dtypes = dtype, weight.dtype
+                    products += _grouped(label, shape, len(multiplied), kinds, casts, dtypes, where)
+                    continue
+                bias = None if getattr(module, "bias", None) is None else dtype
+                shape = (tokens, *sizes)
+                products += _products(label, shape, kinds, casts, bias, dtype, weight.dtype, where)
+        return Explanation(tuple(products), _fast_path(devices))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shapes: Sequence[Any] = model_or_shapes
+    for shape in shapes:
+        if not isinstance(shape, Sequence) or len(shape) != 3:
+            raise ValueError(f"shape {shape!r}: expected (M tokens, N out, K in)")
+        label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
+        products += _products(label, shape, kinds, recipe, None, dtype, dtype, where)
+    return Explanation(tuple(products), _fast_path({where}))
+
+
+def _fast_path(devices: set[torch.device]) -> str | None:
+    gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
+    return described(gpus[0]) if gpus else None
+
+
+def _products(
+    layer: str,
+    shape: Shape,
+    kinds: Sequence[str],
+    recipe: Recipe,
+    bias: torch.dtype | None,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> list[Product]:
+    (m, n, k), rows, squares = shape, recipe.activation_format, recipe.weight_format
+    x_columnwise = recipe.wgrad_input_format
+    problems = {
+        "fprop": GemmProblem(m, n, k, rows, squares, dtype, device, bias=bias),
+        "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
+    }
+    if x_columnwise is not None:
+        contracted = columnwise_width(m, x_columnwise)
+        problems["wgrad"] = GemmProblem(n, k, contracted, rows, x_columnwise, weight_dtype, device)
+    sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    return [
+        _product(layer, kind, sizes[kind], choose_gemm(problems[kind]), recipe)
+        if kind in problems
+        else _in_high_precision(layer, sizes[kind], dtype)
+        for kind in kinds
+    ]
+
+
+def _product(
+    layer: str,
+    kind: str,
+    sizes: Shape,
+    choice: GemmChoice | GroupedChoice,
+    recipe: Recipe,
+    groups: int = 1,
+) -> Product:
+    reason, x_columnwise = choice.reason, recipe.wgrad_input_format
+    if kind == "wgrad" and x_columnwise is not None and x_columnwise.transposes:
+        reason = f"x in {x_columnwise.name} blocks; {reason}"
+    return Product(layer, kind, *sizes, choice.name, reason, groups)
+
+
+def _in_high_precision(layer: str, sizes: Shape, dtype: torch.dtype, groups: int = 1) -> Product:
+    name = str(dtype).removeprefix("torch.")
+    reason = f"{name}, by Recipe(wgrad_input='high_precision')"
+    return Product(layer, "wgrad", *sizes, "torch", reason, groups)
+
+
+def _grouped(
+    layer: str,
+    shape: Shape,
+    experts: int,
+    kinds: Sequence[str],
+    recipe: Recipe,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> list[Product]:
+    """Return the products with a stack; ``dtypes``: of activations and of the weight."""
+    (m, n, k), (dtype, weight_dtype) = shape, dtypes
+    rows, squares, x_columnwise = (
+        recipe.activation_format, recipe.weight_format, recipe.wgrad_input_format,
+    )  # fmt: skip
+    problems = {
+        "fprop": GroupedProblem("gemm", m, n, k, experts, rows, squares, dtype, device),
+        "dgrad": GroupedProblem("gemm", m, k, n, experts, rows, squares, dtype, device),
+    }
+    if x_columnwise is not None:
+        problems["wgrad"] = GroupedProblem(
+            "wgrad", m, n, k, experts, rows, x_columnwise, weight_dtype, device
+        )
+    sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    return [
+        _product(layer, kind, sizes[kind], choose_grouped(problems[kind]), recipe, experts)
+        if kind in problems
+        else _in_high_precision(layer, sizes[kind], dtype, experts)
+        for kind in kinds
+    ]

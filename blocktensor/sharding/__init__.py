@@ -1,0 +1,1 @@
+"""Internal: weights and tokens spread over ranks. ``blocktensor.distributed`` is public."""

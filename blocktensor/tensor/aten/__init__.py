@@ -1,0 +1,1 @@
+"""Internal: the aten ops that the FP8 tensor types implement, below autograd."""

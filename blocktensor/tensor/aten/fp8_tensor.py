@@ -1,0 +1,229 @@
+"""Views and copies of a BlockwiseFP8Tensor.
+
+A view has the same bytes under another shape or orientation; a copy has storage of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import checks
+from ...ops.formats import Quantized
+from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
+from ..base import implements, only_dtype, view_of_its_kind
+from ..compat.bucket import Bucket
+from ..compat.callers import converts_a_model
+from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
+from ..operand import Operand
+from ..refusals import refuse, refuse_bytes, refuse_to_pick
+
+aten = torch.ops.aten
+
+
+@implements(ATEN_OPS, aten.detach.default, aten.alias.default)
+@view_of_its_kind
+def _alias(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
+    return x.relabel()
+
+
+@implements(ATEN_OPS, aten.t.default)
+@view_of_its_kind
+def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
+    if x.ndim != 2:
+        refuse(func)
+    return _swap_last(x)
+
+
+@implements(ATEN_OPS, aten.transpose.int)
+@view_of_its_kind
+def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> BlockwiseFP8Tensor:
+    dims = {dim0 % x.ndim, dim1 % x.ndim}
+    if len(dims) == 1:
+        return x.relabel()
+    held_flat = x.format.rows == 1 and x.ndim != 2
+    if dims != {x.ndim - 2, x.ndim - 1} or held_flat:
+        raise NotImplementedError(
+            f"transpose({dim0}, {dim1}) of a BlockwiseFP8Tensor {list(x.shape)}: FP8 blocks can "
+            f"swap only the last two dimensions of a matrix (or stack of 128x128-block matrices); "
+            f"call .dequantize() first"
+        )
+    return _swap_last(x)
+
+
+@implements(ATEN_OPS, aten.permute.default)
+@view_of_its_kind
+def _permute(func: Any, x: BlockwiseFP8Tensor, dims: list[int]) -> BlockwiseFP8Tensor:
+    if [d % x.ndim for d in dims] != [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2]:
+        raise NotImplementedError(
+            f"permute({dims}) of a BlockwiseFP8Tensor {list(x.shape)}: FP8 blocks can swap only "
+            f"the last two dimensions; call .dequantize() first"
+        )
+    return _transpose(func, x, -2, -1)
+
+
+def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
+    shape, strides = list(x.shape), list(x.stride())
+    shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
+    return x.relabel(shape=shape, strides=strides, transpose=True)
+
+
+@implements(ATEN_OPS, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@view_of_its_kind
+def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> Tensor:
+    shape = _infer(list(size), x)
+    if x.format.transposes and len(shape) == 1:
+        return Bucket.of(x)  # as DDP sends it to other ranks
+    leading_only = x.format.rows == 1 and x.is_contiguous() and shape[-1:] == [x.shape[-1]]
+    if shape != list(x.shape) and not leading_only:
+        raise NotImplementedError(
+            f"cannot view a BlockwiseFP8Tensor {list(x.shape)} in blocks of {x.block_shape} as "
+            f"{list(size)}: only the leading dimensions of 1x128 blocks can change, the last one "
+            f"holds the blocks; call .dequantize() first"
+        )
+    return x.relabel(shape=shape)
+
+
+def _infer(size: list[int], x: Tensor) -> list[int]:
+    if -1 in size:
+        known = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = x.numel() // known if known else 0
+    if math.prod(size) != x.numel():
+        raise ValueError(f"shape {size} is invalid for a tensor of {x.numel()} elements")
+    return size
+
+
+@implements(ATEN_OPS, aten.as_strided.default)
+@view_of_its_kind
+def _as_strided(
+    func: Any, x: BlockwiseFP8Tensor, size: list[int], stride: list[int], offset: int | None = None
+) -> BlockwiseFP8Tensor:
+    if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
+        refuse(func)
+    return x.relabel()  # as FSDP lays out a weight that it has gathered
+
+
+def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor:
+    """Return uninitialised storage for the forms of ``x``, scales included."""
+    checks.gemm_output(dtype or x.dtype)
+    place = x.device if device is None else device
+    forms = (form and empty_quantized(form.data.shape, form.format, place) for form in x.operand)
+    source = None if x.source is None else torch.empty_like(x.source, device=device)
+    return x.like(Operand(*forms), x.shape, x.stride(), dtype=dtype or x.dtype, source=source)
+
+
+def _fill(made: BlockwiseFP8Tensor, x: BlockwiseFP8Tensor, non_blocking: bool) -> None:
+    """Copy the bytes of ``x``; a form that it does not hold is derived."""
+    if made.rowwise_data is not None:
+        _copy_form(made.rowwise(), x.rowwise(), non_blocking)
+    if made.columnwise_data is not None:
+        _copy_form(made.columnwise(), x.columnwise(), non_blocking)
+
+
+def _copied(
+    x: BlockwiseFP8Tensor, device: Any = None, dtype: Any = None, non_blocking: bool = False
+) -> BlockwiseFP8Tensor:
+    made = _fresh(x, device, dtype)
+    _fill(made, x, non_blocking)
+    if made.source is not None and x.source is not None:
+        made.source.copy_(x.source, non_blocking=non_blocking)
+    return made
+
+
+@implements(ATEN_OPS, aten.clone.default)
+def _clone(func: Any, x: BlockwiseFP8Tensor, *, memory_format: Any = None) -> BlockwiseFP8Tensor:
+    return _copied(x)
+
+
+@implements(ATEN_OPS, aten._to_copy.default)
+def _to_copy(
+    func: Any, x: BlockwiseFP8Tensor, *, dtype: Any = None, device: Any = None,
+    non_blocking: bool = False, **others: Any,
+) -> BlockwiseFP8Tensor:  # fmt: skip
+    other = only_dtype(x, {"dtype": dtype, "device": device, **others})
+    is_known = other in checks.HIGH_PRECISION
+    if x.format.transposes and (is_known or (other is not None and converts_a_model())):
+        return x.relabel(dtype=dtype)  # of a weight in a forward: the same bytes, never written to
+    return _copied(x, device, dtype, non_blocking)
+
+
+@implements(ATEN_OPS, aten.empty_like.default)
+def _empty_like(
+    func: Any, x: BlockwiseFP8Tensor, *, dtype: Any = None, device: Any = None, **_: Any
+) -> BlockwiseFP8Tensor:
+    return _fresh(x, device, dtype)
+
+
+@implements(ATEN_OPS, aten.zeros_like.default)
+def _zeros_like(func: Any, x: BlockwiseFP8Tensor, **kwargs: Any) -> Tensor:
+    """Return plain zeros, the initial value of a gradient."""
+    empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    zeros: Tensor = func(empty, **kwargs)
+    return zeros
+
+
+@implements(ATEN_OPS, aten.copy_.default)
+def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, BlockwiseFP8Tensor):
+        refuse_bytes(x, source)
+        refuse(func)
+    if not isinstance(x, BlockwiseFP8Tensor):
+        if not source.format.transposes:
+            refuse(func)
+        # of a weight, as the state_dict of a frozen model is loaded into a plain one
+        dtype = x.dtype if x.dtype in checks.HIGH_PRECISION else source.dtype
+        with torch.no_grad():
+            copied: Tensor = func(x, source.dequantize(dtype), non_blocking)
+        return copied
+    if x.shape != source.shape or x.formats != source.formats:
+        raise ValueError(
+            f"copy_ between BlockwiseFP8Tensors needs one shape, block_shape and scale rounding: "
+            f"got {source!r} for {x!r}; convert both models with one recipe, or copy "
+            f"source.dequantize()"
+        )
+    _fill(x, source, non_blocking)
+    x.source = source.source
+    x.source_version = source.source_version
+    return x
+
+
+@implements(ATEN_OPS, aten.gather.default)
+def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(x, BlockwiseFP8Tensor) and x.format.transposes and x.ndim > 2:
+        refuse_to_pick(func, x, ".dequantize()")
+    refuse(func)
+
+
+@implements(ATEN_OPS, aten.index.Tensor, aten.index_select.default)
+def _picked_rows(func: Any, x: Tensor, *args: Any) -> Tensor:
+    """Return rows of tokens in blocks of one row, with their scales."""
+    is_matrix = isinstance(x, BlockwiseFP8Tensor) and x.format.rows == 1 and x.ndim == 2
+    if not (is_matrix and _is_of_rows(*args)):
+        _picked(func, x, *args)
+    assert isinstance(x, BlockwiseFP8Tensor)
+    row = x.operand.rowwise
+    if row is None or x.serves_wgrad:
+        raise NotImplementedError(
+            f"{func} of {x!r}, whose columnwise blocks hold several rows each: index the tensor "
+            f"that it was cast from, or .dequantize(), or cast rowwise alone "
+            f"(BlockwiseFP8Tensor.from_values(x, columnwise=False))"
+        )
+    data = func(row.data.view(torch.uint8), *args).view(row.data.dtype)
+    made = laid_out(data, func(row.scale, *args), row.format)
+    return x.like(Operand(made, None), data.shape, None)
+
+
+def _is_of_rows(first: Any, *others: Any) -> bool:
+    """Return True if the arguments of ``index_select`` or ``index`` pick rows of a matrix."""
+    if isinstance(first, int):
+        return first in (0, -2)
+    index, *rest = first
+    return index is not None and index.ndim == 1 and not any(x is not None for x in rest)
+
+
+def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
+    copy_data_(target.data, source.data, non_blocking)
+    target.scale.copy_(source.scale, non_blocking=non_blocking)

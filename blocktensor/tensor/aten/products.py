@@ -1,0 +1,163 @@
+"""Products of the FP8 types below autograd: callers such as DTensor's local ops arrive here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...ops import checks
+from ...ops.gemm.ops import gemm
+from ..base import FP8Base, implements, on_master
+from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
+from ..refusals import check_same_scaling, refuse
+from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, computed_weights
+
+aten = torch.ops.aten
+
+
+def _fp8(x: Tensor) -> BlockwiseFP8Tensor | None:
+    if isinstance(x, BlockwiseFP8Weight):
+        return x._quantized()
+    return x if isinstance(x, BlockwiseFP8Tensor) else None
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply ``a[M, K] b[K, N] (+ bias[N])``: the gemm of a's rowwise and b's columnwise form.
+
+    At least one operand is FP8; the other is cast as an activation.
+
+    Raises:
+        ValueError: shapes, devices or scale rounding that do not fit, or a form that is missing.
+    """
+    left, right = _fp8(a), _fp8(b)
+    known = left if right is None else right
+    assert known is not None
+    recipe = known.recipe
+    if left is None:
+        left = BlockwiseFP8Tensor.from_values(a, recipe.activation_format, recipe, columnwise=False)
+    if right is None:
+        right = BlockwiseFP8Tensor.from_values(b, recipe.activation_format, recipe, rowwise=False)
+    for operand, what in ((left, "the left operand"), (right, "the right operand")):
+        checks.rank(operand, (2,), what, "FP8 products take matrices")
+    if left.shape[1] != right.shape[0]:
+        raise ValueError(
+            f"cannot multiply {list(left.shape)} by {list(right.shape)}: the inner sizes "
+            f"{left.shape[1]} and {right.shape[0]} differ"
+        )
+    check_same_scaling(left.format, right.format)
+    return gemm(left.rowwise(), right.columnwise(), bias, a.dtype)
+
+
+def _refuse_untracked(func: Any, *operands: Tensor) -> None:
+    """Refuse a weight in an aten product under autograd: its gradient would be in high precision.
+
+    So would one inside a DTensor or under functorch, which does not require a gradient here.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, BlockwiseFP8Weight) for x in operands):
+        raise NotImplementedError(
+            f"{func} reached a BlockwiseFP8Weight below F.linear, torch.mm, torch.matmul and "
+            f"torch.addmm, where its gradient would silently be computed in high precision (as "
+            f"under DTensor, torch.func and nested tensors): call one of those on plain "
+            f"activations, or leave this module unconverted (skip=[...])"
+        )
+
+
+def _overloads(names: str) -> list[Any]:
+    """Return every overload of these ops, as far as this version of torch has them."""
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+_UNSUPPORTED = _overloads(
+    "mm addmm addmm_ linear matmul bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr "
+    "addr_ dot vdot inner ger outer kron einsum tensordot chain_matmul linalg_multi_dot "
+    "linalg_matmul linalg_vecdot matrix_power linalg_matrix_power bilinear _trilinear _int_mm "
+    "_scaled_mm _grouped_mm _scaled_grouped_mm _addmm_activation mm_backward linear_backward "
+    "matmul_backward convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
+    "rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention cdist"
+)
+"""Products of a BlockwiseFP8Weight that are refused, unless they are entered again below."""
+
+
+# by its name: of transformers, which may be imported later
+@implements(WEIGHT_OPS, *_UNSUPPORTED, "transformers::grouped_mm_fallback")
+def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
+        f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "
+        f"experts F.grouped_mm or torch.bmm), or pass "
+        f"weight.high_precision() to compute in high precision on purpose"
+    )
+
+
+def _of_both(*ops: Any) -> Callable[..., Any]:
+    """Enter a product of both types."""
+    return lambda product: implements(ATEN_OPS, *ops)(implements(WEIGHT_OPS, *ops)(product))
+
+
+@_of_both(aten.mm.default)
+def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    _refuse_untracked(func, a, b)
+    return _product(a, b)
+
+
+@_of_both(aten.matmul.default)  # composite ops arrive whole under inference_mode
+def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    if b.ndim != 2 or a.ndim < 2:
+        _unsupported_product(func)
+    return _mm(func, a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
+
+
+@_of_both(aten.linear.default)
+def _linear(func: Any, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    _refuse_untracked(func, x, w)
+    if isinstance(bias, FP8Base):
+        refuse(func)
+    return _product(x.reshape(-1, x.shape[-1]), w.t(), bias).view(*x.shape[:-1], w.shape[0])
+
+
+@_of_both(aten.addmm.default)
+def _addmm(
+    func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if isinstance(bias, FP8Base):
+        return _added(func, bias, a, b, beta=beta, alpha=alpha)
+    _refuse_untracked(func, a, b)
+    if bias.ndim == 1 and beta == 1 and alpha == 1:
+        return _product(a, b, bias)
+    return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
+
+
+_SUMS_OF_PRODUCTS = _overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr_")
+
+
+@_of_both(*_SUMS_OF_PRODUCTS)
+def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add a product of plain tensors to a weight, as arithmetic on the weight."""
+    if any(isinstance(x, FP8Base) for x in args[1:]):
+        _unsupported_product(func)
+    if isinstance(args[0], BlockwiseFP8Weight):
+        out = on_master(func, args, kwargs)
+        return computed_weights(out, args) if torch.is_grad_enabled() else out
+    return _computed(func, *args, **kwargs)
+
+
+@implements(ATEN_OPS, aten.add.Tensor, aten.sub.Tensor)
+def _computed(func: Any, *args: Any, **kwargs: Any) -> BlockwiseFP8Weight:
+    """Return the sum of a frozen weight and plain values, such as an adapter's, as a weight.
+
+    With no gradient too, so that products with it run in FP8.
+    """
+    frozen = [x for x in args if isinstance(x, BlockwiseFP8Tensor)]
+    if func._schema.is_mutable or len(frozen) != 1 or not frozen[0].format.transposes:
+        refuse(func)
+    weight = frozen[0]
+    values = (x.dequantize() if x is weight else x for x in args)
+    out = func(*values, **kwargs)
+    if out.shape != weight.shape or out.dtype not in checks.HIGH_PRECISION:
+        refuse(func)
+    return BlockwiseFP8Weight(out, weight.recipe)

@@ -1,0 +1,116 @@
+"""Who calls: the one file that reads stack frames.
+
+torch, accelerate and transformers call ``detach``, ``data_ptr``, ``swap_tensors`` and the like, and
+offer no other place to tell them what an FP8 weight is. Handlers of torch functions by their caller
+are in ``overrides/by_caller.py``; those of everything else are here and in ``swap_in.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+APPLY = "torch.nn.modules.module", "_apply"
+"""Moves and converts the parameters of a module one by one (``.to()``, ``.double()``)."""
+
+PARAMETRIZE = "torch.nn.utils.parametrize", "_maybe_set"
+"""Gives a parameter the content of ``right_inverse(weight)``."""
+
+
+class Caller:
+    """A function on the stack."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+
+    @property
+    def module(self) -> str:
+        """The name of the module that defines the function."""
+        name: str = self._frame.f_globals.get("__name__", "")
+        return name
+
+    @property
+    def function(self) -> str:
+        """The name of the function."""
+        return self._frame.f_code.co_name
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Module and function, to look up in a table."""
+        return self.module, self.function
+
+    @property
+    def back(self) -> Caller | None:
+        """The caller of this function."""
+        frame = self._frame.f_back
+        return None if frame is None else Caller(frame)
+
+    def local(self, name: str) -> Any:
+        """Return the value of a local variable, or None."""
+        return self._frame.f_locals.get(name)
+
+
+def caller(depth: int = 1) -> Caller:
+    """Return the caller of the function that asks; ``depth``: how many calls further out."""
+    return Caller(sys._getframe(depth + 1))
+
+
+def callers() -> Iterator[Caller]:
+    """Return an iterator over the functions on the stack, from the one that asks outward."""
+    return _outward(Caller(sys._getframe(1)))
+
+
+def _outward(inner: Caller | None) -> Iterator[Caller]:
+    while inner is not None:
+        yield inner
+        inner = inner.back
+
+
+def converts_a_model() -> bool:
+    """Return True if ``nn.Module._apply`` calls, which replaces one parameter after the other.
+
+    An error then would leave a model of which some parameters are converted, and a plain result a
+    model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; products refuse it
+    in those that they cannot cast.
+    """
+    return any(x.place == APPLY for x in callers())
+
+
+def modules_that_run() -> list[nn.Module]:
+    """Return the modules whose methods are on the stack, from the innermost outward."""
+    found = (x.local("self") for x in callers())
+    return list(dict.fromkeys(x for x in found if isinstance(x, nn.Module)))
+
+
+def address_as_a_name(x: Tensor, asks: Caller) -> int | None:
+    """Return what ``x.data_ptr()`` is for a caller that reads no memory there, or None.
+
+    - ``Tensor.__deepcopy__`` and ``__reduce_ex__`` tell wrappers by a null pointer.
+    - accelerate's ``prepare`` notes the address of every parameter, to find those of an optimizer
+      again after ``fully_shard``. It gets that of the first bytes.
+
+    Raises:
+        NotImplementedError: accelerate would send frozen FP8 weights from rank 0 as plain values,
+            for which other ranks would wait in vain.
+    """
+    if asks.module == "torch._tensor":
+        return 0
+    for caller in _outward(asks):
+        if caller.module != "accelerate.accelerator":
+            return None
+        if caller.function == "_prepare_fsdp2":
+            if caller.local("self").state.fsdp_plugin.cpu_ram_efficient_loading:
+                raise NotImplementedError(
+                    "accelerate's cpu_ram_efficient_loading sends the state_dict of rank 0 as "
+                    "plain tensors, which frozen FP8 weights are not: prepare the model with "
+                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False), every rank "
+                    "having loaded it"
+                )
+            names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+            address: int = getattr(x, names[0]).data_ptr()
+            return address
+    return None

@@ -1,0 +1,153 @@
+"""Replacement of a parameter's content that keeps the identity of the object."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base import FP8Base
+from ..fp8_tensor import BlockwiseFP8Tensor
+from ..weight import BlockwiseFP8Weight
+from .callers import APPLY, PARAMETRIZE, caller
+
+_FP8 = BlockwiseFP8Weight, BlockwiseFP8Tensor
+_DATA: Any = Tensor.data  # the descriptor
+
+_FP8_ATTRIBUTES = {"_is_param"}.union(
+    *(getattr(kind, "__annotations__", ()) for fp8 in _FP8 for kind in fp8.__mro__)
+)
+"""Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
+
+
+def swap_in(parameter: Tensor, converted: Tensor) -> None:
+    """Give ``parameter`` the content of ``converted``; ties and optimizers keep the same object.
+
+    Hooks, attributes that other code has set, and ``main_grad`` stay. Graphs that wait for their
+    backward are kept if both are FP8; else their backward raises.
+
+    Raises:
+        RuntimeError: an autograd graph or a wrapper such as DDP uses the parameter.
+    """
+    if take_content(parameter, converted):
+        return
+    new = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+    del converted
+    carry_over(parameter, new)
+    new.grad = parameter.grad
+    try:
+        with _clear_error_in_backward(parameter):
+            torch.utils.swap_tensors(parameter, new)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"cannot convert a parameter of shape {list(parameter.shape)} in place ({error}): "
+            f"convert the model before wrapping it in DDP or FSDP, and not between a forward and "
+            f"its backward"
+        ) from error
+
+
+def take_content(parameter: Tensor, converted: Tensor) -> bool:
+    """Give an FP8 ``parameter`` the content of an FP8 tensor, as ``parameter.data = ...`` does.
+
+    The nodes of autograd keep the parameter, so that a backward that waits adds to its gradient, as
+    in plain PyTorch. After ``torch.utils.swap_tensors`` it would raise.
+
+    Returns:
+        False, and nothing changes, where ``.data`` cannot be set: one of them is plain, or a meta
+        tensor and the other is not.
+    """
+    if not (isinstance(parameter, _FP8) and isinstance(converted, _FP8)):
+        return False
+    if not torch._has_compatible_shallow_copy_type(parameter, converted):
+        return False
+    old = parameter.cache if isinstance(parameter, BlockwiseFP8Weight) else None
+    _carry_main_grad(parameter, converted)
+    kept = {n: x for n, x in parameter.__dict__.items() if n not in _FP8_ATTRIBUTES - {"_is_param"}}
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(parameter, converted)
+    parameter.__class__ = type(converted)
+    parameter.__dict__ = {**converted.__dict__, **kept}
+    if old is not None and old.main_grad is not None and old.main_grad.device != parameter.device:
+        old.main_grad = None  # a backward that waits would add to a buffer that nobody reads
+    return True
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+@functools.wraps(_swap_tensors)
+def swap_tensors(t1: Any, t2: Any) -> None:
+    """Swap two tensors as torch does, except for FP8 parameters.
+
+    - A swap with itself changes nothing. torch refuses one of a tensor with weak references, which
+      EMA helpers and ``torch.export`` hold.
+    - ``nn.Module._apply`` moves a parameter: it takes the content of the new one.
+    - ``register_parametrization`` gives a parameter the content of ``right_inverse(weight)``, which
+      is plain where that computes new values: it is refused.
+    """
+    if isinstance(t1, _FP8):
+        place = caller().place
+        if t1 is t2 or (place == APPLY and take_content(t1, t2)):
+            return
+        if place == PARAMETRIZE and not isinstance(t2, FP8Base):
+            raise NotImplementedError(
+                f"this parametrization would make an FP8 weight {list(t1.shape)} plain, so that "
+                f"its linear ran in high precision: register it before converting, which then "
+                f"leaves the linear alone, or convert with skip=[...]"
+            )
+    _swap_tensors(t1, t2)
+
+
+torch.utils.swap_tensors = swap_tensors
+
+
+def carry_over(old: Tensor, new: Tensor) -> None:
+    """Give ``new``, which is to be swapped in for ``old``, its hooks, attributes and main_grad."""
+    for name, value in old.__dict__.items():
+        if name not in _FP8_ATTRIBUTES:
+            new.__dict__.setdefault(name, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks) is not None:  # an empty dictionary takes hooks later
+            setattr(new, hooks, getattr(old, hooks))
+    _carry_main_grad(old, new)
+
+
+def _carry_main_grad(old: Tensor, new: Tensor) -> None:
+    if isinstance(old, BlockwiseFP8Weight) and isinstance(new, BlockwiseFP8Weight):
+        main_grad = old.cache.main_grad
+        new.cache.main_grad = None if main_grad is None else main_grad.to(new.device)
+
+
+@contextlib.contextmanager
+def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
+    """Make a backward that waits for ``parameter`` raise a clear error, around ``swap_tensors``.
+
+    ``swap_tensors`` makes the parameter's AccumulateGrad node raise, since its gradient would go to
+    the old content. Nothing tells from here whether a graph that holds the node will run backward:
+    that of a loss which is kept for its value will not.
+    """
+    node = None
+    if parameter.is_leaf and parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if node is None:
+        yield
+        return
+    shape = list(parameter.shape)
+
+    def refuse(grad_outputs: Any) -> None:
+        raise RuntimeError(
+            f"a parameter {shape} was converted between a forward and its backward, whose gradient "
+            f"would reach what the parameter was before: run backward before converting, or "
+            f"forward again after"
+        )
+
+    handle = node.register_prehook(refuse)  # hooks run in their order: before that of torch
+    try:
+        yield
+    except BaseException:
+        handle.remove()
+        raise

@@ -1,0 +1,228 @@
+"""Collectives of a tensor parallel group that are begun now and awaited later.
+
+A gather of tokens is exact: 1x128 blocks lie within a row, so the rowwise casts of the parts are
+those of the whole, byte for byte. Columnwise blocks lie along the tokens. Those of the parts are
+those of the whole if each part begins and ends where blocks do (:attr:`TokenShards.on_grid`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.scale_layouts import scale_of_lines
+
+Result = TypeVar("Result")
+
+
+class Pending(Generic[Result]):
+    """The result of collectives that run during other work."""
+
+    def __init__(self, parts: Sequence[Tensor], finish: Callable[..., Result]) -> None:
+        """Make the result by ``finish``, of the awaited ``parts``."""
+        self._parts, self._finish = parts, finish
+        self._made: list[Result] = []
+
+    def wait(self) -> Result:
+        """Return the result; the current stream waits for it, the host does not."""
+        if not self._made:
+            wait_tensor = torch.ops._c10d_functional.wait_tensor
+            self._made.append(self._finish(*map(wait_tensor, self._parts)))
+            self._parts = ()
+        return self._made[0]
+
+
+def ready(result: Result) -> Pending[Result]:
+    """Return an already completed result."""
+    return Pending((), lambda: result)
+
+
+def gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Begin to gather contiguous tensors of all ranks along dimension 0, in one collective."""
+    gathered: list[Tensor] = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
+        list(parts), group.size(), group.group_name
+    )
+    return gathered
+
+
+def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """Reduce a contiguous tensor over all ranks, now."""
+    ops = torch.ops._c10d_functional
+    made: Tensor = ops.wait_tensor(ops.all_reduce(x, op, group.group_name))
+    return made
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How partial sums of the ranks of ``group`` are added.
+
+    Attributes:
+        group: of the ranks.
+        dtype: in which partial sums travel; None: the dtype of the result.
+        in_rank_order: whether every rank's partial sum is sent as it is, and they are added in
+            fp32 in the order of ranks: the bits are then those of a loop over the ranks.
+    """
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype | None
+    in_rank_order: bool
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which partial sums of a result in ``dtype`` travel."""
+        return dtype if self.dtype is None else self.dtype
+
+    def all_reduce(self, partial: Tensor) -> Pending[Tensor]:
+        """Begin to add ``partial`` of all ranks; fp32 in rank order, else in its dtype."""
+        name, ops = self.group.group_name, torch.ops._c10d_functional
+        if self.in_rank_order:
+            size = self.group.size()
+            everyones = ops.all_gather_into_tensor(partial, size, name)
+            return Pending([everyones], lambda all: _in_order(all.view(size, *partial.shape)))
+        total = ops.all_reduce(partial, "sum", name)
+        return Pending([total], _as_it_is)
+
+    def reduce_scatter(self, partial: Tensor) -> Pending[Tensor]:
+        """Begin to add ``partial[ranks, ...]`` of all ranks; each rank gets its own ``[...]``.
+
+        The dtype is as of :meth:`all_reduce`.
+        """
+        name, ops = self.group.group_name, torch.ops._c10d_functional
+        if self.in_rank_order:
+            each = [1] * self.group.size()
+            return Pending([ops.all_to_all_single(partial, each, each, name)], _in_order)
+        total = ops.reduce_scatter_tensor(partial, "sum", self.group.size(), name)
+        return Pending([total], lambda mine: mine[0])
+
+
+def _in_order(partials: Tensor) -> Tensor:
+    """Return the fp32 sum of ``partials[ranks, ...]``, from the first rank to the last."""
+    total = partials[0].float()
+    for partial in partials[1:]:
+        total = total + partial
+    return total
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """Activations ``[..., K]`` cut along one of the leading dimensions, in equal parts.
+
+    Flattened to rows, the whole consists of ``outer`` runs, each of ``inner`` rows of every rank.
+
+    Attributes:
+        group: of the ranks.
+        dim: that is cut, counted from the front.
+        outer: the product of the dimensions before ``dim``.
+        inner: the product of this rank's dimensions from ``dim`` on, without the last.
+    """
+
+    group: dist.ProcessGroup
+    dim: int
+    outer: int
+    inner: int
+
+    @staticmethod
+    def of(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
+        """Describe tokens of which this rank has a part of ``shape``."""
+        return TokenShards(group, dim, math.prod(shape[:dim]), math.prod(shape[dim:-1]))
+
+    @staticmethod
+    def of_whole(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
+        """Describe the parts of all tokens, of ``shape``.
+
+        Raises:
+            ValueError: the ranks cannot hold equal parts.
+        """
+        ranks = group.size()
+        if shape[dim] % ranks:
+            raise ValueError(
+                f"dimension {dim} of an output {list(shape)} cannot be cut into equal parts for "
+                f"{ranks} ranks: pad the tokens to a multiple of {ranks}"
+            )
+        return TokenShards.of([*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]], dim, group)
+
+    @property
+    def ranks(self) -> int:
+        """The number of parts."""
+        return self.group.size()
+
+    def on_grid(self, format: BlockFormat) -> bool:
+        """Return True if the columnwise blocks of the parts are those of the whole."""
+        return self.inner % format.cols == 0
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of all tokens, given that of a part."""
+        return (*shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :])
+
+    def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a part, given that of all tokens."""
+        return (*shape[: self.dim], shape[self.dim] // self.ranks, *shape[self.dim + 1 :])
+
+    def gather_rowwise(self, part: Quantized) -> Pending[Quantized]:
+        """Begin to gather the rowwise form of the whole."""
+        format = part.format
+        blocks = part.scale.shape[1]
+        runs = self.ranks, blocks, self.outer, self.inner
+
+        def finish(data: Tensor, scale: Tensor) -> Quantized:
+            data = self._in_order(data).view(format.dtype)
+            lines = scale.view(runs).permute(1, 2, 0, 3).reshape(blocks, data.shape[0])
+            return Quantized(data, scale_of_lines(lines), format)
+
+        return self._gather(part, finish)
+
+    def gather_columnwise(self, part: Quantized) -> Pending[Quantized]:
+        """Begin to gather the columnwise form of the whole, of parts that are on the grid."""
+        format = part.format
+        assert self.on_grid(format)
+        rows, tokens = part.data.shape[0], self.outer * self.ranks * self.inner
+        blocks = self.inner // format.cols
+
+        def finish(data: Tensor, scale: Tensor) -> Quantized:
+            data = data.view(self.ranks, rows, self.outer, self.inner).permute(1, 2, 0, 3)
+            data = data.reshape(rows, tokens).view(format.dtype)
+            by_runs = scale.view(self.ranks, self.outer, blocks, part.scale.shape[0]).transpose(
+                0, 1
+            )
+            return Quantized(data, scale_of_lines(by_runs.flatten(0, 2)), format)
+
+        return self._gather(part, finish)
+
+    def gather_plain(self, part: Tensor) -> Pending[Tensor]:
+        """Begin to gather the rows ``[M, K]`` of the whole."""
+        return Pending(gather([part.contiguous()], self.group), self._in_order)
+
+    def reduce_scatter(self, partial: Tensor, reduction: Reduction) -> Pending[Tensor]:
+        """Begin to add ``partial[M, N]`` of all ranks; each gets the rows of its part."""
+        rows, width = self.outer * self.inner, partial.shape[1]
+        runs = partial.view(self.outer, self.ranks, self.inner, width).transpose(0, 1)
+        return reduction.reduce_scatter(runs.reshape(self.ranks, rows, width))
+
+    def _gather(
+        self, part: Quantized, finish: Callable[[Tensor, Tensor], Quantized]
+    ) -> Pending[Quantized]:
+        # bytes: gloo does not support e4m3, and converts tensors of several dtypes to one; scales
+        # by lines, without their padding
+        sent = part.data.view(torch.uint8), part.scale.t().contiguous().view(torch.uint8)
+        return Pending(
+            gather(sent, self.group),
+            lambda data, scale: finish(data, scale.flatten().view(torch.float32)),
+        )
+
+    def _in_order(self, gathered: Tensor) -> Tensor:
+        """Return gathered rows in the order of all tokens, not rank by rank."""
+        if self.outer == 1:
+            return gathered
+        rows, width = gathered.shape
+        runs = gathered.view(self.ranks, self.outer, self.inner, width).transpose(0, 1)
+        return runs.reshape(rows, width)

@@ -1,0 +1,284 @@
+"""The matmuls of a linear whose weight is cut between ranks.
+
+::
+
+    Colwise   fprop  y_r  = x · w_rᵀ          x gathered rowwise in FP8
+              dgrad  dx   = Σ_r g_r · w_r     partial sums, reduced in high precision
+              wgrad  dw_r = g_rᵀ · x          x gathered columnwise in FP8, beside dgrad
+
+    Rowwise   fprop  y    = Σ_r x_r · w_rᵀ    partial sums, reduced in high precision
+              dgrad  dx_r = g · w_r           g gathered rowwise in FP8
+              wgrad  dw_r = gᵀ · x_r          g gathered columnwise in FP8, beside dgrad
+
+Nothing is gathered where every rank has all tokens. Each rank saves its own tokens alone. Their
+columnwise form is gathered in FP8 if its blocks are those of all tokens; else the tokens are
+gathered in their own dtype and cast after the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd.linear import FP8Linear
+from ..autograd.plan import Plan, plan_matmul
+from ..autograd.products import Dense, Saved, saved_of, sum_rows
+from ..autograd.saved_weight import WeightRead
+from ..ops.cast.ops import quantize_columnwise
+from ..ops.formats import BlockFormat, Quantized
+from ..ops.gemm.ops import gemm
+from ..tensor.compat.aot_autograd import kept_in_backward
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .collectives import Pending, Reduction, TokenShards, ready
+from .weight_part import WeightPart, read_part
+
+
+def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -> Tensor:
+    """Return this rank's output of ``x wᵀ + bias``.
+
+    Args:
+        x: ``[..., K]``, or this rank's part of it.
+        w: this rank's part of the FP8 weight ``[N, K]``.
+        bias: this rank's part for :class:`Colwise`, the whole bias for :class:`Rowwise`.
+        product: the matmul of this call.
+
+    Raises:
+        TypeError, ValueError: as :func:`blocktensor.functional.linear`; an FP8 input of tokens or
+            of a weight that are cut off the grid of blocks.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        plan = plan_matmul(x, w, bias, None)
+        if plan.casts_x:
+            x = x.to(plan.out_dtype)
+        y: Tensor = FP8Linear.apply(x, w, bias, None, plan, product)
+        return y
+
+
+class _Parallel(Dense):
+    """A matmul of this rank's part of a weight.
+
+    Args:
+        tokens: how tokens are cut; None if every rank has all of them.
+        reduction: how partial sums are added; None returns them.
+        part: the place of the weight in the whole, if parts lie off the grid of blocks.
+    """
+
+    def __init__(
+        self, tokens: TokenShards | None, reduction: Reduction | None, part: WeightPart | None
+    ) -> None:
+        self.tokens, self.reduction, self.part = tokens, reduction, part
+        self.front = 0 if part is None else part.front
+
+    def weight(self, w: Tensor, plan: Plan) -> WeightRead:
+        """Read this rank's part of the weight."""
+        return read_part(w, self.part, plan)
+
+    def _without_front(self, x: Tensor, dim: int) -> Tensor:
+        """Cut off the rows or columns of zeros in front of the part of a weight."""
+        if not self.front:
+            return x
+        return x.narrow(dim, self.front, x.shape[dim] - self.front).contiguous()
+
+
+class Colwise(_Parallel):
+    """A weight cut along its outputs: every rank computes some columns of y."""
+
+    def __init__(
+        self, tokens: TokenShards | None, reduction: Reduction | None, part: WeightPart | None
+    ) -> None:
+        super().__init__(tokens, reduction, part)
+        self._gather = SharedGather()
+        self._read_tokens = tokens
+
+    def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
+        """Begin to gather the rowwise form of x; save this rank's tokens."""
+        x_row, saved = self._cast(x, plan)
+        self._gather.users += plan.needs[1]
+        pending = ready(x_row) if self.tokens is None else self.tokens.gather_rowwise(x_row)
+        return pending, saved if plan.needs[1] else (None, None)
+
+    def _cast(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
+        if isinstance(x, BlockwiseFP8Tensor) and x.prepared is not None:
+            shared: Any = x.prepared  # a SharedInput
+            self._gather, self._read_tokens = shared.gather, shared.tokens
+            return x.rowwise(), shared.saved
+        in_fp8 = is_gathered_in_fp8(plan.x_columnwise, self.tokens)
+        saves_tokens = plan.needs[1] and not in_fp8
+        if saves_tokens and not plan.saves_x and isinstance(x, BlockwiseFP8Tensor):
+            raise ValueError(
+                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear is cut where its "
+                f"columnwise blocks of {plan.format.cols} tokens do not begin: pass the "
+                f"high-precision tensor, or pad the tokens of each rank to a multiple of "
+                f"{plan.format.cols}"
+            )
+        row, col = self.forms(x, plan.format, plan.x_columnwise if in_fp8 else None)
+        return row, (x, None) if saves_tokens and not plan.saves_x else saved_of(x, col, plan)
+
+    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+        """Return this rank's columns of y, of all tokens."""
+        if bias is not None and self.front:
+            bias = F.pad(bias, (self.front, 0))
+        return self._without_front(super().fprop(x.wait(), w, bias, plan), 1)
+
+    def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape of all tokens."""
+        return shape if self.tokens is None else self.tokens.whole_shape(shape)
+
+    def wgrad_input(self, saved: Saved, plan: Plan) -> Any:
+        """Begin to gather what wgrad reads of all tokens."""
+        return self._gather.begin(saved, plan, self._read_tokens)
+
+    def grad_forms(
+        self, grad: Tensor, plan: Plan, needs_dx: bool, needs_dw: bool
+    ) -> tuple[Any, Any]:
+        """Return what dgrad and wgrad read of the gradient of this rank's columns."""
+        grad = grad.reshape(-1, grad.shape[-1])
+        behind = F.pad(grad, (self.front, 0)) if self.front else grad
+        row, col = plan.grad_formats
+        g_row, g_col = self.forms(behind, row if needs_dx else None, col if needs_dw else None)
+        return g_row, grad if plan.saves_x else g_col
+
+    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+        """Begin to reduce the partial sums of dx."""
+        if self.reduction is None:
+            return ready(super().dgrad(g, w, plan))
+        partial = gemm(g, w, None, self.reduction.wire(plan.x_dtype))
+        if self.tokens is None:
+            return self.reduction.all_reduce(partial)
+        return self.tokens.reduce_scatter(partial, self.reduction)
+
+    def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
+        """Return the gradient of this rank's rows of the weight."""
+        dw = super().wgrad(g, x.wait(), plan)
+        return self._without_front(dw, 0) if isinstance(g, Quantized) else dw
+
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+        """Wait for dx."""
+        return super().finish(None if dx is None else dx.wait().to(plan.x_dtype), dbias, plan)
+
+
+class Rowwise(_Parallel):
+    """A weight cut along its inputs: every rank computes a partial sum of y."""
+
+    reduction: Reduction
+
+    def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
+        """Cast this rank's columns of x."""
+        if self.part is not None and isinstance(x, BlockwiseFP8Tensor):
+            raise ValueError(
+                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear whose weight is cut "
+                f"off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
+            )
+        behind = F.pad(x, (self.front, 0)) if self.front else x
+        x_row, x_col = self.forms(behind, plan.format, plan.x_columnwise)
+        return x_row, saved_of(x, x_col, plan)
+
+    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+        """Return the sum of all ranks, of this rank's tokens or of all."""
+        partial = gemm(x, w, None, self.reduction.wire(plan.out_dtype))
+        if self.tokens is None:
+            y = self.reduction.all_reduce(partial).wait()
+        else:
+            y = self.tokens.reduce_scatter(partial, self.reduction).wait()
+        if bias is not None:
+            y = y.float() + bias.float()
+        # a view of what was reduced could not be modified by the caller
+        return torch.ops.aten._unsafe_view(y.to(plan.out_dtype), y.shape)
+
+    def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape of this rank's tokens, or of all."""
+        return shape if self.tokens is None else self.tokens.part_shape(shape)
+
+    def dbias(self, grad: Tensor, plan: Plan) -> Any:
+        """Begin to add the gradient of the bias, which every rank has whole, in fp32."""
+        own = sum_rows(grad, torch.float32)
+        return ready(own) if self.tokens is None else self.reduction.all_reduce(own)
+
+    def wgrad_input(self, saved: Saved, plan: Plan) -> Any:
+        """Return what wgrad reads of this rank's columns of x."""
+        return gather_saved(saved, plan, None)
+
+    def grad_forms(
+        self, grad: Tensor, plan: Plan, needs_dx: bool, needs_dw: bool
+    ) -> tuple[Any, Any]:
+        """Begin to gather what dgrad, then what wgrad reads of the gradient of all tokens."""
+        row, col = plan.grad_formats
+        tokens, grad = self.tokens, grad.reshape(-1, grad.shape[-1])
+        in_fp8 = is_gathered_in_fp8(col, tokens)
+        g_row, g_col = self.forms(
+            grad, row if needs_dx else None, col if needs_dw and in_fp8 else None
+        )
+        if tokens is None:
+            return ready(g_row), ready(grad if plan.saves_x else g_col)
+        dgrad_reads = None if g_row is None else tokens.gather_rowwise(g_row)
+        if not needs_dw:
+            return dgrad_reads, None
+        if g_col is not None:
+            return dgrad_reads, tokens.gather_columnwise(g_col)
+        return dgrad_reads, _cast_later(tokens.gather_plain(grad), col)
+
+    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+        """Return this rank's columns of dx."""
+        return self._without_front(super().dgrad(g.wait(), w, plan), 1)
+
+    def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
+        """Return the gradient of this rank's columns of the weight."""
+        dw = super().wgrad(g.wait(), x.wait(), plan)
+        return dw if plan.saves_x else self._without_front(dw, 1)
+
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+        """Wait for the gradient of the bias."""
+        return super().finish(dx, None if dbias is None else dbias.wait().to(plan.bias_dtype), plan)
+
+
+def is_gathered_in_fp8(format: BlockFormat | None, tokens: TokenShards | None) -> bool:
+    """Return True if parts have the columnwise blocks of all tokens, in this format."""
+    return format is not None and (tokens is None or tokens.on_grid(format))
+
+
+def gather_saved(saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
+    """Begin to gather what wgrad reads of all tokens, from what forward saved."""
+    x, scale = saved
+    assert x is not None
+    format = plan.x_columnwise
+    if scale is not None:
+        assert format is not None
+        form = Quantized(x, scale, format)
+        return ready(form) if tokens is None else tokens.gather_columnwise(form)
+    rows = x.reshape(-1, x.shape[-1])
+    return _cast_later(ready(rows) if tokens is None else tokens.gather_plain(rows), format)
+
+
+def _cast_later(rows: Pending[Tensor], format: BlockFormat | None) -> Pending[Any]:
+    """Cast rows columnwise once they have arrived; None: leave them in high precision."""
+    if format is None:
+        return rows
+    return Pending((), lambda: quantize_columnwise(rows.wait(), format))
+
+
+class SharedGather:
+    """One gather in backward for all linears that read one input.
+
+    Attributes:
+        users: the linears whose backwards will ask.
+    """
+
+    def __init__(self) -> None:
+        self.users = self._left = 0
+        self._pending: Pending[Any] | None = None
+
+    def begin(self, saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
+        """Begin :func:`gather_saved` for the first linear, and drop it after the last."""
+        if self._pending is None:
+            with kept_in_backward() if plan.tracing else nullcontext():
+                self._pending = gather_saved(saved, plan, tokens)
+            self._left = self.users
+        pending, self._left = self._pending, self._left - 1
+        if self._left <= 0:
+            self._pending = None
+        return pending

@@ -1,0 +1,391 @@
+"""A conversion that cannot be done raises before anything changes; who else holds a weight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from blocktensor import (
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    freeze,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
+from blocktensor.conversion import checks
+from blocktensor.conversion.checks import holders_of_weight
+from tests.support.models import (
+    DIM,
+    POWER_OF_TWO,
+    TOKENS,
+    Model,
+    complaint,
+    converted_names,
+    plain,
+    randn,
+    reasons,
+)
+
+if dist.is_available():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from tests.support.ranks import on_ranks
+    from tests.support.sharded import batch, build, mesh_of, shard
+
+LAST = "blocks.1.down"
+"""The last linear that is converted."""
+
+
+def everything(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: convert(model, skip_small=False, **options)
+
+
+def refused(
+    model: nn.Module, kind: type[Exception], run: Callable[[nn.Module], Any] | None = None
+) -> str:
+    """The complaint of a conversion, which leaves the model as it was."""
+
+    def state() -> list[Any]:
+        hooks = [len(m._state_dict_hooks) for m in model.modules()]
+        parameters = [(n, id(p), type(p), p.requires_grad) for n, p in model.named_parameters()]
+        return [hooks, parameters, [getattr(p, "recipe", None) for p in model.parameters()]]
+
+    before = state()
+    text = complaint(kind, lambda: (run or everything())(model))
+    assert state() == before
+    return " ".join(text.split())
+
+
+def fails_on_the_last(module: nn.Module, name: str) -> bool:
+    if name == LAST:
+        raise KeyError(name)
+    return True
+
+
+A_STR = (
+    "recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g. "
+    "Recipe(scale='power_of_two')"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "text"),
+    [
+        (TypeError, everything(recipe="power_of_two"), A_STR),
+        (TypeError, lambda m: to_blockwise_fp8_weights(m.lm_head, "power_of_two"), A_STR),  # type: ignore
+        (TypeError, everything(recipe=3),
+         "recipe=3 is a int: expected a blocktensor.Recipe, e.g. Recipe() or Recipe.fast()"),
+        (KeyError, everything(filter=fails_on_the_last), f"'{LAST}'"),
+        (TypeError, everything(filter=lambda m, n: None if n == LAST else True),
+         f"filter returned None for '{LAST}': expected True to convert it, False to skip it"),
+        (TypeError, everything(filter="*.up"),
+         "filter='*.up' is not callable: expected filter(module, name) -> bool"),
+    ],
+)  # fmt: skip
+def test_bad_choices(kind: type[Exception], run: Callable[[nn.Module], Any], text: str) -> None:
+    assert refused(Model(), kind, run) == text
+
+
+def test_a_lazy_linear_has_no_shape_yet() -> None:
+    model = Model()
+    model.blocks[1].down = nn.LazyLinear(DIM)
+    assert refused(model, ValueError) == (
+        "the weight of 'blocks.1.down' has no shape yet (nn.LazyLinear): run a batch through the "
+        "model first, then convert it"
+    )
+    refused(model, ValueError, convert)
+    refused(model.blocks[1].down, ValueError, to_blockwise_fp8_weights)
+    report = convert(model, skip=[LAST], skip_small=False)
+    row = next(line for line in str(report).splitlines() if line.startswith(LAST))
+    assert row.split()[:5] == [LAST, "?", "float32", "-", "-"]
+    assert report.parameters == sum(
+        p.numel() for name, p in model.named_parameters() if not name.startswith(LAST)
+    )
+    model(TOKENS)
+    assert converted_names(model) == ["blocks.0.up", "blocks.0.down", "blocks.1.up"]
+    everything()(model)
+    assert converted_names(model)[-1] == LAST
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_linear_in_float64(trainable: bool) -> None:
+    layer = nn.Linear(DIM, DIM, dtype=torch.float64).requires_grad_(trainable)
+    text = refused(layer, TypeError, to_blockwise_fp8_weights)
+    assert text.startswith("the weight has dtype torch.float64")
+
+
+@pytest.mark.parametrize("fake", ["weights", "mode"])
+def test_fake_tensors(fake: str) -> None:
+    model = Model()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if fake == "weights":
+            model = Model()
+        assert refused(model, NotImplementedError) == (
+            "cannot convert under FakeTensorMode, which keeps weak references to parameters, so "
+            "that none can change in place: convert the model before entering the mode, or build "
+            "it with torch.device('meta')"
+        )
+        refused(model.blocks[0].up, NotImplementedError, to_blockwise_fp8_weights)
+
+
+def test_a_weight_that_is_in_use() -> None:
+    model = Model()
+    x = randn(3, 3 * DIM, dtype=torch.float32, grad=True)
+    y = model.get_submodule(LAST)(x)
+    assert refused(model, RuntimeError) == (
+        "cannot convert the weight of 'blocks.1.down' [64, 192] in place: an autograd graph or a "
+        "wrapper such as DDP uses it; convert the model before wrapping it in DDP or FSDP, and "
+        "not between a forward and its backward"
+    )
+    y.sum().backward()
+    del y
+    assert model.get_submodule(LAST).weight.grad is not None
+    reference = weakref.ref(model.get_submodule(LAST).weight)
+    assert refused(model, RuntimeError) == (
+        "cannot convert the weight of 'blocks.1.down' [64, 192] in place: there are weak "
+        "references to it (weakref.ref), which would point to other content; drop them first"
+    )
+    del reference
+    everything()(model)
+    assert converted_names(model)[-1] == LAST
+
+
+@pytest.mark.parametrize("change", [freeze, unfreeze])
+def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) -> None:
+    model = Model()
+    everything()(model)
+    if change is unfreeze:
+        freeze(model)
+    last = model.get_submodule(LAST)
+    y = last(randn(3, 3 * DIM, dtype=torch.float32, grad=True))
+    view = last.weight.view_as(last.weight)
+    y.register_hook(lambda grad, held=view: None)
+    del view
+    refused(model, RuntimeError, change)
+    del y
+    assert len(change(model)) == 4
+
+
+def test_a_backward_that_is_under_way_goes_on() -> None:
+    layer = nn.Linear(DIM, DIM)
+    model = nn.Sequential(layer, nn.LazyLinear(DIM))
+    loss = layer(randn(3, DIM, dtype=torch.float32)).sum()
+    refused(model, ValueError)
+    loss.backward()
+    assert layer.weight.grad is not None
+
+
+# Converting again
+
+
+def test_another_recipe_is_taken_and_all_else_kept() -> None:
+    model = Model()
+    everything()(model)
+    up = model.blocks[0].up
+    up.weight.grad = torch.ones(3 * DIM, DIM)
+    up.weight.main_grad = buffer = torch.zeros(3 * DIM, DIM)
+    up.weight.tag = "mine"
+    seen: list[str] = []
+    up.weight.register_hook(lambda grad: seen.append("grad"))
+    weights = [p for p in model.parameters() if hasattr(p, "master")]
+    masters = [p.master for p in weights]
+    identities = [id(p) for p in model.parameters()]
+
+    report = convert(model, POWER_OF_TWO)  # its size no longer matters
+    assert {e.reason for e in report.converted} == {"trainable"}
+    assert [id(p) for p in model.parameters()] == identities
+    assert {p.recipe for p in weights} == {POWER_OF_TWO}
+    assert all(p.master is m for p, m in zip(weights, masters, strict=True))
+    assert up.weight.main_grad is buffer
+    assert up.weight.tag == "mine"
+    assert torch.equal(up.weight.grad, torch.ones(3 * DIM, DIM))
+    assert len(up._state_dict_hooks) == 1
+
+    fresh = Model()
+    everything(recipe=POWER_OF_TWO)(fresh)
+    assert torch.equal(model(TOKENS), fresh(TOKENS))
+    up.weight.main_grad = None
+    model(TOKENS).sum().backward()
+    assert seen == ["grad"]
+    assert not torch.equal(up.weight.grad, torch.ones(3 * DIM, DIM))
+
+
+def test_without_a_recipe_nothing_changes() -> None:
+    model = Model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    everything(recipe=POWER_OF_TWO)(model)
+    everything()(model)
+    model.apply(to_blockwise_fp8_weights)
+    everything(recipe=Recipe(), skip=["blocks"])(model)
+    found = {p.recipe for n, p in model.named_parameters() if hasattr(p, "recipe") and "b" in n}
+    weights = [model.get_submodule(name).weight for name in converted_names(model)]
+    assert [w.recipe for w in weights] == [POWER_OF_TWO] * 4 + [Recipe()]
+    assert found
+
+
+def test_a_frozen_weight_keeps_its_recipe() -> None:
+    model = Model()
+    model.get_submodule(LAST).requires_grad_(False)
+    everything()(model)
+    assert refused(model, ValueError, everything(recipe=POWER_OF_TWO)) == (
+        "the weight of 'blocks.1.down' is frozen in FP8, without its high-precision values: it "
+        "was cast with scale='fp32' and cannot be cast with scale='power_of_two'; convert the "
+        "original weights, or call without a recipe, which leaves alone what is FP8 already"
+    )
+    layer = model.get_submodule(LAST)
+    refused(layer, ValueError, lambda m: to_blockwise_fp8_weights(m, POWER_OF_TWO))
+    report = everything(recipe=POWER_OF_TWO, skip=[LAST])(model)
+    assert report.entries[-2].reason == "already converted"
+    assert layer.weight.recipe == Recipe()
+    assert model.blocks[0].up.weight.recipe == POWER_OF_TWO
+
+
+# Sharded models
+
+if dist.is_available():
+
+    @on_ranks(2, gpus=())
+    def test_after_an_fsdp2_forward(world: int, device: str) -> None:
+        for reshard in (True, False):
+            model = build()
+            shard(model, mesh_of(world, device), reshard_after_forward=reshard)
+            model(batch(0, device))
+            text = refused(model, NotImplementedError)
+            if reshard:
+                assert "'up' is a DTensor [300, 192] that FSDP2 has gathered" in text
+            assert "convert the model before" in text
+            model(batch(0, device)).sum().backward()
+
+    @on_ranks(2, gpus=())
+    def test_a_frozen_dtensor(world: int, device: str) -> None:
+        model = build()
+        model.down.requires_grad_(False)
+        shard(model, mesh_of(world, device))
+        text = refused(model, NotImplementedError)
+        assert text.startswith("the weight of 'down' is a frozen DTensor [130, 300]")
+        report = convert(model, skip=["down"], skip_small=False)
+        assert [e.name for e in report.converted] == ["up", "mid"]
+
+    @on_ranks(2, gpus=())
+    def test_a_weight_of_ddp(world: int, device: str) -> None:
+        text = refused(nn.parallel.DistributedDataParallel(build()), RuntimeError)
+        assert "a wrapper such as DDP uses it" in text
+
+    @on_ranks(2, gpus=())
+    def test_a_sharded_weight_stays_as_it_is(world: int, device: str) -> None:
+        for requires_grad in (True, False):
+            model = build()
+            model.requires_grad_(requires_grad)
+            everything()(model)
+            shard(model, mesh_of(world, device), reshard_after_forward=False)
+            kinds = [type(p) for p in model.parameters()]
+            for run in (freeze, unfreeze):
+                text = refused(model, NotImplementedError, run)
+                assert "the weight of 'up' is sharded by FSDP2" in text
+                assert "before fully_shard" in text
+            refused(model, ValueError, everything(recipe=POWER_OF_TWO))
+            report = everything()(model)
+            assert {e.reason for e in report.converted} == {"already converted"}
+            assert [type(p) for p in model.parameters()] == kinds
+            model(batch(0, device))
+            for run in (freeze, unfreeze) if requires_grad else ():
+                refused(model, NotImplementedError, run)
+
+    @on_ranks(2, gpus=())
+    def test_tensor_parallel_weights(world: int, device: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        model = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False))
+        mesh = init_device_mesh(device, (1, world), mesh_dim_names=("data", "tensor"))
+        for layer in model:
+            whole = plain(layer.weight)
+            layer.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [Shard(0)]))
+        remedy = "ColwiseParallel or RowwiseParallel of blocktensor"
+        assert remedy in refused(model, NotImplementedError)
+        fully_shard(model, mesh=mesh["data"])
+        assert remedy in refused(model, NotImplementedError)
+
+
+# Other modules that hold a weight
+
+
+def test_who_holds_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, embedding, other = nn.Linear(DIM, 50), nn.Embedding(50, DIM), nn.Module()
+    assert holders_of_weight(linear) == [linear]
+    embedding.weight = linear.weight
+    assert set(holders_of_weight(linear)) == {linear, embedding}
+    other.some = linear.weight
+    assert set(holders_of_weight(linear, known=2)) == {linear, embedding, other}
+    elsewhere = [dict(linear.named_parameters()), list(linear.parameters())]
+    assert set(holders_of_weight(linear)) == {linear, embedding, other}
+    del other.some, elsewhere
+    monkeypatch.setattr(checks.gc, "get_referrers", None)  # the search is saved
+    assert holders_of_weight(linear, known=2) == [linear]
+
+
+def test_apply_leaves_a_frozen_weight_to_its_embedding() -> None:
+    model = Model(tied=True).requires_grad_(False)
+    wanted = model.embed.weight.detach().clone()
+    with pytest.warns(UserWarning, match="stays in high precision") as warned:
+        model.apply(to_blockwise_fp8_weights)
+    assert [str(w.message) for w in warned] == [
+        "a frozen weight [50, 64] stays in high precision, because another module holds it too "
+        "(Embedding): give the linear a copy of its own, or let the weight require a gradient"
+    ]
+    assert model.lm_head.weight is model.embed.weight
+    assert type(model.embed.weight) is nn.Parameter
+    assert torch.equal(model.embed.weight, wanted)
+    assert len(converted_names(model)) == 4
+    model(TOKENS)
+
+
+def test_a_frozen_weight_that_attention_multiplies_by_stays() -> None:
+    """Without calling the linear that holds it."""
+    attention, linear = nn.MultiheadAttention(DIM, 2), nn.Linear(DIM, DIM)
+    linear.weight = attention.out_proj.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="NonDynamicallyQuantizableLinear"):
+        linear.apply(to_blockwise_fp8_weights)
+    assert type(linear.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_convert_knows_other_holders(inside: bool, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(DIM, 50), nn.Linear(DIM, DIM))
+    holder = nn.Module() if inside else nn.Embedding(50, DIM)
+    holder.weight = model[0].weight
+    model.requires_grad_(not frozen)
+    if inside:
+        model.append(holder)
+    report = convert(model, skip_small=False)
+    if frozen:
+        why = f"frozen, and another module holds it too: {type(holder).__name__}"
+        assert converted_names(model) == ["1"]
+        assert reasons(report)["0"] == why
+    else:
+        tied = {"2": "tied to '0'"} if inside else {}
+        found = {e.name: e.reason for e in report.converted}
+        assert found == {"0": "trainable", "1": "trainable", **tied}
+        assert isinstance(model[0].weight, BlockwiseFP8Weight)
+
+
+@pytest.mark.parametrize("use", [lambda model: model.apply(to_blockwise_fp8_weights), everything()])
+def test_many_frozen_weights_are_converted_without_a_search(
+    use: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(*objects: Any) -> list[Any]:
+        raise AssertionError("a search among all objects")
+
+    model = Model().requires_grad_(False)
+    monkeypatch.setattr(checks.gc, "get_referrers", search)
+    use(model)
+    assert len(converted_names(model)) >= 4

@@ -1,0 +1,190 @@
+"""Models of transformers that hold FP8 weights: what their own methods do then."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers", minversion="5.17")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    convert,
+    load_fp8,
+    save_fp8,
+    to_blockwise_fp8_weights,
+)
+from tests.support.pretrained import TOKENS, VOCABULARY, llama, quiet, saved
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Any:
+    with quiet():
+        yield
+
+
+def frozen_but_for_head(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    convert(model, skip_small=False)
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters, in high precision."""
+    return {name: value_of(x) for name, x in model.named_parameters()}
+
+
+def value_of(x: Any) -> Tensor:
+    if isinstance(x, BlockwiseFP8Tensor):
+        return x.dequantize()
+    held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
+    return held.detach().clone()
+
+
+# save_pretrained
+
+
+def test_trainer_saves_and_resumes_a_frozen_body(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "source", llama().bfloat16())
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    found = {}
+    for steps, resume in ((3, None), (3, str(tmp_path / "out" / "checkpoint-2"))):
+        model = frozen_but_for_head(folder)
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), max_steps=steps, save_steps=1, report_to=[], use_cpu=True,
+            per_device_train_batch_size=2, disable_tqdm=True, logging_steps=10,
+        )  # fmt: skip
+        Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=resume)
+        assert sum(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters()) == 14
+        found[resume] = values(model)
+    ways = list(found.values())
+    assert all(torch.equal(ways[0][name], ways[1][name]) for name in ways[0])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-3", dtype="auto")
+    assert all(torch.equal(x, ways[0][name]) for name, x in plain.named_parameters())
+
+
+def test_weights_that_load_fp8_has_frozen_are_saved(tmp_path: Path) -> None:
+    source = llama().bfloat16()
+    convert(source, skip_small=False)
+    save_fp8(source, tmp_path / "fp8")
+    model = llama(seed=1).bfloat16()
+    load_fp8(model, tmp_path / "fp8")
+    model.save_pretrained(tmp_path / "plain")
+    given = {name: x for name, x in model.state_dict().items() if "norm" not in name}
+    model.save_pretrained(tmp_path / "part", True, given)
+    wanted = values(model)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    assert all(torch.equal(x, wanted[name]) for name, x in plain.named_parameters())
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, BlockwiseFP8Tensor)
+    part = load_file(tmp_path / "part" / "model.safetensors")
+    assert part.keys() == given.keys()
+    assert all(torch.equal(x, wanted[name]) for name, x in part.items())
+
+
+# get_memory_footprint
+
+
+def test_a_frozen_weight_takes_a_byte() -> None:
+    model = llama().bfloat16()
+    before = model.get_memory_footprint()
+    frozen = model.requires_grad_(False)
+    convert(frozen, skip_small=False)
+    in_fp8 = [x for x in model.parameters() if isinstance(x, BlockwiseFP8Tensor)]
+    assert len(in_fp8) == 14
+    assert before - model.get_memory_footprint() == sum(x.numel() for x in in_fp8)
+    assert {x.element_size() for x in in_fp8} == {1}
+
+
+def test_a_trainable_weight_takes_what_its_master_does() -> None:
+    model = llama().bfloat16()
+    before = model.get_memory_footprint()
+    convert(model, skip_small=False)
+    assert model.get_memory_footprint() == before
+
+
+# resize_token_embeddings
+
+
+@pytest.mark.parametrize("size", [VOCABULARY, VOCABULARY + 8, VOCABULARY - 24])
+@pytest.mark.parametrize(
+    ("tied", "frozen"),
+    [(False, False), (False, True), (True, False)],
+    ids=["trainable", "frozen", "tied"],
+)
+def test_a_resized_head_stays_in_fp8(tied: bool, frozen: bool, size: int) -> None:
+    model, wanted = (llama(tied=tied).requires_grad_(not frozen) for _ in range(2))
+    if frozen:  # the values that the head has in FP8
+        with torch.no_grad():
+            twin = copy.deepcopy(wanted.lm_head)
+            to_blockwise_fp8_weights(twin)
+            wanted.lm_head.weight.copy_(twin.weight)
+    if tied:
+        model.apply(to_blockwise_fp8_weights)
+    else:
+        convert(model, convert_head=True, skip_small=False)
+    head, weight = model.lm_head, model.lm_head.weight
+    for one in (model, wanted):
+        torch.manual_seed(5)
+        one.resize_token_embeddings(size)
+    made = model.lm_head.weight
+    assert type(made) is (BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert made.shape == (size, 128) and made.requires_grad is not frozen
+    if size == VOCABULARY:
+        assert model.lm_head is head and made is weight
+    if frozen:
+        to_blockwise_fp8_weights(wanted.lm_head)
+    torch.testing.assert_close(value_of(made), value_of(wanted.lm_head.weight), rtol=0, atol=0)
+    embedding = model.get_input_embeddings().weight
+    assert (embedding is made) == tied
+    assert torch.equal(value_of(embedding), wanted.get_input_embeddings().weight)
+    assert model.config.vocab_size == size == model(TOKENS % size).logits.shape[-1]
+    state = model.state_dict()["lm_head.weight"]
+    assert isinstance(state, BlockwiseFP8Tensor) == frozen
+
+
+def test_a_resize_that_fails_changes_nothing() -> None:
+    model = llama()
+    convert(model, convert_head=True, skip_small=False)
+    weight, shape = model.lm_head.weight, model.get_input_embeddings().weight.shape
+    with pytest.raises(ValueError, match="not and integer"):
+        model.resize_token_embeddings(72, pad_to_multiple_of=1.5)
+    assert model.lm_head.weight is weight
+    assert model.get_input_embeddings().weight.shape == shape
+
+
+# Reference models that trl makes
+
+
+def reference(policy: Any, folder: Path) -> Any:
+    """What a method of trl's trainers does to get a reference model."""
+    names: dict[str, Any] = {"__name__": "trl.trainer.dpo_trainer", "kind": AutoModelForCausalLM}
+    exec("def make(self, folder):\n    return kind.from_pretrained(folder, dtype='auto')", names)
+    return names["make"](SimpleNamespace(model=policy), folder)
+
+
+def test_a_plain_reference_of_a_policy_in_fp8_warns(tmp_path: Path) -> None:
+    folder, other = saved(tmp_path / "a", llama()), saved(tmp_path / "b", llama(seed=1))
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reference(policy, folder)  # both plain
+        convert(policy, skip_small=False)
+        AutoModelForCausalLM.from_pretrained(folder)  # not by trl
+        reference(policy, other)  # a reward model, say
+    with pytest.warns(UserWarning, match=r"reference model in high precision.*copy.deepcopy"):
+        reference(policy, folder)

@@ -1,0 +1,270 @@
+"""What a converted module saves and loads: the plain tensors of an unconverted one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    convert,
+    freeze,
+    functional,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
+from tests.support.models import DIM, POWER_OF_TWO, TOKENS, Model, linear, plain, randn
+
+N, K = 128, 192
+X = randn(5, K, dtype=torch.float32)
+
+
+def test_state_dicts_cross_between_plain_and_converted() -> None:
+    ordinary, converted = Model(), Model().apply(to_blockwise_fp8_weights)
+    with torch.no_grad():
+        for p in converted.parameters():
+            p.mul_(3)
+    state = {key: value.clone() for key, value in converted.state_dict().items()}
+    for target in (ordinary, Model().apply(to_blockwise_fp8_weights)):
+        assert target.load_state_dict(state).missing_keys == []
+        assert target.load_state_dict(state).unexpected_keys == []
+        for p, wanted in zip(target.parameters(), converted.parameters(), strict=True):
+            assert torch.equal(plain(p), plain(wanted))
+    converted(TOKENS)  # fills the caches
+    converted.load_state_dict(Model().state_dict())
+    wanted = Model().apply(to_blockwise_fp8_weights)(TOKENS)
+    assert torch.equal(converted(TOKENS), wanted)
+
+
+@pytest.mark.parametrize("use", ["apply", "convert", "both"])
+def test_a_state_dict_holds_plain_tensors(use: str) -> None:
+    model = Model()
+    keys = list(model.state_dict())
+    if use in ("apply", "both"):
+        model.apply(to_blockwise_fp8_weights)
+    if use in ("convert", "both"):
+        convert(model, skip_small=False)
+    state = model.state_dict()
+    assert list(state) == keys
+    assert {type(value) for value in state.values()} == {Tensor}
+    up = model.blocks[1].up.weight
+    assert state["blocks.1.up.weight"].data_ptr() == up.master.data_ptr()
+    state["blocks.1.up.weight"].requires_grad_()  # of a tensor of its own, over the same memory
+    assert not up.master.requires_grad
+    assert model.state_dict(keep_vars=True)["blocks.1.up.weight"] is up
+    assert model.blocks[1].up.state_dict().keys() == {"weight", "bias"}
+    twin = copy.deepcopy(model)
+    mine = twin.state_dict()["blocks.1.up.weight"]
+    assert mine.data_ptr() == twin.blocks[1].up.weight.master.data_ptr() != up.master.data_ptr()
+
+
+def test_assigning_a_state_dict_keeps_weights_fp8() -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.apply(lambda m: to_blockwise_fp8_weights(m, POWER_OF_TWO))
+    state = {key: value.clone() for key, value in Model().state_dict().items()}
+    before = dict(state)
+    model.load_state_dict(state, assign=True)
+    for name, p in model.named_parameters():
+        assert p.requires_grad
+        assert isinstance(p, nn.Parameter)
+        assert torch.equal(plain(p), state[name])
+        assert state[name] is before[name]
+    up = model.blocks[0].up
+    assert isinstance(up.weight, BlockwiseFP8Weight)
+    assert up.weight.recipe == POWER_OF_TWO
+    assert up.weight.master.data_ptr() == state["blocks.0.up.weight"].data_ptr()
+    x = randn(3, DIM, dtype=torch.float32)
+    wanted = functional.linear(x, plain(up.weight), up.bias, recipe=POWER_OF_TWO)
+    assert torch.equal(up(x), wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_linear_that_takes_over_an_fp8_weight_keeps_it_fp8(frozen: bool) -> None:
+    """Also if it was no linear of the model when that was converted."""
+    source, target = linear(N, K, frozen=frozen), nn.Linear(K, N, bias=False)
+    target.weight = source.weight
+    state = {"weight": randn(N, K)}
+    for assign in (False, True):
+        target.load_state_dict(state, assign=assign)
+        source.load_state_dict(state, assign=assign)
+        assert type(target.weight) is type(source.weight)
+        assert torch.equal(target(randn(5, K)), source(randn(5, K)))
+
+
+def test_assigning_a_converted_models_weights() -> None:
+    source = linear(N, K, dtype=torch.float32)
+    target = linear(N, K, dtype=torch.float32)
+    target.load_state_dict(source.state_dict(keep_vars=True), assign=True)
+    assert isinstance(target.weight, BlockwiseFP8Weight)
+    assert target.weight.master is source.weight.master
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_saving_and_loading_a_state_dict(weights_only: bool) -> None:
+    module, fresh = (linear(N, K, bias=True, dtype=torch.float32) for _ in range(2))
+    with torch.no_grad():
+        module.weight.mul_(3)
+    module(X)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    assert file.tell() < 4 * N * K + 5000  # no FP8 form in the file
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=weights_only))
+    assert torch.equal(fresh.weight.master, module.weight.master)
+
+
+def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
+    module = linear(N, K, bias=True, dtype=torch.float32)
+    y = module(X)
+    again = pickle.loads(pickle.dumps(module))
+    assert again.weight.cache.master.data_ptr() == again.weight.master.data_ptr()
+    assert again.weight.cache.nbytes() == 0
+    assert torch.equal(again(X), y)
+    module.share_memory()
+    assert module.weight.master.is_shared()
+    assert torch.equal(module(X), y)
+
+
+def test_saving_as_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Model().apply(to_blockwise_fp8_weights)
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    for name, p in model.named_parameters():
+        assert torch.equal(loaded[name], plain(p))
+
+
+class Aliases(nn.Module):
+    """One weight under the names of an embedding, a linear and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(N, K)
+        self.head = nn.Linear(K, N, bias=False)
+        self.head.weight = self.embedding.weight
+        self.alias = self.head.weight
+        self.register_buffer("table", torch.ones(3))
+
+
+def test_whichever_module_holds_a_weight_its_state_is_plain() -> None:
+    """Also in modules that were made from converted ones later."""
+    model = Aliases().apply(to_blockwise_fp8_weights)
+    assert isinstance(model.alias, BlockwiseFP8Weight)
+    assert isinstance(model.embedding.weight, BlockwiseFP8Weight)
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    later = nn.Module()
+    later.register_parameter("taken", model.alias)
+    later.register_buffer("kept", model.alias.detach())
+    parametrized = parametrizations.weight_norm(linear(N, K))
+    for module in (model, later, parametrized, nn.ParameterList([model.alias])):
+        state = module.state_dict()
+        assert {type(value) for value in state.values()} == {Tensor}
+        for name, value in module.state_dict(keep_vars=True).items():
+            assert state[name].data_ptr() == value.data_ptr()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert b"BlockwiseFP8" not in file.getvalue()
+
+
+def test_assigned_weights_keep_their_main_grad() -> None:
+    module = linear(N, K)
+    module.weight.main_grad = torch.zeros(N, K)
+    module.load_state_dict({"weight": randn(N, K)}, assign=True)
+    assert module.weight.main_grad is not None
+    module(randn(3, K)).sum().backward()
+    assert module.weight.grad is None
+    assert module.weight.main_grad.any()
+
+
+def of_kind(kind: str, seed: int = 3) -> nn.Linear:
+    """A weight of 200x192 in one of its forms."""
+    module = nn.Linear(192, 200, bias=False, dtype=torch.float32)
+    with torch.no_grad():
+        module.weight.copy_(randn(200, 192, seed=seed, dtype=torch.float32))
+    module.requires_grad_(kind != "frozen")
+    if kind != "plain":
+        to_blockwise_fp8_weights(module, POWER_OF_TWO)
+    return module
+
+
+def values(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else plain(weight)
+
+
+KINDS = ("plain", "trainable", "frozen")
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_each_kind_loads_into_each(kind: str, target: str, assign: bool) -> None:
+    made, given = of_kind(target), of_kind(kind, seed=4)
+    wanted, kept, before = values(given.weight).clone(), made.weight, type(made.weight)
+    made.load_state_dict(given.state_dict(), assign=assign)
+    if target == "frozen":
+        wanted = BlockwiseFP8Tensor.from_values(wanted, (128, 128), POWER_OF_TWO).dequantize()
+    assert torch.equal(values(made.weight), wanted)
+    takes_type = assign and (kind, target) == ("frozen", "plain")
+    assert type(made.weight) is (BlockwiseFP8Tensor if takes_type else before)
+    assert made.weight is kept or assign
+    assert made.weight.requires_grad == (target != "frozen")
+    x = randn(5, 192, dtype=torch.float32)
+    if target != "plain" or takes_type:
+        assert torch.equal(made(x), functional.linear(x, wanted, recipe=POWER_OF_TWO))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_a_frozen_state_is_assigned_to_a_model_on_meta(frozen: bool) -> None:
+    given = of_kind("frozen")
+    with torch.device("meta"):
+        made = nn.Linear(192, 200, bias=False).requires_grad_(not frozen)
+        to_blockwise_fp8_weights(made, POWER_OF_TWO)
+    made.load_state_dict(given.state_dict(), assign=True)
+    assert torch.equal(values(made.weight), values(given.weight))
+    assert type(made.weight) is (BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert made.weight.requires_grad is not frozen
+    x = randn(5, 192, dtype=torch.float32).requires_grad_()
+    made(x).sum().backward()
+    assert (made.weight.grad is None) == frozen and x.grad is not None
+    assert torch.equal(made(x), given(x))
+
+
+class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}mine"] = self.weight.detach()
+
+
+def test_a_module_that_saves_its_state_itself_saves_plain_tensors() -> None:
+    module = OwnState(K, N)
+    to_blockwise_fp8_weights(module)
+    assert type(module.state_dict()["mine"]) is Tensor
+
+
+def test_hooks_are_registered_once() -> None:
+    model = nn.Sequential(linear(N, K), nn.GELU(), linear(K, N))
+    for _ in range(2):
+        freeze(model), unfreeze(model)
+        convert(model, POWER_OF_TWO, skip_small=False)
+        model.apply(to_blockwise_fp8_weights)
+    for module in (model[0], model[2]):
+        assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
+
+
+def test_what_is_copied_is_no_weight() -> None:
+    """Only what is assigned takes a weight's type; plain PyTorch copies any dtype."""
+    module, ordinary = linear(N, K), nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    for target in (module, ordinary):
+        target.load_state_dict({"weight": torch.arange(N * K).view(N, K)})
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            target.load_state_dict({"weight": torch.ones(3)})
+    assert torch.equal(plain(module.weight), ordinary.weight)

@@ -1,0 +1,205 @@
+"""The schedules of torch.distributed.pipelining give the bits of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from blocktensor import BlockwiseFP8Weight, Recipe, convert, functional, fuse
+from tests.support.mlps import MLP, K
+from tests.support.models import FP32_SCALES
+from tests.support.moe_models import TitanMoE
+from tests.support.ranks import on_ranks
+from tests.support.split_backward import needs_halves
+
+HIDDEN, VOCABULARY = 264, 300
+MICROBATCHES = 4  # as many as stages: DualPipeV takes no fewer
+OF_ONE_STAGE = ("GPipe", "1F1B")
+OF_A_V = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = [
+    *("GPipe", "1F1B", "Interleaved1F1B"),
+    *(pytest.param(name, marks=needs_halves) for name in ("InterleavedZeroBubble", *OF_A_V)),
+]
+
+Results = tuple[list[Tensor], dict[str, tuple[Tensor | None, Tensor | None]]]
+"""The loss of each microbatch; of each parameter the gradient and the ``main_grad``."""
+
+
+class Begin(nn.Module):
+    """An embedding, and linears with and without a bias: an FP8 product is the stage's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, K)
+        self.up, self.down = nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(self.embedding(tokens))))
+        return y
+
+
+class Residual(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(K), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x).flatten(0, 1)).view_as(x)
+
+
+class End(nn.Module):
+    """A linear, and the head that the loss multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.lm_head = nn.Linear(K, K), nn.Linear(K, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mix(x))
+
+    def loss(self, x: Tensor, target: Tensor) -> Tensor:
+        head = self.lm_head.weight
+        return functional.linear_cross_entropy(x.flatten(0, 1), head, target.flatten())
+
+
+@functools.cache
+def _converted(dtype: torch.dtype, recipe: Recipe) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = Begin(), Residual(MLP()), Residual(TitanMoE(3, K, HIDDEN)), End()
+    model = nn.Sequential(*blocks).to(dtype)
+    report = convert(model, recipe, skip=["*.gate"], skip_small=False, convert_head=True)
+    assert len(report.converted) == 10
+    assert len(fuse(model).fused) == 2
+    return model
+
+
+def build(
+    dtype: torch.dtype = torch.bfloat16, recipe: Recipe = FP32_SCALES, buffers: bool = False
+) -> Any:
+    """Four blocks; all parameters, also those that are not FP8, may have a ``main_grad``."""
+    model = copy.deepcopy(_converted(dtype, recipe))
+    if buffers:
+        for p in model.parameters():
+            p.main_grad = torch.ones(p.shape)
+    return model
+
+
+def batch(tokens: int, seed: int) -> Tensor:
+    """Tokens and targets, a row for each microbatch."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (2, MICROBATCHES, tokens), generator=generator)
+
+
+def results(model: nn.Module, losses: list[Tensor]) -> Results:
+    found = {name: (p.grad, getattr(p, "main_grad", None)) for name, p in model.named_parameters()}
+    return [loss.detach() for loss in losses], found
+
+
+def one_by_one(model: Any, tokens: int, seed: int = 0) -> Results:
+    """Run the microbatches one after another in this process."""
+    losses = []
+    for x, target in zip(*(t.split(1) for t in batch(tokens, seed)), strict=True):
+        losses.append(model[-1].loss(model(x), target))
+        losses[-1].backward()
+    return results(model, losses)
+
+
+@functools.cache
+def wanted(dtype: torch.dtype, tokens: int, buffers: bool) -> Results:
+    return one_by_one(build(dtype, buffers=buffers), tokens)
+
+
+class Pipeline:
+    """A schedule, and the stages of ``model`` that this rank runs."""
+
+    def __init__(self, name: str, model: Any, **options: Any) -> None:
+        self.model, rank = model, dist.get_rank()
+        stages = {rank: [rank]}
+        if name in OF_ONE_STAGE:
+            stages = {rank: [2 * rank, 2 * rank + 1]}
+        else:
+            second = 3 - rank if name in OF_A_V else rank + 2
+            stages[second] = [second]
+        count = 2 * len(stages)
+        self.prefixes = tuple(f"{block}." for blocks in stages.values() for block in blocks)
+        self.is_first, self.is_last = 0 in stages, count - 1 in stages
+        made = [
+            PipelineStage(nn.Sequential(*(model[i] for i in blocks)), i, count, torch.device("cpu"))
+            for i, blocks in stages.items()
+        ]
+        given: Any = made[0] if name in OF_ONE_STAGE else made
+        of_name: Any = get_schedule_class(name)
+        self.schedule = of_name(given, MICROBATCHES, loss_fn=model[-1].loss, **options)
+
+    def step(self, tokens: int, seed: int = 0) -> Results:
+        x, target = batch(tokens, seed)
+        losses: list[Tensor] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.schedule.step(
+                *((x,) if self.is_first else ()),
+                target=target if self.is_last else None,
+                losses=losses if self.is_last else None,
+            )
+        return results(self.model, losses)
+
+    def assert_same(self, found: Results, wanted: Results) -> None:
+        """The same losses, gradients and buffers of the stages of this rank, bit for bit."""
+        if self.is_last:
+            assert all(map(torch.equal, *(losses for losses, _ in (found, wanted))))
+            assert len(found[0]) == MICROBATCHES
+        for name, pair in wanted[1].items():
+            if name.startswith(self.prefixes):
+                for a, b in zip(found[1][name], pair, strict=True):
+                    assert (a is None) == (b is None), name
+                    if a is not None and b is not None:
+                        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [(torch.bfloat16, n) for n in (1, 127, 129, 384)] + [(torch.float32, 129)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", SCHEDULES)
+@on_ranks(2, gpus=())
+def test_a_step(
+    world: int, device: str, name: str, dtype: torch.dtype, tokens: int, buffers: bool
+) -> None:
+    pipeline = Pipeline(name, build(dtype, buffers=buffers), scale_grads=False)
+    pipeline.assert_same(pipeline.step(tokens), wanted(dtype, tokens, buffers))
+
+
+@pytest.mark.parametrize("name", [SCHEDULES[1], SCHEDULES[4]])
+@on_ranks(2, gpus=())
+def test_steps_of_an_optimizer_that_share_casts(world: int, device: str, name: str) -> None:
+    models = build(recipe=Recipe(cache_weight="step")), build()
+    pipeline = Pipeline(name, models[0], scale_grads=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for seed in range(3):
+        pipeline.assert_same(pipeline.step(65, seed), one_by_one(models[1], 65, seed))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", [SCHEDULES[1], SCHEDULES[4]])
+@on_ranks(2, gpus=())
+def test_buffers_are_scaled_as_gradients(world: int, device: str, name: str) -> None:
+    """It does so unless it is given scale_grads=False."""
+    pipeline, single = Pipeline(name, build(buffers=True)), build(buffers=True)
+    scaled = one_by_one(single, 127)
+    for p in single.parameters():
+        (p.main_grad if isinstance(p, BlockwiseFP8Weight) else p.grad).div_(MICROBATCHES)
+    pipeline.assert_same(pipeline.step(127), scaled)

@@ -1,0 +1,232 @@
+"""A fused module runs as written once anything that its forward reads has changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktensor import fuse, unfuse
+from blocktensor.fusion.forward_reads import Reads, reads_of
+from tests.support.compiling import afresh
+from tests.support.gated import assert_bits
+from tests.support.mlps import MLP, Model, X, converted, fused_in, results
+from tests.support.model_changes import TwiceMLP, twice
+from tests.support.models import Trace
+
+__all__ = ["afresh"]
+
+HERE = sys.modules[__name__]
+FACTOR = 1.0
+
+
+def hidden(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class Varied(MLP):
+    """SwiGLU by way of all that a forward may read."""
+
+    of_class, of_tuple = 1.0, (1.0, "x")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_instance, self.is_on = 1, False
+        self.config = SimpleNamespace(scale=1.0, other=3)
+        self.unread = 1
+
+    @property
+    def computed(self) -> float:
+        return self.of_class
+
+    def method(self, x: Tensor) -> Tensor:
+        return hidden(self.gate_proj(x), self.up_proj(x))
+
+    @staticmethod
+    def alone(x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.method(self.alone(x)))
+        if self.is_on:
+            y = -y
+        factors = self.of_instance, self.computed, self.of_tuple[0], self.config.scale, FACTOR
+        for factor in factors:
+            y = y * factor if factor != 1 else y
+        return y
+
+
+def times(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+def with_code(patch: Any, m: Any) -> None:
+    def method(self: Any, x: Tensor) -> Tensor:
+        return hidden(self.gate_proj(x), self.up_proj(x)) * 2
+
+    patch.setattr(Varied.method, "__code__", method.__code__)
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
+    "an attribute of the class": lambda patch, m: patch.setattr(Varied, "of_class", 2.0),
+    "a tuple": lambda patch, m: patch.setattr(Varied, "of_tuple", (2.0, "x")),
+    "an attribute": lambda patch, m: patch.setattr(m, "of_instance", 2),
+    "a flag": lambda patch, m: patch.setattr(m, "is_on", True),
+    "an attribute of the class, on the instance": lambda patch, m: patch.setattr(
+        m, "of_class", 2.0
+    ),
+    "a setting": lambda patch, m: patch.setattr(m.config, "scale", 2.0),
+    "a global": lambda patch, m: patch.setattr(HERE, "FACTOR", 2.0),
+    "a function": lambda patch, m: patch.setattr(HERE, "hidden", times(hidden)),
+    "a method": lambda patch, m: patch.setattr(Varied, "method", times(Varied.method)),
+    "a method of the instance": lambda patch, m: patch.setattr(m, "method", times(m.method)),
+    "a static method": lambda patch, m: patch.setattr(
+        Varied, "alone", staticmethod(times(Varied.alone))
+    ),
+    "a property": lambda patch, m: patch.setattr(Varied, "computed", property(lambda m: 2.0)),
+    "the code of a method": with_code,
+    "F.silu": lambda patch, m: patch.setattr(F, "silu", times(F.silu)),
+    "F.linear": lambda patch, m: patch.setattr(F, "linear", times(F.linear)),
+}
+
+
+OF_INSTANCES = {
+    *("an attribute", "a flag", "a setting", "a method of the instance"),
+    "an attribute of the class, on the instance",
+}
+
+
+UNSEEN = {"the code of a method", "F.silu"}
+"""Changes that Dynamo does not see; it takes a replaced F.silu for torch's."""
+
+
+def runs_fused(model: nn.Module) -> bool:
+    with Trace() as trace, torch.no_grad():
+        model(X.bfloat16())
+    return trace.count("blocktensor.gated ") > 0
+
+
+def fused() -> tuple[Any, Any]:
+    model = converted(Varied())
+    twin = copy.deepcopy(model)
+    assert fuse(model).left_alone == ()
+    return model, twin
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_forward_reads_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, twin), x = fused(), X.bfloat16()
+    before, copied = results(twin), copy.deepcopy(model)
+    with monkeypatch.context() as patch:
+        for each in (model, twin, copied) if name in OF_INSTANCES else (model,):
+            CHANGES[name](patch, each)
+        wanted = results(twin)
+        assert not torch.equal(wanted[0], before[0])
+        late = model if name == "a method of the instance" else copy.deepcopy(model)
+        for each in (model, copied, late):
+            assert_bits(results(each), wanted)
+            assert not runs_fused(each)
+        if name not in UNSEEN:
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(x), wanted[0])
+    for each in (model, copied):
+        assert_bits(results(each), before)
+        assert runs_fused(each)
+
+
+def test_what_it_does_not_read_does_not_count() -> None:
+    model, twin = fused()
+    for each in (model, twin):
+        each.unread, each.config.other, each.new = 2, 4, 5
+        each.of_instance = 1.0 if each.of_instance != 1 else int("1")
+    model.eval()
+    assert runs_fused(model)
+    assert_bits(results(model.train()), results(twin))
+
+
+@pytest.mark.parametrize("kind", ["of_instance", "scale"])
+def test_copies_have_settings_of_their_own(kind: str) -> None:
+    (model, twin), copied = fused(), None
+    copied = copy.deepcopy(model)
+    setattr(copied if kind == "of_instance" else copied.config, kind, 2)
+    assert runs_fused(model) and not runs_fused(copied)
+    assert_bits(results(model), results(twin))
+
+
+def test_a_pickle_of_other_settings_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = fused()
+    pickled = pickle.dumps(model)
+    assert runs_fused(pickle.loads(pickled))
+    monkeypatch.setattr(Varied, "of_class", 2.0)
+    made = pickle.loads(pickled)
+    assert not runs_fused(made)
+    assert_bits(results(made), results(twin))
+
+
+def test_pickles_compare_names_in_no_order() -> None:
+    """Those of code are sets, whose order another process does not share."""
+    reads = fused()[0]._fused_reads.found
+    assert len(reads) > 10
+    assert Reads(reads).names == Reads(reads[::-1]).names
+
+
+def test_settings_of_an_activation() -> None:
+    def made() -> Any:
+        return converted(MLP(act=nn.GELU()))
+
+    model, twin = made(), made()
+    assert fuse(model).left_alone == ()
+    assert runs_fused(model)
+    for each in (model, twin):
+        each.act_fn.approximate = "tanh"
+    assert_bits(results(model), results(twin))
+    assert not runs_fused(model)
+
+
+def test_they_are_few() -> None:
+    """Each is compared in every forward."""
+    model = converted(MLP())
+    names = sorted(read.name for read in reads_of(model, MLP))
+    # of the MLP, nn.Linear and nn.SiLU
+    of_classes = ["__code__"] * 3 + ["__call__"] * 2 + ["forward"] * 3
+    assert names == sorted(["F", "F", "inplace", "linear", "silu", "act_fn", *of_classes])
+
+
+@pytest.mark.parametrize("make", [MLP, Varied])
+def test_compilers_see_the_fused_function(make: type[MLP]) -> None:
+    model, seen = converted(make()), []
+
+    def backend(graph: Any, example: Any) -> Any:
+        seen.append(str(graph.graph))
+        return graph
+
+    fuse(model)
+    torch.compile(model, fullgraph=True, backend=backend)(X.bfloat16())
+    assert ("_gated_mlp_whole" in seen[0]) == (make is MLP)
+
+
+@pytest.mark.parametrize("later", ["unfuse", "another class"])
+def test_a_forward_that_was_wrapped_while_it_was_fused(later: str) -> None:
+    """The wrapper holds the bound forward of the fused class, as those of accelerate do."""
+    model, twin = (converted(Model()) for _ in range(2))
+    fuse(model)
+    for each in (model, twin):
+        for layer in each.layers:
+            layer["mlp"].forward = functools.partial(twice, layer["mlp"].forward)
+    if later == "unfuse":
+        unfuse(model)
+    else:
+        for layer in (*model.layers, *twin.layers):
+            layer["mlp"].__class__ = TwiceMLP
+    assert_bits(results(model), results(twin))
+    assert fused_in(model) == []

@@ -1,0 +1,306 @@
+"""fuse finds gated MLPs, keeps every bit, and can be undone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import Recipe, audit, convert, fuse, share_inputs, unshare_inputs
+from blocktensor.overrides import dynamo
+from tests.support.gated import assert_bits
+from tests.support.mlps import (
+    HIDDEN,
+    MLP,
+    K,
+    Model,
+    Torchtitan,
+    X,
+    converted,
+    fused_in,
+    planted,
+    results,
+)
+from tests.support.models import Trace, complaint, randn
+from tests.support.norms import runs_fused
+from tests.support.numeric import relative_error
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3", "Olmo2"]
+NORMS = {
+    "": ("input_layernorm", "post_attention_layernorm"),
+    "Gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
+    "DeepseekV3": (
+        "self_attn.q_a_layernorm",
+        "self_attn.kv_a_layernorm",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ),
+    "Olmo2": (),  # its norms are added to the residual stream
+}
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def language_model(family: str, recipe: Recipe | None = None) -> nn.Module:
+    options: dict[str, Any] = {
+        **{"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100},
+        **{"eos_token_id": 1, "pad_token_id": 0},
+    }
+    if family == "DeepseekV3":
+        options |= {"first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32}
+        options |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**options)
+    )
+    return converted(model, recipe or Recipe())
+
+
+def loss(model: nn.Module) -> Any:
+    return lambda _: model(input_ids=TOKENS, labels=TOKENS).loss
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers(family: str) -> None:
+    model = language_model(family)
+    wanted = results(model, run=loss(model))
+    report = fuse(model)
+    names = [entry.name for entry in report.fused]
+    assert names[:2] == fused_in(model) == [f"model.layers.{i}.mlp" for i in range(2)]
+    norms = [f"model.layers.{i}.{name}" for i in range(2) for name in NORMS.get(family, NORMS[""])]
+    assert names[2:] == norms
+    assert report.left_alone == ()
+    assert_bits(results(model, run=loss(model)), wanted)
+    with Trace() as trace:
+        results(model, run=loss(model))
+    act = "gelu_tanh" if family.startswith("Gemma") else "silu"
+    if act == "silu":
+        assert trace.count("blocktensor.gated silu 1x128") == 2
+        assert trace.count("blocktensor.gated_backward_with_h silu 1x128 1x128 1x128") == 2
+    else:
+        assert trace.count(f"blocktensor.gated {act} 1x128 1x128") == 2
+        assert trace.count(f"blocktensor.gated_backward {act} 1x128 1x128") == 2
+    assert runs_fused(model, run=loss(model)) == len(norms)
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_audit_shows_the_same_products(recompute: bool, wgrad_input: Any) -> None:
+    model = language_model("Llama", Recipe(wgrad_input=wgrad_input))
+
+    def products() -> list[Any]:
+        report = audit(model, input_ids=TOKENS, labels=TOKENS)
+        assert report.marked == ()
+        return [report.fp8_share, *sorted((e.kind, e.m, e.n, e.k, e.note) for e in report.entries)]
+
+    wanted = products()
+    fuse(model, recompute=recompute)
+    assert products() == wanted
+    report = audit(model, input_ids=TOKENS, labels=TOKENS)
+    assert sum(entry.module == "model.layers.0.mlp" for entry in report.entries) == 9
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gate_and_up_stored_in_fp8(recompute: bool) -> None:
+    model = converted(Model())
+    wanted = results(model)
+    formula = "down_proj(silu(gate_proj(x)) * up_proj(x)), gate and up stored in FP8"
+    report = fuse(model, store_fp8=True, recompute=recompute)
+    assert [entry.computes for entry in report.fused] == [formula] * 2
+    made = results(model)
+    assert_bits(made[:1], wanted[:1])
+    for i, (got, exact) in enumerate(zip(made, wanted, strict=True)):
+        assert got is not None
+        assert exact is not None
+        assert relative_error(got, exact) <= (0.1 if i else 0)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results(model)
+    of_h = [t.dtype for t in saved if type(t) is Tensor and t.itemsize < 4 and HIDDEN in t.shape]
+    assert of_h == [torch.float8_e4m3fn] * (4 if recompute else 6)
+    fuse(model)
+    assert_bits(results(model), wanted)
+
+
+@pytest.mark.parametrize("make", [MLP, Torchtitan, lambda: renamed("gate", "up", "down")])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_names(make: Any, recompute: bool, device: torch.device) -> None:
+    model = converted(Model(make)).to(device)
+    wanted = results(model, X.to(device))
+    fuse(model, recompute=recompute)
+    assert fused_in(model) == ["layers.0.mlp", "layers.1.mlp"]
+    assert_bits(results(model, X.to(device)), wanted)
+
+
+def renamed(*names: str) -> nn.Module:
+    class Renamed(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up, down = (getattr(self, name) for name in names)
+            return down(self.act_fn(gate(x)) * up(x))
+
+    Renamed.names = names  # type: ignore[assignment]
+    return Renamed()
+
+
+def test_the_report() -> None:
+    model = converted(Model(layers=3))
+    model.layers[1]["mlp"].up_proj.register_forward_hook(lambda *_: None)
+    assert_expected_inline(
+        str(fuse(model)),
+        """\
+module            class  computes                                    result
+----------------  -----  ------------------------------------------  -----------------
+layers.*.mlp (2)  MLP    down_proj(silu(gate_proj(x)) * up_proj(x))  fused
+layers.1.mlp      MLP    down_proj(silu(gate_proj(x)) * up_proj(x))  up_proj has hooks
+2 fused, 1 left alone""",
+    )
+    assert_expected_inline(
+        str(fuse(converted(nn.Sequential(nn.Linear(K, K))))),
+        """\
+no gated MLP was found, and no norm that linears read; give other names by hand:
+fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})""",
+    )
+
+
+@pytest.mark.parametrize("act", ["silu", "act_fn", None])
+def test_other_names(act: str | None) -> None:
+    model = converted(Model(lambda: renamed("a", "b", "c")))
+    assert fuse(model).entries == ()
+    wanted = results(model)
+    assert len(fuse(model, mlp={"*.0.mlp": ("a", "b", "c", act)}).fused) == 1
+    assert fused_in(model) == ["layers.0.mlp"]
+    assert_bits(results(model), wanted)
+    swapped = fuse(model, mlp={"*.1.mlp": ("b", "a", "c", act)})
+    assert "differs in its output" in swapped.left_alone[0].reason
+    assert fused_in(model) == ["layers.0.mlp"]
+
+
+def test_bad_input() -> None:
+    assert_expected_inline(
+        complaint(ValueError, lambda: fuse(Model())),
+        """\
+no linear of this Model is in FP8, so there is no cast to fuse: convert it first
+with blocktensor.convert(model)""",
+    )
+    model = converted(Model())
+
+    def run(pattern: str, *names: str | None) -> str:
+        text = complaint(ValueError, lambda: fuse(model, mlp={pattern: names}))  # type: ignore
+        assert fused_in(model) == []
+        return text
+
+    assert_expected_inline(
+        run("*.MLP", "w1", "w3", "w2", None),
+        """\
+mlp pattern '*.MLP' matches no module of this Model: expected a pattern of module
+names, e.g. '*.mlp'""",
+    )
+    assert_expected_inline(
+        run("*.mlp", "w1", "w3", "w2", None),
+        """\
+mlp pattern '*.mlp' names 'layers.0.mlp', a MLP without 'w1'; it has 'gate_proj',
+'up_proj', 'down_proj', 'act_fn'""",
+    )
+    assert_expected_inline(
+        run("*.mlp", "gate_proj", "up_proj", "down_proj", "acts"),
+        """\
+mlp pattern '*.mlp': 'layers.0.mlp' has no attribute 'acts', and no activation is
+called so: expected one of silu, gelu, gelu_tanh, relu2""",
+    )
+    assert_expected_inline(
+        run("*.mlp", "gate_proj", "up_proj", "down_proj"),
+        """\
+mlp={'*.mlp': ('gate_proj', 'up_proj', 'down_proj')}: expected (gate, up, down,
+activation), e.g. ('w1', 'w3', 'w2', 'silu')""",
+    )
+    assert_expected_inline(
+        run("*.mlp", "gate_proj", "up_proj", "gate_proj", "silu"),
+        """\
+mlp pattern '*.mlp': down is 'gate_proj', as gate is: expected another; gate and up
+alone may be one""",
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mlp": 5},
+        {"norm": ["*.norm"]},
+        {"experts": "*"},
+        {"mlp": {"*": 5}},
+        {"mlp": {"*": "gate_proj"}},
+        {"norm": {3: ("q",)}},
+        {"experts": {"*": ("a", 1, "b", None)}},
+        {"recompute": "yes"},
+        {"store_fp8": 1},
+    ],
+    ids=str,
+)
+def test_options_of_other_types(options: Any) -> None:
+    model = converted(Model())
+    (name,) = options
+    with pytest.raises(TypeError, match=rf"^{name}=.*: expected "):
+        fuse(model, **options)
+    assert fused_in(model) == []
+    with pytest.raises(TypeError, match=r"fuse takes a model, an nn\.Module: got a NoneType"):
+        fuse(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", ["fuse", "share"])
+def test_with_shared_inputs(first: str) -> None:
+    model = language_model("Llama")
+    wanted = results(model, run=loss(model))
+    if first == "fuse":
+        fuse(model)
+        sharing = share_inputs(model)
+    else:
+        sharing = share_inputs(model)
+        assert fuse(model).left_alone == ()
+    for _ in range(2):
+        assert_bits(results(model, run=loss(model)), wanted)
+    with Trace() as trace:
+        model(input_ids=TOKENS)
+    assert trace.count("blocktensor.gated") == 2
+    assert (sharing.casts, sharing.saved) == (8, 8)  # q, k, v share one; and o
+    unshare_inputs(model)
+    assert_bits(results(model, run=loss(model)), wanted)
+
+
+def test_a_model_without_memory_is_verified_by_drawn_weights() -> None:
+    with torch.device("meta"):
+        model = Model()
+        bad = planted("a scaled output")
+    for each in (model, bad):
+        convert(each.bfloat16(), skip_small=False)
+    assert len(fuse(model).fused) == 2
+    assert all(p.is_meta for p in model.parameters())
+    assert "differs in its output" in fuse(bad).left_alone[0].reason
+    model.to_empty(device="cpu")
+    like = converted(Model())
+    model.load_state_dict(like.state_dict())
+    assert_bits(results(model), results(like))
+
+
+def test_bits_in_many_shapes_on_a_gpu_and_here(device: torch.device) -> None:
+    model = converted(MLP(bias=True)).to(device)
+    twin = copy.deepcopy(model)
+    fuse(model)
+    for i, rows in enumerate((0, 1, 2, 127, 128, 129, 300)):
+        x = randn(rows, K, seed=i, device=device)
+        assert_bits(results(model, x), results(twin, x))
+
+
+def test_compilers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a fused model may be compiled before its first eager call."""
+    monkeypatch.setattr(dynamo, "_announced", False)
+    monkeypatch.setattr(dynamo, "announce_if_loaded", lambda: None)
+    fuse(converted(planted("a constant")))
+    assert not dynamo._announced
+    fuse(converted(MLP()))
+    assert dynamo._announced

@@ -1,0 +1,304 @@
+"""Norms that FP8 linears read are found and verified."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import convert, fuse, share_inputs, unfuse
+from tests.support.gated import assert_bits
+from tests.support.mlps import MLP, K, X, converted, results
+from tests.support.models import complaint, plain
+from tests.support.norms import (
+    NAMES,
+    Attention,
+    Block,
+    Norm,
+    OfTorch,
+    blocks,
+    fused_blocks,
+    fused_norms,
+    runs_fused,
+)
+from tests.support.siblings import watched_casts
+
+
+class Gemma(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scaled(x) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class OneRounding(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scaled(x) * self.weight.float()).to(x.dtype)
+
+
+class Biased(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+class HiddenBias(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-3
+
+
+class OtherEps(Norm):
+    eps = 1e-6
+
+    def scaled(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class EpsOutside(Norm):
+    def scaled(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class Centred(Norm):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x.float() - x.float().mean(-1, keepdim=True))
+
+
+class InHalf(Norm):
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Clamped(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-100.0, 100.0))
+
+
+class Scaled(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.01
+
+
+class Dropped(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class InEvaluation(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.training else 1.01)
+
+
+class NoGradient(Norm):
+    def scaled(self, x: Tensor) -> Tensor:
+        x = x.float()
+        mean = x.pow(2).mean(-1, keepdim=True).detach()
+        return x * torch.rsqrt(mean + self.variance_epsilon)
+
+
+class ByTorch(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (K,), self.weight, self.variance_epsilon)
+
+
+class ByTorchOtherEps(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (K,), self.weight, 1e-7)
+
+
+class ByTorchTwice(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class ByTorchInParts(ByTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (K,), None, self.variance_epsilon) * self.weight
+
+
+class Pair(Norm):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+PLANTED = [
+    OneRounding, Biased, HiddenBias, OtherEps, EpsOutside, Centred, InHalf, Clamped, Scaled,
+    Dropped, InEvaluation, NoGradient, ByTorchOtherEps, ByTorchTwice, ByTorchInParts, Pair,
+    lambda: nn.LayerNorm(K, bias=False), lambda: nn.RMSNorm(K, elementwise_affine=False),
+]  # fmt: skip
+
+
+def test_planted_differences() -> None:
+    reasons = []
+    for make in PLANTED:
+        model = blocks(make)
+        before = {name: plain(p).clone() for name, p in model.named_parameters()}
+        torch.manual_seed(4)
+        state = torch.get_rng_state()
+        report = fuse(model)
+        assert fused_norms(model) == []
+        entries = [x for x in report.left_alone if x.name == NAMES[0]]
+        reasons.append(f"{entries[0].kind}: {entries[0].reason}")
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(plain(p), before[name]) for name, p in model.named_parameters())
+        assert all(module.training for module in model.modules())
+    assert_expected_inline(
+        "\n".join(reasons),
+        """\
+OneRounding: differs in its output
+Biased: has more than a weight: bias
+HiddenBias: differs in its output
+OtherEps: differs in its output
+EpsOutside: differs in its output
+Centred: differs in its output
+InHalf: differs in its output
+Clamped: differs in its output
+Scaled: differs in its output
+Dropped: differs in its output
+InEvaluation: differs in its output in evaluation mode
+NoGradient: differs in the gradient of its input
+ByTorchOtherEps: torch computes it in one kernel
+ByTorchTwice: torch computes it in one kernel
+ByTorchInParts: torch computes it in one kernel
+Pair: differs in the type of its output
+LayerNorm: differs in its output
+RMSNorm: it has no weight [K]""",
+    )
+
+
+def test_gemma() -> None:
+    model, twin = fused_blocks(Gemma)
+    assert_bits(results(model), results(twin))
+    assert runs_fused(model) == 4
+
+
+@pytest.mark.parametrize("norm", [Norm, OfTorch, ByTorch])
+def test_linears_share_one_cast_of_a_norm(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of attention, twice; fused MLPs cast once anyway."""
+    model = blocks(norm)
+    casts = watched_casts(monkeypatch)
+    counts = []
+    for _ in range(2):
+        model(X.bfloat16())  # the first run finds the linears that get one input
+        casts.clear()
+        model(X.bfloat16())
+        counts.append(len(casts))
+        report = fuse(model)
+    assert {x.reason for x in report.left_alone} == (
+        set() if norm is Norm else {"torch computes it in one kernel"}
+    )
+    assert counts == [2 * (3 + 1 + 2 + 1), 2 * (1 + 1 + 1 + 1)]
+    unfuse(model)
+    casts.clear()
+    model(X.bfloat16())
+    assert len(casts) == counts[0]
+
+
+def test_sharing_that_was_asked_for_outlives_unfuse() -> None:
+    model = blocks()
+    fuse(model)
+    report = share_inputs(model)
+    unfuse(model)
+    for _ in range(2):
+        model(X.bfloat16())
+    assert report.saved == 2 * 2 * (2 + 1)
+
+
+class Parallel(nn.Module):
+    """Attention and an MLP that read one norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = Norm(), Attention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.self_attn(h) + self.mlp(h)
+
+
+def test_a_fused_mlp_that_is_not_the_only_reader() -> None:
+    model = converted(Parallel())
+    twin = copy.deepcopy(model)
+    readers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+               "mlp.gate_proj", "mlp.up_proj")  # fmt: skip
+    report = fuse(model, norm={"norm": readers})
+    assert [x.computes for x in report.fused][1:] == [
+        "norm for self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, mlp.up_proj"
+    ]
+    assert fused_norms(model) == ["norm"]
+    assert_bits(results(model), results(twin))
+
+
+def test_the_report() -> None:
+    model = blocks()
+    model.layers[1].self_attn.k_proj = nn.Linear(K, K, bias=False, dtype=torch.bfloat16)
+    convert(model.layers[1].self_attn, skip=["k_proj"], skip_small=False)
+    report = fuse(model)
+    assert_expected_inline(
+        "\n".join(f"{x.name}: {x.reason or x.computes}" for x in report.entries[2:]),
+        """\
+layers.0.input_layernorm: norm for q_proj, k_proj, v_proj of self_attn
+layers.0.post_attention_layernorm: norm for gate_proj, up_proj of mlp
+layers.1.input_layernorm: norm for q_proj, k_proj, v_proj of self_attn
+layers.1.post_attention_layernorm: norm for gate_proj, up_proj of mlp""",
+    )
+    assert "layers.*.post_attention_layernorm (2)" in str(report)
+    assert runs_fused(model) == 4
+
+
+def test_names_by_hand() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.inner = (
+                Norm(),
+                nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K)}),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            return self.inner["a"](x) * self.inner["b"](x)
+
+    model = converted(Own())
+    twin = copy.deepcopy(model)
+    assert fuse(model).entries == ()
+    report = fuse(model, norm={"bef*": ("inner.a", "inner.b")})
+    assert [x.computes for x in report.fused] == ["norm for a, b of inner"]
+    assert_bits(results(model), results(twin))
+    assert runs_fused(model) == 1
+
+
+def test_bad_input() -> None:
+    model = blocks()
+    assert_expected_inline(
+        complaint(ValueError, lambda: fuse(model, norm={"nothing": ("a",)})),
+        """\
+norm pattern 'nothing' matches no module of this Blocks: expected a pattern of
+module names, e.g. '*.attention_norm'""",
+    )
+    assert_expected_inline(
+        complaint(ValueError, lambda: fuse(model, norm={"layers.0.input_layernorm": ("mlp.no",)})),
+        """\
+norm pattern 'layers.0.input_layernorm' names 'layers.0.input_layernorm', whose
+parent, a Block, lacks a linear: MLP has no attribute `no`""",
+    )
+    assert_expected_inline(
+        complaint(TypeError, lambda: fuse(model, norm={"layers.0.input_layernorm": "mlp"})),
+        """\
+norm={'layers.0.input_layernorm': 'mlp'}: expected patterns of module names, each
+with names in a tuple, e.g. {'*.norm': ('attn.q', 'attn.k', 'attn.v')}""",
+    )
+    assert fused_norms(model) == []
+
+
+def test_one_block_alone() -> None:
+    """The report of a module without a parent."""
+    assert fuse(converted(Block())).left_alone == ()

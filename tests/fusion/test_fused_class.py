@@ -1,0 +1,370 @@
+"""What every fused module keeps in its surroundings: its bits, and all that others do to it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import audit, freeze, fuse, share_inputs, unfreeze, unfuse
+from blocktensor.fusion.fused_class import fused_modules
+from tests.support.compiling import afresh, graphs  # noqa: F401
+from tests.support.fused_kinds import KINDS, Kind
+from tests.support.gated import assert_bits
+from tests.support.mlps import MLP, Model
+from tests.support.mlps import converted as converted_mlps
+from tests.support.models import Trace
+from tests.support.ranks import on_ranks
+
+DTYPES = [torch.bfloat16, torch.float32]
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def test_bits(kind: Kind, device: torch.device) -> None:
+    model, twin = (x.to(device) for x in kind.fused())
+    assert_bits(kind.results(model), kind.results(twin))
+    assert kind.fused_runs(model) == kind.runs
+    assert kind.fused_runs(twin) == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(kind: Kind, use_reentrant: bool) -> None:
+    model, twin = kind.fused()
+    run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
+    assert_bits(kind.results(model, run), kind.results(twin))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_and_fp32_masters(kind: Kind, dtype: torch.dtype) -> None:
+    model, twin = kind.fused(dtype)
+    assert_bits(kind.results(model), kind.results(twin))
+    as_written = 0 if dtype == torch.bfloat16 else kind.in_bf16
+    assert kind.fused_runs(model) == kind.runs - as_written
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bits(kind.results(model), kind.results(twin))
+        assert kind.fused_runs(model) == kind.runs - kind.in_bf16
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_audit_shows_the_same_products(kind: Kind, recompute: bool) -> None:
+    reports = [audit(x, *kind.args(x)) for x in kind.fused(recompute=recompute)]
+    ours, theirs = (
+        (x.fp8_share, x.marked, sorted((e.kind, e.m, e.n, e.k, e.note) for e in x.entries))
+        for x in reports
+    )
+    assert ours == theirs
+
+
+def test_frozen_and_thawed(kind: Kind) -> None:
+    model, twin = kind.fused()
+    for change in (freeze, unfreeze):
+        change(model), change(twin)
+        assert_bits(kind.results(model), kind.results(twin))
+        assert kind.fused_runs(model) == kind.runs
+
+
+def test_main_grads() -> None:
+    (model, twin), kind = KINDS["mlp"].fused(), KINDS["mlp"]
+    weights = [[m.weight for m in x.modules() if isinstance(m, nn.Linear)] for x in (model, twin)]
+    for weight in itertools.chain(*weights):
+        weight.main_grad = torch.ones(weight.shape)
+    assert_bits(kind.results(model), kind.results(twin))
+    for a, b in zip(*weights, strict=True):
+        assert torch.equal(a.main_grad, b.main_grad)
+        assert not torch.equal(a.main_grad, torch.ones(a.shape))
+
+
+# Dynamo itself instantiates the Functions that it traces; transformers' experts as written.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@pytest.mark.parametrize("shared", [False, True])
+def test_compiled(kind: Kind, shared: bool) -> None:
+    model, twin = kind.fused()
+    if shared:
+        share_inputs(model)
+    seen: list[int] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        seen.append(sum("_gated_mlp_whole" in str(node.target) for node in graph.graph.nodes))
+        return aot_eager(graph, example)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        assert_bits(kind.results(model, compiled), kind.results(twin))
+    assert graphs() == 1
+    assert seen == [kind.runs - kind.in_bf16]
+    with torch.no_grad():
+        assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+    unfuse(model)
+    assert_bits(kind.results(model, compiled), kind.results(twin))
+
+
+def steps(kind: Kind, model: nn.Module) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(*kind.args(model))
+        y.square().mean().backward()
+        optimizer.step()
+    return y.detach()
+
+
+@pytest.mark.parametrize("order", ["fuse, shard", "shard, fuse", "fuse, shard it"])
+@on_ranks(2)
+def test_fsdp2(world: int, device: str, order: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for name, kind in KINDS.items():
+        dtype = torch.bfloat16 if name in ("mlp", "experts") else torch.float32
+        model = kind.make(dtype).to(device)
+        twin = copy.deepcopy(model)
+        if order.startswith("fuse"):
+            kind.fuse(model)
+        for each in (model, twin):
+            if order.endswith("it"):
+                fully_shard(each.get_submodule(kind.module), mp_policy=policy)
+            for layer in each.layers if "input_layernorm" in str(each) else ():
+                fully_shard(layer, mp_policy=policy)
+            if order.endswith("it") <= (kind.module != ""):
+                fully_shard(each, mp_policy=policy)
+        if order.endswith("fuse"):
+            kind.fuse(model)
+        assert torch.equal(steps(kind, model), steps(kind, twin))
+        assert kind.fused_runs(model) == kind.runs
+        assert len(unfuse(model)) == kind.runs
+        assert kind.fused_runs(model) == 0
+        steps(kind, model)
+
+
+# Copies, state, and back
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_are_fused(kind: Kind, how: str) -> None:
+    model, twin = kind.fused(recompute=True)
+    if how == "deepcopy":
+        made = copy.deepcopy(model)
+    elif how == "pickle":
+        made = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    assert [x for x, _ in fused_modules(made)] == [x for x, _ in fused_modules(model)]
+    assert_bits(kind.results(made), kind.results(twin))
+    assert kind.fused_runs(made) == kind.runs
+    assert len(unfuse(made)) == kind.runs
+    assert kind.fused_runs(model) == kind.runs
+    assert [type(x) for x in made.modules()] == [type(x) for x in twin.modules()]
+
+
+def test_undone(kind: Kind) -> None:
+    model, twin = kind.fused()
+    for (name, one), other in zip(model.named_modules(), twin.modules(), strict=True):
+        assert isinstance(one, type(other)), name
+        assert (type(one).__name__, repr(one)) == (type(other).__name__, repr(other))
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    part = model.get_submodule(kind.module)
+    names = tuple(x for x, _ in fused_modules(part))
+    assert "" in names and tuple(unfuse(part)) == names
+    assert kind.fused_runs(model) == kind.runs - len(names)
+    unfuse(model)
+    assert unfuse(model) == []
+    for one, other in zip(model.modules(), twin.modules(), strict=True):
+        assert type(one) is type(other)
+        assert vars(one).keys() == vars(other).keys()
+    assert kind.fused_runs(model) == 0
+
+
+def test_state_dicts_load(kind: Kind) -> None:
+    model, twin = kind.fused()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    model.load_state_dict(twin.state_dict())
+    assert_bits(kind.results(model), kind.results(twin))
+
+
+def test_other_instances_of_the_class_stay(kind: Kind) -> None:
+    model, twin = kind.fused()
+    with Trace() as trace:
+        twin(*kind.args(twin))
+    assert trace.count("blocktensor.gated ") == 0
+    assert not list(fused_modules(twin))
+    assert len(list(fused_modules(model))) == kind.runs
+
+
+# What comes between
+
+
+def scaled(forward: Any) -> Any:
+    return lambda self, *args: forward(self, *args) * 2
+
+
+# transformers' experts as written
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
+def test_a_forward_of_the_class_that_is_replaced_later_runs(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = kind.fused()
+    early, pickled = copy.deepcopy(model), pickle.dumps(model)
+    own: Any = type(twin.get_submodule(kind.module))
+    with monkeypatch.context() as patched:
+        patched.setattr(own, "forward", scaled(own.forward))
+        late, loaded = copy.deepcopy(model), pickle.loads(pickled)
+        again = pickle.loads(pickle.dumps(model))
+        for each in (model, early, late, loaded, again):
+            assert_bits(kind.results(each), kind.results(twin))
+            assert kind.fused_runs(each) == kind.runs - kind.alike
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+    for each in (model, early, late):
+        assert_bits(kind.results(each), kind.results(twin))
+        assert kind.fused_runs(each) == kind.runs
+    assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+
+
+@pytest.mark.parametrize("inner", [nn.Linear, nn.SiLU])
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+def test_code_of_inner_classes_that_is_replaced_later_runs(
+    monkeypatch: pytest.MonkeyPatch, inner: type, name: str
+) -> None:
+    (model, twin), kind = KINDS["mlp"].fused(), KINDS["mlp"]
+    with monkeypatch.context() as patched:
+        patched.setattr(inner, name, scaled(getattr(inner, name)))
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert_bits(kind.results(each), kind.results(twin))
+            assert kind.fused_runs(each) == 0
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        if name == "forward":  # Dynamo calls modules in its own way
+            assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+    assert_bits(kind.results(model), kind.results(twin))
+    assert kind.fused_runs(model) == kind.runs
+    assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+
+
+def test_hooks_on_the_module_itself_run(kind: Kind) -> None:
+    model, twin = kind.fused()
+    for each in (model, twin):
+        module = each.get_submodule(kind.module)
+        module.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))
+        module.register_forward_hook(lambda m, args, y: y * 3)
+    assert_bits(kind.results(model), kind.results(twin))
+    assert kind.fused_runs(model) == kind.runs
+
+
+def test_hooks_for_all_modules_run(kind: Kind) -> None:
+    model, _ = kind.fused()
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m) or None)
+    try:
+        assert kind.fused_runs(model) == kind.in_bf16  # norms call no module
+    finally:
+        handle.remove()
+    called = [m for m in model.modules() if not isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    assert set(called) <= set(seen)
+    assert kind.fused_runs(model) == kind.runs
+
+
+class Halves(TorchFunctionMode):
+    """Changes what ops compute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made / 2 if func in (F.silu, F.linear, torch.rsqrt) else made
+
+
+def test_torch_function_modes_see_the_ops_of_the_module(kind: Kind) -> None:
+    model, twin = kind.fused()
+    with Halves():
+        assert_bits(kind.results(model), kind.results(twin))
+        assert kind.fused_runs(model) == 0
+    with torch.device("cpu"):  # a mode too, which changes where tensors are made
+        assert_bits(kind.results(model), kind.results(twin))
+        assert kind.fused_runs(model) == kind.runs
+
+
+def test_other_arguments_run_as_written() -> None:
+    class Takes(MLP):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    model = converted_mlps(Takes())
+    twin, kind = copy.deepcopy(model), KINDS["mlp"]
+    fuse(model)
+    (x,) = kind.args(model)
+    assert torch.equal(model(x, 2.0), twin(x) * 2)
+    assert torch.equal(model(x=x), twin(x))
+    assert torch.equal(model(x, scale=0.5), twin(x) * 0.5)
+    assert kind.fused_runs(model) == 1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("store_fp8", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "experts"])
+def test_what_is_saved(name: str, store_fp8: bool, recompute: bool) -> None:
+    kind = KINDS[name]
+    model, _ = kind.fused(recompute=recompute, store_fp8=store_fp8)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(*kind.args(model))
+    rows = [t.dtype for t in saved if type(t) is Tensor and t.ndim == 2 and 320 in t.shape]
+    of_gate_and_up = 2 if store_fp8 else 0
+    assert rows.count(torch.bfloat16) == kind.runs * (2 - of_gate_and_up)
+    # of few rows backward computes h and both gradients at once
+    of_h = not recompute and (store_fp8 or name == "experts")
+    assert rows.count(torch.float8_e4m3fn) == kind.runs * (of_gate_and_up + of_h)
+
+
+def test_models_without_memory(kind: Kind) -> None:
+    """Are verified by drawn weights."""
+    with torch.device("meta"):
+        model = kind.make(torch.bfloat16)
+    kind.fuse(model)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    twin = kind.make(torch.bfloat16)
+    model.load_state_dict(twin.state_dict())
+    for old, new in zip(twin.buffers(), model.buffers(), strict=True):
+        new.copy_(old)
+    assert_bits(kind.results(model), kind.results(twin))
+
+
+def test_a_fused_module_takes_nothing_along() -> None:
+    model, _ = KINDS["norm"].fused()
+    norm = model.get_submodule("layers.0.input_layernorm")
+    assert len(pickle.dumps(norm)) < 4 * 192 + 4000
+    assert copy.deepcopy(norm)._modules == {}
+
+
+def test_once_more() -> None:
+    model = converted_mlps(Model())
+    fuse(model, store_fp8=True)
+    kinds = [type(each) for each in model.modules()]
+    handle = model.layers[0]["mlp"].up_proj.register_forward_hook(lambda *_: None)
+    assert [entry.name for entry in fuse(model, recompute=True).left_alone] == ["layers.0.mlp"]
+    handle.remove()
+    ((name, other),) = fused_modules(model)
+    assert (name, other._fused_pattern.recompute) == ("layers.1.mlp", True)
+    assert not other._fused_pattern.store_fp8
+    assert type(model.layers[0]["mlp"]) is MLP
+    fuse(model)
+    assert kinds == [type(each) for each in model.modules()]

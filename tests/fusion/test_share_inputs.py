@@ -1,0 +1,388 @@
+"""Linears that are given one input share its cast, and nobody can tell by the results."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Tensor, Recipe, share_inputs, unshare_inputs
+from blocktensor import to_blockwise_fp8_weights as to_fp8
+from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.conv1d import Conv1D
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
+from tests.support.reference_ops import replace_op
+from tests.support.siblings import (
+    Casts,
+    K,
+    Mlp,
+    N,
+    Qkv,
+    X,
+    assert_same,
+    converted,
+    results,
+    watched_casts,
+)
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    return watched_casts(monkeypatch)
+
+
+# Bits
+
+
+@pytest.mark.parametrize("bf16_autocast", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
+def test_results_and_gradients_are_those_of_the_unshared_model(
+    recipe: Recipe, bf16_autocast: bool
+) -> None:
+    shared, unshared, by_hand = (converted(Qkv(h), recipe) for h in (False, False, True))
+    share_inputs(shared)
+    for seed in range(3):  # the first run finds what the others expect
+        x = randn(2, 5, K, seed=seed, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16_autocast):
+            y, *wanted = results(unshared, x)
+            assert_same(results(shared, x), [y, *wanted])
+            hand = results(by_hand, x)
+        # by hand under autocast, dx is summed in bf16
+        assert_same([y, *wanted][bf16_autocast * 2 :], hand[bf16_autocast * 2 :])
+
+
+def test_bf16_gradients_are_those_of_quantize_by_hand() -> None:
+    shared, by_hand = (converted(Qkv(h).bfloat16()) for h in (False, True))
+    share_inputs(shared)
+    for seed in range(3):
+        x = randn(40, K, seed=seed)
+        assert_same(results(shared, x), results(by_hand, x))
+
+
+def test_a_lone_linear_gives_the_same_and_saves_no_more() -> None:
+    sizes = []
+    for share in (False, True):
+        model = converted(Qkv())
+        if share:
+            share_inputs(model)
+        for _ in range(2):
+            saved: dict[int, Tensor] = {}
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, saved=saved: saved.setdefault(t.data_ptr(), t), lambda t: t
+            ):
+                model(X)
+            sizes.append(sum(t.nbytes for t in saved.values() if t.dtype == torch.float8_e4m3fn))
+    assert sizes == [16 * (3 * K + N)] * 2 + [16 * (K + N)] * 2  # 9 tokens in whole vectors
+
+
+# Casts
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("kind", "alone"), [(Qkv, 4), (Mlp, 3)])
+def test_one_cast_an_activation(
+    casts: Casts, kind: type[nn.Module], alone: int, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = converted(kind())
+    if not grad:  # nobody will ask for the other form
+
+        def fail(x: Tensor, format: BlockFormat) -> Quantized:
+            raise AssertionError("a columnwise cast without gradients")
+
+        replace_op(monkeypatch, "quantize_columnwise", fail)
+    with torch.set_grad_enabled(grad):
+        model(X)
+        assert len(casts) == alone
+        report = share_inputs(model)
+        for run in range(1, 4):
+            casts.clear()
+            model(X)
+            assert len(casts) == 2
+            assert (report.casts, report.saved) == (2 * run, (alone - 2) * run)
+
+
+def test_the_report() -> None:
+    model = converted(nn.ModuleDict({"layers": nn.ModuleList([Qkv(), Qkv()]), "mlp": Mlp()}))
+    report = share_inputs(model)
+    assert "not run yet" in str(report)
+    for layer in model["layers"]:
+        layer(X)
+    model["mlp"](X)
+    assert_expected_inline(
+        str(report),
+        """\
+module        linears         given one input  casts  saved
+------------  --------------  ---------------  -----  -----
+layers.* (2)  q, k, v, o      q+k+v, o         2      2
+mlp           gate, up, down  gate+up, down    2      1
+3 groups; 6 casts made, 5 saved""",
+    )
+    assert share_inputs(model).groups == report.groups  # again changes nothing
+    assert len(model["mlp"]._forward_pre_hooks) == 1
+
+
+def test_conv1d_shares_too(casts: Casts) -> None:
+    def qkv() -> nn.Module:
+        model = Qkv()
+        model.q, model.k = Conv1D(N, K), Conv1D(N, K)
+        return converted(model)
+
+    shared, unshared = qkv(), qkv()
+    share_inputs(shared)
+    for _ in range(2):
+        wanted = results(unshared, X)
+        casts.clear()
+        shared(X)
+        assert len(casts) == 2
+        assert_same(results(shared, X), wanted)
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_linears_in_a_container_are_siblings(kind: type, casts: Casts) -> None:
+    class Contained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            linears = [nn.Linear(K, N) for _ in range(3)]
+            named = zip("abc", linears, strict=True)
+            inner = nn.ModuleList(linears) if kind is nn.ModuleList else nn.ModuleDict(named)
+            self.experts = nn.ModuleDict({"inner": inner})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(expert(x) for expert in self.experts["inner"].children())  # type: ignore[return-value]
+
+    model = converted(Contained())
+    assert [group.name for group in share_inputs(model).groups] == [""]
+    model(X)
+    assert len(casts) == 1
+
+
+def test_a_module_called_twice_with_one_input(casts: Casts) -> None:
+    shared, by_hand = (converted(Qkv(h)) for h in (False, True))
+    for model in (shared, by_hand):
+        model.between = model.q
+    share_inputs(shared)
+    for _ in range(3):
+        wanted = results(by_hand, X)
+        casts.clear()
+        shared(X)
+        assert len(casts) == 2
+        assert_same(results(shared, X), wanted)
+
+
+def test_no_gradient_stays_none() -> None:
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> None:
+            return None
+
+    for share in (False, True):
+        model, leaf = converted(Qkv()), X.clone().requires_grad_()
+        model.forward = lambda x, model=model: Cut.apply(model.q(x) * model.k(x))
+        if share:
+            share_inputs(model)
+        model(leaf).sum().backward()
+        assert leaf.grad is None
+
+
+def test_a_different_recipe_is_cast_by_itself() -> None:
+    shared, unshared = Qkv(), Qkv()
+    for model in (shared, unshared):
+        converted(model)
+        to_fp8(model.k, POWER_OF_TWO)
+        assert (model.k.weight.recipe, model.v.weight.recipe) == (POWER_OF_TWO, FP32_SCALES)
+    wanted = results(unshared, X)
+    share_inputs(shared)
+    assert_same(results(shared, X), wanted)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_cast_without_gradients_does_not_serve_one_with(
+    first: Callable[[], Any], learned: bool, frozen: bool
+) -> None:
+    shared, unshared = Qkv(), Qkv()
+    for model in (shared, unshared):
+        for linear in (model.q, model.k, model.v):
+            linear.weight.requires_grad_(not frozen)
+        converted(model)
+        model.between = lambda x, model=model: without(model, x)
+
+    def without(model: nn.Module, x: Tensor) -> None:
+        with first():
+            model.k(x), model.v(x)
+
+    share_inputs(shared)
+    for _ in range(1 + learned):
+        assert_same(results(shared, X), results(unshared, X))
+
+
+def test_a_frozen_linear_first() -> None:
+    shared, unshared = Qkv(), Qkv()
+    for model in (shared, unshared):
+        model.q.weight.requires_grad_(False)
+        converted(model)
+        assert type(model.q.weight) is BlockwiseFP8Tensor
+    share_inputs(shared)
+    assert_same(results(shared, X), results(unshared, X))
+
+
+def test_autocast_within_the_module() -> None:
+    def other(x: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append((model.k(x), model.v(x)))
+
+    outputs: list[tuple[Tensor, Tensor]] = []
+    for share in (False, True):
+        model = converted(Qkv(between=other))
+        if share:
+            share_inputs(model)
+        model(X)
+    assert outputs[0][0].dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+# Around it
+
+
+def test_copies_share_for_themselves(casts: Casts) -> None:
+    model, file = converted(Qkv()), io.BytesIO()
+    report = share_inputs(model)
+    y = model(X)
+    torch.save(model, file)
+    file.seek(0)
+    copies = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    )
+    for twin in copies:
+        casts.clear()
+        mine = share_inputs(twin)
+        assert mine.groups[0] is not report.groups[0]
+        assert torch.equal(twin(X), y)
+        assert len(casts) == 2
+        assert (mine.casts, report.casts) == (4, 2)
+        unshare_inputs(twin)
+        casts.clear()
+        twin(X)
+        assert len(casts) == 4
+    model(X)
+    assert report.casts == 4
+
+
+def test_removing_leaves_the_model_as_it_was(casts: Casts) -> None:
+    model = converted(Qkv())
+    keys = list(model.state_dict())
+    report = share_inputs(model)
+    assert list(model.state_dict()) == keys
+    assert {type(value) for value in model.state_dict().values()} == {Tensor}
+    assert unshare_inputs(model) == [group.name for group in report.groups]
+    assert unshare_inputs(model) == []
+    for module in model.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks)
+        assert not module._forward_hooks_always_called
+    model(X)
+    assert len(casts) == 4
+
+
+def test_linears_converted_later_join(casts: Casts) -> None:
+    model = Qkv()
+    for linear in (model.q, model.k):
+        to_fp8(linear)
+    first = share_inputs(model)
+    assert first.groups[0].linears == ("q", "k")
+    converted(model)
+    second = share_inputs(model)
+    assert second.groups[0].linears == ("q", "k", "v", "o")
+    model(X)
+    assert len(casts) == 2
+    assert (first.casts, second.casts) == (0, 2)
+
+
+def test_an_input_in_fp8_already_is_left_alone(casts: Casts) -> None:
+    model = converted(Qkv(by_hand=True))
+    report = share_inputs(model)
+    for _ in range(2):
+        model(X)
+    assert (report.casts, report.saved) == (2, 0)  # o's
+
+
+def test_whoever_watches_ops_sees_those_of_the_unshared_model() -> None:
+    model, seen = converted(Qkv()), []
+    model(X)
+    for _ in range(2):
+        with Trace() as trace, torch.no_grad():
+            model(X)
+        seen.append(trace.ops)
+        share_inputs(model)
+        model(X)
+    assert seen[0] == seen[1]
+    assert trace.count("quantize_rowwise 1x128") == 4
+
+
+def test_the_hooks_compile_to_nothing() -> None:
+    model = converted(Qkv())
+    report = share_inputs(model)
+    for linear in (model.q, model.k, model.v, model.o):
+        linear.weight = nn.Parameter(plain(linear.weight))
+    y = model(X)
+    assert model._forward_hooks
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), y)
+    assert report.casts == 0
+
+
+def test_a_backward_hook_of_a_linear_sees_its_own_gradient() -> None:
+    seen: list[Tensor] = []
+    for share in (False, True):
+        model = converted(Qkv())
+        model.k.register_full_backward_hook(lambda _, grad_in, __: seen.append(grad_in[0]))
+        if share:
+            share_inputs(model)
+        results(model, X)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_the_linears_own_complaints_stand() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+        def forward(self, x: Any) -> Tensor:
+            return self.q(x) + self.k(x)
+
+    def complaints() -> list[str]:
+        found = []
+        for run, x in (*((model, x) for x in bad), (torch.func.vmap(model), X[None])):
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+                run(x)
+            found.append(repr(error.value))
+        return found
+
+    model = converted(Module())
+    bad = (X.double(), X[:, :5], torch.tensor(1.0), X.bfloat16(), X.long(), [1.0])
+    wanted = complaints()
+    share_inputs(model)
+    assert complaints() == wanted
+
+
+def test_nothing_to_share() -> None:
+    assert_expected_inline(
+        complaint(ValueError, lambda: share_inputs(Qkv())),
+        """\
+no linear of this Qkv is in FP8, so there is no cast to share: convert it first with
+blocktensor.convert(model)""",
+    )
+    assert share_inputs(converted(nn.Linear(K, N))).groups == ()

@@ -1,0 +1,373 @@
+"""What ran in FP8 and what did not, in one forward and backward of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from blocktensor import audit, audit_step, convert, freeze, share_inputs
+from blocktensor.reports import AuditReport
+from tests.support import checkpoint_models, sharded, siblings
+from tests.support.audited import assert_no_marked_product
+from tests.support.compiling import afresh as afresh
+from tests.support.compiling import graphs
+from tests.support.models import TOKENS, Model, linear, randn
+from tests.support.ranks import on_ranks
+
+
+def converted(model: nn.Module, **kwargs: Any) -> nn.Module:
+    convert(model, skip_small=False, **kwargs)
+    return model
+
+
+def ran(report: AuditReport) -> list[str]:
+    """Every product, in one line each."""
+    return [
+        f"{e.module}: {'attention ' * e.attention}{e.kind}{' again' * e.recomputed} {e.precision}"
+        for e in report.entries
+    ]
+
+
+class Calls(nn.Module):
+    """Runs ``function(module, x)``, in which a linear ``lin`` may be used in any way."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], n: int = 48, k: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(k, n, bias=False)
+        self.function = function
+        converted(self)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.function(self, x, **kwargs)
+
+
+X = randn(6, 32, dtype=torch.float32)
+
+
+def test_table(device: torch.device) -> None:
+    assert_expected_inline(
+        str(assert_no_marked_product(converted(Model()).to(device), TOKENS.to(device))),
+        """\
+module             product   M x N x K      precision  FLOPs
+-----------------  --------  -------------  ---------  -----
+blocks.*.up (2)    fprop     12 x 192 x 64  FP8        14.2%
+blocks.*.up (2)    dgrad     12 x 64 x 192  FP8        14.2%
+blocks.*.up (2)    wgrad     192 x 64 x 16  FP8        18.9%
+blocks.*.down (2)  fprop     12 x 64 x 192  FP8        14.2%
+blocks.*.down (2)  dgrad     12 x 192 x 64  FP8        14.2%
+blocks.*.down (2)  wgrad     64 x 192 x 16  FP8        18.9%
+lm_head            forward   12 x 50 x 64   fp32       1.8%
+lm_head            backward  50 x 64 x 12   fp32       1.8%
+lm_head            backward  12 x 64 x 50   fp32       1.8%
+FP8: 94.5% of FLOPs; fp32: lm_head 5.5%""",
+    )
+
+
+def test_table_of_a_marked_product() -> None:
+    model = Calls(lambda m, x: m.lin(x) + F.linear(x, m.lin.weight.master))
+    report = audit(model, X.clone().requires_grad_())
+    assert_expected_inline(
+        str(report),
+        """\
+module   product   M x N x K     precision  FLOPs  should be FP8
+-------  --------  ------------  ---------  -----  ------------------------------
+lin      fprop     6 x 48 x 32   FP8        15.0%
+lin      dgrad     6 x 32 x 48   FP8        15.0%
+lin      wgrad     48 x 32 x 16  FP8        40.0%
+(model)  forward   6 x 48 x 32   fp32       15.0%  reads the master of lin.weight
+(model)  backward  6 x 32 x 48   fp32       15.0%  reads the master of lin.weight
+FP8: 70.0% of FLOPs; fp32: (model) 30.0%
+should have been FP8 and was not: 30.0% of FLOPs""",
+    )
+    assert [e.kind for e in report.marked] == ["forward", "backward"]
+
+
+def test_shares_and_totals_are_those_of_torchs_counter() -> None:
+    model = converted(Model())
+    report = audit(model, TOKENS)
+    with FlopCounterMode(display=False) as counter:
+        model(TOKENS).sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    ours = sum(n for op, n in counted.items() if str(op).startswith("blocktensor"))
+    assert report.flops == counter.get_total_flops()
+    assert report.fp8_share == ours / report.flops
+    assert list(report.by_precision()) == ["FP8", "fp32"]
+    assert sum(report.by_precision().values()) == pytest.approx(1)
+
+
+def test_order_of_entries_is_that_of_the_run() -> None:
+    assert_expected_inline(
+        "\n".join(ran(audit(converted(Model(tied=True)), TOKENS))),
+        """\
+blocks.0.up: fprop FP8
+blocks.0.down: fprop FP8
+blocks.1.up: fprop FP8
+blocks.1.down: fprop FP8
+lm_head: forward fp32
+lm_head: backward fp32
+lm_head: backward fp32
+blocks.1.down: dgrad FP8
+blocks.1.down: wgrad FP8
+blocks.1.up: dgrad FP8
+blocks.1.up: wgrad FP8
+blocks.0.down: dgrad FP8
+blocks.0.down: wgrad FP8
+blocks.0.up: dgrad FP8
+blocks.0.up: wgrad FP8""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (Model, TOKENS),
+        (lambda: Model(tied=True), TOKENS),
+        (lambda: Model(head="proj"), TOKENS),
+        (lambda: sharded.Net(tied=True), sharded.batch(0, "cpu", torch.float32)),
+        (siblings.Mlp, siblings.X),
+        (siblings.Qkv, siblings.X),
+        (checkpoint_models.Model, TOKENS),
+    ],
+    ids=["model", "tied", "no head", "net", "mlp", "qkv", "checkpoint"],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_models_of_the_tests_have_no_marked_product(
+    make: Callable[[], nn.Module], x: Tensor, frozen: bool
+) -> None:
+    model = converted(make())
+    if frozen:
+        freeze(model)
+    assert_no_marked_product(model, x)
+
+
+# The results are those of a run outside of an audit
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_bits_are_those_of_a_run_without_audit(frozen: bool, device: torch.device) -> None:
+    models = [converted(Model()).to(device) for _ in range(2)]
+    if frozen:
+        [freeze(model) for model in models]
+    seen: list[list[Tensor]] = []
+
+    def step(model: nn.Module) -> None:
+        y = model(TOKENS.to(device))
+        y.square().sum().backward()
+        seen.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+
+    audit_step(models[0], lambda: step(models[0]))
+    step(models[1])
+    assert len(seen[0]) == len(seen[1]) > 2
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert all(p.grad is None for p in models[0].parameters())
+
+
+def test_shared_inputs_stay_shared_afterwards() -> None:
+    model = siblings.converted(siblings.Qkv())
+    report = share_inputs(model)
+    siblings.results(model, siblings.X)
+    before = report.groups[0].casts, report.groups[0].together
+    audit(model, siblings.X)
+    assert (report.groups[0].casts, report.groups[0].together) == before
+    shared = siblings.results(model, siblings.X)
+    by_hand = siblings.converted(siblings.Qkv(by_hand=True))
+    siblings.assert_same(shared, siblings.results(by_hand, siblings.X))
+
+
+# What is run
+
+
+def test_no_backward_without_gradients() -> None:
+    model, kinds = converted(Model()), lambda report: {e.kind for e in report.entries}
+    assert kinds(audit(model, TOKENS)) == {*("fprop", "dgrad", "wgrad", "forward", "backward")}
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            report = audit(model, TOKENS)
+        assert kinds(report) == {"fprop", "forward"}
+        assert len(report.entries) == 5
+    assert kinds(audit(model.requires_grad_(False), TOKENS)) == {"fprop", "forward"}
+
+
+def test_inference_mode_draws_random_numbers_once() -> None:
+    seen: list[Tensor] = []
+    model = Calls(lambda m, x: seen.append(F.dropout(F.dropout(x), training=True)) or m.lin(x))
+    with torch.inference_mode():
+        audit(model, X)
+        model(X)
+    assert torch.equal(*seen)
+
+
+def test_frozen_weights_have_no_wgrad() -> None:
+    model = converted(Model())
+    freeze(model)
+    kinds = [e.kind for e in audit(model, TOKENS).entries if e.precision == "FP8"]
+    assert kinds == ["fprop"] * 4 + ["dgrad"] * 4
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss, y: Output(loss, y),
+        lambda loss, y: {"loss": loss, "logits": y},
+        lambda loss, y: Output(None, loss),
+        lambda loss, y: {"loss": None, "logits": (loss, [3])},
+        lambda loss, y: (loss, TOKENS),
+    ],
+)
+def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    seen: list[Tensor] = []
+
+    def run(model: nn.Module, x: Tensor) -> Any:
+        y = model.lin(x)
+        y.register_hook(seen.append)
+        return wrap((y * 3).sum(), y.detach())
+
+    assert len(audit(Calls(run), X).entries) == 2
+    assert torch.equal(seen[0], torch.full((6, 48), 3.0))
+
+
+def test_all_outputs_are_summed_where_there_is_no_loss() -> None:
+    model = Calls(lambda m, x: {"a": m.lin(x), "b": (m.lin(2 * x), TOKENS), "c": None})
+    assert [e.kind for e in audit(model, X).entries] == ["fprop"] * 2 + ["wgrad"] * 2
+
+
+def test_every_keyword_is_the_models() -> None:
+    given: dict[str, Any] = {}
+    model = Calls(lambda m, x, **kwargs: given.update(kwargs) or m.lin(x))
+    audit(model, x=X, loss=1, backward=2, step=3, args=4)
+    assert given == {"loss": 1, "backward": 2, "step": 3, "args": 4}
+
+
+def test_the_graph_behind_an_input_is_left_alone() -> None:
+    leaf = X.clone().requires_grad_()
+    x = leaf.exp()
+    report = audit(Calls(lambda m, x: m.lin(x["x"][0])), {"x": [x]})
+    assert [e.kind for e in report.entries] == ["fprop", "dgrad", "wgrad"]
+    assert leaf.grad is None and x.grad_fn is not None
+    x.sum().backward()  # its graph is not freed
+    assert leaf.grad is not None
+
+
+def test_a_step_of_ones_own() -> None:
+    model = converted(Model())
+
+    def step() -> None:
+        for scale in (1, 2):
+            F.cross_entropy(scale * model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+
+    report = audit_step(model, step)
+    assert len(report.entries) == 30
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_products() -> None:
+    report = audit(nn.ReLU(), X)
+    assert str(report) == "no matrix product ran"
+    assert (report.entries, report.fp8_share, report.flops) == ((), 0, 0)
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_recomputed_products_are_labelled(reentrant: bool, as_function: bool) -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        function = (lambda x: F.linear(x, m.lin.weight)) if as_function else m.lin
+        y = checkpoint(lambda x: torch.mm(function(x), x.t()), x, use_reentrant=reentrant)
+        assert isinstance(y, Tensor)
+        return y.relu()
+
+    name = "(model)" if as_function else "lin"
+    wanted = [
+        f"{name}: fprop FP8",
+        "(model): forward fp32",
+        f"{name}: fprop again FP8",
+        "(model): forward again fp32",
+        "(model): backward fp32",
+        "(model): backward fp32",
+        f"{name}: dgrad FP8",
+        f"{name}: wgrad FP8",
+    ]
+    if not reentrant:  # which stops at the last tensor that is saved
+        wanted.remove("(model): forward again fp32")
+    assert ran(audit(Calls(run, 32), X.clone().requires_grad_())) == wanted
+
+
+# torch.compile
+
+
+# Dynamo reads .grad of the inputs of a region
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_regions_run_in_eager_mode_and_stay_compiled() -> None:
+    model, eager = converted(Model()), converted(Model())
+    model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
+    model.blocks[1].compile(backend="aot_eager")
+    wanted = audit(eager, TOKENS)
+    assert audit(model, TOKENS) == wanted  # before anything is compiled
+    assert graphs() == 0
+    y = model(TOKENS)
+    y.sum().backward()
+    compiled = graphs()
+    assert compiled > 0
+    assert audit(model, TOKENS) == wanted
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(model(TOKENS), y)
+    assert graphs() == compiled
+    assert audit(torch.compile(eager, backend="aot_eager"), TOKENS) == wanted
+
+
+# FSDP2
+
+
+@on_ranks(2)
+def test_sharded_model(world: int, device: str) -> None:
+    model, single = sharded.twins(device)
+    sharded.shard(model, sharded.mesh_of(world, device))
+    x = sharded.batch(0, device)
+    with pytest.raises(ZeroDivisionError):  # before FSDP knows the root
+        audit_step(model, lambda: 1 / 0)
+    wanted = audit(single, x)
+    assert audit(model, x) == wanted
+    assert wanted.fp8_share == 1
+    with torch.no_grad():
+        assert [e.kind for e in audit(model, x).entries] == ["fprop"] * 3
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())  # sharded again
+    assert all(p.grad is None for p in model.parameters())
+    if hasattr(model, "reset_iter_state"):  # torch 2.13: FSDP can forget a forward that raised
+        handle = model.mid.register_forward_hook(lambda *_: 1 / 0)
+        for run in (lambda: audit(model, x), lambda: audit_step(model, lambda: 1 / 0)):
+            with pytest.raises(ZeroDivisionError):
+                run()
+        handle.remove()
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    sharded.assert_trains_as(single, model, device, steps=2)
+
+
+def test_a_copy_audits_alike() -> None:
+    model = converted(Model())
+    assert audit(copy.deepcopy(model), TOKENS) == audit(model, TOKENS)
+
+
+def test_linear_in_bf16() -> None:
+    report = audit(
+        nn.Sequential(linear(48, 32), nn.Linear(48, 8, dtype=torch.bfloat16)), randn(16, 32)
+    )
+    assert str(report).splitlines()[-1] == "FP8: 72.7% of FLOPs; bf16: 1 27.3%"

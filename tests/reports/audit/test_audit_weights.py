@@ -1,0 +1,174 @@
+"""Products that should have been FP8: those of an FP8 weight's master, in whatever form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Weight, audit, convert, freeze
+from blocktensor.reports.audit.weights import WeightMemory
+from tests.support.models import randn
+
+X = randn(6, 32, dtype=torch.float32, grad=True)
+
+
+class Uses(nn.Module):
+    """Adds ``lin``, in FP8, and what ``use`` makes of its master's memory."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(32, 32, bias=False)
+        self.use = use
+        convert(self, skip_small=False)
+
+    @property
+    def plain(self) -> Tensor:
+        """The master as a plain leaf that requires a gradient: no rule of the weight sees it."""
+        return self.lin.weight.master.detach().requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.use(self, x)
+
+
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "master": (lambda m, x: F.linear(x, m.plain), "the master"),
+    "transpose": (lambda m, x: x @ m.plain, "the master"),
+    "view": (lambda m, x: (x @ m.plain[:16].t()).repeat(1, 2), "a view"),
+    "copy": (lambda m, x: x @ m.plain.t().contiguous(), "aten.clone"),
+    "parts": (lambda m, x: x @ torch.cat([m.plain[16:], m.plain[:16]]), "aten.cat"),
+    "rows": (lambda m, x: x @ m.plain[torch.arange(32)], "aten.index"),
+    "sum": (lambda m, x: x @ (m.plain + torch.ones(32, 1) @ torch.ones(1, 32)), "aten.add"),
+    "chain": (lambda m, x: x @ (m.plain * 2).tanh(), "aten.tanh"),
+    "written": (lambda m, x: x @ torch.empty(32, 32).copy_(m.plain), "aten.copy_"),
+    "batched": (lambda m, x: torch.bmm(x[None], m.plain[None])[0], "the master"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_misread_a_weight(way: str) -> None:
+    use, reads = WAYS[way]
+    report = audit(Uses(use), X)
+    marked = report.marked
+    # the gradient of the weight does not read it, but belongs to the product that does
+    assert [e.kind for e in marked] == ["forward", "backward", "backward"]
+    assert {e.reason for e in marked} == {f"reads {reads} of lin.weight"}
+    assert not any(e.attention for e in marked)
+
+
+def test_cast_by_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        (first, *_) = audit(Uses(lambda m, x: F.linear(x, m.plain)), X).marked
+    assert (first.reason, first.precision) == ("reads aten._to_copy of lin.weight", "bf16")
+
+
+def test_dequantized_frozen_weight() -> None:
+    model = Uses(lambda m, x: F.linear(x, m.lin.weight.dequantize()))
+    freeze(model)
+    marked = audit(model, X).marked
+    assert [e.kind for e in marked] == ["forward", "backward"]
+    assert {e.reason for e in marked} == {"reads blocktensor.dequantize of lin.weight"}
+
+
+def test_a_weight_that_is_no_parameter_of_the_model() -> None:
+    other = BlockwiseFP8Weight(randn(32, 32, dtype=torch.float32))
+    model = Uses(lambda m, x: F.linear(x, other.t().t().master))
+    assert {e.reason for e in audit(model, X).marked} == {"reads the master of an FP8 weight"}
+
+
+NOT_MISREAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "norm of a weight": lambda m, x: x * m.plain.norm(),
+    "row of it": lambda m, x: (x + m.plain[:1]) @ torch.ones(32, 32),
+    "activations scaled by it": lambda m, x: (x * m.plain[:6]) * m.plain.sum(),
+    "embedding": lambda m, x: F.embedding(torch.arange(32), m.plain)[:6] @ torch.ones(32, 32),
+}
+
+
+@pytest.mark.parametrize("way", NOT_MISREAD)
+def test_other_uses_of_a_weight(way: str) -> None:
+    assert audit(Uses(NOT_MISREAD[way]), X).marked == ()
+
+
+def test_neighbours_in_one_storage_are_told_apart() -> None:
+    model = Uses(lambda m, x: F.linear(x, m.head))
+    flat = torch.randn(2 * 32 * 32)
+    model.lin.weight.data = flat[: 32 * 32].view(32, 32)
+    model.head = nn.Parameter(flat[32 * 32 :].view(32, 32))
+    assert audit(model, X).marked == ()
+    model.head = nn.Parameter(flat[31 * 32 : 63 * 32].view(32, 32))  # one row is the weight's
+    assert len(audit(model, X).marked) == 3
+
+
+def test_a_product_without_a_graph_takes_no_mark_away() -> None:
+    def use(m: Any, x: Tensor) -> Tensor:
+        y = F.linear(x, m.plain)
+        with torch.no_grad():
+            torch.mm(x, torch.ones(32, 32))
+        return y
+
+    kinds = [(e.kind, bool(e.reason)) for e in audit(Uses(use), X).entries if e.precision != "FP8"]
+    assert kinds == [("forward", True), ("forward", False), ("backward", True), ("backward", True)]
+
+
+def test_memory_of_plain_and_of_fp8_bytes() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert(model[0], skip_small=False)
+    freeze(model[0])
+    memory, plain = WeightMemory(model), model[1].weight.detach()
+    assert memory.misread((model[0].weight.rowwise_data,)) == ""  # read as FP8
+    assert memory.misread((plain,)) == ""
+    copied, activations = plain.clone(), plain + 1
+    memory.follow(torch.ops.aten.clone.default, (plain,), copied)
+    memory.follow(torch.ops.aten.add.Tensor, (plain, 1), activations)
+    assert memory.reads_weight((copied,))
+    assert not memory.reads_weight((activations,))
+
+
+def test_memory_that_is_used_again_is_forgotten() -> None:
+    weight = nn.Parameter(torch.zeros(64, 64))
+    model = nn.Module()
+    model.weight = nn.Parameter(BlockwiseFP8Weight(weight.detach()))
+    memory = WeightMemory(model)
+    for _ in range(50):
+        copied = weight.detach().clone()
+        memory.follow(torch.ops.aten.clone.default, (weight.detach(),), copied)
+        assert memory.misread((copied,)) == "reads aten.clone of weight"
+        del copied
+        assert memory.misread((torch.zeros(64, 64),)) == ""
+
+
+def test_batched_products_of_a_parameter_are_no_attention() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = nn.Parameter(torch.randn(4, 16, 8))
+            self.register_buffer("table", torch.randn(4, 8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.bmm(x, self.stack.clone())
+            z = torch.bmm(y, self.table)
+            return torch.bmm(z, y @ y.mT)
+
+    report = audit(Experts(), torch.randn(4, 16, 16))
+    assert_expected_inline(
+        "\n".join(
+            f"{e.kind} {e.batch} x {e.m} x {e.n} x {e.k} {e.attention}" for e in report.entries
+        ),
+        """\
+forward 4 x 16 x 8 x 16 False
+forward 4 x 16 x 16 x 8 False
+forward 4 x 16 x 16 x 8 True
+forward 4 x 16 x 16 x 16 True
+backward 4 x 16 x 16 x 16 True
+backward 4 x 16 x 16 x 16 True
+backward 4 x 8 x 16 x 16 True
+backward 4 x 16 x 8 x 16 True
+backward 4 x 16 x 8 x 16 False
+backward 4 x 16 x 8 x 16 False""",
+    )

@@ -1,0 +1,304 @@
+"""However a model is sharded and run, it trains as in one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
+from blocktensor.distributed import FP8Shard, precompute_block_amax
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_128X128
+from blocktensor.sharding.fsdp.shards import shard_of
+from tests.support.ranks import on_ranks, shared_mesh
+from tests.support.sharded import (
+    RECIPES,
+    K,
+    assert_same_cast,
+    assert_trains_as,
+    batch,
+    deep,
+    loss_of,
+    mesh_of,
+    places_of,
+    reductions,
+    shard,
+    twins,
+)
+
+
+def prefetching(model: nn.Module, mesh: DeviceMesh) -> None:
+    shard(model, mesh)
+    model.set_modules_to_forward_prefetch([model.up, model.down])
+    model.down.set_modules_to_backward_prefetch([model.up])
+
+
+def gathered_early(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gather each weight before the first forward knows the others; they join one table later."""
+    shard(model, mesh)
+    for part in (model.up, model.down, model):
+        part.unshard()
+        part.reshard()
+    assert reductions(model) == 3
+
+
+def compiled_before(model: nn.Module, mesh: DeviceMesh) -> None:
+    torch.use_deterministic_algorithms(False)
+    backend = "aot_eager" if mesh.device_type == "cpu" else "inductor"
+    for name in ("up", "down"):
+        module = torch.compile(getattr(model, name), fullgraph=True, backend=backend)
+        setattr(model, name, module)
+    shard(model, mesh)
+
+
+def compiled_after(model: nn.Module, mesh: DeviceMesh) -> None:
+    torch.use_deterministic_algorithms(False)
+    shard(model, mesh)
+    # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
+    options = {
+        "fullgraph": TorchVersion(torch.__version__) < (2, 14),
+        "backend": "aot_eager" if mesh.device_type == "cpu" else "inductor",
+    }
+    for module in (model.up, model.down):
+        module.compile(**options)
+
+
+def evaluated(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        before = loss_of(m, x)
+    loss = loss_of(m, x)
+    assert torch.equal(before, loss.detach())
+    return loss
+
+
+def recomputed(m: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(loss_of, m, x, use_reentrant=False)
+    return made
+
+
+def on_columns(p: Tensor) -> Shard | None:
+    return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+
+
+class Way(NamedTuple):
+    """How a model of ``options`` is sharded, what is passed to ``assert_trains_as``."""
+
+    recipe: Recipe = Recipe()
+    options: dict[str, Any] | None = None
+    shard: Callable[[nn.Module, DeviceMesh], Any] = shard
+    steps: dict[str, Any] | None = None
+    reductions: int | None = None
+
+
+ROUNDED = {"exact_gradients": False}
+WAYS = {
+    "fused AdamW": Way(steps={"fused": True}),
+    "powers of two": Way(Recipe(scale="power_of_two")),
+    "wgrad from 128x128": Way(Recipe(wgrad_input="128x128")),
+    "wgrad from high precision": Way(Recipe(wgrad_input="high_precision")),
+    "tied weights": Way(options={"tied": True}, steps=ROUNDED),
+    "gathered until backward": Way(shard=partial(shard, reshard_after_forward=False)),
+    "all weights in one group": Way(shard=partial(shard, by_layer=False)),
+    "by columns": Way(shard=partial(shard, shard_placement_fn=on_columns)),
+    "replicated": Way(shard=lambda model, mesh: replicate(model, mesh=mesh)),
+    "gathered before the first forward": Way(shard=gathered_early, reductions=3),
+    "microbatches": Way(steps={"microbatches": 3, **ROUNDED}, reductions=9),
+    "microbatches that reuse amaxes": Way(
+        Recipe(cache_weight="step"), steps={"microbatches": 3, **ROUNDED}, reductions=3
+    ),
+    "microbatches that keep no cast": Way(
+        Recipe(cache_weight=False), steps={"microbatches": 3, **ROUNDED}, reductions=9
+    ),
+    "prefetching": Way(shard=prefetching),
+    "evaluation between steps": Way(steps={"run": evaluated}, reductions=6),
+    "activation checkpointing": Way(steps={"run": recomputed}),
+    "compiled, then sharded": Way(shard=compiled_before),
+    "sharded, then compiled": Way(shard=compiled_after),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_way_to_shard_and_run(world: int, device: str, way: str) -> None:
+    recipe, options, sharded, steps, wanted = WAYS[way]
+    model, single = twins(device, recipe, **(options or {}))
+    assert precompute_block_amax(model) == 0
+    sharded(model, mesh_of(world, device))
+    assert_trains_as(single, model, device, **(steps or {}))
+    (table,) = {place.table for place in places_of(model)}
+    before = table.reductions
+    assert wanted in (None, before)
+    assert precompute_block_amax(model) == 3  # weights, after the last optimizer step
+    assert torch.equal(*[loss_of(m, batch(9, device)).detach() for m in (model, single)])
+    assert table.reductions == before + 1
+
+
+@on_ranks(2, 4)
+def test_twenty_steps(world: int, device: str) -> None:
+    """Also over half the ranks and replicated."""
+    for mesh in (mesh_of(world, device), two_dims(world, device)):
+        if mesh is not None:
+            model, single = twins(device)
+            shard(model, mesh)
+            assert_trains_as(single, model, device, steps=20 if mesh.ndim == 1 else 3, foreach=True)
+            assert reductions(model) == (20 if mesh.ndim == 1 else 3)
+
+
+def two_dims(world: int, device: str) -> DeviceMesh | None:
+    names = ("replicate", "shard")
+    return shared_mesh(device, 2, world // 2, names=names) if world == 4 else None
+
+
+def test_weight_gradients_read_what_the_recipe_says() -> None:
+    gradients = []
+    for wgrad_input in ("1x128", "128x128", "high_precision"):
+        model, _ = twins("cpu", Recipe(wgrad_input=wgrad_input))
+        loss_of(model, batch(0, "cpu")).backward()
+        gradients.append(model.mid.weight.grad)
+    assert not any(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+@on_ranks(2)
+def test_weights_of_different_recipes(world: int, device: str) -> None:
+    """Their scales lie in one table, by recipe, and not in the order of layers."""
+    model = deep(4).to(device)
+    for layer, module in enumerate(model):
+        to_blockwise_fp8_weights(module, RECIPES[layer % 2])
+    single = copy.deepcopy(model)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for m in (model, single):
+        m(x).float().square().mean().backward()
+    assert torch.equal(*[m(x).detach() for m in (model, single)])
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad)
+    assert reductions(model) == 2
+
+
+@on_ranks(2)
+def test_shards_that_rest_on_the_cpu(world: int, device: str) -> None:
+    model, single = twins(device)
+    policy = CPUOffloadPolicy(pin_memory=False)
+    shard(model, mesh_of(world, device), offload_policy=policy)
+    if device == "cpu":
+        assert_trains_as(single, model, device)
+    else:
+        for step in range(2):
+            assert torch.equal(*[loss_of(m, batch(step, device)).detach() for m in (model, single)])
+
+
+@on_ranks(2)
+def test_masters_in_fp32_are_cast_as_under_autocast(world: int, device: str) -> None:
+    """The cast is of them, as under autocast in one process."""
+    model, single = twins(device, dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, mesh_of(world, device), mp_policy=policy)
+    model.unshard()
+    model.up.unshard()
+    for name in ("up", "mid"):
+        weight = model.get_submodule(name).weight
+        assert weight.dtype == torch.bfloat16
+        master = single.get_submodule(name).weight.master
+        assert_same_cast(weight.rowwise(), reference.quantize_rowwise(master, BLOCKS_128X128))
+    model.up.reshard()
+    model.reshard()
+    loss_of(model, batch(0, device)).backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@on_ranks(2, gpus=())
+def test_a_model_that_was_in_float64(world: int, device: str) -> None:
+    """Its shards stay shards: the weights are in FP8 again when it is back."""
+    model, single = twins(device, dtype=torch.float32)
+    shard(model, mesh_of(world, device))
+    x = batch(0, device, torch.float32)
+    for each in (model, single):
+        loss_of(each, x).backward()
+    model.double()
+    with pytest.raises(TypeError, match=r"FP8 weight 'mid\.weight' has dtype torch\.float64"):
+        model(x.double())
+    model.float()
+    assert isinstance(shard_of(model.up.weight), FP8Shard)
+    for each in (model, single):
+        loss_of(each, x).backward()
+    for name, weight in single.named_parameters():
+        got = model.get_parameter(name)
+        assert got.dtype == torch.float32
+        assert torch.equal(got.grad.full_tensor(), weight.grad), name
+
+
+class Two(nn.Module):
+    """Two linears under one root, side by side or one after the other; a forward may run one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker = nn.Linear(K, K, bias=False)
+        self.critic = nn.Linear(K, K, bias=False)
+
+    def forward(self, x: Tensor, which: str = "both") -> Tensor:
+        if which == "product":
+            return self.maker(x) * self.critic(x)
+        if which != "critic":
+            x = self.maker(x)
+        made: Tensor = x if which == "maker" else self.critic(x)
+        return made
+
+
+@on_ranks(2)
+def test_linears_that_share_their_input(world: int, device: str) -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = m(x, "product").float().square().mean()
+        return made
+
+    model = Two().to(device, torch.bfloat16)
+    convert(model, skip_small=False)
+    single = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh_of(world, device))
+    report = share_inputs(model)
+    assert_trains_as(single, model, device, run=run)
+    assert (report.casts, report.saved) == (3, 3)
+
+
+@on_ranks(2)
+def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> None:
+    """One part steps while the graph of the other waits for its backward."""
+    model = Two().to(device, torch.bfloat16)
+    convert(model, skip_small=False)
+    single = copy.deepcopy(model)
+    for part in (model.maker, model.critic, model):
+        fully_shard(part, mesh=mesh_of(world, device))
+    results = []
+    for m in (single, model):
+        results.append([])
+        steps = [torch.optim.SGD(part.parameters(), lr=8.0) for part in (m.maker, m.critic)]
+        m(batch(0, device))  # of the root, as FSDP2 asks
+        for step in range(3):
+            leaf = batch(step, device).requires_grad_()  # so that backward reads the weight
+            waiting = m(leaf, "critic").float().square().mean()
+            made = m(batch(step, device), "maker").float().square().mean()
+            made.backward()
+            steps[0].step()
+            again = m(batch(step, device), "maker")
+            waiting.backward()
+            steps[1].step()
+            alone = m.maker(batch(step, device))  # without the root
+            outputs = [waiting, made, again, alone]
+            results[-1] += [*(output.detach() for output in outputs), leaf.grad]
+            for optimizer in steps:
+                optimizer.zero_grad()
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,178 @@
+"""DTensors as operands of products that no style has cut, and cuts of stacks inside blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+if not dist.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
+from blocktensor.distributed import all_to_all_fp8
+from blocktensor.ops.formats import BLOCKS_128X128
+from blocktensor.sharding.dtensor import check_cuts
+from tests.support.models import complaint, linear, randn
+from tests.support.ranks import on_ranks, shared_mesh
+
+K, N, T = 192, 256, 8
+
+
+class Operands:
+    """Plain operands, and what makes a DTensor of one."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        self.as_dtensor = lambda x: DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        self.module = linear(N, K, bias=True)
+        self.w, self.bias = self.module.weight, self.module.bias.detach()
+        self.frozen = linear(N, K, frozen=True).weight
+        self.down = linear(K, N).weight
+        self.stack = nn.Parameter(BlockwiseFP8Weight(randn(2, N, K)))
+        self.offs = torch.tensor([3, T], dtype=torch.int32)
+        self.target = torch.zeros(T, dtype=torch.long)
+        self.x, self.norm = randn(T, K, grad=True), torch.ones(K, dtype=torch.bfloat16)
+        self.d = self.as_dtensor(self.x)
+
+
+CALLS: dict[str, Callable[[Operands], Any]] = {
+    "a module": lambda o: o.module(o.d),
+    "frozen": lambda o: F.linear(o.d, o.frozen),
+    "matmul": lambda o: o.d @ o.w.t(),
+    "from the left": lambda o: o.w @ o.d.t(),
+    "addmm": lambda o: torch.addmm(o.bias, o.d, o.w.t()),
+    "bias": lambda o: F.linear(o.x, o.w, o.as_dtensor(o.bias)),
+    "linear": lambda o: functional.linear(o.d, o.w),
+    "a plain weight": lambda o: functional.linear(o.d, randn(N, K)),
+    "weight": lambda o: functional.linear(o.x, o.as_dtensor(randn(N, K))),
+    "quantize": lambda o: quantize(o.d),
+    "cast": lambda o: BlockwiseFP8Tensor.from_values(o.d),
+    "gated_mlp": lambda o: functional.gated_mlp(o.d, o.w, o.frozen, o.down),
+    "its weight": lambda o: functional.gated_mlp(o.x, o.w, o.as_dtensor(randn(N, K)), o.down),
+    "grouped_linear": lambda o: functional.grouped_linear(o.d, o.stack, o.offs),
+    "offs": lambda o: functional.grouped_linear(o.x, o.stack, o.as_dtensor(o.offs)),
+    "gated_experts": lambda o: functional.gated_experts(o.d, o.stack, o.stack, o.stack.mT, o.offs),
+    "grouped_mm": lambda o: F.grouped_mm(o.d, o.stack.mT, offs=o.offs),
+    "rms_norm": lambda o: functional.rms_norm(o.d, o.norm, 1e-6),
+    "weight of rms_norm": lambda o: functional.rms_norm(o.x, o.as_dtensor(o.norm), 1e-6),
+    "loss": lambda o: functional.linear_cross_entropy(o.d, o.w, o.target),
+    "target": lambda o: functional.linear_cross_entropy(o.x, o.w, o.as_dtensor(o.target)),
+    "all_to_all": lambda o: all_to_all_fp8(o.d, None, None, dist.group.WORLD),  # type: ignore[arg-type]
+}
+
+
+@pytest.fixture
+def pretended() -> Any:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_dtensor_is_refused(call: str) -> None:
+    operands = Operands()
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            text = complaint(NotImplementedError, lambda: CALLS[call](operands))
+        assert "DTensor" in text
+        assert any(remedy in text.replace("\n", " ") for remedy in (".to_local()", "local, plain"))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_the_error_says() -> None:
+    operands = Operands()
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: functional.linear(operands.d, operands.w)),
+        """\
+the input of an FP8 linear is a DTensor [8, 192], (Replicate(),): expected a local
+tensor. Pass .full_tensor(), or .to_local() of one with Replicate(); or cut the
+linears with ColwiseParallel and RowwiseParallel of blocktensor.distributed, which
+take DTensors""",
+    )
+
+
+@on_ranks(2, gpus=())
+def test_what_the_error_recommends(world: int, device: str) -> None:
+    mesh = shared_mesh(device, world, names=("all",))
+    whole = randn(4 * world, K, device=device)
+    grad = randn(4 * world, N, seed=1, device=device)
+
+    def results(take: Callable[[Tensor], Any], given: Tensor) -> list[Tensor]:
+        module, x = linear(N, K, bias=True, device=device), given.detach().requires_grad_()
+        y = module(take(x))
+        y.backward(grad)
+        dx = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+        return [y.detach(), dx, module.weight.grad, module.bias.grad]
+
+    want = results(lambda x: x, whole)
+    ways: tuple[tuple[Any, Callable[[Any], Tensor]], ...] = (
+        (Replicate(), lambda x: x.to_local()),
+        (Replicate(), lambda x: x.full_tensor()),
+        (Shard(0), lambda x: x.full_tensor()),
+        (Shard(1), lambda x: x.full_tensor()),
+    )
+    for placement, take in ways:
+        made = results(take, distribute_tensor(whole, mesh, [placement]))
+        for got, wanted in zip(made, want, strict=True):
+            assert torch.equal(got, wanted)
+
+
+# Which cuts of a stack are refused, on meshes of one dimension and two
+
+
+def check(shape: tuple[int, ...], sizes: tuple[int, ...], *placements: Any) -> None:
+    mesh = SimpleNamespace(size=lambda dim: sizes[dim])
+    check_cuts(shape, mesh, placements, BLOCKS_128X128, "a stack")
+
+
+HALVES = _StridedShard(1, split_factor=2)
+CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int | None]] = [
+    ((5, 130, 70), (4,), (Shard(0),), None),
+    ((5, 130, 70), (4,), (Replicate(),), None),
+    ((5, 130, 70), (1,), (Shard(1),), None),
+    ((2, 512, 70), (4,), (Shard(1),), None),
+    ((2, 100, 512), (2,), (Shard(-1),), None),
+    ((2, 384, 70), (3,), (Shard(1),), None),
+    ((2, 512, 512), (2, 2), (Shard(1), Shard(2)), None),
+    ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
+    ((2, 512, 70), (2,), (HALVES,), None),
+    ((8, 130, 70), (2, 2), (Shard(0), _StridedShard(0, split_factor=2)), None),
+    ((2, 512, 70), (8,), (Shard(1),), 64),
+    ((2, 384, 70), (2,), (Shard(1),), 192),
+    ((2, 100, 384), (2,), (Shard(-1),), 192),
+    ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), 64),
+    ((2, 256, 70), (2,), (HALVES,), 64),
+]
+
+
+@pytest.mark.parametrize(("shape", "sizes", "placements", "part"), CUTS)
+def test_cuts_of_a_stack(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...], part: int | None
+) -> None:
+    """``part``: the size of parts of blocks, which are refused."""
+    if part is None:
+        return check(shape, sizes, *placements)
+    text = complaint(NotImplementedError, lambda: check(shape, sizes, *placements))
+    assert f"into parts of {part}, inside" in " ".join(text.split())
+
+
+def test_partial_sums_of_a_stack() -> None:
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: check((2, 128, 128), (2,), Partial())),
+        """\
+a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(),
+or leave the stack unconverted (skip=[...])""",
+    )

@@ -1,0 +1,370 @@
+"""A parameter that becomes FP8 stays the same object, with all that hangs on it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import (
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    freeze,
+    functional,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
+from blocktensor.tensor.compat.swap_in import swap_in
+from tests.support.models import (
+    DIM,
+    FP32_SCALES,
+    POWER_OF_TWO,
+    TOKENS,
+    Model,
+    complaint,
+    linear,
+    plain,
+    randn,
+)
+
+
+def test_apply_preserves_all_that_hangs_on_the_model() -> None:
+    model = Model().eval()
+    seen: list[str] = []
+    up = model.blocks[0].up
+    up.register_forward_hook(lambda *_: seen.append("forward"))
+    up.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    up.weight.register_hook(lambda g: seen.append("grad"))
+    up.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    up.weight.grad = torch.ones_like(up.weight)
+    before = {
+        "ids": [id(p) for p in model.parameters()],
+        "names": [n for n, _ in model.named_parameters()],
+        "classes": [type(m) for m in model.modules()],
+        "values": [p.detach().clone() for p in model.parameters()],
+    }
+    model.apply(to_blockwise_fp8_weights)
+    assert [id(p) for p in model.parameters()] == before["ids"]
+    assert [n for n, _ in model.named_parameters()] == before["names"]
+    assert [type(m) for m in model.modules()] == before["classes"]
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    for p, values in zip(model.parameters(), before["values"], strict=True):
+        assert torch.equal(plain(p), values)
+    assert not model.training
+    assert torch.equal(up.weight.grad, torch.ones_like(up.weight.grad))
+    model(TOKENS).sum().backward()
+    assert seen == ["pre", "forward", "grad", "accumulated"]
+    assert up.weight.grad.max() > 1.0001  # and accumulates
+
+
+def test_hooks_run_that_come_after_conversion_of_a_parameter_that_had_some() -> None:
+    module, seen = nn.Linear(DIM, DIM), []
+    module.weight.register_hook(seen.append).remove()
+    module.weight.register_post_accumulate_grad_hook(seen.append).remove()
+    module.apply(to_blockwise_fp8_weights)
+    module.weight.register_hook(lambda g: seen.append("grad"))
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    module(randn(5, DIM, dtype=torch.float32)).sum().backward()
+    assert seen == ["grad", "accumulated"]
+
+
+def test_an_optimizer_made_before_conversion_keeps_working() -> None:
+    models = Model(), Model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for module in (models[1], *models):  # one optimizer has state already
+        module(TOKENS).sum().backward()
+    models[0].apply(to_blockwise_fp8_weights)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for i, p in enumerate(model.parameters()):
+            p.grad = randn(*p.shape, seed=i, dtype=p.dtype)
+        optimizer.step()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(plain(a), plain(b))
+    assert set(optimizers[0].param_groups[0]["params"]) == set(models[0].parameters())
+
+
+def test_converting_between_forward_and_backward_is_an_error() -> None:
+    module = nn.Linear(DIM, DIM)
+    loss = module(randn(3, DIM, dtype=torch.float32, grad=True)).sum()
+    assert_expected_inline(
+        complaint(RuntimeError, lambda: to_blockwise_fp8_weights(module)),
+        """\
+cannot convert the weight [64, 64] in place: an autograd graph or a wrapper such as
+DDP uses it; convert the model before wrapping it in DDP or FSDP, and not between a
+forward and its backward""",
+    )
+    complaint(RuntimeError, lambda: swap_in(module.weight, BlockwiseFP8Weight(module.weight.data)))
+    loss.backward()
+    assert type(module.weight) is nn.Parameter
+    assert module.weight.grad is not None
+
+
+def test_a_backward_that_waited_while_its_first_layer_was_converted() -> None:
+    """Nothing tells it from one that was kept for its value until it runs."""
+    module, x = nn.Linear(DIM, DIM), randn(3, DIM, dtype=torch.float32)
+    kept, waiting = module(x).sum(), module(x).sum()
+    kept.backward()
+    module.zero_grad()
+    to_blockwise_fp8_weights(module)
+    assert_expected_inline(
+        complaint(RuntimeError, waiting.backward),
+        """\
+a parameter [64, 64] was converted between a forward and its backward, whose
+gradient would reach what the parameter was before: run backward before converting,
+or forward again after""",
+    )
+    assert module.weight.grad is None
+    module(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_attributes_that_others_hung_on_a_weight_stay() -> None:
+    made = nn.Sequential(nn.Linear(DIM, DIM))
+    made[0].weight.tag = "mine"
+    convert(made, skip_small=False)
+    assert made[0].weight.tag == "mine"
+    freeze(made)
+    assert made[0].weight.tag == "mine"
+    unfreeze(made)
+    assert made[0].weight.tag == "mine"
+    assert not hasattr(made[0].weight, "rowwise_data")
+
+
+STAYING: dict[str, Callable[[nn.Module], Any]] = {
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+    "half and back": lambda m: m.half().float(),
+    "data of the same dtype": lambda m: [setattr(p, "data", p.data + 1) for p in m.parameters()],
+}
+LEAVING: dict[str, Callable[[nn.Module], Any]] = {
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "_apply": lambda m: m._apply(lambda t: t.bfloat16()),
+    "data": lambda m: [setattr(p, "data", p.data.half()) for p in m.parameters()],
+}
+
+
+def backwards(model: nn.Module, move: Callable[[nn.Module], Any], x: Tensor) -> list[Tensor | None]:
+    """The gradients of backwards that wait while the model is moved."""
+    kept = model(x).square().sum()
+    kept.backward()
+    waiting = model(x).square().sum()
+    model.zero_grad()
+    x.grad = None
+    move(model)
+    waiting.backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("move", STAYING | LEAVING)
+@pytest.mark.parametrize("x_grad", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_backward_that_waits_while_its_model_is_moved(
+    move: str, x_grad: bool, layers: int
+) -> None:
+    """As in plain PyTorch, the gradients are those of the forward, in its dtype."""
+    runs = []
+    for fp8 in (True, False):
+        for change in (lambda m: None, (STAYING | LEAVING)[move]):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(layers)])
+            if fp8:
+                convert(model, skip_small=False)
+            identities = [id(p) for p in model.parameters()]
+            x = randn(3, DIM, dtype=torch.float32, grad=x_grad)
+            runs.append(backwards(model, change, x))
+            assert [id(p) for p in model.parameters()] == identities
+        for moved, stayed in zip(*runs[-2:], strict=True):
+            assert (moved is None) == (stayed is None)
+            assert moved is None or torch.equal(moved, stayed)
+        if move in LEAVING:
+            assert model[0].weight.dtype != torch.float32
+            assert model[0].weight.grad.dtype == torch.float32
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        before = [plain(p).clone() for p in model.parameters()]
+        model(randn(3, DIM, dtype=model[0].weight.dtype)).sum().backward()
+        optimizer.step()
+        after = [plain(p) for p in model.parameters()]
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_backward_that_waits_while_its_weight_takes_another_recipe() -> None:
+    module, x = linear(DIM, DIM), randn(3, DIM)
+    waiting = module(x).sum()
+    (wanted,) = torch.autograd.grad(module(x).sum(), module.weight)
+    convert(module, POWER_OF_TWO)
+    waiting.backward()
+    assert torch.equal(module.weight.grad, wanted)
+    assert module.weight.recipe == POWER_OF_TWO
+
+
+def test_new_data_of_another_dtype_leaves_the_gradient_as_plain_pytorch_does() -> None:
+    for module in (linear(DIM, DIM, dtype=torch.float32), nn.Linear(DIM, DIM)):
+        module.weight.grad = grad = torch.ones(DIM, DIM)
+        module.weight.data = module.weight.data.half()
+        assert module.weight.grad is grad
+
+
+def test_main_grad_takes_the_gradient_of_a_backward_that_waited() -> None:
+    module = linear(DIM, DIM, dtype=torch.float32)
+    module.weight.main_grad = buffer = torch.zeros(DIM, DIM)
+    waiting = module(randn(3, DIM, dtype=torch.float32)).sum()
+    module.half()
+    waiting.backward()
+    assert buffer.any()
+    assert module.weight.main_grad is buffer
+    assert module.weight.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_move_to_the_gpu_between_forward_and_backward_loses_no_gradient(buffer: bool) -> None:
+    module, x = linear(DIM, DIM, dtype=torch.float32), randn(3, DIM, dtype=torch.float32)
+    if buffer:
+        module.weight.main_grad = torch.zeros(DIM, DIM)
+    waiting = module(x).sum()
+    (wanted,) = torch.autograd.grad(module(x).sum(), module.weight)
+    module.cuda()
+    waiting.backward()
+    assert module.weight.device.type == "cuda"
+    assert torch.equal(module.weight.grad.cpu(), wanted)
+    if buffer:
+        assert module.weight.main_grad.device.type == "cuda"
+        assert not module.weight.main_grad.any()
+    module.weight.grad = None
+    module(x.cuda()).sum().backward()
+    assert (module.weight.main_grad if buffer else module.weight.grad).any()
+
+
+MOVES: dict[str, Any] = {
+    "to": lambda m: m.to(),
+    "float": lambda m: m.float(),
+    "to its dtype and device": lambda m: m.to("cpu", torch.float32),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_weight_with_weak_references_is_moved(move: str, frozen: bool) -> None:
+    """An EMA of the parameters and torch.export hold such."""
+    module = linear(DIM, DIM, dtype=torch.float32, frozen=frozen)
+    twin, x = copy.deepcopy(module), randn(3, DIM, dtype=torch.float32)
+    weight, reference = module.weight, weakref.ref(module.weight)
+    if not frozen:
+        for each in (module, twin):
+            each(x).sum().backward()
+    waiting, wanted = module(x), twin(x)
+    MOVES[move](module), MOVES[move](twin)
+    assert module.weight is weight is reference()
+    assert module.weight.dtype == twin.weight.dtype
+    dtype = module.weight.dtype
+    assert torch.equal(module(x.to(dtype)), twin(x.to(dtype)))
+    if not frozen:
+        waiting.sum().backward(), wanted.sum().backward()
+        assert torch.equal(module.weight.grad, twin.weight.grad)
+        assert module.weight.grad.dtype == dtype
+
+
+def test_a_move_under_inference_mode() -> None:
+    for module in (linear(DIM, DIM, dtype=torch.float32), nn.Linear(DIM, DIM)):
+        weight = module.weight
+        with torch.inference_mode():
+            module.half()
+            module(randn(3, DIM, dtype=torch.float16))
+        assert module.weight is weight
+        assert weight.is_inference()
+        assert weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_what_hangs_on_a_weight_stays_as_in_plain_pytorch(move: str) -> None:
+    module = linear(DIM, DIM, dtype=torch.float32)
+    seen: list[str] = []
+    weight, buffer = module.weight, torch.zeros(DIM, DIM)
+    weight.register_hook(lambda g: seen.append("no grad" if g is None else "grad"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    weight.tag = "mine"
+    weight.main_grad = buffer
+    MOVES[move](module)
+    assert module.weight is weight
+    assert isinstance(weight, BlockwiseFP8Weight)
+    assert weight.tag == "mine"
+    assert weight.main_grad is buffer
+    x = randn(3, DIM, dtype=weight.dtype)
+    module(x).sum().backward()
+    assert buffer.any()
+    assert weight.grad is None
+    assert seen == ["no grad", "accumulated"]
+    weight.main_grad = None
+    module(x).sum().backward()
+    assert weight.grad is not None
+    assert seen[2:] == ["grad", "accumulated"]
+
+
+def test_pickles_keep_attributes_and_main_grad() -> None:
+    module = linear(DIM, DIM)
+    module.weight.tag, module.weight.main_grad = "mine", torch.ones(DIM, DIM)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
+        assert twin.weight.tag == "mine"
+        assert torch.equal(twin.weight.main_grad, torch.ones(DIM, DIM))
+        twin(randn(3, DIM)).sum().backward()
+        assert not torch.equal(twin.weight.main_grad, torch.ones(DIM, DIM))
+    assert torch.equal(module.weight.main_grad, torch.ones(DIM, DIM))
+
+
+@pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO], ids=lambda r: r.scale)
+def test_new_data_of_another_dtype_as_accelerate_sets_it(recipe: Recipe) -> None:
+    module = linear(DIM, DIM, recipe=recipe)
+    optimizer = torch.optim.AdamW(module.parameters())
+    values = plain(module.weight).float()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    assert optimizer.param_groups[0]["params"][0] is module.weight
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(module.weight.master, values)
+    x = randn(3, DIM, dtype=torch.float32)
+    assert module.weight.recipe == recipe
+    assert torch.equal(module(x), functional.linear(x, values, recipe=recipe))
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        module.weight.data = torch.ones(DIM, DIM, dtype=torch.int64)
+    assert torch.equal(module(x), functional.linear(x, values, recipe=recipe))
+
+
+def test_main_grad_moves_with_its_weight() -> None:
+    module = linear(DIM, DIM)
+    module.weight.main_grad = torch.zeros(DIM, DIM)
+    module.to("meta")
+    assert module.weight.is_meta
+    assert module.weight.main_grad.is_meta
+
+
+def test_new_data_without_high_precision_values_is_refused() -> None:
+    module, frozen = linear(DIM, DIM), linear(DIM, DIM, frozen=True)
+    x, master = randn(3, DIM), module.weight.master
+    wanted = module(x)
+    for new in (frozen.weight, frozen.weight.detach().to(torch.float32)):
+        with pytest.raises(TypeError, match=r"new \.data of an FP8 weight is .*\.dequantize\(\)"):
+            module.weight.data = new
+    with pytest.raises(TypeError, match=r"new \.data of an FP8 weight has dtype torch\.int64"):
+        module.weight.data = torch.ones(DIM, DIM, dtype=torch.int64)
+    for new in (frozen.weight, module.weight):
+        with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
+            BlockwiseFP8Weight(new)
+    assert module.weight.master is master
+    assert torch.equal(module(x), wanted)
+    module.weight.data = frozen.weight.dequantize()
+    assert torch.equal(module(x), frozen(x))
