@@ -95,12 +95,12 @@ class PartlyFP8(nn.Linear):
 def prepare(model: GPT, variant: str) -> None:
     """Let the linears of the blocks compute as ``variant`` says."""
     if variant == FP8_HEAD:
-        blocktensor.convert(model, head="fp8", auto_filter_small_kn=False)
+        blocktensor.convert(model, convert_head=True, skip_small=False)
     elif variant == STORED:
-        blocktensor.convert(model, auto_filter_small_kn=False)
+        blocktensor.convert(model, skip_small=False)
         blocktensor.fuse(model, store_fp8=True)
     elif variant in RECIPES:
-        blocktensor.convert(model, RECIPES[variant], auto_filter_small_kn=False)
+        blocktensor.convert(model, RECIPES[variant], skip_small=False)
     elif variant == MOVED:
         move(model, 1e-6)
     elif variant in PRODUCTS:

@@ -127,7 +127,7 @@ def windows(tokens: Tensor, options: argparse.Namespace) -> list[dict[str, Tenso
 
 def load(folder: Path, frozen: bool, options: argparse.Namespace) -> Any:
     """The model in FP8: masters in fp32 to be trained, or frozen with 1 byte a weight."""
-    config = BlockwiseFP8Config(frozen=frozen, auto_filter_small_kn=not options.small)
+    config = BlockwiseFP8Config(frozen=frozen, skip_small=not options.small)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16 if frozen else torch.float32, quantization_config=config
     ).to(options.device)

@@ -95,8 +95,8 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
     report = blocktensor.convert(
         converted,
         recipe,
-        auto_filter_small_kn=options.model != "tiny",
-        head="fp8" if options.head == "fp8" else None,
+        skip_small=options.model != "tiny",
+        convert_head=options.head == "fp8",
     )
     if options.gather == "bf16":
         for entry in report.converted:

@@ -71,6 +71,8 @@ class Training:
             seq=options.seq,
             vocab=math.ceil(int(tokens.facts["vocab"]) / 128) * 128,
             experts=options.experts,
+            qk_norm=options.qk_norm,
+            embedding_std=options.embedding_std,
         )
         self.model = GPT(config).to(self.device)
         if options.move:
@@ -82,7 +84,7 @@ class Training:
                 self.model,
                 blocktensor.Recipe(**recipe),
                 skip=skip,
-                auto_filter_small_kn=not options.convert_small,
+                skip_small=not options.convert_small,
             )
             if options.fuse:
                 print(blocktensor.fuse(self.model))
@@ -118,9 +120,9 @@ class Training:
         return len(self.record["loss"])
 
     def learning_rate(self) -> float:
-        """Linear warm-up over a fiftieth of the steps, then a cosine to a tenth."""
+        """Linear warm-up, then a cosine to a tenth."""
         options, step = self.options, self.step
-        warmup = max(1, options.steps // 50)
+        warmup = max(1, options.steps // 50 if options.warmup is None else options.warmup)
         if step < warmup:
             return float(options.lr * (step + 1) / warmup)
         done = (step - warmup) / max(1, options.steps - warmup)
@@ -244,6 +246,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=16, help="default: %(default)s")
     add("--experts", type=int, default=0, help="in place of every MLP (default: none)")
     add("--lr", type=float, default=6e-4, help="peak learning rate (default: %(default)s)")
+    add("--warmup", type=int, help="steps (default: a fiftieth of all)")
+    add("--qk-norm", action="store_true", help="normalize the queries and keys of each head")
+    add("--embedding-std", type=float, default=0.02, help="at the start (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks")
     add("--move", type=float, default=0.0, metavar="X", help="change initial weights by X of them")
     add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")

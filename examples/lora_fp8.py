@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stored = GPT(config).to(options.device)
         weights_to_bf16(stored)
         stored.load_state_dict(base.state_dict())
-        blocktensor.convert(stored, auto_filter_small_kn=False)
+        blocktensor.convert(stored, skip_small=False)
         blocktensor.save_fp8(stored, folder, overwrite=folder.exists())
         del stored
 

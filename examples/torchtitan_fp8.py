@@ -147,9 +147,7 @@ def configured(options: argparse.Namespace, fp8: dict[str, Any] | None) -> Any:
     config.dump_folder = str(options.out)
     if fp8 is None:
         return config
-    return with_blockwise_fp8(
-        config, auto_filter_small_kn=not options.model.endswith("debugmodel"), **fp8
-    )
+    return with_blockwise_fp8(config, skip_small=not options.model.endswith("debugmodel"), **fp8)
 
 
 def train(config: Any) -> dict[str, Any]:

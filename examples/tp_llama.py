@@ -156,7 +156,7 @@ def build(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> tuple[
     converted = 0
     if options.precision == "fp8":
         # tiny's are all too small for FP8 to pay, and are here to be tried
-        report = blocktensor.convert(model, auto_filter_small_kn=options.model != "tiny")
+        report = blocktensor.convert(model, skip_small=options.model != "tiny")
         converted = len(report.converted)
     parallelize(model, mesh["tensor"], options.sp)
     if mesh["data"].size() > 1:

@@ -17,6 +17,8 @@ class ModelConfig:
     """The shape of the model. ``seq`` is the longest context it can read.
 
     With ``experts``, each layer has that many in place of its MLP, and a token goes to ``top_k``.
+    ``qk_norm`` normalizes the queries and keys of each head. The first norm divides by the standard
+    deviation of the embeddings, ``embedding_std``: the smaller it is, the larger their gradient.
     """
 
     dim: int = 256
@@ -27,6 +29,8 @@ class ModelConfig:
     rope_base: float = 10_000.0
     experts: int = 0
     top_k: int = 2
+    qk_norm: bool = False
+    embedding_std: float = 0.02
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "seq", "vocab"):
@@ -117,13 +121,16 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.dim, config.dim, bias=False)
         self.v = nn.Linear(config.dim, config.dim, bias=False)
         self.o = nn.Linear(config.dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x: Tensor, rope: RoPE) -> Tensor:
         q, k, v = (self._split_heads(linear(x)) for linear in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True)
+        q, k = rope(self.q_norm(q)).type_as(v), rope(self.k_norm(k)).type_as(v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(-2))
 
 
@@ -181,7 +188,7 @@ class GPT(nn.Module):
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=self.config.embedding_std)
             elif isinstance(module, nn.Linear):
                 scale = residual if name.endswith((".o", ".down")) else 1.0
                 nn.init.normal_(module.weight, std=scale / math.sqrt(module.in_features))

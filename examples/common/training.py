@@ -178,7 +178,7 @@ def perform(run: Run, corpus: Corpus, options: Options, progress: OnProgress) ->
         skip = ["*.router"] if options.model.experts else []
         # The one line by which the two runs differ. (The filter leaves small layers, which gain no
         # speed, in bf16; here they are wanted in FP8 all the same.)
-        report = blocktensor.convert(model, recipe, skip=skip, auto_filter_small_kn=False)
+        report = blocktensor.convert(model, recipe, skip=skip, skip_small=False)
         run.conversion = str(report)
 
     train(model, corpus, options, run, progress)

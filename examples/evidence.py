@@ -1,0 +1,135 @@
+"""The runs of ``long_run.py`` that decide: which are to make, which are done, what they say.
+
+    python examples/evidence.py list
+    python examples/evidence.py make runs/kernel_text --group calm --stop-after 500
+    python examples/evidence.py report --out docs/evidence.md
+
+``make`` runs what has no result yet, one run on each GPU at a time, each in a process of its own.
+Results are in benchmarks/results/evidence; a run that was stopped goes on from ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "evidence"
+
+SMALL = (
+    "--dim 1024 --layers 7 --heads 8 --batch 8 --steps 1500 --evaluate-every 750 --convert-small"
+)
+"""120M parameters, 24.6M tokens."""
+
+CALMING = {
+    "warmup": "--warmup 300",
+    "embedding": "--warmup 300 --embedding-std 1",
+    "qk": "--warmup 300 --embedding-std 1 --qk-norm",
+    "slow": "--warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
+}
+"""Set-ups that were tried: see docs/evidence.md."""
+
+MOVES = ("0", "1e-6", "2e-6")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its name, its group, and its arguments."""
+
+    name: str
+    group: str
+    arguments: tuple[str, ...]
+
+    @property
+    def result(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+
+def queue() -> list[Run]:
+    """Return all runs in the order in which they are made."""
+    return [
+        Run(f"calm_{name}_{i}", "calm", (*SMALL.split(), *options.split(), "--move", move))
+        for i, move in enumerate(MOVES)
+        for name, options in CALMING.items()
+    ]
+
+
+def command(run: Run, data: Path, work: Path, stop_after: float) -> list[str]:
+    """Return the command of a run, or of the next part of it."""
+    script = str(Path(__file__).with_name("long_run.py"))
+    where = ["--out", str(work / run.name), "--stop-after", f"{stop_after:.0f}"]
+    return [sys.executable, script, str(data), *run.arguments, "--save-every", "100000", *where]
+
+
+def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float) -> None:
+    """Make ``runs`` until the clock shows ``until``, one on each device at a time."""
+    waiting, running = list(runs), dict[int, tuple[Run, subprocess.Popen[bytes]]]()
+    work.mkdir(parents=True, exist_ok=True)
+    while waiting or running:
+        for device in range(devices):
+            left = until - time.monotonic()
+            if device not in running and waiting and left > 30:
+                run = waiting.pop(0)
+                log = (work / f"{run.name}.log").open("ab")
+                process = subprocess.Popen(
+                    command(run, data, work, left - 10),
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": str(device)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                running[device] = run, process
+            elif device in running and running[device][1].poll() is not None:
+                run, process = running.pop(device)
+                collect(run, work, process.returncode)
+        if waiting and not running and until - time.monotonic() <= 30:
+            break
+        time.sleep(0.2)
+    print(f"{len(waiting)} runs are left")
+
+
+def collect(run: Run, work: Path, status: int) -> None:
+    """Keep the result of a run that is whole."""
+    made, log = work / run.name / "result.json", work / f"{run.name}.log"
+    last = log.read_text().strip().splitlines()[-1:] or [""]
+    print(f"{run.name}: exit {status}; {last[0]}", flush=True)
+    steps = int(run.arguments[run.arguments.index("--steps") + 1])
+    if made.exists() and f"step {steps}:" in last[0]:
+        run.result.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(made, run.result)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="evidence.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("list", help="runs that are done, and runs that are left")
+    making = verbs.add_parser("make", help="make the runs that are left")
+    making.add_argument("data", type=Path, help="folder that kernel_text.py has written")
+    making.add_argument("--group", help="only this group")
+    making.add_argument("--stop-after", type=float, default=1e9, help="seconds")
+    making.add_argument("--work", type=Path, default=Path("runs/evidence"), help="checkpoints")
+    options = parser.parse_args(argv)
+    if options.verb == "list":
+        for run in queue():
+            print(f"{'done' if run.result.exists() else '    '}  {run.name}")
+        return
+    import torch
+
+    left = [
+        run for run in queue() if options.group in (None, run.group) and not run.result.exists()
+    ]
+    until = time.monotonic() + options.stop_after
+    make(left, options.data, options.work, torch.cuda.device_count(), until)
+
+
+if __name__ == "__main__":
+    main()
