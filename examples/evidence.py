@@ -41,6 +41,9 @@ CALMING = {
 }
 """Set-ups that were tried: see docs/evidence.md."""
 
+SHORTEST = 80
+"""Seconds below which no run begins."""
+
 MOVES = ("0", "1e-6", "2e-6")
 
 CALM = "--warmup 300 --embedding-std 1 --qk-norm --lr 4.5e-4"
@@ -104,7 +107,7 @@ def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float
     while waiting or running:
         for device in range(devices):
             left = until - time.monotonic()
-            if device not in running and waiting and left > 30:
+            if device not in running and waiting and left > SHORTEST:
                 run = waiting.pop(0)
                 log = (work / f"{run.name}.log").open("ab")
                 process = subprocess.Popen(
@@ -121,7 +124,7 @@ def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float
             elif device in running and running[device][1].poll() is not None:
                 run, process = running.pop(device)
                 collect(run, work, process.returncode)
-        if waiting and not running and until - time.monotonic() <= 30:
+        if waiting and not running and until - time.monotonic() <= SHORTEST:
             break
         time.sleep(0.2)
     print(f"{len(waiting)} runs are left")
