@@ -142,6 +142,7 @@ def collect(run: Run, work: Path, status: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """List the runs, make them, or write the page."""
     parser = argparse.ArgumentParser(
         prog="evidence.py",
         description=__doc__,
@@ -154,18 +155,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     making.add_argument("--group", help="only this group")
     making.add_argument("--stop-after", type=float, default=1e9, help="seconds")
     making.add_argument("--work", type=Path, default=Path("runs/evidence"), help="checkpoints")
+    reporting = verbs.add_parser("report", help="write the page and its figures from the results")
+    reporting.add_argument("--out", type=Path, required=True, help="the page")
     options = parser.parse_args(argv)
     if options.verb == "list":
         for run in queue():
             print(f"{'done' if run.result.exists() else '    '}  {run.name}")
-        return
-    import torch
+    elif options.verb == "make":
+        import torch
 
-    left = [
-        run for run in queue() if options.group in (None, run.group) and not run.result.exists()
-    ]
-    until = time.monotonic() + options.stop_after
-    make(left, options.data, options.work, torch.cuda.device_count(), until)
+        left = [
+            run for run in queue() if options.group in (None, run.group) and not run.result.exists()
+        ]
+        until = time.monotonic() + options.stop_after
+        make(left, options.data, options.work, torch.cuda.device_count(), until)
+    else:
+        from evidence_report import write
+
+        write(RESULTS, options.out, tuple(CALMING), tuple(VARIANTS))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,189 @@
+"""The page of ``evidence.py``: paired differences with their intervals, and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from common.records import smooth
+from long_run_report import SMOOTHED, ablation, heldout, page
+
+Result = dict[str, Any]
+
+MODELS = {"120m": "120M parameters", "320m": "320M parameters", "experts": "642M, 16 experts"}
+"""Models of runs in the calm set-up, by the first part of a result's name."""
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for a two-sided interval of 95%, by degrees of freedom from 1 on."""
+
+AFTER = 100
+"""Steps at the start whose gradient norms do not count."""
+
+WINDOW = 200
+"""Steps of a mean by which two runs are compared on the way."""
+
+
+class Difference(NamedTuple):
+    """Differences of a variant to bf16, in per cent, by seed."""
+
+    variant: str
+    by_seed: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.by_seed.values())
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 95% interval of the mean (Student's t); infinite for one seed."""
+        count = len(self.by_seed)
+        if count < 2:
+            return math.inf
+        return T_975[count - 2] * stdev(self.by_seed.values()) / math.sqrt(count)
+
+
+def differences(
+    results: Mapping[str, Result], model: str, variants: Sequence[str]
+) -> list[Difference]:
+    """Return the differences of the last held-out losses, paired by seed."""
+    found = []
+    for variant in variants:
+        if variant == "bf16":
+            continue
+        pairs = {
+            seed: (results[name], results[reference])
+            for seed in range(len(T_975) + 1)
+            if (name := f"{model}_{variant}_{seed}") in results
+            and (reference := f"{model}_bf16_{seed}") in results
+        }
+        by_seed = {seed: 100 * (heldout(a) / heldout(b) - 1) for seed, (a, b) in pairs.items()}
+        if by_seed:
+            found.append(Difference(variant, by_seed))
+    return found
+
+
+def spread(runs: Sequence[Result]) -> tuple[float, float, float]:
+    """Return how far runs part that differ by rounding, and how large gradients become.
+
+    Returns:
+        The spread of the last held-out losses and the largest difference of means of
+        :data:`WINDOW` steps, both in per cent; the largest gradient norm after :data:`AFTER` steps,
+        as a multiple of the median.
+    """
+    last = [heldout(run) for run in runs]
+    steps = range(0, len(runs[0]["loss"]) - WINDOW + 1, WINDOW // 10)
+    means = [[mean(run["loss"][at : at + WINDOW]) for run in runs] for at in steps]
+    parted = max(max(each) / min(each) - 1 for each in means)
+    norms = [run["norm"][AFTER:] for run in runs]
+    largest = max(max(norm) / median(norm) for norm in norms)
+    return 100 * (max(last) / min(last) - 1), 100 * parted, largest
+
+
+def interval(difference: Difference) -> str:
+    """Return the mean and its interval in words."""
+    seeds = len(difference.by_seed)
+    if seeds < 2:
+        return f"{difference.mean:+.2f}%, one seed"
+    return f"{difference.mean:+.2f}% ± {difference.half_width:.2f}%, {seeds} seeds"
+
+
+def draw_differences(found: Mapping[str, Sequence[Difference]], path: Path) -> None:
+    """Draw every paired difference, the means and their intervals."""
+    figure = Figure(figsize=(9, 1 + 0.5 * sum(map(len, found.values()))), layout="constrained")
+    (axes,) = figure.subplots(1, 1, squeeze=False)[0]
+    labels = []
+    for model, each in found.items():
+        for difference in each:
+            y = -len(labels)
+            labels.append(f"{difference.variant}, {model}")
+            axes.plot([*difference.by_seed.values()], [y] * len(difference.by_seed), "o", alpha=0.4)
+            if len(difference.by_seed) > 1:
+                axes.errorbar(difference.mean, y, xerr=difference.half_width, fmt="k|", capsize=4)
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_yticks([-i for i in range(len(labels))], labels)
+    axes.set_xlabel("held-out loss against bf16 of the same seed, %")
+    figure.savefig(path, dpi=120)
+
+
+def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
+    """Draw the training loss of the runs of one model, and the difference to bf16."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    losses, parts = figure.subplots(2, 1, sharex=True)
+    for name, result in results.items():
+        kind, _, rest = name.partition("_")
+        reference = results.get(f"{model}_bf16_{name.rpartition('_')[2]}")
+        if kind != model or reference is None:
+            continue
+        losses.plot(smooth(result["loss"], SMOOTHED), linewidth=0.6)
+        if reference is not result:
+            pairs = zip(result["loss"], reference["loss"], strict=True)
+            parts.plot(
+                smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED), label=rest, linewidth=0.8
+            )
+    losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
+    parts.axhline(0, color="gray", linewidth=0.8)
+    parts.set_ylabel("against bf16 of the same seed, %")
+    parts.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+def write(folder: Path, out: Path, set_ups: Sequence[str], variants: Sequence[str]) -> None:
+    """Write the page ``out`` and its figures from the results in ``folder``."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    plots = out.parent / "plots"
+    plots.mkdir(parents=True, exist_ok=True)
+    found = {model: each for model in MODELS if (each := differences(results, model, variants))}
+    draw_differences(found, plots / "evidence_differences.png")
+    lines = [
+        "# Evidence",
+        "",
+        "Does a model that trains in FP8 end where it would in bf16? Runs with the same initial",
+        "weights and the same text in the same order, compared by their held-out losses.",
+        "",
+        "## The rule",
+        "",
+        "It was fixed before the runs. A run is compared by its last held-out loss with the bf16",
+        "run of the same seed; a variant by the mean of its seeds, with the 95% interval of that",
+        'mean (Student\'s t). `wgrad_input="128x128"` becomes the default if, at 320M parameters,',
+        "the upper end of its interval is at most +0.30%, and its mean is within 0.15% of the",
+        "default's.",
+        "",
+        "## A calm set-up",
+        "",
+        "Three bf16 runs whose initial weights differ by 1e-6 of themselves show how much chance",
+        "a set-up adds: the spread of the last losses, the largest difference of two means of",
+        f"{WINDOW} steps, and the largest gradient norm after step {AFTER}, over the median.",
+        "",
+        "| set-up | arguments | spread | parted by | largest norm |",
+        "|---|---|---|---|---|",
+    ]
+    for name in set_ups:
+        runs = [results[f"calm_{name}_{i}"] for i in range(3) if f"calm_{name}_{i}" in results]
+        if len(runs) == 3:
+            last, parted, largest = spread(runs)
+            command = runs[0]["command"]
+            chosen = command[command.index("--warmup") : command.index("--move")].strip()
+            lines.append(f"| {name} | `{chosen}` | {last:.2f}% | {parted:.2f}% | {largest:.1f}x |")
+    lines += ["", "## Differences to bf16", ""]
+    for model, each in found.items():
+        lines += [f"{MODELS[model]}:", "", "| run | held-out loss against bf16 |", "|---|---|"]
+        lines += [f"| {difference.variant} | {interval(difference)} |" for difference in each]
+        draw_curves(results, model, plots / f"evidence_{model}.png")
+        lines += ["", f"![Curves](plots/evidence_{model}.png)", ""]
+    lines += ["![Paired differences and their intervals](plots/evidence_differences.png)", ""]
+    older = [result for name, result in results.items() if name.startswith(("dense", "moe"))]
+    ablations = [result for name, result in results.items() if name.startswith("ablation")]
+    text = "\n".join(lines)
+    if older:
+        text += "\n" + page(older, plots).replace(
+            "# Evidence", "## Earlier runs, in a chaotic set-up", 1
+        ).replace("\n## ", "\n### ").replace("### Earlier", "## Earlier")
+    if ablations:
+        text += "\n" + ablation(ablations)
+    out.write_text(text)
