@@ -6,7 +6,7 @@
 import torch
 
 from . import tensor
-from .checkpoint.save import STORAGE_READERS
+from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
 from .fusion.experts import RoutedExperts
 from .fusion.forward_reads import Reads
 from .fusion.fuse import PATTERNS
@@ -14,19 +14,14 @@ from .fusion.fused_class import rebuild
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe
-from .sharding.dtensor import FROZEN_CUTS
-from .sharding.fsdp.shards import FROZEN_SHARDS, TRAINABLE_SHARDS
-from .tensor.aten import fp8_tensor, products, slicing, weight  # noqa: F401  (fill their tables)
+from .sharding.fsdp import shards  # noqa: F401
+from .tensor.aten import fp8_tensor, products, slicing, weight  # noqa: F401
 from .tensor.base import TORCH_FUNCTIONS, rebuilt
-from .tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from .tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
+from .tensor.fp8_tensor import BlockwiseFP8Tensor
+from .tensor.weight import BlockwiseFP8Weight
 from .tensor.weight_cache import FP8Cache
 
 TORCH_FUNCTIONS.update(OVERRIDES)
-TORCH_FUNCTIONS.update(STORAGE_READERS)
-ATEN_OPS.update(FROZEN_SHARDS)
-ATEN_OPS.update(FROZEN_CUTS)
-WEIGHT_OPS.update(TRAINABLE_SHARDS)
 
 # For torch.load(weights_only=True) of frozen weights and of whole models.
 torch.serialization.add_safe_globals(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -15,6 +15,7 @@ from ..model.names import is_module
 from ..model.weights import stacks_of
 from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BLOCKS_128X128, BlockFormat
+from ..tensor.base import TORCH_FUNCTIONS, implements
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .in_place import flush, holds_nothing, naming, put_in_place, staging, umask, write_json
@@ -176,7 +177,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
-    """List the names of weights of linears and experts that are not FP8."""
+    """List the names of weights of linear layers and experts that are not FP8."""
     known = {id(x) for x in fp8.values()}
     for prefix, module in model.named_modules():
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
@@ -195,7 +196,7 @@ def _quantization_config(
 ) -> dict[str, Any]:
     """Describe FP8 weights for ``config.json``, by which other libraries load them.
 
-    ``unconverted``: names of linear modules that are not in FP8. ``formats``: of all FP8 weights.
+    ``unconverted``: names of linear layers that are not in FP8. ``formats``: of all FP8 weights.
     """
     left = sorted(unconverted)
     block = list(BLOCKS_128X128.block_shape)
@@ -301,6 +302,7 @@ def _write_parts(folder: Path, written: Iterable[_Part], layout: str, max_shard_
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
 
 
+@implements(TORCH_FUNCTIONS, Tensor.storage)
 def _no_storage(x: Tensor) -> NoReturn:
     """Name save_fp8 to other writers: safetensors fails with "invalid python storage" otherwise."""
     raise RuntimeError(
@@ -309,7 +311,3 @@ def _no_storage(x: Tensor) -> NoReturn:
         f"precision write .dequantize() of a frozen weight, and state_dict() of trainable ones, "
         f"which holds plain tensors"
     )
-
-
-STORAGE_READERS: dict[Any, Callable[..., Any]] = {Tensor.storage: _no_storage}
-"""Torch functions of all FP8 types."""

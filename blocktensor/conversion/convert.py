@@ -31,12 +31,11 @@ from ..model.weights import (
     why_unconvertible,
 )
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import is_parallel, local_of
 from ..sharding.fsdp.shards import shard_of
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from ..tensor_parallel.is_parallel import is_parallel
 from .checks import castable, needs_values, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast

@@ -22,7 +22,7 @@ from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
 from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..tensor_parallel.is_parallel import is_parallel
+from ..sharding.dtensor import is_parallel
 from ..text_table import collapse_alike, text_table
 
 Shape = tuple[int, int, int]

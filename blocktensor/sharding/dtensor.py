@@ -1,20 +1,14 @@
-"""DTensors with FP8 parts: access (the only reader of ``_local_tensor``), cuts of stacks."""
+"""DTensors with FP8 parts: access to them (nothing else reads ``_local_tensor``), their cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..ops.formats import BlockFormat, Quantized, ceil_div
-from ..tensor.compat.bucket import broadcast, plain_parts
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import refuse
-
-aten = torch.ops.aten
+from ..ops.formats import BlockFormat, ceil_div
 
 
 def local_of(x: Any) -> Tensor | None:
@@ -23,12 +17,26 @@ def local_of(x: Any) -> Tensor | None:
     return local
 
 
-def with_local(x: Any, local: Tensor) -> Any:
+def with_local(x: Any, local: Tensor) -> Tensor:
     """Return the DTensor ``x`` with another local part of the same shape."""
     from torch.distributed.tensor import DTensor
 
     # from_local would take a view of the local part, which is not an FP8Shard
     return DTensor(local, x._spec, requires_grad=False)
+
+
+def parallel_kind(module: nn.Module) -> str | None:
+    """Return ``"colwise"`` or ``"rowwise"`` for a linear layer with one of our styles, else None.
+
+    Dynamo traces this. It needs no import of the styles, nor of DTensor.
+    """
+    kind: str | None = getattr(module, "_parallel_kind", None)
+    return kind
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Return True for a linear layer with ``ColwiseParallel`` or ``RowwiseParallel``."""
+    return parallel_kind(module) is not None
 
 
 def as_if_cut(local: Tensor) -> Tensor:
@@ -76,58 +84,3 @@ def check_cuts(
                 f"over fewer ranks, or leave the stack unconverted (skip=[...])"
             )
         sizes[dim] = part * pieces
-
-
-# How distribute_tensor pads and sends the parts of frozen stacks: their bytes and scales
-
-
-def _plain_parts(x: Tensor, func: Any) -> list[Tensor]:
-    """Return :func:`plain_parts` of a frozen stack, and refuse other tensors."""
-    if not (isinstance(x, BlockwiseFP8Tensor) and x.format.transposes):
-        refuse(func)
-    return plain_parts(x)
-
-
-def _scatter(
-    func: Any, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], *args: Any
-) -> Any:
-    (output,) = outputs
-    result = None
-    sent = [[_plain_parts(x, func) for x in each] for each in inputs]
-    for index, target in enumerate(_plain_parts(output, func)):
-        received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        parts = [[x[index].contiguous() for x in each] for each in sent]
-        _, result = func([received], parts, *args)
-        result.wait()
-        target.copy_(received)
-    return outputs, result
-
-
-def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
-    (tensor,) = tensors
-    return tensors, broadcast(func, _plain_parts(tensor, func), *args)
-
-
-def _pad(func: Any, x: BlockwiseFP8Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-    """Append matrices of zeros, as ranks are sent that get fewer."""
-    *inside, before, after = pad
-    if any(inside) or before or value or x.ndim != 3 or len(pad) != 6 or not x.format.transposes:
-        refuse(func)
-
-    def padded(form: Quantized) -> Quantized:
-        data = F.pad(form.data.view(torch.uint8), pad).view(form.data.dtype)
-        return form._replace(data=data, scale=F.pad(form.scale, pad, value=1.0))
-
-    forms = (None if form is None else padded(form) for form in x.operand)
-    shape = x.shape[0] + after, *x.shape[1:]
-    return BlockwiseFP8Tensor(
-        *forms, shape=shape, strides=x.stride(), dtype=x.dtype, recipe=x.recipe
-    )
-
-
-FROZEN_CUTS: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _pad}
-"""Ops of BlockwiseFP8Tensor."""
-
-if torch.distributed.is_available():
-    FROZEN_CUTS[torch.ops.c10d.scatter_.default] = _scatter
-    FROZEN_CUTS[torch.ops.c10d.broadcast_.default] = _broadcast

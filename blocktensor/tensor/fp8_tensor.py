@@ -70,7 +70,7 @@ class BlockwiseFP8Tensor(FP8Base):
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
         prepared: what tensor parallel linears find on an input that they share
-            (``shared_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
+            (``prepare_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
             ``context``, which makes them whole, as a constant.
 
     A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a

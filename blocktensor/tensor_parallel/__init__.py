@@ -1,1 +1,1 @@
-"""Internal: linears whose weights are cut between ranks. ``blocktensor.distributed`` is public."""
+"""Internal: linear layers whose weights ranks share. ``blocktensor.distributed`` is public."""

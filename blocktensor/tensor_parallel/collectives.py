@@ -1,8 +1,8 @@
 """Collectives of a tensor parallel group that are begun now and awaited later.
 
-A gather of tokens is exact: 1x128 blocks lie within a row, so the rowwise casts of the parts are
-those of the whole, byte for byte. Columnwise blocks lie along the tokens. Those of the parts are
-those of the whole if each part begins and ends where blocks do (:attr:`TokenShards.on_grid`).
+A gather of tokens is exact. Rowwise 1x128 blocks lie within a row, so gathered casts of the parts
+equal a cast of the whole, byte for byte. Columnwise blocks lie along the tokens: gathered casts
+equal a cast of the whole if each part begins and ends where blocks do (``TokenShards.on_grid``).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Reduction:
     Attributes:
         group: of the ranks.
         dtype: in which partial sums travel; None: the dtype of the result.
-        in_rank_order: whether every rank's partial sum is sent as it is, and they are added in
-            fp32 in the order of ranks: the bits are then those of a loop over the ranks.
+        in_rank_order: send every rank's partial sum unchanged and add them in fp32 in the order of
+            ranks, with the bits of a loop over the ranks.
     """
 
     group: dist.ProcessGroup
@@ -86,12 +86,12 @@ class Reduction:
             everyones = ops.all_gather_into_tensor(partial, size, name)
             return Pending([everyones], lambda all: _in_order(all.view(size, *partial.shape)))
         total = ops.all_reduce(partial, "sum", name)
-        return Pending([total], _as_it_is)
+        return Pending([total], lambda total: total)
 
     def reduce_scatter(self, partial: Tensor) -> Pending[Tensor]:
         """Begin to add ``partial[ranks, ...]`` of all ranks; each rank gets its own ``[...]``.
 
-        The dtype is as of :meth:`all_reduce`.
+        The sum is fp32 in rank order, else in its dtype.
         """
         name, ops = self.group.group_name, torch.ops._c10d_functional
         if self.in_rank_order:
@@ -107,10 +107,6 @@ def _in_order(partials: Tensor) -> Tensor:
     for partial in partials[1:]:
         total = total + partial
     return total
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True)
@@ -157,15 +153,15 @@ class TokenShards:
         return self.group.size()
 
     def on_grid(self, format: BlockFormat) -> bool:
-        """Return True if the columnwise blocks of the parts are those of the whole."""
+        """Return True if the parts have the columnwise blocks of the whole."""
         return self.inner % format.cols == 0
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of all tokens, given that of a part."""
+        """Return the shape of all tokens, given the shape of a part."""
         return (*shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :])
 
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a part, given that of all tokens."""
+        """Return the shape of a part, given the shape of all tokens."""
         return (*shape[: self.dim], shape[self.dim] // self.ranks, *shape[self.dim + 1 :])
 
     def gather_rowwise(self, part: Quantized) -> Pending[Quantized]:

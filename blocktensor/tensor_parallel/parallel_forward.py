@@ -1,4 +1,4 @@
-"""The forwards of parallel linears: from the layout that comes in to the one that goes out."""
+"""The forwards of parallel linear layers, from the layout of the input to that of the output."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Agreement:
 
 
 class ParallelForward(ABC):
-    """The forward of one parallel linear, bound to it as its method."""
+    """The forward of one parallel linear layer, bound to it as a method."""
 
     kind: str
-    """Its name: on the linear, and in graphs."""
+    """Names the forward on the linear layer and in graphs."""
 
     dim: int
-    """Of the weight, which is cut."""
+    """The dimension of the weight that is cut."""
 
     def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
         self.mesh, self.layouts = mesh, layouts
@@ -138,7 +138,7 @@ class ParallelForward(ABC):
         return part
 
     def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run torch's style, for a linear that was not converted."""
+        """Run as torch's style does, for a linear layer that was not converted."""
         read = self._distributed(x, _of(self._reads, x.ndim))
         return self._given_out(F.linear(read, weight, bias))
 
@@ -151,11 +151,8 @@ class ParallelForward(ABC):
         """Return the input as a DTensor of this layout."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
-        # which would sum the gradients of each of the linears that read x by itself
+        # a redistribution would sum the gradients of each linear layer that reads x by itself
         return x if layout_of(x, layout) == layout else x.redistribute(placements=[layout])
-
-    def _layout_of(self, x: Any) -> Placement:
-        return layout_of(x, self.layouts.input)
 
     @property
     def _reduction(self) -> Reduction:
@@ -165,7 +162,7 @@ class ParallelForward(ABC):
 
 
 class ColwiseForward(ParallelForward):
-    """The forward of a linear whose outputs are cut."""
+    """The forward of a linear layer whose outputs are cut."""
 
     kind, dim = "colwise", 0
     _reads = Replicate()
@@ -176,7 +173,7 @@ class ColwiseForward(ParallelForward):
         features = _of(FEATURES, x.ndim)
         if isinstance(x, BlockwiseFP8Tensor) and x.prepared is not None:
             return parallel_linear(x, w, bias, Colwise(None, None, part)), features
-        layout = self._layout_of(x)
+        layout = layout_of(x, self.layouts.input)
         reduction: Reduction | None = self._reduction
         dim = token_dim(layout, x)
         if dim is not None:
@@ -185,14 +182,14 @@ class ColwiseForward(ParallelForward):
             return parallel_linear(x, w, bias, Colwise(tokens, reduction, part)), features
         if isinstance(x, DTensor) or not layout.is_replicate():
             whole = self._distributed(x, Replicate())
-            # DTensor adds the partial sums where it needs them, of all linears that read x
+            # DTensor adds the partial sums of all linear layers that read x, where it needs them
             x = whole.to_local(grad_placements=[Partial()])
             reduction = None
         return parallel_linear(x, w, bias, Colwise(None, reduction, part)), features
 
 
 class RowwiseForward(ParallelForward):
-    """The forward of a linear whose inputs are cut."""
+    """The forward of a linear layer whose inputs are cut."""
 
     kind, dim = "rowwise", 1
     _reads = FEATURES
@@ -203,7 +200,7 @@ class RowwiseForward(ParallelForward):
         if isinstance(x, BlockwiseFP8Tensor):
             refuse_prepared(x)
         features = _of(FEATURES, x.ndim)
-        if isinstance(x, DTensor) or self._layout_of(x) != features:
+        if isinstance(x, DTensor) or layout_of(x, self.layouts.input) != features:
             cut = self._distributed(x, features)
             x = cut.to_local(grad_placements=[features])
         wanted = _of(self.layouts.output, x.ndim)
@@ -216,7 +213,7 @@ class RowwiseForward(ParallelForward):
 def as_constant(layout: Placement) -> str:
     """Return ``layout`` as a string: graphs hold no objects.
 
-    Dynamo takes numbers that differ between two linears for symbolic ones.
+    Dynamo makes numbers symbolic that differ between two linear layers.
 
     Raises:
         NotImplementedError: it is none of ``Shard``, ``Replicate`` and ``Partial``.
@@ -301,9 +298,9 @@ _FORWARDS = {forward.kind: forward for forward in (ColwiseForward, RowwiseForwar
 def _whole(
     input: Tensor, weight: Any, bias: Any, kind: str, given: str, made: str, *others: Any
 ) -> Tensor:
-    """Run the forward of a linear; Dynamo puts this call into its graph.
+    """Run the forward of a linear layer; Dynamo puts this call into its graph.
 
-    Graphs hold no layout and no mesh, but constants: linears of one kind share a graph.
+    Graphs hold constants, no layout and no mesh: linear layers of one kind share a graph.
     """
     layouts = Layouts(from_constant(given), from_constant(made), *others)
     forward = _FORWARDS[kind](weight.device_mesh, layouts)

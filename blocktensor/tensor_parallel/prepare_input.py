@@ -1,8 +1,8 @@
-"""The style that casts and gathers the input of several parallel linears once (q, k, v; gate, up).
+"""The style that casts and gathers one input of several parallel linear layers (q, k, v; gate, up).
 
 The result is a BlockwiseFP8Tensor of all tokens that holds their rowwise form. Its gradient is this
-rank's share of a sum: the linears that read it add up their partial sums, and one reduction of that
-makes the gradient of this rank's tokens.
+rank's share of a sum: autograd adds the partial sums of the linear layers that read it, and one
+reduction makes the gradient of this rank's tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.compiler import (
     is_dynamo_compiling,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
 from ..autograd.backward import FP8Function, Gradients, run_backward
 from ..autograd.plan import autocast_dtype
@@ -31,9 +31,9 @@ from ..autograd.quantize import cast_activation
 from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
+from ..sharding.dtensor import parallel_kind
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .collectives import Reduction, TokenShards
-from .is_parallel import parallel_kind
 from .parallel_forward import (
     Agreement,
     ColwiseForward,
@@ -49,28 +49,28 @@ from .styles import checked_dtype
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
-    """``torch.distributed.tensor.parallel.PrepareModuleInput`` for modules of FP8 linears.
+    """``torch.distributed.tensor.parallel.PrepareModuleInput`` for modules of FP8 linear layers.
 
     An input that comes as ``Shard(...)`` of tokens and is wanted as ``Replicate()`` is cast once
-    and gathered once as e4m3 and scales, for all linears of the module with
+    and gathered once as e4m3 and scales, for all linear layers of the module with
     :class:`ColwiseParallel` (q, k, v; gate, up). In backward, the sum of their data gradients is
     reduced once, in high precision, and the tokens are gathered once for their weight gradients.
     An input that comes as ``Replicate()`` is cast once, and its gradient reduced once.
 
-    The module gets the input as a BlockwiseFP8Tensor: it may pass it to those linears, or to views
-    of its leading dimensions. If one of the linears is not converted, or none of them is, the input
-    is gathered in its own dtype, as by torch's style.
+    The module gets the input as a BlockwiseFP8Tensor: it may pass it, or views of its leading
+    dimensions, to those linear layers. Unless all of them are converted, the input is gathered in
+    its own dtype, as torch's style does.
 
     Args:
-        input_layouts, desired_input_layouts: as of torch's style.
-        input_kwarg_layouts, desired_input_kwarg_layouts: as of torch's style.
-        use_local_output: as of torch's style.
+        input_layouts, desired_input_layouts: see torch's style.
+        input_kwarg_layouts, desired_input_kwarg_layouts: see torch's style.
+        use_local_output: see torch's style.
         reduce_dtype: in which the sums of data gradients travel; default: the input's dtype.
-        in_rank_order: as of :class:`ColwiseParallel`.
+        in_rank_order: see :class:`ColwiseParallel`.
 
     Raises:
         TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
-        ValueError: from forward, if the linears have unequal recipes.
+        ValueError: from forward, if the linear layers have unequal recipes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Place(NamedTuple):
 
 
 class _OnMesh(torch_styles.PrepareModuleInput):
-    """The style, which finds the linears of the module that runs."""
+    """The style on a mesh; it finds the linear layers of the module that runs."""
 
     def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
         vars(self).update(vars(style))
@@ -163,17 +163,13 @@ class _OnMesh(torch_styles.PrepareModuleInput):
         return super()._prepare_input_arg(x, self._mesh, given, Replicate())
 
     def _in_fp8(self, x: Any, layout: Placement, dim: int | None, recipe: Recipe) -> Tensor:
-        if dim is None:
-            if isinstance(x, DTensor):  # which counts a gradient of all tokens once
-                x = x.to_local(grad_placements=[Replicate()])
-            return prepare(x, recipe, None, self._reduction)
-        x = local_input(x, layout)
-        tokens = TokenShards.of(x.shape, dim, self._mesh.get_group())
+        x = local_input(x, layout)  # DTensor counts a gradient of all tokens once
+        tokens = None if dim is None else TokenShards.of(x.shape, dim, self._mesh.get_group())
         return prepare(x, recipe, tokens, self._reduction)
 
 
 def _weights_of(module: nn.Module) -> dict[str, Any]:
-    """Return the weights of the linears that read the input of ``module``, by name."""
+    """Return the weights of the linear layers that read the input of ``module``, by name."""
     return {
         name: linear.weight
         for name, linear in module.named_modules()
@@ -226,12 +222,12 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class SharedInput:
-    """A note on a prepared input, for the linears that read it.
+    """A note on a prepared input, for the linear layers that read it.
 
     Attributes:
         tokens: how tokens are cut; None if every rank has all of them.
-        saved: of this rank's tokens, for the gradients of weights.
-        gather: of that in backward, for all linears.
+        saved: this rank's tokens, as weight gradients read them.
+        gather: gathers ``saved`` in backward, once for all linear layers.
         runs: ``[0, tokens.outer, tokens.inner]``, without elements; None until a compiler asks.
     """
 
@@ -287,7 +283,7 @@ def prepare(
         x: bf16, fp16 or fp32.
         recipe: of the weights that it meets.
         tokens: how tokens are cut; None if ``x`` has all of them.
-        reduction: how the sums of the linears' data gradients are added over ranks.
+        reduction: adds the sums of the linear layers' data gradients over ranks.
     """
     dtype = autocast_dtype(x)
     made: BlockwiseFP8Tensor = _Prepare.apply(

@@ -1,4 +1,4 @@
-"""The matmuls of a linear whose weight is cut between ranks.
+"""The matmuls of a linear layer whose weight is cut between ranks.
 
 ::
 
@@ -11,7 +11,7 @@
               wgrad  dw_r = gᵀ · x_r          g gathered columnwise in FP8, beside dgrad
 
 Nothing is gathered where every rank has all tokens. Each rank saves its own tokens alone. Their
-columnwise form is gathered in FP8 if its blocks are those of all tokens; else the tokens are
+columnwise form is gathered in FP8 if a cast of all tokens has the same blocks; else the tokens are
 gathered in their own dtype and cast after the gather.
 """
 
@@ -48,8 +48,8 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
         product: the matmul of this call.
 
     Raises:
-        TypeError, ValueError: as :func:`blocktensor.functional.linear`; an FP8 input of tokens or
-            of a weight that are cut off the grid of blocks.
+        TypeError, ValueError: see :func:`blocktensor.functional.linear`; or tokens or a weight are
+            cut off the grid of blocks, and the input is FP8.
     """
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_matmul(x, w, bias, None)
@@ -88,12 +88,8 @@ class _Parallel(Dense):
 class Colwise(_Parallel):
     """A weight cut along its outputs: every rank computes some columns of y."""
 
-    def __init__(
-        self, tokens: TokenShards | None, reduction: Reduction | None, part: WeightPart | None
-    ) -> None:
-        super().__init__(tokens, reduction, part)
-        self._gather = SharedGather()
-        self._read_tokens = tokens
+    _gather: SharedGather
+    _read_tokens: TokenShards | None
 
     def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
         """Begin to gather the rowwise form of x; save this rank's tokens."""
@@ -107,6 +103,7 @@ class Colwise(_Parallel):
             shared: Any = x.prepared  # a SharedInput
             self._gather, self._read_tokens = shared.gather, shared.tokens
             return x.rowwise(), shared.saved
+        self._gather, self._read_tokens = SharedGather(), self.tokens
         in_fp8 = is_gathered_in_fp8(plan.x_columnwise, self.tokens)
         saves_tokens = plan.needs[1] and not in_fp8
         if saves_tokens and not plan.saves_x and isinstance(x, BlockwiseFP8Tensor):
@@ -262,10 +259,10 @@ def _cast_later(rows: Pending[Tensor], format: BlockFormat | None) -> Pending[An
 
 
 class SharedGather:
-    """One gather in backward for all linears that read one input.
+    """One gather in backward for all linear layers that read one input.
 
     Attributes:
-        users: the linears whose backwards will ask.
+        users: how many linear layers will ask in their backwards.
     """
 
     def __init__(self) -> None:
@@ -273,7 +270,7 @@ class SharedGather:
         self._pending: Pending[Any] | None = None
 
     def begin(self, saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
-        """Begin :func:`gather_saved` for the first linear, and drop it after the last."""
+        """Begin :func:`gather_saved` for the first linear layer, and drop it after the last."""
         if self._pending is None:
             with kept_in_backward() if plan.tracing else nullcontext():
                 self._pending = gather_saved(saved, plan, tokens)

@@ -1,47 +1,30 @@
-"""The styles with which ``parallelize_module`` cuts FP8 linears between ranks."""
+"""The styles with which ``parallelize_module`` cuts FP8 linear layers between ranks."""
 
 from __future__ import annotations
 
+from types import MethodType
+from typing import Any, ClassVar, NoReturn
+
 import torch
 import torch.distributed.tensor.parallel as torch_styles
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from ..ops import checks
-from .cut_linear import cut_linear
-from .is_parallel import bind
-from .parallel_forward import ColwiseForward, Layouts, RowwiseForward
+from ..sharding.dtensor import local_of, with_local
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from .parallel_forward import ColwiseForward, Layouts, ParallelForward, RowwiseForward
 
 
-class ColwiseParallel(torch_styles.ColwiseParallel):
-    """``torch.distributed.tensor.parallel.ColwiseParallel`` for linears in FP8.
+class _FP8Style(torch_styles.ParallelStyle):
+    """Base class of both styles: it replaces what torch's style, the next base, does to them."""
 
-    Every rank holds some rows of the weight and computes those columns of the output. With
-    ``input_layouts=Shard(...)`` of tokens (sequence parallel), forward gathers the input as e4m3
-    and scales, half the bytes of bf16; only this rank's tokens are saved, in FP8, and backward
-    gathers them beside the data gradient. Outputs and weight gradients are those of one process,
-    bit for bit. The data gradient is a sum over ranks, reduced in high precision.
-
-    If the tokens of a rank are no multiple of 128 (of each sequence of a batch, where tokens are
-    cut within sequences), the input is gathered in its own dtype for the weight gradient.
-
-    Linears that are not converted, and embeddings, run as with torch's style.
-
-    Args:
-        input_layouts: of a plain input: ``Replicate()`` (default), or ``Shard(dim)`` of tokens. All
-            ranks hold equal parts.
-        output_layouts: ``Shard(-1)`` (default); others are made by DTensor, in high precision.
-        use_local_output: return plain tensors, not DTensors.
-        reduce_dtype: in which partial sums of the data gradient travel; default: the input's dtype.
-        in_rank_order: send every rank's partial sum as it is and add them in fp32 in the order of
-            ranks. Slower; the bits then do not depend on the backend.
-
-    Raises:
-        TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
-        ValueError, NotImplementedError: from ``parallelize_module``, if the linear cannot be cut
-            (ranks hold equal parts; a frozen FP8 weight needs cuts at multiples of 128).
-    """
+    input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
+    use_local_output: bool
+    _forward: ClassVar[type[ParallelForward]]
 
     def __init__(
         self,
@@ -52,7 +35,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         reduce_dtype: torch.dtype | None = None,
         in_rank_order: bool = False,
     ) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts,
             output_layouts=output_layouts,
             use_local_output=use_local_output,
@@ -61,15 +44,51 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        forward = ColwiseForward(device_mesh, _layouts(self))
-        cut_linear(module, device_mesh, 0, self.src_data_rank)
-        bind(forward, forward.kind, module)
+            return super()._apply(module, device_mesh)  # type: ignore[safe-super]  # of torch's style
+        (given,), (wanted,) = self.input_layouts, self.output_layouts
+        layouts = Layouts(
+            given, wanted, self.use_local_output, self.reduce_dtype, self.in_rank_order
+        )
+        forward = self._forward(device_mesh, layouts)
+        _cut_linear(module, device_mesh, forward.dim, self.src_data_rank)
+        _bind(forward, module)
         return module
 
 
-class RowwiseParallel(torch_styles.RowwiseParallel):
-    """``torch.distributed.tensor.parallel.RowwiseParallel`` for linears in FP8.
+class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
+    """``torch.distributed.tensor.parallel.ColwiseParallel`` for linear layers in FP8.
+
+    Every rank holds some rows of the weight and computes those columns of the output. With
+    ``input_layouts=Shard(...)`` of tokens (sequence parallel), forward gathers the input as e4m3
+    and scales, half the bytes of bf16; only this rank's tokens are saved, in FP8, and backward
+    gathers them beside the data gradient. Outputs and weight gradients equal those of one process,
+    bit for bit. The data gradient is a sum over ranks, reduced in high precision.
+
+    If the tokens of a rank are no multiple of 128 (of each sequence of a batch, where tokens are
+    cut within sequences), the input is gathered in its own dtype for the weight gradient.
+
+    Linear layers that are not converted, and embeddings, run as with torch's style.
+
+    Args:
+        input_layouts: of a plain input: ``Replicate()`` (default), or ``Shard(dim)`` of tokens. All
+            ranks hold equal parts.
+        output_layouts: ``Shard(-1)`` (default); others are made by DTensor, in high precision.
+        use_local_output: return plain tensors, not DTensors.
+        reduce_dtype: in which partial sums of the data gradient travel; default: the input's dtype.
+        in_rank_order: send every rank's partial sum unchanged and add them in fp32 in the order of
+            ranks. Slower; the bits then do not depend on the backend.
+
+    Raises:
+        TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
+        ValueError, NotImplementedError: from ``parallelize_module``, if the linear layer cannot be
+            cut (ranks hold equal parts; a frozen FP8 weight needs cuts at multiples of 128).
+    """
+
+    _forward = ColwiseForward
+
+
+class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
+    """``torch.distributed.tensor.parallel.RowwiseParallel`` for linear layers in FP8.
 
     Every rank holds some columns of the weight and computes a partial sum of the output, which is
     reduced in high precision. With ``output_layouts=Shard(...)`` of tokens (sequence parallel),
@@ -78,45 +97,23 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     ``Recipe(wgrad_input="128x128")`` if a rank's inputs are no multiple of 128: its blocks end with
     them.
 
-    If the tokens of a rank are no multiple of 128 (as of :class:`ColwiseParallel`), the gradient is
+    If the tokens of a rank are no multiple of 128 (see :class:`ColwiseParallel`), the gradient is
     gathered in its own dtype too, for the weight gradient.
 
-    Linears that are not converted, and embeddings, run as with torch's style.
+    Linear layers that are not converted, and embeddings, run as with torch's style.
 
     Args:
         input_layouts: of a plain input: ``Shard(-1)`` (default); DTensor makes it of others.
         output_layouts: ``Replicate()`` (default), or ``Shard(dim)`` of tokens.
         use_local_output: return plain tensors, not DTensors.
         reduce_dtype: in which partial sums of the output travel; default: the input's dtype.
-        in_rank_order: as of :class:`ColwiseParallel`.
+        in_rank_order: see :class:`ColwiseParallel`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :class:`ColwiseParallel`.
+        TypeError, ValueError, NotImplementedError: see :class:`ColwiseParallel`.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-        in_rank_order: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        forward = RowwiseForward(device_mesh, _layouts(self))
-        cut_linear(module, device_mesh, 1, self.src_data_rank)
-        bind(forward, forward.kind, module)
-        return module
+    _forward = RowwiseForward
 
 
 def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -127,6 +124,137 @@ def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
     return reduce_dtype
 
 
-def _layouts(style: ColwiseParallel | RowwiseParallel) -> Layouts:
-    (given,), (made,) = style.input_layouts, style.output_layouts
-    return Layouts(given, made, style.use_local_output, style.reduce_dtype, style.in_rank_order)
+def _bind(forward: ParallelForward, module: nn.Linear) -> None:
+    """Give a linear layer a forward, which copies of it share and pass themselves to."""
+
+    # Dynamo takes functions as methods, and no other callables
+    def parallel_forward(module: nn.Linear, input: Tensor) -> Tensor:
+        return forward(module, input)
+
+    module.forward = MethodType(parallel_forward, module)  # type: ignore[method-assign]
+    module._parallel_kind = forward.kind  # type: ignore[assignment]
+    module._of_this_process = _OfThisProcess()  # type: ignore[assignment]
+
+
+class _OfThisProcess:
+    """An attribute that raises if its linear layer is pickled; copies of the layer share it.
+
+    ``pickle`` would write the forward by its name, under which no process finds it.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfThisProcess:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError(
+            "a linear with ColwiseParallel or RowwiseParallel cannot be pickled, as torch.save("
+            "model) does: its forward and its mesh belong to this process. Save "
+            "model.state_dict() with torch.distributed.checkpoint, and load it into a model that "
+            "is parallelized alike"
+        )
+
+
+def _cut_linear(module: nn.Linear, mesh: DeviceMesh, dim: int, src_data_rank: int | None) -> None:
+    """Replace the parameters of a linear layer by DTensors of which each rank holds its part.
+
+    Args:
+        module: the linear layer.
+        mesh: of one dimension.
+        dim: 0 cuts the outputs of the weight, and the bias; 1 cuts the inputs.
+        src_data_rank: the rank of the mesh whose values all ranks take; None: each takes its own.
+
+    Raises:
+        ValueError: the mesh has several dimensions; a parameter is a DTensor already.
+        NotImplementedError: the module is not a plain ``nn.Linear``; the cuts of an FP8 weight do
+            not lie between blocks.
+    """
+    _check(module, mesh, dim)
+    placements: dict[str, Placement] = {
+        "weight": Shard(dim),
+        "bias": Shard(0) if dim == 0 else Replicate(),
+    }
+    cut = {
+        name: _cut(parameter, mesh, placements[name], src_data_rank)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    for name, made in cut.items():
+        needs_grad = getattr(module, name).requires_grad
+        module.register_parameter(name, nn.Parameter(made, requires_grad=needs_grad))
+
+
+def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
+    kind = type(module).__name__
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"tensor parallel of a {kind} on a mesh of {mesh.ndim} dimensions: pass one of them, "
+            f'e.g. mesh["tp"]'
+        )
+    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+        raise NotImplementedError(
+            f"tensor parallel of a {kind} with a forward of its own, which would not run: "
+            f"parallelize the nn.Linear that it calls, and each linear once"
+        )
+    if set(module._parameters) - {"weight", "bias"} or module._parameters.get("weight") is None:
+        raise NotImplementedError(
+            f"tensor parallel of a {kind} with the parameters {sorted(module._parameters)}: "
+            f"expected a weight and a bias; remove parametrizations before"
+        )
+    for name, parameter in module.named_parameters(recurse=False):
+        if local_of(parameter) is not None:
+            raise ValueError(
+                f"the {name} of this {kind} is a DTensor already: call parallelize_module before "
+                f"fully_shard, and once for each linear"
+            )
+    _check_even(module.weight, mesh, dim)
+
+
+def _check_even(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
+    """Check that ranks can hold equal parts of a weight ``[N, K]``, and a frozen one in blocks.
+
+    Raises:
+        NotImplementedError: they cannot.
+    """
+    ranks, size = mesh.size(), weight.shape[dim]
+    edge, kind = 1, "a"
+    if isinstance(weight, BlockwiseFP8Tensor):
+        edge, kind = weight.block_shape[dim], "a frozen FP8"
+    if size % (ranks * edge):
+        what = "outputs" if dim == 0 else "inputs"
+        raise NotImplementedError(
+            f"{kind} weight {list(weight.shape)} whose {size} {what} are cut between {ranks} "
+            f"ranks: expected a multiple of {ranks * edge}; leave this linear out of the plan of "
+            f"parallelize_module, or use fewer ranks"
+        )
+
+
+def _cut(
+    parameter: Tensor, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+) -> Tensor:
+    def cut(x: Tensor) -> Tensor:
+        return distribute_tensor(x.detach(), mesh, [placement], src_data_rank=src_data_rank)
+
+    if isinstance(parameter, BlockwiseFP8Weight):
+        made = cut(parameter.master)
+        return with_local(made, BlockwiseFP8Weight(_owned(made), parameter.recipe))
+    if isinstance(parameter, BlockwiseFP8Tensor):
+        data, scale, format = parameter.rowwise()
+        as_bytes, scales = cut(data.view(torch.uint8)), cut(scale)
+        local = BlockwiseFP8Tensor.from_data(
+            _owned(as_bytes).view(format.dtype),
+            _owned(scales),
+            block_shape=format.block_shape,
+            dtype=parameter.dtype,
+            recipe=parameter.recipe,
+        )
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return with_local(distribute_tensor(like, mesh, [placement], src_data_rank=None), local)
+    return cut(parameter)
+
+
+def _owned(x: Tensor) -> Tensor:
+    """Return the local part of a DTensor, contiguous and in its own memory."""
+    local = local_of(x)
+    assert local is not None
+    if local.is_contiguous() and local.untyped_storage().nbytes() == local.nbytes:
+        return local
+    return local.clone(memory_format=torch.contiguous_format)

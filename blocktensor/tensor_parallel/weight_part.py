@@ -1,9 +1,9 @@
 """The part of an FP8 weight that a rank of a tensor parallel group holds.
 
-A part that begins or ends inside a 128x128 block shares that block with other ranks. Its scale is
-that of the whole block, from one maximum over the group, and products read the part behind as many
-zeros as lie between the beginning of the block and its own: the blocks are then those of the whole
-weight, and so are the bits. Zeros add nothing to a sum over them; results for them are cut off.
+A part that begins or ends inside a 128x128 block shares that block with other ranks. It takes the
+scale of the whole block, from one maximum over the group. Matmuls read it behind as many zeros as
+lie between the beginnings of the block and of the part. So it has the blocks, and the bits, of the
+whole weight. Zeros add nothing to a sum over them; results for them are cut off.
 """
 
 from __future__ import annotations

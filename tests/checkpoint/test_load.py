@@ -322,13 +322,3 @@ layers.61.extra.weight     not read   not in the model
 layers.61.extra.bias       not read   not in the model
 24 loaded in FP8, 13 in the model's dtype; 1 missing, 2 unexpected""",
     )
-
-
-def test_the_table_of_nothing() -> None:
-    assert_expected_inline(
-        str(LoadReport((), (), (), ())),
-        """\
-tensor  outcome  as
-------  -------  --
-0 loaded in FP8, 0 in the model's dtype; 0 missing, 0 unexpected""",
-    )

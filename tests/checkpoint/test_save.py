@@ -167,20 +167,6 @@ def test_a_full_disk(
     save_fp8(model, folder, overwrite=True)
 
 
-def test_a_stack_that_is_whole(tmp_path: Path) -> None:
-    experts = nn.Module()
-    values = torch.randn(3, 130, 200, dtype=torch.bfloat16)
-    frozen = BlockwiseFP8Tensor.from_values(values, (128, 128))
-    experts.weight = nn.Parameter(frozen, requires_grad=False)
-    tensors = read(save_fp8(experts, tmp_path / "fp8"))
-    assert torch.equal(tensors["weight_scale_inv"], frozen.rowwise_scale)
-    assert tensors["weight_scale_inv"].shape == (3, 2, 2)
-    other = nn.Module()
-    other.weight = nn.Parameter(torch.empty_like(values))
-    load_fp8(other, tmp_path / "fp8")
-    assert torch.equal(other.weight.dequantize(), frozen.dequantize())
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two")], ids=["fp32", "pow2"])

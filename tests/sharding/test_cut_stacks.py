@@ -18,7 +18,6 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, conver
 from blocktensor.distributed import FP8Shard, FrozenShard
 from tests.support.expert_parallel import (
     Dispatched,
-    as_one,
     assert_steps_as_one,
     converted,
     cut,
@@ -171,10 +170,6 @@ def test_meta_stacks_are_initialised_as_fp8(world: int, device: str) -> None:
                 p.fill_(0.5)
         step_of(model)
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-
-
-def test_one_process_sorts_by_expert_then_by_rank() -> None:
-    assert as_one([[1, 2], [1, 0]]) == ([0, 3, 1, 2], [2, 2])
 
 
 # Experts whose matrices are cut: gate and up by rows, down by columns

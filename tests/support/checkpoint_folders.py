@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from blocktensor import load_fp8, save_fp8
-from tests.support.checkpoint_models import assert_same, filled, state
+from tests.support.checkpoint_models import Model, assert_same, filled, state
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OLD, NEW, NEXT = 1, 2, 3
@@ -32,8 +33,14 @@ def found(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
+@functools.cache
+def _model(seed: int) -> Model:
+    """Return a frozen model, which nobody changes."""
+    return filled(seed, frozen=True)
+
+
 def save(seed: int, folder: Path, overwrite: bool = True, size: int = SHARD) -> None:
-    save_fp8(filled(seed, frozen=True), folder, overwrite=overwrite, max_shard_bytes=size)
+    save_fp8(_model(seed), folder, overwrite=overwrite, max_shard_bytes=size)
 
 
 def seed_in(folder: Path) -> int:
@@ -41,7 +48,7 @@ def seed_in(folder: Path) -> int:
     model = filled(9, convert=False)
     load_fp8(model, folder)
     seed = int(model.steps) - 7
-    assert_same(state(model), state(filled(seed, frozen=True)))
+    assert_same(state(model), state(_model(seed)))
     return seed
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -13,17 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert
-from blocktensor.distributed import ColwiseParallel, RowwiseParallel
-from tests.support.compiling import fresh, graphs
+from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from tests.support.compiling import compiled_graphs, fresh, graphs
 from tests.support.numeric import assert_same
 from tests.support.parallel_blocks import (
     DIM,
@@ -36,10 +33,57 @@ from tests.support.parallel_blocks import (
     tokens_of,
 )
 from tests.support.parallel_linears import converted, drawn
-from tests.support.parallel_mlps import Block, mlp, rows
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.wire import Wire
+
+
+class Mlp(nn.Module):
+    """A gated one, with one rounding between its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(DIM, 512, bias=False) for _ in range(2))
+        self.down = nn.Linear(512, DIM, bias=True)
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, DIM)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        made: Tensor = self.down(self.gate(x).relu() * self.up(x))
+        return made
+
+
+class Block(nn.Sequential):
+    """A module in another, whose hooks are in the graph with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self[0](x)
+        return made
+
+
+def mlp(
+    mesh: DeviceMesh, sequence: bool, recipe: Recipe | None = None, skip: tuple[str, ...] = ()
+) -> Block:
+    """A parallel one."""
+    torch.manual_seed(0)
+    model = Mlp().bfloat16()
+    convert(model, recipe, skip=list(skip), skip_small=False)
+    tokens = Shard(0) if sequence else Replicate()
+    plan = {
+        "": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate()),
+        "gate": ColwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=tokens),
+    }
+    return Block(parallelize_module(model, mesh, plan))
+
+
+def rows(mesh: DeviceMesh, sequence: bool, seed: int, tokens: int = 256) -> Tensor:
+    """This rank's tokens, ``[tokens, DIM]``."""
+    x = drawn((tokens, DIM), torch.bfloat16, seed)
+    return x.chunk(mesh.size())[mesh.get_local_rank()].contiguous() if sequence else x
 
 
 def assert_compiles(make: Callable[[], nn.Module], *inputs: Tensor, **options: Any) -> nn.Module:
@@ -68,48 +112,37 @@ def test_a_block(world: int, device: str, sequence: bool) -> None:
         assert graphs() == 1
 
 
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self[0], x, use_reentrant=False)
+        return made
+
+
+WAYS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any]]] = {
+    "by inductor": (lambda mesh: mlp(mesh, True), {"backend": "inductor"}),
+    "wgrad from 128x128": (lambda mesh: mlp(mesh, True, Recipe(wgrad_input="128x128")), {}),
+    "wgrad in high precision": (
+        lambda mesh: mlp(mesh, True, Recipe(wgrad_input="high_precision")),
+        {},
+    ),
+    "checkpointed": (lambda mesh: Checkpointed(mlp(mesh, True)), {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, gpus=())
-def test_inductor(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
+def test_an_mlp(world: int, device: str, way: str) -> None:
+    (make, options), mesh = WAYS[way], mesh_of(world, device)
     with fresh():
         inputs = (rows(mesh, True, seed) for seed in (1, 2))
-        assert_compiles(lambda: mlp(mesh, True), *inputs, backend="inductor")
+        assert_compiles(lambda: make(mesh), *inputs, **options)
         assert graphs() == 1
-
-
-@pytest.mark.parametrize("wgrad_input", ["128x128", "high_precision"])
-@on_ranks(2, gpus=())
-def test_recipes(world: int, device: str, wgrad_input: Any) -> None:
-    mesh, recipe = mesh_of(world, device), Recipe(wgrad_input=wgrad_input)
-    inputs = (rows(mesh, True, seed) for seed in (1, 2))
-    with fresh():
-        assert_compiles(lambda: mlp(mesh, True, recipe), *inputs)
-
-
-class Recorded:
-    """A backend that keeps the graphs of forward and backward."""
-
-    def __init__(self) -> None:
-        self.forward: Any = None
-        self.backward: Any = None
-        self.backend = aot_autograd(
-            fw_compiler=self._keep("forward"),
-            bw_compiler=self._keep("backward"),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    def _keep(self, name: str) -> Callable[..., Any]:
-        def compiler(graph: Any, inputs: Any) -> Any:
-            setattr(self, name, graph)
-            return graph
-
-        return compiler
 
 
 def collectives(graph: Any) -> list[tuple[str, int]]:
     """Each collective, and the bytes that this rank brings."""
     found = []
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
         name = node.target._opname
@@ -119,14 +152,6 @@ def collectives(graph: Any) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-@contextmanager
-def eager_collectives(found: list[tuple[str, int]]) -> Iterator[None]:
-    """As :func:`collectives`, of what runs in eager mode."""
-    with Wire() as wire:
-        yield
-    found += sorted(wire.collectives)
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2, gpus=())
 def test_collectives_are_those_of_eager(world: int, device: str, sequence: bool) -> None:
@@ -134,20 +159,18 @@ def test_collectives_are_those_of_eager(world: int, device: str, sequence: bool)
     mesh = mesh_of(world, device)
     for tokens in (256, 150) if sequence else (256,):
         x, grad = (rows(mesh, sequence, seed, tokens) for seed in (1, 2))
-        model, recorded = mlp(mesh, sequence), Recorded()
+        model = mlp(mesh, sequence)
         compute(model, x, grad)  # ranks compare
-        forward: list[tuple[str, int]] = []
-        backward: list[tuple[str, int]] = []
-        with eager_collectives(forward):
+        with Wire() as forward:
             y = model(x.requires_grad_())
-        with eager_collectives(backward):
+        with Wire() as backward:
             y.backward(grad)
         with fresh():
-            torch.compile(model, fullgraph=True, backend=recorded.backend)(x).backward(grad)
-        assert collectives(recorded.forward) == forward
-        assert collectives(recorded.backward) == backward
-        assert len(forward) + len(backward) == (7 if sequence else 2)
-        saved = next(n for n in recorded.forward.graph.nodes if n.op == "output").args[0]
+            compiled = compiled_graphs(model, x)
+        eager = [sorted(wire.collectives) for wire in (forward, backward)]
+        assert [collectives(graph) for graph in compiled] == eager
+        assert sum(map(len, eager)) == (7 if sequence else 2)
+        saved = next(n for n in compiled[0].nodes if n.op == "output").args[0]
         values = [n.meta["val"] for n in saved]
         own = {v.numel() for v in values if getattr(v, "dtype", None) == torch.float8_e4m3fn}
         # x of gate and up; off the grid x is saved as it came, and the hidden one is padded
@@ -157,16 +180,12 @@ def test_collectives_are_those_of_eager(world: int, device: str, sequence: bool)
 
 @on_ranks(2, gpus=())
 def test_no_grad(world: int, device: str) -> None:
-    mesh, recorded = mesh_of(world, device), Recorded()
-    model, x = mlp(mesh, True), rows(mesh, True, 1)
-    with torch.no_grad():
-        want = model(x)
-        with fresh():
-            got = torch.compile(model, fullgraph=True, backend=recorded.backend)(x)
-    assert_same(got, want)
-    assert recorded.backward is None
+    model, x = mlp(mesh_of(world, device), True), rows(mesh_of(world, device), True, 1)
+    with torch.no_grad(), fresh():
+        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        (graph,) = compiled_graphs(model, x)
     # x rowwise; y
-    names = [name for name, _ in collectives(recorded.forward)]
+    names = [name for name, _ in collectives(graph)]
     assert names == ["all_gather_into_tensor_coalesced", "reduce_scatter_tensor"]
 
 
@@ -199,7 +218,7 @@ def test_graphs_that_begin_and_end_with_a_prepared_input(
     for recipe, breaks in ((Recipe(), False), (Recipe(wgrad_input="high_precision"), True)):
 
         def make(recipe: Recipe = recipe, breaks: bool = breaks) -> nn.Module:
-            model = mlp(mesh, sequence, recipe).mlp
+            model = mlp(mesh, sequence, recipe)[0]
             model.breaks = breaks  # type: ignore[assignment]
             return model
 
@@ -257,21 +276,6 @@ def test_linears_left_in_high_precision(world: int, device: str) -> None:
 
 
 @on_ranks(2, gpus=())
-def test_activation_checkpointing(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-
-    class Checkpointed(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = checkpoint(self.mlp, x, use_reentrant=False)
-            return made
-
-    with fresh():
-        inputs = (rows(mesh, True, seed) for seed in (1, 2))
-        assert_compiles(lambda: Checkpointed(mlp(mesh, True)), *inputs)
-        assert graphs() == 1
-
-
-@on_ranks(2, gpus=())
 def test_fsdp_besides(world: int, device: str) -> None:
     """A compiled block that FSDP2 gathers, on a mesh of 1 x 2."""
     mesh = init_device_mesh(device, (1, world), mesh_dim_names=("data", "tensor"))
@@ -295,8 +299,8 @@ def test_other_products_of_a_prepared_input_are_refused(world: int, device: str)
         other = nn.Linear(DIM, DIM, bias=False).bfloat16()
         if fp8:
             convert(other, skip_small=False)
-        model.mlp.add_module("other", other)
-        model.mlp.forward = MethodType(lambda mlp, x: mlp.other(x), model.mlp)
+        model[0].add_module("other", other)
+        model[0].forward = MethodType(lambda mlp, x: mlp.other(x), model[0])
         with (
             fresh(),
             pytest.raises(Exception, match="a product that is not one of ColwiseParallel"),

@@ -186,8 +186,9 @@ def test_what_cannot_be_cut_raises(world: int, device: str) -> None:
         cut = parallelize_module(converted(256, 256, False, torch.bfloat16), mesh, style)
         with pytest.raises(NotImplementedError, match="and each linear once"):
             parallelize_module(cut, mesh, style)
+    for kind in (ColwiseParallel, RowwiseParallel, PrepareModuleInput):
         with pytest.raises(TypeError, match=r"reduce_dtype=torch.int8: expected one of"):
-            type(style)(reduce_dtype=torch.int8)
+            kind(reduce_dtype=torch.int8)
 
 
 @on_ranks(2)
@@ -375,17 +376,3 @@ def test_unconverted_linears_send_what_torchs_do(world: int, device: str) -> Non
     assert_same(sent[0][1], sent[1][1])
     assert sent[0][2] is not None and sent[1][2] is not None
     assert_same(sent[0][2], sent[1][2])
-
-
-@on_ranks(2, gpus=())
-def test_prepare_without_converted_linears(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-    model = block(None)
-    parallelize(model, mesh)
-    got = compute(model, tokens_of(mesh, batch(1)), tokens_of(mesh, batch(2)))
-    want = compute(block(None), batch(1), batch(2))
-    assert relative_error(got.y, tokens_of(mesh, want.y)) < 1e-2
-    with pytest.raises(TypeError, match="reduce_dtype"):
-        PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), reduce_dtype=torch.int8
-        )

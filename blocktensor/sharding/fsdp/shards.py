@@ -12,10 +12,10 @@ from torch import Tensor
 from ...ops import checks
 from ...ops.formats import Quantized
 from ...recipe import Recipe
-from ...tensor.base import is_composite, on_master
-from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor.base import implements, on_master
+from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse
-from ...tensor.weight import BlockwiseFP8Weight
+from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
 from ..dtensor import local_of
 from .amax_table import check_no_main_grad
 from .fsdp_internals import is_copy
@@ -23,11 +23,12 @@ from .gather import GatheredFrozen, GatheredTrainable
 
 aten = torch.ops.aten
 
+_SHARD_OPS: dict[Any, Callable[..., Any]] = {}
+"""The ops of FP8Shard below autograd; all others act on the rows."""
+
 _PRODUCTS = {
     *(F.linear, torch.mm, torch.matmul, torch.addmm),
     *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
 }
 
 _ALIASES = {aten.detach.default, aten.alias.default}
@@ -53,6 +54,8 @@ class FP8Shard(GatheredTrainable):
     Attributes:
         master: the rows, a plain high-precision tensor.
     """
+
+    _ops = _SHARD_OPS
 
     @staticmethod
     def __new__(cls, master: Tensor, recipe: Recipe) -> FP8Shard:
@@ -88,15 +91,8 @@ class FP8Shard(GatheredTrainable):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in _PRODUCTS:
-            _refuse_product(func)
-        if func in _ALIASES:
-            # the same master: an alias made below autograd would have a counter of its own
-            return FP8Shard(args[0].master, args[0].recipe)
-        if is_composite(func):
-            return func.decompose(*args, **(kwargs or {}))
-        out = on_master(func, args, kwargs or {})
+    def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        out = on_master(func, args, kwargs)
         first = args[0] if args else None
         if not isinstance(first, FP8Shard) or not (func in _COPIES or func in _VIEWS):
             return out
@@ -120,7 +116,18 @@ def shard_of(x: Any) -> FP8Shard | None:
     return local if isinstance(local, FP8Shard) else None
 
 
-def _refuse_product(func: Any) -> NoReturn:
+@implements(_SHARD_OPS, *_ALIASES)
+def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
+    # the same master: an alias made below autograd would have a counter of its own
+    return FP8Shard(shard.master, shard.recipe)
+
+
+@implements(
+    _SHARD_OPS,
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
+)
+def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
         f"gathers while the forward of its module runs"
@@ -167,11 +174,9 @@ class FrozenShard(GatheredFrozen):
         return FrozenShard(inner["data_rows"], inner["scale"], *context)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if is_composite(func):
-            return func.decompose(*args, **(kwargs or {}))
+    def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
         first, *others = args
-        kwargs = dict(kwargs or {})
+        kwargs = {**kwargs}
         dtype = kwargs.pop("dtype", None)  # the rows stay e4m3
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
             first.data_rows.copy_(others[0].data_rows)
@@ -215,6 +220,7 @@ def _squares(weight: BlockwiseFP8Tensor) -> Quantized:
     return weight.rowwise()
 
 
+@implements(ATEN_OPS, aten.new_zeros.default)
 def _frozen_zeros(func: Any, x: BlockwiseFP8Tensor, size: Sequence[int], **options: Any) -> Tensor:
     same = options.get("dtype") in (None, x.dtype) and options.get("device") in (None, x.device)
     if len(size) != x.ndim or not same:
@@ -224,6 +230,7 @@ def _frozen_zeros(func: Any, x: BlockwiseFP8Tensor, size: Sequence[int], **optio
     return FrozenShard(zeros, scale, x.recipe, x.dtype)
 
 
+@implements(WEIGHT_OPS, aten.new_zeros.default)
 def _trainable_zeros(
     func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any
 ) -> Tensor:
@@ -232,10 +239,3 @@ def _trainable_zeros(
     check_no_main_grad(w.main_grad)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros
-
-
-FROZEN_SHARDS: dict[Any, Callable[..., Any]] = {aten.new_zeros.default: _frozen_zeros}
-"""Ops of BlockwiseFP8Tensor that begin a shard."""
-
-TRAINABLE_SHARDS: dict[Any, Callable[..., Any]] = {aten.new_zeros.default: _trainable_zeros}
-"""Ops of BlockwiseFP8Weight that begin a shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -152,8 +153,8 @@ def test_one_process_reads_in_place_what_ranks_wrote(tmp_path: Path) -> None:
 # Training that is killed, whole or one rank of it, resumes bit for bit
 
 
-STEPS = 50
-KILLS = 10
+STEPS = 24
+KILLS = 5
 TIMEOUT = timedelta(seconds=20)
 """Of a collective in which a rank is missing."""
 
@@ -238,21 +239,26 @@ def _wait(processes: list[Any], until: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def _finish(folder: Path, attempt: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def _finish(folder: Path, attempt: int, device: str = "cpu") -> dict[str, Tensor]:
     """Train to the end; what came of it."""
     with _started(folder, attempt, device) as processes:
         deadline = time.monotonic() + 60
         for process in processes:
             process.join(deadline - time.monotonic())
         assert [process.exitcode for process in processes] == [0, 0]
-    found: dict[str, torch.Tensor] = torch.load(folder / "end", weights_only=True)
+    found: dict[str, Tensor] = torch.load(folder / "end", weights_only=True)
     return found
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Tensor]]:
+    """What comes of a training that nobody kills, on a device."""
+    return functools.cache(lambda device: _finish(tmp_path_factory.mktemp("whole"), 0, device))
+
+
 @pytest.mark.slow
-def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
-    killed, moments, kills = tmp_path / "killed", random.Random(0), 0
-    wanted = _finish(tmp_path / "whole", 0)
+def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path, whole: Any) -> None:
+    killed, moments, kills, wanted = tmp_path / "killed", random.Random(0), 0, whole("cpu")
     while kills < KILLS and not (killed / "end").exists():
         kills += 1
         began = [killed / f"store.{kills}.{rank}" for rank in range(2)]
@@ -267,8 +273,8 @@ def test_what_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-def test_a_rank_that_dies_ends_the_other(device: str, tmp_path: Path) -> None:
-    killed, wanted = tmp_path / "killed", _finish(tmp_path / "whole", 0, device)
+def test_a_rank_that_dies_ends_the_other(device: str, tmp_path: Path, whole: Any) -> None:
+    killed, wanted = tmp_path / "killed", whole(device)
     with _started(killed, 0, device) as processes:
         _wait(processes, lambda: any(killed.glob("step.*")))
         os.kill(processes[1].pid, signal.SIGKILL)

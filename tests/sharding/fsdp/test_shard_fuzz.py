@@ -151,7 +151,3 @@ def test_no_forward_is_stale(world: int, device: str) -> None:
         player.evaluate()  # of the root, as FSDP2 asks
         for _ in range(10):
             player.move()
-
-
-def test_there_are_many_kinds_of_writes() -> None:
-    assert len(WRITES) >= 25

@@ -65,13 +65,6 @@ def test_there_and_back(frozen: bool) -> None:
         assert torch.equal(got, want)
 
 
-def test_a_weight_in_float64_is_plain_elsewhere() -> None:
-    model = build(False)
-    assert type(model[1].weight.double()) is torch.Tensor
-    with pytest.raises(TypeError, match="float64"):
-        build(True)[1].weight.double()
-
-
 def test_weights_with_weak_references_are_frozen_and_unfrozen() -> None:
     module = linear(DIM, DIM, dtype=torch.float32)
     reference, x = weakref.ref(module.weight), randn(3, DIM, dtype=torch.float32)

@@ -1,26 +1,29 @@
-"""Buckets in which torch broadcasts a model that DDP wraps, with frozen FP8 weights in them.
+"""How torch.distributed sends frozen FP8 weights: as bytes and scales.
 
-``torch.distributed._broadcast_coalesced`` views tensors as vectors, concatenates and broadcasts
-those, and copies the parts back. Frozen weights travel as bytes and scales.
+``_broadcast_coalesced``, by which DDP sends a model, views tensors as vectors, concatenates and
+broadcasts those in buckets, and copies the parts back. ``distribute_tensor`` broadcasts a stack of
+experts, or pads and scatters its parts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.formats import Quantized
 from ..base import FP8Base, implements, wrapper
-from ..fp8_tensor import BlockwiseFP8Tensor
+from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
 from ..refusals import refuse
 
 aten = torch.ops.aten
 
-_OPS: dict[Any, Callable[..., Any]] = {}
+_BUCKET_OPS: dict[Any, Callable[..., Any]] = {}
 
 
 class Bucket(FP8Base):
@@ -31,7 +34,7 @@ class Bucket(FP8Base):
     """
 
     parts: Sequence[Tensor]
-    _ops = _OPS
+    _ops = _BUCKET_OPS
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor]) -> Bucket:
@@ -52,18 +55,18 @@ class Bucket(FP8Base):
         return f"Bucket({self.parts!r})"
 
 
-@implements(_OPS, aten.detach.default, aten.alias.default)
+@implements(_BUCKET_OPS, aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Bucket) -> Bucket:
     return Bucket(x.parts)
 
 
-@implements(_OPS, aten.cat.default)
+@implements(_BUCKET_OPS, aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
     parts = [x.parts if isinstance(x, Bucket) else [x] for x in tensors]
     return Bucket([*itertools.chain.from_iterable(parts)])
 
 
-@implements(_OPS, aten.slice.Tensor)
+@implements(_BUCKET_OPS, aten.slice.Tensor)
 def _slice(
     func: Any, x: Bucket, dim: int = 0, start: int | None = None, end: int | None = None,
     step: int = 1,
@@ -77,7 +80,7 @@ def _slice(
     return parts[0].detach() if is_plain else Bucket(parts)
 
 
-@implements(_OPS, aten.view.default)
+@implements(_BUCKET_OPS, aten.view.default)
 def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
     if list(size) in ([-1], [x.shape[0]]):
         return Bucket(x.parts)
@@ -86,28 +89,61 @@ def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
     return x.parts[0].detach()
 
 
-def plain_parts(x: BlockwiseFP8Tensor) -> list[Tensor]:
+# What torch.distributed sends
+
+
+def _plain_parts(func: Any, x: Tensor) -> list[Tensor]:
     """Return data and scale of each form; data as bytes, which gloo can send."""
+    if not (isinstance(x, BlockwiseFP8Tensor) and x.format.transposes):
+        refuse(func)
     forms = [form for form in x.operand if form is not None]
     return [part for form in forms for part in (form.data.view(torch.uint8), form.scale)]
 
 
-def broadcast(func: Any, parts: Iterable[Tensor], *args: Any) -> Any:
-    """Broadcast plain tensors in place, one by one, and return the last result."""
+def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     result = None
-    for part in parts:
+    held = [part for x in tensors for part in (x.parts if isinstance(x, Bucket) else [x])]
+    plain = [_plain_parts(func, x) if isinstance(x, FP8Base) else [x] for x in held]
+    for part in itertools.chain(*plain):
         sent = part.contiguous()
         _, result = func([sent], *args)
         result.wait()
         part.copy_(sent)
-    return result
+    return tensors, result
 
 
-def _broadcast(func: Any, tensors: Sequence[Bucket], *args: Any) -> Any:
-    held = [part for x in tensors for part in x.parts]
-    plain = [plain_parts(x) if isinstance(x, BlockwiseFP8Tensor) else [x] for x in held]
-    return tensors, broadcast(func, itertools.chain(*plain), *args)
+def _scatter(
+    func: Any, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], *args: Any
+) -> Any:
+    (output,) = outputs
+    result = None
+    sent = [[_plain_parts(func, x) for x in each] for each in inputs]
+    for index, target in enumerate(_plain_parts(func, output)):
+        received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        parts = [[x[index].contiguous() for x in each] for each in sent]
+        _, result = func([received], parts, *args)
+        result.wait()
+        target.copy_(received)
+    return outputs, result
 
 
 if torch.distributed.is_available():
-    implements(_OPS, torch.ops.c10d.broadcast_.default)(_broadcast)
+    c10d = torch.ops.c10d
+    implements(_BUCKET_OPS, c10d.broadcast_.default)(_broadcast)
+    implements(ATEN_OPS, c10d.broadcast_.default)(_broadcast)
+    implements(ATEN_OPS, c10d.scatter_.default)(_scatter)
+
+
+@implements(ATEN_OPS, aten.constant_pad_nd.default)
+def _pad(func: Any, x: BlockwiseFP8Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    """Append matrices of zeros to a stack, for ranks that get fewer."""
+    *inside, before, after = pad
+    if any(inside) or before or value or x.ndim != 3 or len(pad) != 6 or not x.format.transposes:
+        refuse(func)
+
+    def padded(form: Quantized) -> Quantized:
+        data = F.pad(form.data.view(torch.uint8), pad).view(form.data.dtype)
+        return form._replace(data=data, scale=F.pad(form.scale, pad, value=1.0))
+
+    forms = (form and padded(form) for form in x.operand)
+    return x.like(Operand(*forms), (x.shape[0] + after, *x.shape[1:]), x.stride())
