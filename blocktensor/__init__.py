@@ -14,7 +14,7 @@ from .conversion.report import MinSizes
 from .fusion.fuse import fuse, unfuse
 from .fusion.share_inputs import share_inputs, unshare_inputs
 from .recipe import Recipe
-from .reports.audit.audit import audit, audit_step
+from .reports.audit import audit, audit_step
 from .reports.explain import explain
 from .reports.memory import memory_report
 from .tensor.fp8_tensor import BlockwiseFP8Tensor

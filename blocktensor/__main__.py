@@ -7,20 +7,14 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import blocktensor
 
-from .conversion.fast_path import described
+from .conversion.fast_path import FAMILIES, described
 from .ops import reference
-from .ops.cast.choose_backend import CAST_BACKENDS
-from .ops.gemm.choose_backend import GEMM_BACKENDS
-from .ops.grouped_gemm.choose_backend import GROUPED_BACKENDS
-from .ops.registry import Backend
 from .recipe import DEFAULT_RECIPE
 from .text_table import human_bytes, text_table
 
@@ -83,15 +77,10 @@ def environment() -> str:
 
 
 def backends(device: torch.device) -> str:
-    """Return a line for each backend, best first in its family, and why it cannot run."""
-    families: dict[str, Sequence[Backend[Any]]] = {
-        "cast": CAST_BACKENDS,
-        "gemm": GEMM_BACKENDS,
-        "grouped_gemm": GROUPED_BACKENDS,
-    }
+    """Return a line for each backend, best first in its family, and why one cannot run."""
     rows = [
         (family, backend.name, "no" if reason else "yes", reason or "")
-        for family, family_backends in families.items()
+        for family, family_backends in FAMILIES.items()
         for backend in family_backends
         for reason in [backend.why_not(device)]
     ]

@@ -19,7 +19,9 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def collapse(rows: Iterable[tuple[Any, ...]], add: int | None = None) -> list[tuple[Any, ...]]:
+def collapse(
+    rows: Iterable[tuple[Any, ...]], add: int | None = None, across: bool = False
+) -> list[tuple[Any, ...]]:
     """Join rows that differ only in the numbers inside their first cell, a module name.
 
     ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
@@ -27,32 +29,20 @@ def collapse(rows: Iterable[tuple[Any, ...]], add: int | None = None) -> list[tu
     Args:
         rows: a name and other cells.
         add: column of numbers that rows may differ in, and that are summed.
+        across: join different names too: ``blocks.0.q``, ``blocks.0.up``, ``blocks.1.q`` … become
+            ``blocks.*.{q, up} (4)``.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     for row in rows:
         others = [cell for i, cell in enumerate(row[1:], 1) if i != add]
-        groups.setdefault((pattern(row[0]), *others), []).append(row)
+        groups.setdefault((None if across else pattern(row[0]), *others), []).append(row)
     joined = []
     for group in groups.values():
-        cells = list(group[0])
-        if len(group) > 1:
-            cells[0] = f"{_common([row[0] for row in group])} ({len(group)})"
+        cells = [_names([row[0] for row in group]), *group[0][1:]]
         if add is not None:
             cells[add] = sum(row[add] for row in group)
         joined.append(tuple(cells))
     return joined
-
-
-def collapse_alike(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join rows that differ only in their first cell, a module name.
-
-    ``blocks.0.q``, ``blocks.0.up``, ``blocks.0.o``, ``blocks.1.q`` … become
-    ``blocks.*.{q, up, o} (6)``; order is kept.
-    """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *others in rows:
-        groups.setdefault(tuple(others), []).append(name)
-    return [(_names(names), *others) for others, names in groups.items()]
 
 
 def _names(names: list[str]) -> str:

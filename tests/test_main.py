@@ -76,18 +76,18 @@ def test_every_backend_has_its_reason() -> None:
     assert_expected_inline(
         command.backends(CPU),
         """\
-ops on cpu    backend    runs  why not
-------------  ---------  ----  ------------------------------
-cast          gluon      no    needs a CUDA device, got 'cpu'
-cast          triton     no    needs a CUDA device, got 'cpu'
-cast          reference  yes
-gemm          gluon      no    needs a CUDA device, got 'cpu'
-gemm          cublas     no    needs a CUDA device, got 'cpu'
-gemm          triton     no    needs a CUDA device, got 'cpu'
-gemm          reference  yes
-grouped_gemm  gluon      no    needs a CUDA device, got 'cpu'
-grouped_gemm  triton     no    needs a CUDA device, got 'cpu'
-grouped_gemm  reference  yes""",
+ops on cpu     backend    runs  why not
+-------------  ---------  ----  ------------------------------
+casts          gluon      no    needs a CUDA device, got 'cpu'
+casts          triton     no    needs a CUDA device, got 'cpu'
+casts          reference  yes
+GEMMs          gluon      no    needs a CUDA device, got 'cpu'
+GEMMs          cublas     no    needs a CUDA device, got 'cpu'
+GEMMs          triton     no    needs a CUDA device, got 'cpu'
+GEMMs          reference  yes
+grouped GEMMs  gluon      no    needs a CUDA device, got 'cpu'
+grouped GEMMs  triton     no    needs a CUDA device, got 'cpu'
+grouped GEMMs  reference  yes""",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor.text_table import collapse, collapse_alike, human_bytes, text_table
+from blocktensor.text_table import collapse, human_bytes, text_table
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
@@ -80,12 +80,12 @@ def test_rows_that_differ_in_names_only_are_joined() -> None:
     rows = [(f"h.{i}.{name}", "64x64") for i in range(2) for name in names]
     rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
     rows += [("alone1", "1x1")]
-    assert collapse_alike(rows) == [
+    assert collapse(rows, across=True) == [
         ("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"),
         ("h.*.k (2)", "32x64"),
         ("alone1", "1x1"),
     ]
-    assert collapse_alike([]) == []
+    assert collapse([], across=True) == []
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,18 @@ def holders_of_weight(module: nn.Module, known: int = 1, key: str = "weight") ->
     return [x for x in modules if id(vars(x).get("_parameters")) in tables]
 
 
+def holder_in_need(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
+    """Return the kind of another module that needs the values that a frozen weight would drop.
+
+    ``known``: how many modules are known to hold it, all of them for products.
+    """
+    parameter = module._parameters[key]
+    if parameter is None or parameter.requires_grad or parameter.is_meta:
+        return None
+    del parameter  # references to it are counted
+    return needs_values(module, known, key)
+
+
 def needs_values(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
     """Return the kind of another module that holds a weight, and not for products alone.
 

@@ -36,7 +36,7 @@ from ..sharding.fsdp.shards import shard_of
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .checks import castable, needs_values, not_fake
+from .checks import castable, holder_in_need, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
 from .pretrained_models import follow_pretrained_models
@@ -93,7 +93,7 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         if (gpu := gpu_of(matrix.parameter.device)) is not None:
             warn_if_missing(gpu)
     for matrix in chosen:
-        if (holder := _holder_in_need(matrix)) is None:
+        if (holder := holder_in_need(matrix.module, key=matrix.key)) is None:
             _swap(matrix, recipe)
             continue
         warnings.warn(
@@ -103,13 +103,6 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             stacklevel=2,
         )
     _register_hooks(module)
-
-
-def _holder_in_need(matrix: Matrix) -> str | None:
-    """Return the kind of another module that needs the values of a weight that would be dropped."""
-    if matrix.parameter.requires_grad or matrix.parameter.is_meta:
-        return None
-    return needs_values(matrix.module, key=matrix.key)
 
 
 def convert(

@@ -18,11 +18,13 @@ from ..ops.registry import Backend
 VERSIONS = "Triton 3.6 to 3.9, which torch 2.11 to 2.15 bring, has it"
 """Which versions have the fast path, for messages."""
 
-_FAMILIES: dict[str, Sequence[Backend[Any]]] = {
+FAMILIES: dict[str, Sequence[Backend[Any]]] = {
     "casts": CAST_BACKENDS,
     "GEMMs": GEMM_BACKENDS,
     "grouped GEMMs": GROUPED_BACKENDS,
 }
+"""The tables of backends, by what their ops are called in reports."""
+
 _COSTS = {
     "casts": "casts take up to twice as long",
     "GEMMs": "large linear layers run at about 0.85 of its speed, and convert leaves small ones "
@@ -47,8 +49,7 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 def is_portable(device: torch.device, stack: bool) -> bool:
     """Return True if only portable kernels multiply by a weight, or a ``stack``, on a GPU."""
-    backends: Sequence[Backend[Any]] = GROUPED_BACKENDS if stack else GEMM_BACKENDS
-    return backends[0].why_not(device) is not None
+    return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].why_not(device) is not None
 
 
 def _missing(device: torch.device) -> dict[str, list[str]]:
@@ -57,7 +58,7 @@ def _missing(device: torch.device) -> dict[str, list[str]]:
     GPUs other than Hopper lack all GEMMs: the portable kernels run there.
     """
     by_reason: dict[str, list[str]] = {}
-    for family, backends in _FAMILIES.items():
+    for family, backends in FAMILIES.items():
         if reason := backends[0].why_not(device):
             by_reason.setdefault(reason, []).append(family)
     if not by_reason and _launches_slowly():

@@ -15,7 +15,7 @@ from ..model.weights import Matrix, fp8_part, is_linear, local_stack, sizes_of, 
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
-from .checks import needs_values
+from .checks import holder_in_need
 from .fast_path import gpu_of, is_portable
 from .report import MinSizes
 
@@ -66,7 +66,7 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     left = {x: why for x in linears if (why := _why_left(x, tied, choices)) is not None}
     if not linears:
         left = {first: str(first.unconvertible)}
-    elif not left and (holder := _holder_in_need(first, tied)) is not None:
+    elif not left and (holder := holder_in_need(first.module, len(linears), first.key)) is not None:
         left = {first: f"frozen, and another module holds it too: {holder}"}
     is_fp8 = fp8_part(first.parameter) is not None
     if left and is_fp8:
@@ -131,16 +131,6 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     small = (thresholds.experts() if is_stack else thresholds).undercut(n, k)
     before = f"{NO_FAST_PATH}: " if is_slow else ""
     return f"{before}small: {' and '.join(small)} (skip_small)" if small else None
-
-
-def _holder_in_need(linear: Matrix, tied: Sequence[Matrix]) -> str | None:
-    """Return the kind of a module that could not work with the frozen form of a weight."""
-    if linear.parameter.requires_grad or linear.parameter.is_meta:
-        return None
-    for matrix in tied:
-        if matrix.unconvertible is not None:
-            return type(matrix.module).__name__
-    return needs_values(linear.module, len(tied), linear.key)
 
 
 def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:

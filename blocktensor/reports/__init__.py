@@ -4,7 +4,7 @@ from ..checkpoint.load import LoadReport
 from ..conversion.report import ConversionReport
 from ..fusion.fuse import FusionEntry, FusionReport
 from ..fusion.share_inputs import SharingReport
-from .audit.report import AuditReport
+from .audit_report import AuditReport
 from .explain import Explanation
 from .memory import MemoryReport
 

@@ -1,4 +1,4 @@
-"""Which backend each product of a model runs on, and why."""
+"""Explain which backend each matmul of a model runs on, and why."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ..model.weights import (
     local_stack,
     sizes_of,
 )
-from ..ops.gemm.choose_backend import GemmChoice, GemmProblem, choose_gemm
-from ..ops.grouped_gemm.choose_backend import GroupedChoice, GroupedProblem, choose_grouped
+from ..ops.formats import BlockFormat
+from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
+from ..ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
+from ..ops.registry import Choice
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.dtensor import is_parallel
-from ..text_table import collapse_alike, text_table
+from ..text_table import collapse, text_table
 
 Shape = tuple[int, int, int]
 
@@ -33,8 +35,8 @@ class Product:
     """One GEMM of one layer: ``[M, N]`` output, contraction K.
 
     Attributes:
-        groups: into which the tokens of a stack's experts are cut; else 1. Their sizes are known to
-            the device alone. The fprop has M rows for all of them, the wgrad contracts K.
+        groups: number of groups of tokens, one for each expert of a stack; else 1. Only the device
+            knows their sizes. The fprop has M rows for all of them, the wgrad contracts K.
     """
 
     layer: str
@@ -55,11 +57,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The products of a model; ``print(explanation)`` shows them as a table.
+    """The matmuls of a model; ``print(explanation)`` shows them as a table.
 
     Attributes:
         products: every GEMM of every layer.
-        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+        fast_path: says if the fast kernels run on the GPU, or why not; None without a GPU.
     """
 
     products: tuple[Product, ...]
@@ -73,9 +75,10 @@ class Explanation:
     def __str__(self) -> str:
         if not self.products:
             return "no FP8 layers: convert the model first with blocktensor.convert(model)"
-        rows = collapse_alike(
+        cells = (
             (p.layer or "(model)", p.kind, p.sizes, p.backend, p.reason) for p in self.products
         )
+        rows = collapse(cells, across=True)
         table = text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
         return table if self.fast_path is None else f"{table}\n{self.fast_path}"
 
@@ -88,10 +91,10 @@ def explain(
     device: torch.device | str | None = None,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Explanation:
-    """Return the backend of every FP8 product, forward and backward, and why it was chosen.
+    """Return the backend of every FP8 matmul, forward and backward, and why it was chosen.
 
     Args:
-        model_or_shapes: a converted model, or linears as (M tokens, N out, K in).
+        model_or_shapes: a converted model, or linear layers as (M tokens, N out, K in).
         tokens: rows of the input (batch x sequence) for a model. Experts get as many for each
             expert that the router picks for a token, as ``num_experts_per_tok`` of the module's
             config says; where there is none, one is assumed.
@@ -124,13 +127,13 @@ def explain(
                 label, where = label_of(name, key), weight.device
                 devices.add(where)
                 if weight.ndim == 3:
+                    experts, bias = len(multiplied), None
                     shape = (tokens * experts_per_token(module), *sizes)
-                    dtypes = dtype, weight.dtype
-                    products += _grouped(label, shape, len(multiplied), kinds, casts, dtypes, where)
-                    continue
-                bias = None if getattr(module, "bias", None) is None else dtype
-                shape = (tokens, *sizes)
-                products += _products(label, shape, kinds, casts, bias, dtype, weight.dtype, where)
+                else:
+                    experts, bias = None, None if getattr(module, "bias", None) is None else dtype
+                    shape = (tokens, *sizes)
+                dtypes = dtype, weight.dtype
+                products += _products(label, shape, kinds, casts, dtypes, where, bias, experts)
         return Explanation(tuple(products), _fast_path(devices))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shapes: Sequence[Any] = model_or_shapes
@@ -138,7 +141,7 @@ def explain(
         if not isinstance(shape, Sequence) or len(shape) != 3:
             raise ValueError(f"shape {shape!r}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        products += _products(label, shape, kinds, recipe, None, dtype, dtype, where)
+        products += _products(label, shape, kinds, recipe, (dtype, dtype), where)
     return Explanation(tuple(products), _fast_path({where}))
 
 
@@ -152,75 +155,51 @@ def _products(
     shape: Shape,
     kinds: Sequence[str],
     recipe: Recipe,
-    bias: torch.dtype | None,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-) -> list[Product]:
-    (m, n, k), rows, squares = shape, recipe.activation_format, recipe.weight_format
-    x_columnwise = recipe.wgrad_input_format
-    problems = {
-        "fprop": GemmProblem(m, n, k, rows, squares, dtype, device, bias=bias),
-        "dgrad": GemmProblem(m, k, n, rows, squares, dtype, device),
-    }
-    if x_columnwise is not None:
-        contracted = columnwise_width(m, x_columnwise)
-        problems["wgrad"] = GemmProblem(n, k, contracted, rows, x_columnwise, weight_dtype, device)
-    sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    return [
-        _product(layer, kind, sizes[kind], choose_gemm(problems[kind]), recipe)
-        if kind in problems
-        else _in_high_precision(layer, sizes[kind], dtype)
-        for kind in kinds
-    ]
-
-
-def _product(
-    layer: str,
-    kind: str,
-    sizes: Shape,
-    choice: GemmChoice | GroupedChoice,
-    recipe: Recipe,
-    groups: int = 1,
-) -> Product:
-    reason, x_columnwise = choice.reason, recipe.wgrad_input_format
-    if kind == "wgrad" and x_columnwise is not None and x_columnwise.transposes:
-        reason = f"x in {x_columnwise.name} blocks; {reason}"
-    return Product(layer, kind, *sizes, choice.name, reason, groups)
-
-
-def _in_high_precision(layer: str, sizes: Shape, dtype: torch.dtype, groups: int = 1) -> Product:
-    name = str(dtype).removeprefix("torch.")
-    reason = f"{name}, by Recipe(wgrad_input='high_precision')"
-    return Product(layer, "wgrad", *sizes, "torch", reason, groups)
-
-
-def _grouped(
-    layer: str,
-    shape: Shape,
-    experts: int,
-    kinds: Sequence[str],
-    recipe: Recipe,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
+    bias: torch.dtype | None = None,
+    experts: int | None = None,
 ) -> list[Product]:
-    """Return the products with a stack; ``dtypes``: of activations and of the weight."""
+    """Return the matmuls with a weight, or a stack; ``dtypes``: of activations and the weight."""
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
-    rows, squares, x_columnwise = (
+    rows, squares, x_format = (
         recipe.activation_format, recipe.weight_format, recipe.wgrad_input_format,
     )  # fmt: skip
-    problems = {
-        "fprop": GroupedProblem("gemm", m, n, k, experts, rows, squares, dtype, device),
-        "dgrad": GroupedProblem("gemm", m, k, n, experts, rows, squares, dtype, device),
-    }
-    if x_columnwise is not None:
-        problems["wgrad"] = GroupedProblem(
-            "wgrad", m, n, k, experts, rows, x_columnwise, weight_dtype, device
-        )
-    sizes: dict[str, Shape] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    return [
-        _product(layer, kind, sizes[kind], choose_grouped(problems[kind]), recipe, experts)
-        if kind in problems
-        else _in_high_precision(layer, sizes[kind], dtype, experts)
-        for kind in kinds
-    ]
+    of_x = "" if x_format is None or not x_format.transposes else f"x in {x_format.name} blocks; "
+    products = []
+    for kind in kinds:
+        sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[kind]
+        if kind != "wgrad":
+            added = bias if kind == "fprop" else None
+            choice = _chosen(kind, sizes, (rows, squares), dtype, device, added, experts)
+            backend, reason = choice.name, choice.reason
+        elif x_format is not None:
+            choice = _chosen(kind, sizes, (rows, x_format), weight_dtype, device, None, experts)
+            backend, reason = choice.name, of_x + choice.reason
+        else:
+            name = str(dtype).removeprefix("torch.")
+            backend, reason = "torch", f"{name}, by Recipe(wgrad_input='high_precision')"
+        groups = 1 if experts is None else experts
+        products.append(Product(layer, kind, *sizes, backend, reason, groups))
+    return products
+
+
+def _chosen(
+    kind: str,
+    sizes: Shape,
+    formats: tuple[BlockFormat, BlockFormat],
+    out_dtype: torch.dtype,
+    device: torch.device,
+    bias: torch.dtype | None,
+    experts: int | None,
+) -> Choice[Any]:
+    m, n, k = sizes
+    if experts is None:
+        if kind == "wgrad":
+            k = columnwise_width(k, formats[1])
+        return choose_gemm(GemmProblem(m, n, k, *formats, out_dtype, device, bias=bias))
+    if kind == "wgrad":
+        problem = GroupedProblem("wgrad", k, m, n, experts, *formats, out_dtype, device)
+    else:
+        problem = GroupedProblem("gemm", m, n, k, experts, *formats, out_dtype, device)
+    return choose_grouped(problem)

@@ -1,4 +1,4 @@
-"""The bytes that a model's parameters, gradients and buffers hold at the moment, by kind."""
+"""Count the bytes that a model's parameters, gradients and buffers hold now, by kind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..model.names import is_module
 from ..ops.formats import Quantized
 from ..sharding.fsdp.shards import FP8Shard, FrozenShard
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
@@ -128,21 +129,15 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 
 def _held(tensor: Tensor, seen: set[object]) -> Held:
+    high = [tensor.master if isinstance(tensor, MasterBase) else tensor]
     operands: list[Operand] = []
-    high: list[Tensor] = []
     if isinstance(tensor, BlockwiseFP8Weight):
-        high = [tensor.master]
         operands = [cache.held() for cache in (tensor.cache, *tensor.cache.parts())]
-    elif isinstance(tensor, FP8Shard):
-        high = [tensor.master]
     elif isinstance(tensor, FrozenShard):
-        operands = [
-            Operand(Quantized(tensor.data_rows, tensor.scale, tensor.recipe.weight_format), None)
-        ]
+        form = Quantized(tensor.data_rows, tensor.scale, tensor.recipe.weight_format)
+        high, operands = [], [Operand(form, None)]
     elif isinstance(tensor, BlockwiseFP8Tensor):
-        operands = [tensor.operand]
-    else:
-        high = [tensor]
+        high, operands = [], [tensor.operand]
     rows = [form for form, _ in operands if form is not None]
     columns = [form for _, form in operands if form is not None]
     parts = (

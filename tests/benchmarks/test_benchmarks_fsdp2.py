@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as cli
-from benchmarks import fsdp2, profiled, results
-from benchmarks.results_page import RESULTS
+from benchmarks import fsdp2
 from tests.support.scripts import examples
 
 
@@ -85,32 +84,6 @@ def test_rows_are_compared_on_as_many_ranks() -> None:
     assert rows[1]["peak_mib"] == 512.0 and rows[1]["mfu"] == 0.5679
 
 
-def test_the_page_shows_no_speed_of_a_dry_run(tmp_path: Path) -> None:
-    numbers = {"parameters": 8e9, "tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048}
-    row = {"variant": "fp8", "ranks": 2, "microbatches": 1, "speed_of_bf16": 1.2, **numbers}
-    row["peak_of_bf16"] = 0.9
-    results.write("fsdp2", [{**row, "mode": "run"}, {**row, "mode": "dry run"}], tmp_path)
-    lines = [line for line in RESULTS.render(tmp_path).splitlines() if line.startswith("|")]
-    assert lines[2:] == [
-        "| fp8 | 2 | 1 | 1,234 | 1.20x | 50.0% | 2.0 | 0.90x |",
-        "| fp8 | 2, dry run | 1 | – | – | – | 2.0 | 0.90x |",
-    ]
-
-
-def test_the_page_says_where_a_step_goes(tmp_path: Path) -> None:
-    row = {
-        **{"variant": "fp8", "mode": "run", "ranks": 2, "microbatches": 1, "parameters": 8e9},
-        **{"tokens_per_second_per_gpu": 1234.5, "mfu": 0.5, "peak_mib": 2048, "step_ms": 612.3},
-        **{"speed_of_bf16": 1.2, "peak_of_bf16": 0.9},
-        **{f"{part}_ms": float(i) for i, part in enumerate(profiled.SHOWN)},
-    }
-    results.write("fsdp2", [row, {**row, "variant": "bf16"}], tmp_path)
-    lines = RESULTS.render(tmp_path).splitlines()
-    assert lines.count("|  | " + " | ".join([*profiled.SHOWN, "step"]) + " |") == 1
-    numbers = [f"{float(i)}" for i in range(len(profiled.SHOWN))]
-    assert "| fp8 | " + " | ".join([*numbers, "612.3"]) + " |" in lines
-
-
 def test_variants_are_options_of_the_example() -> None:
     with examples() as load:
         example = load("fsdp2_llama")
@@ -119,21 +92,26 @@ def test_variants_are_options_of_the_example() -> None:
 
 
 def test_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real runs and two dry ones; that other variants' flags are known is tested above."""
-    two = {name: fsdp2.VARIANTS[name] for name in ("bf16", "fp8")}
-    monkeypatch.setattr(fsdp2, "VARIANTS", two)
+    """One real run and a dry one, of the first variant, to which others are compared.
+
+    It has the flags of FP8 here; that other variants' flags are known is tested above.
+    """
+    made = fsdp2.runs
+    monkeypatch.setattr(
+        fsdp2, "runs", lambda *args: [run for run in made(*args) if run.variant == "bf16"]
+    )
+    fp8 = fsdp2.VARIANTS["fp8"]
+    monkeypatch.setattr(fsdp2, "VARIANTS", {"bf16": fp8, "fp8": fp8})
     steps = {1: fsdp2.QUICK["steps"][1]}
     rows = list(fsdp2.measure(gpus=2, **{**fsdp2.QUICK, "steps": steps, "dry": (3,)}))
-    assert [(r["variant"], r["mode"], r["ranks"], r["microbatches"]) for r in rows] == [
-        *(("bf16", "run", 2, 1), ("fp8", "run", 2, 1)),
-        *(("bf16", "dry run", 3, 1), ("fp8", "dry run", 3, 1)),
-    ]
+    found = [(r["mode"], r["ranks"], r["microbatches"]) for r in rows]
+    assert found == [("run", 2, 1), ("dry run", 3, 1)]
     assert all(r["tokens_per_second_per_gpu"] > 0 for r in rows)
-    assert [r for r in rows if "exposed_ms" in r] == rows[:2]
+    assert [r for r in rows if "exposed_ms" in r] == rows[:1]
 
 
 def test_what_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["python", "examples/fsdp2_llama.py", "--model", "70b"]
+    words = ["python", "-c", "import sys; sys.exit('out of memory')"]
     monkeypatch.setattr(fsdp2, "runs", lambda *_: [fsdp2.Run("bf16", 1, True, words)])
-    with pytest.raises(RuntimeError, match="invalid choice: '70b'"):
+    with pytest.raises(RuntimeError, match="out of memory"):
         list(fsdp2.measure(gpus=2))

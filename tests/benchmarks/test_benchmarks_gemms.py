@@ -115,15 +115,6 @@ def test_a_row_has_rates_and_their_ratios() -> None:
     assert "backend" not in row
 
 
-def test_shapes_and_problems_of_groups() -> None:
-    assert len(set(shapes.GROUPED)) == 12
-    assert len({round(t / e) for e, t, *_ in shapes.GROUPED}) == 12, "which bars tell apart"
-    for kind in KINDS:
-        assert case(kind).problem(torch.device("cpu")).accumulate == (
-            kind in ("wgrad_add", "square_add")
-        )
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A library in place of every peer: the name, arguments and options of its calls."""

@@ -73,12 +73,6 @@ def test_warm_up_rounds_do_not_count_and_outliers_do_not_show(clock: Clock) -> N
     assert timing.round_robin({"x": [call]}, rounds=5, block_ms=10.0) == {"x": 10.0}
 
 
-def test_a_middle_mean_leaves_out_both_ends() -> None:
-    assert timing.middle_mean([9.0, 1.0, 2.0, 4.0]) == 3.0
-    assert timing.middle_mean([100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0]) == 3.5
-    assert timing.middle_mean([7.0]) == 7.0
-
-
 @pytest.mark.parametrize(
     ("count", "cut"), [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1), (7, 1), (8, 2), (11, 2)]
 )

@@ -89,6 +89,9 @@ A_STR = (
          f"filter returned None for '{LAST}': expected True to convert it, False to skip it"),
         (TypeError, everything(filter="*.up"),
          "filter='*.up' is not callable: expected filter(module, name) -> bool"),
+        (TypeError, lambda m: convert(m, skip_small="yes"),  # type: ignore[arg-type]
+         "skip_small='yes': expected True, False or a MinSizes"),
+        (TypeError, everything(convert_head="fp8"), "convert_head='fp8': expected True or False"),
     ],
 )  # fmt: skip
 def test_bad_choices(kind: type[Exception], run: Callable[[nn.Module], Any], text: str) -> None:
@@ -114,13 +117,6 @@ def test_a_lazy_linear_has_no_shape_yet() -> None:
     assert converted_names(model) == ["blocks.0.up", "blocks.0.down", "blocks.1.up"]
     everything()(model)
     assert converted_names(model)[-1] == LAST
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_a_linear_in_float64(trainable: bool) -> None:
-    layer = nn.Linear(DIM, DIM, dtype=torch.float64).requires_grad_(trainable)
-    text = refused(layer, TypeError, to_blockwise_fp8_weights)
-    assert text.startswith("the weight has dtype torch.float64")
 
 
 @pytest.mark.parametrize("fake", ["weights", "mode"])

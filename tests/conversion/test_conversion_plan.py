@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blocktensor import MinSizes, convert
 from blocktensor.conversion.plan import heads_of
@@ -132,19 +132,6 @@ def test_the_heads_of_transformers(kind: str, head: str) -> None:
         assert head_names(getattr(transformers, name + suffix)(config)) == [head]
 
 
-def test_convert_leaves_heads_alone_and_nothing_else() -> None:
-    report = convert(tree(BERT + "cls.predictions.decoder[V,D]"), skip_small=False)
-    assert [e.name for e in report.converted] == [
-        "bert.encoder.layer.0.attention.output.dense",
-        "bert.encoder.layer.0.output.dense",
-        "bert.pooler.dense",
-        "cls.predictions.transform.dense",
-    ]
-    assert reasons(report)["cls.predictions.decoder"] == (
-        "lm head: 96 outputs, the entries of 'bert.embeddings.word_embeddings'"
-    )
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_converted_on_request_unless_it_is_tied(tied: bool) -> None:
     model: Any = tree(LLAMA + "lm_head[V,D]")
@@ -154,25 +141,6 @@ def test_the_head_is_converted_on_request_unless_it_is_tied(tied: bool) -> None:
     found = reasons(convert(model, skip_small=False, convert_head=True))
     why = "tied to embedding 'model.embed_tokens'" if tied else None
     assert found.get("lm_head") == why
-
-
-@pytest.mark.parametrize("head", ["lm_head", "output", "head", "embed_out", "logits"])
-def test_the_usual_heads_are_left_alone(head: str) -> None:
-    model = Model(head=head)
-    report = convert(model, skip_small=False)
-    assert reasons(report) == {
-        "embed": "embedding",
-        head: "lm head: 50 outputs, the entries of 'embed'",
-    }
-    assert converted_names(model) == LINEARS
-
-
-def test_a_tied_head_of_any_name_is_left_alone() -> None:
-    model = Model(tied=True, head="anything")
-    report = convert(model, skip_small=False)
-    assert reasons(report) == {"embed": "embedding", "anything": "tied to embedding 'embed'"}
-    assert model.anything.weight is model.embed.weight
-    assert type(model.embed.weight.data) is Tensor
 
 
 # Ties
@@ -213,14 +181,6 @@ def test_tied_linears_convert_once_and_say_so_again() -> None:
 
 
 # What is left alone
-
-
-def test_a_parametrized_linear_is_left_alone_and_said_so() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)))
-    with pytest.warns(UserWarning, match="no weight of this Sequential is in FP8"):
-        report = convert(model, skip_small=False)
-    assert report.converted == ()
-    assert "parametri" in reasons(report)["0.parametrizations.weight.original1"]
 
 
 def test_the_output_projection_of_attention_is_left_alone() -> None:

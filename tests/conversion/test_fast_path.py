@@ -77,12 +77,6 @@ def test_a_missing_fast_path_warns_once(hopper: Pretend) -> None:
     assert str(blocktensor.explain([(4096, 4096, 4096)], device=CUDA)).endswith(line)
 
 
-def test_apply_warns_too(hopper: Pretend) -> None:
-    hopper((9, 0), fast=False)
-    with pytest.warns(UserWarning, match="the fast path is missing"):
-        large().apply(blocktensor.to_blockwise_fp8_weights)
-
-
 def test_slow_launches_are_a_part_that_is_missing(
     hopper: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,14 +136,6 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(hopper: Pretend) 
         assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_head_that_is_asked_for_may_have_any_number_of_words(hopper: Pretend) -> None:
-    hopper((9, 0), fast=False)
-    model = nn.ModuleDict({"embed": nn.Embedding(5003, 4096), "lm_head": large(5003, 4096)[0]})
-    with pytest.warns(UserWarning, match="the fast path is missing"):
-        report = blocktensor.convert(model, convert_head=True)
-    assert [entry.name for entry in report.converted] == ["lm_head"]
-
-
 def test_asking_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise AssertionError("CUDA would start")
@@ -157,49 +143,6 @@ def test_asking_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", refuse)
     assert blocktensor.convert(large()).fast_path is None
-
-
-def test_small_layers_are_left_alone_without_it(hopper: Pretend) -> None:
-    hopper((9, 0), fast=False)
-    model = nn.Sequential(*large(4096, 2048), *large(7168, 2048), *large(10944, 2048))
-    with pytest.warns(UserWarning, match="the fast path is missing"):
-        report = blocktensor.convert(model)
-    assert reasons(report) == {
-        "0": "no fast path: small: N K=8388608 < 12582912 (skip_small)",
-        "2": "no fast path: N=10944, K=2048 are not multiples of 128 (skip_small)",
-    }
-    assert [entry.name for entry in report.converted] == ["1"]
-
-
-@pytest.mark.parametrize("asked", [False, MinSizes()], ids=["none", "sizes"])
-def test_they_can_be_converted(asked: bool | MinSizes, hopper: Pretend) -> None:
-    hopper((9, 0), fast=False)
-    model = nn.Sequential(*large(4096, 2048), TitanMoE(4, 1024, 1024))
-    with pytest.warns(UserWarning, match="the fast path is missing"):
-        report = blocktensor.convert(model, skip_small=asked, skip=["*.gate"])
-    assert all(entry.converted for entry in report.entries if "gate" not in entry.name)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 9), (10, 0)])
-def test_experts_are_left_alone_without_it(capability: tuple[int, int], hopper: Pretend) -> None:
-    hopper(capability, fast=capability != (9, 0))
-    model = nn.Sequential(*large(), TitanMoE(4, 1024, 1024))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = blocktensor.convert(model, skip=["*.gate"])
-    experts = [entry for entry in report.entries if len(entry.shape) == 3]
-    assert len(experts) == 3
-    for entry in experts:
-        assert not entry.converted
-        reason = "no fast path: experts are slower than bf16 (skip_small)"
-        assert entry.reason == reason
-    assert next(entry for entry in report.entries if entry.name == "0").converted
-
-
-def test_experts_are_converted_with_it(hopper: Pretend) -> None:
-    hopper((9, 0))
-    report = blocktensor.convert(TitanMoE(4, 1024, 1024), skip=["gate"])
-    assert sum(entry.converted for entry in report.entries if len(entry.shape) == 3) == 3
 
 
 def test_other_gpus_do_not_warn(hopper: Pretend) -> None:
@@ -215,3 +158,29 @@ def test_the_gpu_of_a_model(hopper: Pretend) -> None:
     assert fast_path.gpu_of(CPU) == fast_path.gpu_of(CUDA) == CUDA
     hopper((8, 0))
     assert fast_path.gpu_of(CUDA) is None
+
+
+SLOW = "no fast path: experts are slower than bf16 (skip_small)"
+LEFT = {
+    "0": "no fast path: small: N K=8388608 < 12582912 (skip_small)",
+    "2": "no fast path: N=10944, K=2048 are not multiples of 128 (skip_small)",
+    **{f"moe.experts.{name}": SLOW for name in ("w1_EFD", "w2_EDF", "w3_EFD")},
+}
+
+
+@pytest.mark.parametrize("asked", [True, False, MinSizes()], ids=["small", "none", "sizes"])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), (10, 0)])
+def test_what_is_left_alone_without_it(
+    capability: tuple[int, int], asked: bool | MinSizes, hopper: Pretend
+) -> None:
+    """A head that is asked for may have any number of words."""
+    hopper(capability, fast=capability != (9, 0))
+    model = nn.Sequential(*large(4096, 2048), *large(7168, 2048), *large(10944, 2048))
+    model.add_module("moe", TitanMoE(4, 1024, 1024))
+    model.add_module("embed", nn.Embedding(5003, 4096))
+    model.add_module("lm_head", large(5003, 4096)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = blocktensor.convert(model, skip=["*.gate"], skip_small=asked, convert_head=True)
+    left = {"moe.gate": "skip pattern '*.gate'", "embed": "embedding"}
+    assert reasons(report) == {**(LEFT if asked is True else {}), **left}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 pytest.importorskip("accelerate")
@@ -27,7 +26,7 @@ from blocktensor import (
     save_fp8,
     to_blockwise_fp8_weights,
 )
-from tests.support.pretrained import TOKENS, VOCABULARY, llama, quiet, saved
+from tests.support.pretrained import TOKENS, VOCABULARY, llama, quiet, saved, value_of, values
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +41,6 @@ def frozen_but_for_head(folder: Path) -> Any:
     model.lm_head.requires_grad_(True)
     convert(model, skip_small=False)
     return model
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """Of all parameters, in high precision."""
-    return {name: value_of(x) for name, x in model.named_parameters()}
-
-
-def value_of(x: Any) -> Tensor:
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x.dequantize()
-    held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
-    return held.detach().clone()
 
 
 # save_pretrained

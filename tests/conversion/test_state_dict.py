@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,15 +132,6 @@ def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
     module.share_memory()
     assert module.weight.master.is_shared()
     assert torch.equal(module(X), y)
-
-
-def test_saving_as_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = Model().apply(to_blockwise_fp8_weights)
-    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
-    loaded = safetensors.load_file(tmp_path / "model.safetensors")
-    for name, p in model.named_parameters():
-        assert torch.equal(loaded[name], plain(p))
 
 
 class Aliases(nn.Module):

@@ -95,11 +95,3 @@ def test_blocks_share_a_namespace_and_marked_ones_do_not_run() -> None:
     namespace: dict[str, object] = {}
     run_blocks(blocks_of(PAGE), "page.md", namespace)
     assert namespace["y"] == 2
-
-
-def test_a_failure_names_the_line_of_the_page() -> None:
-    page = PAGE.replace("assert x == 1", "assert x == 2")
-    with pytest.raises(AssertionError) as failed:
-        run_blocks(blocks_of(page), "page.md", {})
-    last = failed.traceback[-1]
-    assert (Path(str(last.path)).name, last.lineno + 1) == ("page.md", 15)

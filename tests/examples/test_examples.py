@@ -101,14 +101,6 @@ def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_even_batches_reach_both_ends(load: Load) -> None:
-    stream = torch.arange(100, dtype=torch.uint8)
-    batches = list(load("common.text").even_batches(stream, batch=2, seq=8, count=3))
-    assert len(batches) == 3
-    assert batches[0][0][0, 0] == 0
-    assert batches[-1][1][-1, -1] == 99
-
-
 def test_run_writes_json_and_plot(
     stdlib: Path, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,12 +244,6 @@ def test_flags_override_the_preset(load: Load) -> None:
     assert parsed.model.layers == 2
     assert parsed.model.dim == options.PRESETS["gpu"].dim
     assert parsed.lr == options.PRESETS["gpu"].lr
-
-
-def test_smooth_is_a_centred_mean(load: Load) -> None:
-    smooth = load("common.records").smooth
-    assert smooth([5.0, 5.0, 5.0], 30) == [5.0, 5.0, 5.0]
-    assert smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
 
 
 def test_missing_extra_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,27 +75,6 @@ def test_a_conv1d_computes_the_bits_of_the_transposed_linear(
         assert_trace(module, x, forward=forward, backward=backward)
 
 
-def test_a_frozen_conv1d_keeps_its_shape() -> None:
-    conv, linear = twins(RECIPES[0], frozen=True)
-    assert type(conv.weight) is BlockwiseFP8Tensor
-    assert (conv.weight.shape, conv.weight.stride()) == ((COLUMNS, ROWS), (ROWS, 1))
-    assert torch.equal(conv.weight.dequantize(), linear.weight.dequantize().t())
-
-
-def test_a_conv1d_is_frozen_and_trained_again() -> None:
-    conv, _ = twins(POWER_OF_TWO)
-    x = randn(5, COLUMNS)
-    y = conv(x).detach()
-    assert freeze(conv) == [""]
-    assert torch.equal(conv(x), y)
-    values = conv.weight.dequantize()
-    assert unfreeze(conv) == [""]
-    assert isinstance(conv.weight, BlockwiseFP8Weight)
-    assert conv.weight.master.is_contiguous()
-    assert torch.equal(plain(conv.weight), values)
-    assert type(conv.state_dict()["weight"]) is Tensor
-
-
 @pytest.mark.parametrize(
     ("thresholds", "why"),
     [
@@ -274,11 +253,13 @@ def test_one_stack_of_a_module_may_be_skipped() -> None:
 
 def test_freeze_keeps_the_bytes_of_the_forward_and_unfreeze_undoes_it() -> None:
     model = nn.ModuleDict({"a": Flagged(is_transposed=True), "b": Unknown(), "c": nn.Linear(K, K)})
+    model["a"].conv = Conv1D(2 * K, K)
     for p in model.parameters():
         p.data = randn(*p.shape, dtype=torch.float32)
     convert(model, stacks={"b": ["up", "down"]}, skip_small=False)
-    names = ["a.gate_up_proj", "a.down_proj", "b.up", "b.down", "c"]
-    trained = {n: model.get_parameter(n)._quantized() for n in names[:-1]}
+    names = ["a.gate_up_proj", "a.down_proj", "a.conv", "b.up", "b.down", "c"]
+    weights = [f"{name}.weight" if name in ("a.conv", "c") else name for name in names]
+    trained = {name: model.get_parameter(name)._quantized() for name in weights}
     assert freeze(model) == names
     for name, before in trained.items():
         frozen = model.get_parameter(name)

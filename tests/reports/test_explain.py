@@ -245,13 +245,12 @@ def test_forcing_a_gpu_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         lambda: linear(256, 384)(randn(128, 384)),
     ],
 )
-@pytest.mark.parametrize("name", ["nonsense", "triton", "cublas"])
 def test_an_unusable_backend_is_an_error_that_lists_the_usable(
-    name: str, run: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FORCE, name)
+    monkeypatch.setenv(FORCE, "nonsense")
     text = complaint(ValueError, run)
-    assert text.startswith(f"BLOCKTENSOR_GEMM={name}: ")
+    assert text.startswith("BLOCKTENSOR_GEMM=nonsense: ")
     assert "reference" in text
 
 
@@ -288,18 +287,6 @@ def test_bad_shapes() -> None:
         complaint(ValueError, lambda: explain([128.0, 256.0])),
         """shape 128.0: expected (M tokens, N out, K in)""",
     )
-
-
-def test_a_stack_of_experts_is_one_product_of_each_kind() -> None:
-    """tests/model/test_experts.py has more."""
-    module = nn.Module()
-    module.weight = nn.Parameter(BlockwiseFP8Weight(randn(2, 128, 256)))
-    products = [(p.kind, p.m, p.n, p.k, p.groups) for p in explain(module, tokens=10).products]
-    assert products == [
-        ("fprop", 10, 128, 256, 2),
-        ("dgrad", 10, 256, 128, 2),
-        ("wgrad", 128, 256, 10, 2),
-    ]
 
 
 def test_a_meta_model_is_explained_for_its_device() -> None:

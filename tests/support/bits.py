@@ -3,10 +3,8 @@
     python -m tests.support.bits record FILE     write the hashes of this checkout
     python -m tests.support.bits check FILE      compare this checkout with them
 
-Casts, products, linears, checkpoints and (on CPUs) FSDP2 gathers. ``bits_h200.json`` (torch
-2.11.0+cu130, Triton 3.6.0) and ``bits_cpu.json`` (torch 2.13.0) were recorded at commit cf99c2b,
-before the package had folders, indices of checkpoints when they got digests. Products on a CPU
-depend on its BLAS: record and check on one machine.
+Casts, products, linears, checkpoints and (on CPUs) FSDP2 gathers. Products on a CPU depend on its
+BLAS: record and check on one machine.
 """
 
 from __future__ import annotations

@@ -77,14 +77,15 @@ MODELS: dict[str, Any] = {
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """All parameters in high precision, by name."""
+    return {name: value_of(x) for name, x in model.named_parameters()}
 
-    def of(x: Any) -> Tensor:
-        if isinstance(x, BlockwiseFP8Tensor):
-            return x.dequantize()
-        held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
-        return held.detach().clone()
 
-    return {name: of(x) for name, x in model.named_parameters()}
+def value_of(x: Any) -> Tensor:
+    """A parameter in high precision."""
+    if isinstance(x, BlockwiseFP8Tensor):
+        return x.dequantize()
+    held: Tensor = x.master if isinstance(x, BlockwiseFP8Weight) else x
+    return held.detach().clone()
 
 
 def fp8_names(model: nn.Module) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -16,7 +16,6 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
-    CheckpointError,
     Recipe,
     convert,
     load_fp8,
@@ -182,19 +181,6 @@ def test_other_blocks_are_refused(tmp_path: Path) -> None:
     entries["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(entries))
     with pytest.raises(NotImplementedError, match=r"blocks of \[64, 64\]"):
-        loaded(folder)
-
-
-def test_a_bad_scale_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "fp8"
-    written(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"][0, 0] = torch.nan
-    file.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="expected a finite number above 0"):
         loaded(folder)
 
 

@@ -18,7 +18,6 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert, unfuse
 from blocktensor.integrations.transformers import (
-    BlockwiseFP8Config,
     BlockwiseFP8Quantizer,
     save_pretrained_fp8,
 )
@@ -142,16 +141,6 @@ def test_a_dict_is_a_config(llama_folder: Path) -> None:
     model = loaded(llama_folder, entries)
     assert model.hf_quantizer.quantization_config == choices(skip=["*.q_proj"])
     assert kinds(model) == kinds(by_hand(llama_folder, skip=["*.q_proj"]))
-
-
-def test_nothing_to_convert_warns(llama_folder: Path) -> None:
-    with pytest.warns(UserWarning, match="no weight of this LlamaForCausalLM is in FP8"):
-        loaded(llama_folder, BlockwiseFP8Config())
-
-
-def test_a_bad_pattern_raises(llama_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"vision_tower"):
-        loaded(llama_folder, choices(skip=["vision_tower"]))
 
 
 def test_fused_modules_keep_their_bits(llama_folder: Path) -> None:

@@ -1,16 +1,16 @@
-"""The report of an audit: every matrix product that ran, and the share of each precision."""
+"""Report an audit: every matmul that ran, and the share of each precision."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ...text_table import collapse, pattern, text_table
+from ..text_table import collapse, pattern, text_table
 
 FP8 = "FP8"
-"""The precision of products by this library's ops."""
+"""The precision of matmuls by this library's ops."""
 
 BY_RECIPE = "in high precision by recipe"
 IN_SQUARES = "of x in 128x128 blocks"
@@ -23,17 +23,17 @@ _NAMED = 4  # the most groups that the totals name for one precision
 
 @dataclass(frozen=True)
 class AuditedProduct:
-    """One matrix product, ``[M, N]`` output with contraction K, or ``batch`` of them.
+    """One matmul, ``[M, N]`` output with contraction K, or ``batch`` of them.
 
     Attributes:
-        module: fully qualified name of the module whose forward called it; for a product of the
-            backward, of the forward that it belongs to. ``(model)``: outside of any submodule.
+        module: fully qualified name of the module whose forward called it; in the backward, of the
+            forward that it belongs to. ``(model)``: outside of any submodule.
         kind: ``fprop``, ``dgrad`` or ``wgrad`` in FP8, else ``forward`` or ``backward``.
         batch, m, n, k: its shape. Of attention: batch times heads, queries, keys, size of a head.
         precision: ``FP8``, or the dtype of its operands: ``bf16``, ``fp16``, ``fp32``, ...
         flops: 2 per multiplication and addition; masks of attention save none.
-        attention: whether it is attention, or a batched product of two activations.
-        recomputed: whether activation checkpointing ran it again in the backward.
+        attention: it is attention, or a batched matmul of two activations.
+        recomputed: activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
         note: what ``Recipe(wgrad_input=...)`` asks of a weight gradient; empty for the default.
     """
@@ -57,8 +57,8 @@ class AuditReport:
     """The result of :func:`audit`; ``print(report)`` shows it as a table.
 
     Attributes:
-        entries: every product, in the order in which they ran.
-        notes: what the table does not show, such as ops that hide their products.
+        entries: every matmul, in the order in which they ran.
+        notes: facts that the table does not show, such as ops that hide their matmuls.
     """
 
     entries: tuple[AuditedProduct, ...]
@@ -66,7 +66,7 @@ class AuditReport:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products."""
+        """FLOPs of all matmuls."""
         return sum(e.flops for e in self.entries)
 
     @property
@@ -76,7 +76,7 @@ class AuditReport:
 
     @property
     def marked(self) -> tuple[AuditedProduct, ...]:
-        """The products that should have been FP8 and were not, each with its reason."""
+        """The matmuls that should have been FP8 and were not, each with its reason."""
         return tuple(e for e in self.entries if e.reason)
 
     def by_precision(self) -> dict[str, float]:
@@ -99,14 +99,15 @@ class AuditReport:
         return "\n".join((*lines, *self.notes))
 
     def _table(self) -> str:
-        alike = self._shares((_key(e), e.flops) for e in self.entries)
         order = list(dict.fromkeys(pattern(e.module) for e in self.entries))
-        rows = []
-        for e in sorted(self.entries, key=lambda e: order.index(pattern(e.module))):
-            *cells, reason = _cells(e)
-            rows.append((*cells, f"{alike[_key(e)]:.1%}", *([reason] if self.marked else [])))
-        header = ("module", "product", "M x N x K", "precision", "FLOPs")
-        return text_table((*header, "should be FP8") if self.marked else header, collapse(rows))
+        entries = sorted(self.entries, key=lambda e: order.index(pattern(e.module)))
+        rows = [
+            (*cells, f"{flops / max(self.flops, 1):.1%}", reason)
+            for *cells, flops, reason in collapse(map(_cells, entries), add=4)
+        ]
+        header = ("module", "product", "M x N x K", "precision", "FLOPs", "should be FP8")
+        columns = len(header) if self.marked else len(header) - 1
+        return text_table(header[:columns], [row[:columns] for row in rows])
 
     def _totals(self) -> str:
         parts = [f"{FP8}: {self.fp8_share:.1%} of FLOPs"]
@@ -121,7 +122,7 @@ class AuditReport:
         return "; ".join(parts)
 
 
-def _cells(e: AuditedProduct) -> tuple[str, ...]:
+def _cells(e: AuditedProduct) -> tuple[Any, ...]:
     kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
     shape = f"{e.m} x {e.n} x {e.k}"
     return (
@@ -129,13 +130,9 @@ def _cells(e: AuditedProduct) -> tuple[str, ...]:
         f"{kind}, recomputed" if e.recomputed else kind,
         shape if e.batch == 1 else f"{e.batch} x ({shape})",
         e.precision,
+        e.flops,
         pattern(e.reason),
     )
-
-
-def _key(e: AuditedProduct) -> tuple[str, ...]:
-    name, *rest = _cells(e)
-    return pattern(name), *rest
 
 
 def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
@@ -145,6 +142,5 @@ def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
     if e.note:
         return f"{e.kind} {e.note}"
     alike = pattern(e.module)
-    named_alike = [x for x in others if pattern(x.module) == alike and not x.note]
-    is_alone = all(x.module == e.module for x in named_alike)
-    return e.module if is_alone else alike
+    modules = {x.module for x in others if pattern(x.module) == alike and not x.note}
+    return alike if len(modules) > 1 else e.module

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, freeze
-from blocktensor.reports.audit.weights import WeightMemory
+from blocktensor.reports.audit_weights import WeightMemory
 from tests.support.models import randn
 
 X = randn(6, 32, dtype=torch.float32, grad=True)
@@ -114,20 +114,6 @@ def test_a_product_without_a_graph_takes_no_mark_away() -> None:
 
     kinds = [(e.kind, bool(e.reason)) for e in audit(Uses(use), X).entries if e.precision != "FP8"]
     assert kinds == [("forward", True), ("forward", False), ("backward", True), ("backward", True)]
-
-
-def test_memory_of_plain_and_of_fp8_bytes() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    convert(model[0], skip_small=False)
-    freeze(model[0])
-    memory, plain = WeightMemory(model), model[1].weight.detach()
-    assert memory.misread((model[0].weight.rowwise_data,)) == ""  # read as FP8
-    assert memory.misread((plain,)) == ""
-    copied, activations = plain.clone(), plain + 1
-    memory.follow(torch.ops.aten.clone.default, (plain,), copied)
-    memory.follow(torch.ops.aten.add.Tensor, (plain, 1), activations)
-    assert memory.reads_weight((copied,))
-    assert not memory.reads_weight((activations,))
 
 
 def test_memory_that_is_used_again_is_forgotten() -> None:

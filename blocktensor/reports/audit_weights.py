@@ -1,4 +1,4 @@
-"""Which tensors are weights, parts of them or made of them, as an audit sees a model run."""
+"""Follow weights through a run: their memory, parts of it, and values computed from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ...ops.checks import HIGH_PRECISION
-from ...sharding.dtensor import local_of
-from ...tensor.fp8_tensor import BlockwiseFP8Tensor
-from ...tensor.weight import BlockwiseFP8Weight
+from ..ops.checks import HIGH_PRECISION
+from ..sharding.dtensor import local_of
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ class _Part(NamedTuple):
 
     Attributes:
         of: name of the weight.
-        is_fp8: whether its products should be FP8.
+        is_fp8: its matmuls should be FP8.
         made_by: the op that computed these bytes from the weight's; empty for its own bytes.
         storage: kept so that no other storage is found at its address.
     """
@@ -46,7 +46,7 @@ _COPIES = {
 
 
 class WeightMemory:
-    """The memory of a model's weights, and of what is computed from them while the model runs."""
+    """The memory of a model's weights, and of tensors computed from them while the model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: dict[int, list[_Part]] = defaultdict(list)
@@ -65,7 +65,7 @@ class WeightMemory:
             self._meet(x, "an FP8 weight")
 
     def follow(self, func: Any, operands: Any, out: Any) -> None:
-        """Remember ``out`` if the op, which is no product, has made it of a weight."""
+        """Remember ``out`` if the op, which is no matmul, has made it from a weight."""
         packet = getattr(func, "overloadpacket", None)
         is_value = isinstance(out, Tensor) and out.dtype in HIGH_PRECISION
         if not is_value or packet is aten.embedding:
@@ -82,7 +82,7 @@ class WeightMemory:
         return any(isinstance(x, nn.Parameter) or self._part(x) for x in _plain(operands))
 
     def misread(self, operands: Any) -> str:
-        """Return what a product reads of an FP8 weight in high precision; empty if nothing."""
+        """Say how a matmul reads an FP8 weight in high precision; return "" if it does not."""
         for x in _plain(operands):
             part = self._part(x) if x.dtype in HIGH_PRECISION else None
             if part is not None and part.is_fp8:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.reports.audit.audit import audit, audit_step
-from blocktensor.reports.audit.products import Product, product_of
+from blocktensor.reports.audit import audit, audit_step
+from blocktensor.reports.audit_products import Product, product_of
 from tests.support.models import randn
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What an op computes if it is a matrix product: shape, precision and FLOPs."""
+"""Recognize the ops that are matmuls: shape, precision and FLOPs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...ops.formats import named
-from .report import FP8
+from ..ops.formats import named
+from .audit_report import FP8
 
 aten = torch.ops.aten
 ours = torch.ops.blocktensor
 
 
 class Product(NamedTuple):
-    """The product that an op computes; see :class:`~.audit_report.AuditedProduct`.
+    """The matmul that an op computes; see :class:`~.audit_report.AuditedProduct`.
 
     Attributes:
-        is_dgrad: in FP8, whether a backward that runs it computes the gradient of an input; None
-            where the op does not tell.
-        formats: in FP8, those of the operands, by name.
-        is_attention: whether the op is one of attention.
-        is_batched: whether it is one of a stack of matrices by another.
+        is_dgrad: in FP8, a backward that runs it computes the gradient of an input; None where the
+            op does not tell.
+        in_squares: an operand is in FP8 in 128x128 blocks.
+        is_attention: the op is one of attention.
+        is_batched: it multiplies a stack of matrices by another.
     """
 
     batch: int
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     precision: str
     flops: int
     is_dgrad: bool | None = False
-    formats: tuple[str, ...] = ()
+    in_squares: bool = False
     is_attention: bool = False
     is_batched: bool = False
 
@@ -57,7 +57,7 @@ _LEFT_OPERAND = {
         if hasattr(aten, name)  # torch versions differ
     },
 }
-"""Products of matrices ``[..., M, K]`` by ``[..., K, N]``: the position of the left one."""
+"""Matmuls of ``[..., M, K]`` by ``[..., K, N]``: the position of the left operand."""
 
 _WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_)
 
@@ -70,12 +70,8 @@ _COLUMNWISE = {
 }
 """Casts of activations and gradients: the places of columnwise data in the result."""
 
-_PRODUCERS = {
-    ours.gated: (3, 4),
-    ours.gated_backward: (4, 5),
-    ours.joint_gated_backward: (3, 4),
-}
-"""Ops that cast what they compute: the places of the names of formats, rowwise and columnwise."""
+_PRODUCERS = {ours.gated: 3, ours.gated_backward: 4, ours.joint_gated_backward: 3}
+"""Ops that cast what they compute: the place of the rowwise format's name; columnwise is next."""
 
 _CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
 """Where the operand is wider than what is contracted: the number of tokens."""
@@ -95,13 +91,13 @@ _HIDE_PRODUCTS = {
     *(aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward, aten._trilinear),
     *(aten._native_multi_head_attention, aten._transformer_encoder_layer_fwd),
 }
-"""Ops that run products which no dispatch mode sees."""
+"""Ops whose matmuls no dispatch mode sees."""
 
 _WITHOUT_PRODUCTS = {
     *("aten", "prim", "prims", "blocktensor", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
     *("_c10d_functional_autograd", "inductor", "profiler", "symm_mem", "streams", "debugprims"),
 }
-"""Namespaces whose products are all known here."""
+"""Namespaces whose matmuls are all known here."""
 
 _SHORT = {
     torch.bfloat16: "bf16",
@@ -117,7 +113,7 @@ def packet_of(func: Any) -> Any:
 
 
 def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
-    """Return the product that ``func(*args, **kwargs)`` computed, with result ``out``, if any."""
+    """Return the matmul that ``func(*args, **kwargs)`` computed, with result ``out``, if any."""
     packet = packet_of(func)
     left = _LEFT_OPERAND.get(packet)
     if left is not None:
@@ -140,7 +136,7 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
 
 
 def factors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands of a product, without what it is added to."""
+    """Return the operands of a matmul, without the tensor that it adds to."""
     return args[_LEFT_OPERAND.get(packet_of(func), 0) :]
 
 
@@ -150,14 +146,15 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     if packet in _COLUMNWISE:
         return [out[place] for place in _COLUMNWISE[packet]]
     if packet in _PRODUCERS:
-        row, col = (args[place] is not None for place in _PRODUCERS[packet])
+        first = _PRODUCERS[packet]
+        row, col = (format is not None for format in args[first : first + 2])
         step = 2 * (row + col)  # data and scale of each form; the columnwise one is the last
         return [out[end - 2] for end in range(step, len(out) + 1, step)] if col else []
     return []
 
 
 def hides_products(func: Any) -> bool:
-    """Return True if products may run inside ``func`` that nothing tells of."""
+    """Return True if matmuls may run inside ``func`` unseen."""
     packet = packet_of(func)
     if packet in flop_registry or packet in _LEFT_OPERAND or packet in _ATTENTION:
         return False
@@ -174,21 +171,17 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
         k = args[_CONTRACTION[packet]]
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
-    batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    formats = tuple(x for x in args if isinstance(x, str))
+    is_batched = a.ndim == b.ndim == 3
+    batch = a.shape[0] if is_batched else 1
+    in_squares = any(named(x).transposes for x in args if isinstance(x, str))
     is_dgrad: bool | None = packet not in _WGRADS
     if packet is ours.gemm:  # those of a linear; in 1x128 blocks on both sides only wgrad is
-        is_dgrad = None if named(formats[1]).transposes else False
+        is_dgrad = None if in_squares else False
     return Product(
-        batch,
-        m,
-        n,
-        k,
-        _precision(packet, a),
-        2 * batch * m * n * k,
+        *(batch, m, n, k, _precision(packet, a), 2 * batch * m * n * k),
         is_dgrad=is_dgrad,
-        formats=formats,
-        is_batched=a.ndim == b.ndim == 3,
+        in_squares=in_squares,
+        is_batched=is_batched,
     )
 
 

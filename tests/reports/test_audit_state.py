@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, audit, convert
-from blocktensor.reports.audit.state import left_as_it_is
+from blocktensor.reports.audit import left_as_it_is
 from tests.support.models import assert_same_bytes, inner, linear, randn
 
 

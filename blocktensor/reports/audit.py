@@ -1,0 +1,294 @@
+"""Audit a model: report every matmul of one forward and backward, and leave the model as it was.
+
+Only a dispatch mode sees every matmul. ``ModuleTracker`` tells it the module of each, and
+``WeightMemory`` whether an operand is a weight that should have been read in FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import set_multithreading_enabled
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..model.names import is_module
+from ..model.running_module import ModuleTracker, Place
+from ..model.weights import fp8_part, is_fully_sharded
+from ..ops.checks import HIGH_PRECISION
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight_cache import FP8Cache
+from .audit_products import Product, columnwise_data, factors, hides_products, product_of
+from .audit_report import BY_RECIPE, FP8, IN_SQUARES, AuditedProduct, AuditReport
+from .audit_weights import WeightMemory
+
+
+def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
+    """Run one forward and backward, and report every matmul with its precision.
+
+    The backward is that of ``output.loss``, if there is one, else of the sum of all floating-point
+    outputs; none runs under ``torch.no_grad()`` or where nothing requires a gradient. For another
+    loss use :func:`audit_step`.
+
+    The report marks a matmul that should have been FP8 and was not: it reads the master of an FP8
+    weight, a view or a copy of it, values computed from it, or the dequantized bytes.
+
+    The run computes the bits that it computes outside of an audit, and the model is left as it was,
+    also if the run raises: gradients, ``main_grad``, FP8 forms, buffers, training mode, torch's
+    random numbers. Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
+    mode. In a process group, every rank must call it; the report is that of the calling rank. Under
+    FSDP2, call it between steps, not while gradients are accumulated without reduction. Weight
+    gradients that ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
+
+    Args:
+        model: any module, converted or not.
+        args, kwargs: of its forward. None of them is an option of ``audit``.
+
+    Returns:
+        The report; ``print(report)`` shows it as a table.
+    """
+    is_module(model, "audit")
+    args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+
+    def step() -> None:
+        loss = _loss_of(model(*args, **kwargs))
+        if loss is not None:
+            loss.backward()
+
+    return audit_step(model, step)
+
+
+def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
+    """Audit whatever ``step()`` runs: any loss, several forwards and backwards.
+
+    Args:
+        model: the modules that matmuls are attributed to, and that are left as they were.
+        step: is called once. It may run any forward and backward, but no optimizer: what it writes
+            to parameters stays.
+    """
+    is_module(model, "audit_step")
+    tracker, weights = ModuleTracker(model), WeightMemory(model)
+    with (
+        left_as_it_is(model),
+        torch.compiler.set_stance("force_eager"),
+        set_multithreading_enabled(False),  # autograd's sequence numbers are those of one thread
+        tracker,
+        _Products(tracker, weights) as products,
+    ):
+        step()
+    return AuditReport(tuple(products.entries), tuple(products.notes()))
+
+
+_NO_RULES: Any = Tensor.__torch_dispatch__
+
+_GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+"""By which tensor parallel linears gather; DTensor and FSDP2 have other ops."""
+
+
+class _Products(TorchDispatchMode):
+    """Make an entry for every matmul that runs."""
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    def __init__(self, tracker: ModuleTracker, weights: WeightMemory) -> None:
+        super().__init__()
+        self.entries: list[AuditedProduct] = []
+        self._tracker, self._weights = tracker, weights
+        self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
+        self._columnwise = WeakTensorKeyDictionary()  # columnwise data of tokens and gradients
+        self._hidden: dict[str, None] = {}
+        self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # DTensor asks for shapes: nothing is computed
+        if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
+            # subclasses, whose own rules run ops on plain tensors
+            self._weights.meet(args, kwargs)
+            return NotImplemented
+        if isinstance(func, torch._ops.OpOverload):
+            with self:  # inference mode leaves to us what is made of other ops
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        place = self._tracker.place()
+        out = func(*args, **kwargs)
+        product = product_of(func, args, kwargs, out)
+        for cast in columnwise_data(func, args, out):
+            self._columnwise[cast] = True
+        if product is not None:
+            self._add(product, place, (factors(func, args), kwargs))
+        elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):
+            self._sent[place.module] = None  # tokens as they came, not bytes
+        elif hides_products(func):
+            self._hidden[f"{func} in {place.module}"] = None
+        elif not place.in_backward:
+            self._weights.follow(func, (args, kwargs), out)
+        return out
+
+    def _add(self, product: Product, place: Place, operands: Any) -> None:
+        is_fp8, is_attention = product.precision == FP8, product.is_attention
+        reason = "" if is_fp8 else self._weights.misread(operands)
+        kind, note = "fprop" if is_fp8 else "forward", ""
+        if not place.in_backward:
+            is_attention |= product.is_batched and not self._weights.reads_weight(operands)
+        elif is_fp8:
+            is_dgrad = product.is_dgrad
+            if is_dgrad is None:
+                is_dgrad = operands[0][0] not in self._columnwise
+            kind = "dgrad" if is_dgrad else "wgrad"
+            note = IN_SQUARES if product.in_squares and not is_dgrad else ""
+        else:
+            kind, forward = "backward", self._recorded_by.get(place.node)
+            if forward is not None and forward.precision != FP8:
+                # the gradient of the weight does not read the weight
+                reason, is_attention = reason or forward.reason, forward.attention
+            elif forward is not None and not reason:
+                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear's backward is
+        entry = AuditedProduct(
+            *(place.module, kind, *product[:4], product.precision, product.flops),
+            attention=is_attention,
+            recomputed=place.recomputed,
+            reason=reason,
+            note=note,
+        )
+        if not place.in_backward:
+            self._recorded_by.setdefault(place.node, entry)
+        self.entries.append(entry)
+
+    def notes(self) -> list[str]:
+        """Return a note for each op that runs matmuls without an entry."""
+        notes = [f"may run products that are not shown: {op}" for op in self._hidden]
+        if self._sent:
+            notes.append(
+                f"tokens travel in high precision for weight gradients, those of a rank being no "
+                f"whole blocks, or by recipe: {', '.join(name or '(model)' for name in self._sent)}"
+            )
+        return notes
+
+
+def _detached(x: Tensor) -> Tensor:
+    """Return ``x`` without its history, so that a backward ends there."""
+    return x.detach().requires_grad_() if x.requires_grad else x
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """Return the tensor that a backward begins at; None if nothing requires a gradient."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    outputs = [loss] if isinstance(loss, Tensor) else _tensors(output)
+    parts = [x.float().sum() for x in outputs if x.requires_grad and x.is_floating_point()]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif is_dataclass(x):
+            yield from _tensors([getattr(x, field.name) for field in fields(x)])
+
+
+# What a run changes
+
+
+@contextmanager
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Restore, at the end, what a forward and a backward change in ``model``.
+
+    That is gradients and ``main_grad`` buffers, the FP8 forms that weights hold, buffers, training
+    mode, and torch's random numbers. Hooks on parameters do not run. DDP does not reduce gradients;
+    FSDP2 does, and frees them. Its weights are sharded at the end.
+    """
+    with ExitStack() as stack:
+        # named, since torch warns where there are several
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(_sharded(model))
+        for module in model.modules():
+            _restore_later(stack, module, "training")
+            values = {k: x.detach().clone() for k, x in module._buffers.items() if x is not None}
+            stack.callback(_restore_buffers, module, dict(module._buffers), values)
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        for parameter in model.parameters():
+            _set_aside_gradient(stack, parameter)
+            fp8 = fp8_part(parameter)
+            if isinstance(fp8, BlockwiseFP8Weight):
+                main_grad = fp8.main_grad
+                _restore_later(stack, fp8, "cache")
+                fp8.cache = FP8Cache(fp8.cache.master, fp8.cache.recipe)
+                fp8.main_grad = _zeros_like(main_grad)
+                if "main_grad" in vars(parameter):  # of a DTensor, which its to_local() reads
+                    _restore_later(stack, parameter, "main_grad")
+                    vars(parameter)["main_grad"] = _zeros_like(vars(parameter)["main_grad"])
+            elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
+                _restore_later(stack, fp8, "columnwise_data", "columnwise_scale")
+        # casts of weights, which would be used again without their graphs
+        stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+def _restore_later(stack: ExitStack, owner: object, *names: str) -> None:
+    """Give attributes their present values again when ``stack`` ends."""
+    for name in names:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+
+
+def _set_aside_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
+    """Give a parameter no gradient and no hooks until ``stack`` ends."""
+    _restore_later(stack, parameter, "grad")
+    parameter.grad = None
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if hooks:
+            stack.callback(hooks.update, dict(hooks))
+            hooks.clear()  # autograd reads this dictionary
+
+
+def _zeros_like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.zeros_like(x)
+
+
+def _restore_buffers(
+    module: nn.Module, buffers: dict[str, Tensor | None], values: dict[str, Tensor]
+) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    for name, old in values.items():
+        buffer = buffers[name]
+        # a write would invalidate graphs that were made before
+        if buffer is not None and not (old.is_meta or torch.equal(buffer, old)):
+            with torch.no_grad():
+                buffer.copy_(old)
+
+
+@contextmanager
+def _sharded(model: nn.Module) -> Iterator[None]:
+    """Free what FSDP2 has gathered, before and after: a root keeps it by default."""
+    modules: list[Any] = [x for x in model.modules() if is_fully_sharded(type(x))]
+
+    def reshard() -> None:
+        for module in modules:
+            module.reshard()
+
+    reshard()
+    try:
+        yield
+    except BaseException:
+        for module in modules:
+            # raised by all but roots; by roots that have not run, and before torch 2.13
+            with suppress(RuntimeError, AttributeError):
+                module.reset_iter_state()
+        raise
+    finally:
+        reshard()

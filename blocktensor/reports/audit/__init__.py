@@ -1,1 +1,0 @@
-"""Internal: find out which matmuls of a model ran in FP8, and why others did not."""
