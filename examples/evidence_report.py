@@ -97,7 +97,7 @@ def draw_differences(found: Mapping[str, Sequence[Difference]], path: Path) -> N
     """Draw every paired difference, the means and their intervals."""
     figure = Figure(figsize=(9, 1 + 0.5 * sum(map(len, found.values()))), layout="constrained")
     (axes,) = figure.subplots(1, 1, squeeze=False)[0]
-    labels = []
+    labels: list[str] = []
     for model, each in found.items():
         for difference in each:
             y = -len(labels)
