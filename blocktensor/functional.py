@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
-from .autograd import linear_cross_entropy as _linear_cross_entropy
 from .autograd import quantize as _quantize
+from .autograd.linear_cross_entropy import CrossEntropy
 from .autograd.quantize import quantize
 from .ops import checks
 from .ops.norm.reference import NormKind
@@ -105,15 +105,9 @@ def gated_mlp(
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
     """
-    optional = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
-    _check(recipe, {"x": x}, optional)
-    _check_gated(w_gate, w_up, recompute, store_fp8)
+    _check(recipe, {"x": x}, {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down})
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-    if any(map(_stays_whole, weights)):
-        return _whole_functions.gated_mlp(x, *weights, *biases, activation, recompute, store_fp8)
-    if not is_dynamo_compiling():
-        _whole_functions.announce_if_loaded()
-    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, recompute, store_fp8, recipe)
+    return _gated(x, weights, biases, None, activation, recompute, store_fp8, recipe)
 
 
 def gated_experts(
@@ -150,15 +144,8 @@ def gated_experts(
             fit together.
     """
     _check(recipe, {"x": x, "offs": offs})
-    _check_gated(w_gate, w_up, recompute, store_fp8)
-    weights = (w_gate, w_up, w_down)
-    if any(map(_stays_whole, weights)):
-        return _whole_functions.gated_experts(x, *weights, offs, activation, recompute, store_fp8)
-    if not is_dynamo_compiling():
-        _whole_functions.announce_if_loaded()
-    biases = None, None, None
-    saving = recompute, store_fp8
-    return _gated_mlp.gated_mlp(x, *weights, *biases, activation, *saving, recipe, offs)
+    weights, biases = (w_gate, w_up, w_down), (None, None, None)
+    return _gated(x, weights, biases, offs, activation, recompute, store_fp8, recipe)
 
 
 def gated_activation(
@@ -285,9 +272,7 @@ def linear_cross_entropy(
             f"class_weight has dtype {class_weight.dtype}: expected that of the loss, fp32; pass "
             f"class_weight.float()"
         )
-    loss = _linear_cross_entropy.CrossEntropy(
-        class_weight, reduction, ignore_index, label_smoothing
-    )
+    loss = CrossEntropy(class_weight, reduction, ignore_index, label_smoothing)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
@@ -303,12 +288,27 @@ def _check(
     is_recipe(recipe)
 
 
-def _check_gated(w_gate: object, w_up: object, recompute: object, store_fp8: object) -> None:
-    """Raise TypeError for weights or options of another type; the plan checks ``w_down``."""
-    _check(None, {}, {"w_gate": w_gate, "w_up": w_up})
+def _gated(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    offs: Tensor | None,
+    activation: ActivationName,
+    recompute: bool,
+    store_fp8: bool,
+    recipe: Recipe | None,
+) -> Tensor:
+    """Run a gated MLP, of experts with ``offs``; the plan checks ``w_down``."""
+    _check(None, {}, {"w_gate": weights[0], "w_up": weights[1]})
     for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
         if not isinstance(value, bool):
             raise TypeError(f"{option}={value!r}: expected True or False")
+    options = activation, recompute, store_fp8
+    if any(map(_stays_whole, weights)):
+        return _whole_functions.gated_mlp(x, weights, biases, offs, *options)
+    if not is_dynamo_compiling():
+        _whole_functions.announce_if_loaded()
+    return _gated_mlp.gated_mlp(x, *weights, *biases, *options, recipe, offs)
 
 
 def _stays_whole(w: Tensor | None) -> bool:

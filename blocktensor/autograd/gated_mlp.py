@@ -17,7 +17,7 @@ as in ``linear.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,16 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .gated_forms import H, Sources, forms_in_backward, halves, save_gate_and_up
-from .gated_plan import GatedPlan, features_of_h, plan_gated
+from .gated_forms import (
+    GatedPlan,
+    H,
+    Sources,
+    features_of_h,
+    forms_in_backward,
+    halves,
+    plan_gated,
+    save_gate_and_up,
+)
 from .linear import grouped_linears, has_no_experts, linear, with_leading
 from .main_grad import where_to_add
 from .products import product_of
@@ -62,10 +70,10 @@ def gated_mlp(
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         if offs is not None and has_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
-            return _one_by_one(offs, x, weights, biases, activation, recipe)
+            return _by_linears(offs, x, weights, biases, activation, recipe)
         plan = plan_gated(offs, x, weights, biases, activation, recompute, store_fp8, recipe)
         if plan.one_by_one:
-            return _one_by_one(offs, x, weights, biases, activation, recipe)
+            return _by_linears(offs, x, weights, biases, activation, recipe)
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again: Tensor | None = None
@@ -76,7 +84,7 @@ def gated_mlp(
         return y
 
 
-def _one_by_one(
+def _by_linears(
     offs: Tensor | None,
     x: Tensor,
     weights: tuple[Tensor, Tensor | None, Tensor],
@@ -89,6 +97,17 @@ def _one_by_one(
             return grouped_linears(x, ws, offs, bs, recipe)
         return [linear(x, w, b, recipe=recipe) for w, b in zip(ws, bs, strict=True)]
 
+    return one_by_one(linears, x, weights, biases, activation)
+
+
+def one_by_one(
+    linears: Callable[..., Sequence[Tensor]],
+    x: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+) -> Tensor:
+    """Compute a gated MLP by ``linears(x, weights, biases)`` and torch's ops between them."""
     w_gate, w_up, w_down = weights
     if w_up is None:
         gate, up = linears(x, [w_gate], biases[:1])[0].chunk(2, -1)

@@ -21,7 +21,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .main_grad import where_to_add
-from .plan import Plan, autocast_dtype, plan_matmul
+from .plan import Plan, autocast_dtype, difference_of, plan_matmul, recipe_of
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight
 from .shared_cast import this_thread
@@ -40,7 +40,9 @@ def linear(
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
-        return _matmul(x if type(x) is Tensor else _as_input(x), w, bias, None, recipe)
+        if type(x) is not Tensor:
+            x = _as_input(x)
+        return _matmul(x, w, bias, None, recipe)
 
 
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,19 +92,15 @@ def grouped_linears(
             return tuple(_of_no_experts(x, w, b) for w, b in pairs)
         plans = [plan_matmul(x, w, b, recipe, offs) for w, b in pairs]
         first = plans[0]
-        for plan in plans:
-            if plan.format is not first.format:
-                raise ValueError(
-                    f"weights of one input were cast in {first.format.name} and "
-                    f"{plan.format.name} blocks: give them one recipe, or call "
-                    f"grouped_linear(x, w, offs) for each"
-                )
-            if plan.wgrad_input != first.wgrad_input:
-                raise ValueError(
-                    f"weights of one input have wgrad_input={first.wgrad_input!r} and "
-                    f"{plan.wgrad_input!r}: give them one recipe, or call "
-                    f"grouped_linear(x, w, offs) for each"
-                )
+        if any(
+            plan.format is not first.format or plan.wgrad_input != first.wgrad_input
+            for plan in plans
+        ):
+            difference = difference_of([recipe_of(x, w, recipe) for w in ws])
+            raise ValueError(
+                f"mixed recipes: weights of one input have {difference}: give them one recipe, or "
+                f"call grouped_linear(x, w, offs) for each"
+            )
         if first.casts_x:
             x = x.to(first.out_dtype)
         widest = next((plan for plan in plans if plan.x_columnwise is not None), first)

@@ -19,6 +19,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import checks
@@ -85,6 +86,17 @@ class CrossEntropy(NamedTuple):
         _, weight, label_smoothing = self._options()
         more = ops.more_bytes(like.new_empty((1, 1)), weight, label_smoothing)
         return like.element_size() + more
+
+    def of_all(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of all logits, as torch computes it."""
+        return F.cross_entropy(
+            logits,
+            target,
+            self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
 
     def _options(self) -> tuple[int, Tensor | None, float]:
         return self.ignore_index, self.weight, float(self.label_smoothing)

@@ -6,7 +6,7 @@ They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,12 @@ class Plan:
         fprop: the recorded forward, once there is one.
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may; it then holds its intermediates until it ends.
+        serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
     __slots__ = ("_backwards", "are_tensors", "bias_dtype", "casts_x", "format", "fprop",
                  "grad_formats", "needs", "out_dtype", "records_backward", "records_forward",
-                 "saves_x", "tracing", "w_dtype", "w_is_transposed", "weight_format",
+                 "saves_x", "serves_all", "tracing", "w_dtype", "w_is_transposed", "weight_format",
                  "wgrad_input", "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
     def __init__(
@@ -73,15 +74,17 @@ class Plan:
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        recipe: Recipe,
+        recipe: Recipe | None,
         offs: Tensor | None = None,
-        records: bool = False,
+        serves_all: bool = True,
     ) -> None:
-        """Plan a matmul of these operands; ``records``: and of all like them, in eager mode.
+        """Plan a matmul of these operands.
 
         Raises:
             TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
         """
+        recipe = recipe_of(x, w, recipe)
+        self.serves_all = serves_all
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         self.format, self.weight_format = recipe.activation_format, recipe.weight_format
@@ -110,7 +113,7 @@ class Plan:
         self.bias_dtype = None if bias is None else bias.dtype
         self.are_tensors = True, True, bias is not None, offs is not None
         self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
-        records = records and x.device.type in RECORDED_DEVICES
+        records = serves_all and x.device.type in RECORDED_DEVICES
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
         self.records_backward = records and _is_small(x, w) and not self.saves_x
         self.fprop: Callable[..., Any] | None = None
@@ -146,17 +149,11 @@ def plan_matmul(
     """
     key = _key(x, w, bias, recipe, offs)
     if key is None:
-        return Plan(x, w, bias, recipe_of(x, w, recipe), offs)
+        return Plan(x, w, bias, recipe, offs, serves_all=False)
     return _PLANS.find_by(key, x, w, bias, recipe, offs)
 
 
-def _decide(
-    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None
-) -> Plan:
-    return Plan(x, w, bias, recipe_of(x, w, recipe), offs, records=True)
-
-
-_PLANS = Specialized(_decide)
+_PLANS = Specialized(Plan)
 
 
 def _key(
@@ -219,6 +216,15 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
         return recipe
     known = w if isinstance(w, FP8_TYPES) else x
     return known.recipe if isinstance(known, FP8_TYPES) else DEFAULT_RECIPE
+
+
+def difference_of(recipes: Sequence[Recipe]) -> str:
+    """Return the first setting of casts in which recipes differ, with the values; else nothing."""
+    for setting in ("scale", "wgrad_input"):
+        values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
+        if len(values) > 1:
+            return f"{setting}={' and '.join(map(repr, values))}"
+    return ""
 
 
 def inner(x: Any) -> Tensor:

@@ -137,17 +137,11 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
             return w_row, (), read
         if plan.tracing:
             return w_row, (w,), read
-        saved, read.names = inner_tensors(w)
-        return w_row, saved, read
+        read.names = tuple(w.__tensor_flatten__()[0])
+        return w_row, [getattr(w, name) for name in read.names], read
     w_row = quantize_rowwise(w, plan.weight_format)
     read.names = ROWWISE
     return w_row, w_row[:2] if needs_dx else (), read
-
-
-def inner_tensors(w: BlockwiseFP8Tensor) -> tuple[Sequence[Tensor], tuple[str, ...]]:
-    """Return the inner tensors of a frozen weight, and their names."""
-    names = w.__tensor_flatten__()[0]
-    return [getattr(w, name) for name in names], tuple(names)
 
 
 def _gathered_cast(generation: Generation) -> GatheredCast:

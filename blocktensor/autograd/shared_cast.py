@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..ops.runtime.specialize import must_dispatch
-from .plan import Plan, inner
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 """The plan of a linear or of a grouped linear."""
@@ -123,9 +124,9 @@ class Run:
         Returns:
             Nothing if the linear is to cast the input.
         """
-        held = inner(x)  # what has memory
-        if plan.tracing or must_dispatch(held) or x.is_inference():
+        if not plan.serves_all or x.is_inference():
             return ()  # changes of inference tensors are not counted
+        held: Any = x.rowwise_data if isinstance(x, BlockwiseFP8Tensor) else x  # has memory
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()
         stream: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None

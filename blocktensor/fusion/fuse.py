@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..model.names import is_module
-from ..model.weights import fp8_part, is_linear, kind_of
+from ..model.weights import fp8_part, kind_of
 from ..overrides import dynamo
 from ..text_table import collapse, text_table
 from .experts import Experts
@@ -17,7 +17,7 @@ from .fused_class import fused_modules, remove_pattern, set_pattern
 from .mlp import MLP
 from .norm import Norm
 from .pattern import Drawn, Found, Pattern
-from .share_inputs import share_for_norms, stop_sharing
+from .share_inputs import not_converted, share_for_norms, stop_sharing
 
 PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
 """All patterns, in the order of the report."""
@@ -142,11 +142,8 @@ def fuse(
     is_module(model, "fuse")
     named: dict[str, Any] = {"mlp": mlp, "norm": norm, "experts": experts}
     _check_options(named, recompute, store_fp8)
-    if not any(_is_in_fp8(module) for module in model.modules()):
-        raise ValueError(
-            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to fuse: "
-            f"convert it first with blocktensor.convert(model)"
-        )
+    if all(fp8_part(p) is None for p in model.parameters()):
+        raise not_converted(model, "fuse")
     found = [x for kind in PATTERNS for x in kind.find(model, named[kind.option] or {})]
     drawn, entries = Drawn(), list[FusionEntry]()
     chosen: list[tuple[nn.Module, Pattern]] = []
@@ -200,7 +197,8 @@ def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: objec
         patterns = names if isinstance(names, Mapping) else {None: None}
         for pattern, parts in patterns.items() if names is not None else ():
             are_names = isinstance(parts, Sequence) and not isinstance(parts, str)
-            if not (isinstance(pattern, str) and are_names and all(map(_is_name, parts or ()))):
+            are_names = are_names and all(x is None or isinstance(x, str) for x in parts or ())
+            if not (isinstance(pattern, str) and are_names):
                 raise TypeError(
                     f"{option}={names!r}: expected patterns of module names, each with names in a "
                     f"tuple, e.g. {_EXAMPLES[option]}"
@@ -208,15 +206,3 @@ def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: objec
     for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
         if not isinstance(value, bool):
             raise TypeError(f"{option}={value!r}: expected True or False")
-
-
-def _is_name(x: object) -> bool:
-    return x is None or isinstance(x, str)
-
-
-def _is_in_fp8(module: nn.Module) -> bool:
-    """Return True if a module is a linear in FP8, or holds a stack of experts that is."""
-    held = [
-        x for x in module._parameters.values() if is_linear(module) or getattr(x, "ndim", 0) == 3
-    ]
-    return any(fp8_part(x) is not None for x in held)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from ..autograd.plan import difference_of
 from ..model.names import matching
 from ..model.running_module import ModuleTracker
 from ..model.weights import fp8_part, kind_of
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
-from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .kept_state import kept_state
+from .forward_reads import kept_state
 from .pattern import Drawn, Found, Names, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -186,16 +186,11 @@ class Gated(Pattern):
     @classmethod
     def _why_no_recipe(cls, weights: Mapping[str, Any]) -> str | None:
         """Return why one function cannot serve these FP8 weights; those that are none are None."""
-        recipes: list[Recipe] = []
         for name, weight in weights.items():
             if weight is None:
                 return f"{name} is not in FP8"
-            recipes.append(weight.recipe)
-        for setting in ("scale", "wgrad_input"):
-            values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
-            if len(values) > 1:
-                return f"its {cls.noun} have {setting}={' and '.join(map(repr, values))}"
-        return None
+        difference = difference_of([weight.recipe for weight in weights.values()])
+        return f"its {cls.noun} have {difference}" if difference else None
 
     def why_watched(self, module: nn.Module) -> str | None:
         """Return what may see or change the modules in ``module``, if anything does."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..model.weights import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
+from .forward_reads import kept_state
 from .fused_class import own_forward
-from .kept_state import kept_state
 
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""

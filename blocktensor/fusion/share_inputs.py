@@ -135,15 +135,20 @@ def share_inputs(model: nn.Module) -> SharingReport:
     is_module(model, "share_inputs")
     owned = _owned(model)
     if not owned:
-        raise ValueError(
-            f"no linear of this {type(model).__name__} is in FP8, so there is no cast to share: "
-            f"convert it first with blocktensor.convert(model)"
-        )
+        raise not_converted(model, "share")
     made = (_group_of(model, name, names) for name, names in owned.items())
     groups = tuple(group for group in made if group is not None)
     for group in groups:
         group.of_fuse = False
     return SharingReport(groups)
+
+
+def not_converted(model: nn.Module, use: str) -> ValueError:
+    """Return the error for a model without linears in FP8; ``use``: what casts are wanted for."""
+    return ValueError(
+        f"no linear of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
+        f"convert it first with blocktensor.convert(model)"
+    )
 
 
 def unshare_inputs(model: nn.Module) -> list[str]:
@@ -153,11 +158,7 @@ def unshare_inputs(model: nn.Module) -> list[str]:
         The names of the modules whose linears shared inputs.
     """
     is_module(model, "unshare_inputs")
-    found = (_group_on(module) for module in model.modules())
-    groups = [group for group in found if group is not None and not group.of_fuse]
-    for group in groups:
-        group.remove()
-    return [group.name for group in groups]
+    return stop_sharing(model, of_fuse=False)
 
 
 def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
@@ -169,12 +170,13 @@ def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
             _group_of(model, name, names, of_fuse=True)
 
 
-def stop_sharing(model: nn.Module) -> None:
-    """Undo :func:`share_for_norms`."""
-    for module in model.modules():
-        group = _group_on(module)
-        if group is not None and group.of_fuse:
-            group.remove()
+def stop_sharing(model: nn.Module, of_fuse: bool = True) -> list[str]:
+    """Undo :func:`share_for_norms`, or else :func:`share_inputs`; return the names of modules."""
+    found = (_group_on(module) for module in model.modules())
+    groups = [group for group in found if group is not None and group.of_fuse == of_fuse]
+    for group in groups:
+        group.remove()
+    return [group.name for group in groups]
 
 
 def _owned(model: nn.Module) -> dict[str, list[str]]:

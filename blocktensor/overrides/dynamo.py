@@ -8,7 +8,7 @@ who compile should spend.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from ..autograd import gated_mlp as _gated_mlp
 from ..autograd import linear_cross_entropy as _linear_cross_entropy
 from ..autograd import quantize as _quantize
-from ..autograd.gated_plan import features_of_h
+from ..autograd.gated_forms import features_of_h
 from ..autograd.linear import linear
 from ..autograd.linear_cross_entropy import CrossEntropy
 from ..ops.norm.reference import NormKind
@@ -55,46 +55,25 @@ def announce_if_loaded() -> None:
 
 def gated_mlp(
     x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    bias_gate: Tensor | None,
-    bias_up: Tensor | None,
-    bias_down: Tensor | None,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    offs: Tensor | None,
     activation: ActivationName,
     recompute: bool,
     store_fp8: bool,
 ) -> Tensor:
-    """Run the gated MLP while Dynamo traces; linear by linear before it was announced."""
+    """Run the gated MLP while Dynamo traces, or one matmul at a time; with ``offs`` of experts."""
     if _announced:
-        weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, store_fp8)
-    gate = F.linear(x, w_gate, bias_gate)
-    features_of_h(w_gate, w_up, bias_up)
-    gate, up = gate.chunk(2, -1) if w_up is None else (gate, F.linear(x, w_up, bias_up))
-    return F.linear(ACTIVATIONS[activation].value(gate) * up, w_down, bias_down)
+        options = activation, recompute, store_fp8
+        return _gated_mlp_whole(x, *weights, *biases, *options, None, offs)
 
+    def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        if offs is not None:
+            return [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in ws]
+        return [F.linear(x, w, b) for w, b in zip(ws, bs, strict=True)]
 
-def gated_experts(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    offs: Tensor,
-    activation: ActivationName,
-    recompute: bool,
-    store_fp8: bool,
-) -> Tensor:
-    """Run the MLP of experts while Dynamo traces; one matmul at a time if not announced."""
-    if _announced:
-        biases, recipe = (None, None, None), None
-        weights, saving = (w_gate, w_up, w_down), (recompute, store_fp8)
-        return _gated_mlp_whole(x, *weights, *biases, activation, *saving, recipe, offs)
-    features_of_h(w_gate, w_up)
-    made = [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in (w_gate, w_up) if w is not None]
-    gate, up = made if w_up is not None else made[0].chunk(2, -1)
-    h = ACTIVATIONS[activation].value(gate) * up
-    return torch._grouped_mm(h, w_down.transpose(1, 2), offs)
+    features_of_h(*weights[:2], biases[1])
+    return _gated_mlp.one_by_one(linears, x, weights, biases, activation)
 
 
 def gated_activation(
@@ -128,14 +107,7 @@ def linear_cross_entropy(
     if _announced or not is_dynamo_compiling():
         return _loss_apart(x, w, target, bias, loss, chunk, recipe)
     made = F.linear(x, w, bias) if isinstance(w, FP8Base) else linear(x, w, bias, recipe=recipe)
-    return F.cross_entropy(
-        made.float().flatten(0, -2),
-        target.flatten(),
-        loss.weight,
-        reduction=loss.reduction,
-        ignore_index=loss.ignore_index,
-        label_smoothing=loss.label_smoothing,
-    )
+    return loss.of_all(made.float().flatten(0, -2), target.flatten())
 
 
 # Graphs hold no recipe, but its fields

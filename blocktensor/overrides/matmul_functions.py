@@ -22,22 +22,22 @@ from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
+
+def _named(names: str) -> list[Any]:
+    """List torch's functions and the methods of tensors of these names; torch versions differ."""
+    return [getattr(x, name) for x in (torch, Tensor) for name in names.split() if hasattr(x, name)]
+
+
 _IN_PLACE = {Tensor.addmm_: torch.addmm, Tensor.baddbmm_: torch.baddbmm}
 """Products that are added in place, and those that return the sum."""
 
-_ADDING = {
-    *_IN_PLACE,
-    *(torch.addmm, torch.baddbmm, torch.addbmm, torch.addr),
-    *(Tensor.addmm, Tensor.baddbmm, Tensor.addbmm, Tensor.addr, Tensor.addbmm_, Tensor.addr_),
-}
+_ADDING = {*_IN_PLACE, *_named("addmm baddbmm addbmm addr addbmm_ addr_")}
 """Products that are added to their first argument."""
 
 _OWN = {
     *_ADDING,
-    *(torch.mm, torch.mv, torch.matmul, torch.bmm, torch.einsum, torch.tensordot, torch.inner),
-    *(torch.chain_matmul, torch.linalg.matmul, torch.linalg.multi_dot),
-    *(Tensor.mm, Tensor.mv, Tensor.matmul, Tensor.bmm, Tensor.inner),
-    *(Tensor.__matmul__, Tensor.__rmatmul__),
+    *_named("mm mv matmul bmm inner einsum tensordot chain_matmul __matmul__ __rmatmul__"),
+    *(torch.linalg.matmul, torch.linalg.multi_dot),
 }
 """Products that an optimizer may compute of a weight and itself."""
 
@@ -274,20 +274,11 @@ _PRODUCTS_WITHOUT_FP8 = {
 }
 
 _OVERRIDES: dict[Any, Callable[..., Any]] = {
-    torch.mm: _matmul_override,
-    Tensor.mm: _matmul_override,
-    torch.mv: _matmul_override,
-    Tensor.mv: _matmul_override,
-    torch.matmul: _matmul_override,
-    Tensor.matmul: _matmul_override,
-    Tensor.__matmul__: _matmul_override,
+    **dict.fromkeys(_named("mm mv matmul __matmul__"), _matmul_override),
     Tensor.__rmatmul__: _rmatmul_override,
-    torch.addmm: _addmm_override,
-    Tensor.addmm: _addmm_override,
-    torch.bmm: bmm,
-    Tensor.bmm: bmm,
-    torch.baddbmm: baddbmm,
-    Tensor.baddbmm: baddbmm,
+    **dict.fromkeys(_named("addmm"), _addmm_override),
+    **dict.fromkeys(_named("bmm"), bmm),
+    **dict.fromkeys(_named("baddbmm"), baddbmm),
     **{in_place: _added_in_place(func) for in_place, func in _IN_PLACE.items()},
     **{
         getattr(namespace, name): _no_fp8_path(name)

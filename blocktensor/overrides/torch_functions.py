@@ -45,6 +45,7 @@ def _linear_cross_entropy_override(
 ) -> Tensor:
     """Run in the chunks of ``options``, where torch would take chunks."""
     ignored = -100 if ignore_index is None else ignore_index
+    loss = CrossEntropy(weight, reduction, ignored, label_smoothing)
     in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
     if (
         is_compiling()
@@ -52,17 +53,8 @@ def _linear_cross_entropy_override(
         or linear_weight.ndim != 2
         or isinstance(input, BlockwiseFP8Tensor)
     ):
-        logits = linear(input, linear_weight, linear_bias)
-        return F.cross_entropy(
-            logits,
-            target,
-            weight,
-            ignore_index=ignored,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+        return loss.of_all(linear(input, linear_weight, linear_bias), target)
     rows = options.batch_chunk_size
-    loss = CrossEntropy(weight, reduction, ignored, label_smoothing)
     chunk = None if rows is None else ceil_div(rows, BLOCK) * BLOCK
     made = linear_cross_entropy(input, linear_weight, target, linear_bias, loss, chunk, None)
     return made.to(autocast_dtype(input) or input.dtype)

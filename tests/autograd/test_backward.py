@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from expecttest import assert_expected_inline
+from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,39 +20,12 @@ from blocktensor.autograd.backward import FP8Function
 from blocktensor.ops import reference
 from tests.support.groups import ends
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import Ends, Trace, linear, randn
+from tests.support.models import Trace, complaint, linear, randn
 from tests.support.numeric import assert_same
 from tests.support.reference_ops import replace_op
 from tests.support.split_backward import needs_halves
 
 __all__ = ["way_of_linears"]
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_where_no_gradient_arrives_none_leaves(bias: bool) -> None:
-    module, x = linear(256, 384, bias=bias), randn(5, 384, grad=True)
-    Ends.apply(module(x)).sum().backward()
-    assert all(t.grad is None for t in (x, *module.parameters()))
-    assert module.weight.cache.nbytes() == 0
-
-
-def test_hooks_on_the_output_see_and_change_the_plain_gradient() -> None:
-    module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
-    seen: list[Tensor] = []
-
-    def hooked(m: nn.Module, t: Tensor) -> Tensor:
-        y = m(t)
-        y.retain_grad()
-        y.register_hook(lambda g: seen.append(g.clone()))
-        y.register_hook(lambda g: 2 * g)
-        y.register_hook(lambda g: seen.append(g.clone()))
-        seen.append(y)
-        return y
-
-    doubled = grads_of(module, x, grad, hooked)
-    y, before, after = seen
-    assert_all_equal([before, after, y.grad], [grad, 2 * grad, 2 * grad])
-    assert_all_equal(doubled[1:], grads_of(module, x, 2 * grad)[1:])
 
 
 def test_the_outputs_gradient_can_be_asked_for() -> None:
@@ -202,6 +176,26 @@ def test_second_derivatives_raise_on_every_path(name: str) -> None:
             product(lambda x: loss(x, *rest), x, v)
     with pytest.raises(NotImplementedError, match=message):
         torch.autograd.functional.hessian(lambda x: loss(x, *rest), x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_gradients_are_refused_and_only_they(name: str) -> None:
+    run, leaves, _ = samples()[name]
+    y = run(*leaves)
+    grads = torch.stack([randn(*y.shape, seed=seed).to(y.dtype) for seed in range(3)])
+
+    def batched(*inputs: Tensor) -> Any:
+        return torch.autograd.grad(y, inputs, grads, retain_graph=True, is_grads_batched=True)
+
+    for inputs in (leaves, leaves[1:]):
+        text = complaint(NotImplementedError, lambda inputs=inputs: batched(*inputs))
+        assert_expected_inline(
+            text,
+            """\
+torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose casts
+take one gradient: call it once for each gradient, with retain_graph=True""",
+        )
+    assert all(dt is not None for dt in torch.autograd.grad(y, leaves, grads[0]))
 
 
 @pytest.mark.parametrize("name", NAMES)

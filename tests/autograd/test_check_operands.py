@@ -2,307 +2,268 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import nn
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 from tests.support.experts import N, sample, stack
-from tests.support.models import FP32_SCALES, POWER_OF_TWO, complaint, linear, plain, randn
+from tests.support.models import POWER_OF_TWO, SQUARE, complaint, linear, plain, randn
 
-W = randn(256, 384, seed=1)
-
-
-X = randn(5, 384)
+Call = tuple[type[Exception], Callable[[], Any]]
+W, X = randn(256, 384, seed=1), randn(5, 384)
 
 
-def square(x: Tensor = W, recipe: Recipe = FP32_SCALES) -> BlockwiseFP8Tensor:
-    return BlockwiseFP8Tensor.from_values(x, (128, 128), recipe)
+def said(*calls: Call) -> str:
+    return "\n\n".join(complaint(*call) for call in calls)
 
 
-def test_wrong_dtypes() -> None:
-    long, double = X.long(), X.double()
+def test_dtypes() -> None:
+    run = functional.linear
+    calls: list[Call] = [
+        (TypeError, lambda: run(X.long(), W)),
+        (TypeError, lambda: run(X.to(torch.float8_e4m3fn), W)),
+        (TypeError, lambda: run(X, W.double())),
+        (TypeError, lambda: run(X, W.half())),
+        (TypeError, lambda: run(X, W, W[:, 0].float())),
+        (TypeError, lambda: blocktensor.quantize(X.double())),
+        (TypeError, lambda: BlockwiseFP8Weight(W.double())),
+    ]
     assert_expected_inline(
-        complaint(TypeError, lambda: functional.linear(long, W)),
+        said(*calls),
         """\
 the input of an FP8 linear has dtype torch.int64: blocktensor casts torch.bfloat16,
-torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: functional.linear(X, W.double())),
-        """\
+torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+
+the input of an FP8 linear has dtype torch.float8_e4m3fn: blocktensor casts
+torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
+.to(torch.bfloat16)
+
 the weight of an FP8 linear has dtype torch.float64: blocktensor casts
 torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
-.to(torch.bfloat16)""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: functional.linear(X, W.half())),
-        """\
+.to(torch.bfloat16)
+
 the input is torch.bfloat16 and the weight torch.float16: convert one of them, or
-run under torch.autocast""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: functional.linear(X, W, W[:, 0].float())),
-        """\
+run under torch.autocast
+
 the input is torch.bfloat16 and the bias torch.float32: convert one of them, or run
-under torch.autocast""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: blocktensor.quantize(double)),
-        """\
+under torch.autocast
+
 the tensor to quantize has dtype torch.float64: blocktensor casts torch.bfloat16,
-torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: BlockwiseFP8Weight(W.double())),
-        """\
+torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+
 the weight has dtype torch.float64: blocktensor casts torch.bfloat16, torch.float16
 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
     )
-    assert_expected_inline(
-        complaint(TypeError, lambda: functional.linear(X.to(torch.float8_e4m3fn), W)),
-        """\
-the input of an FP8 linear has dtype torch.float8_e4m3fn: blocktensor casts
-torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
-.to(torch.bfloat16)""",
-    )
 
 
-def test_wrong_ranks() -> None:
-    stack = W.expand(2, 256, 384)
+def test_shapes_and_devices() -> None:
+    run, meta = functional.linear, W.to("meta")
+    calls: list[Call] = [
+        (ValueError, lambda: run(X, W.expand(2, 256, 384))),
+        (ValueError, lambda: run(X, W[0])),
+        (ValueError, lambda: run(X[0, 0], W)),
+        (ValueError, lambda: blocktensor.quantize(X[0, 0])),
+        (ValueError, lambda: BlockwiseFP8Weight(W[0])),
+        (ValueError, lambda: run(X[:, 1:], W)),
+        (ValueError, lambda: run(X, W, W[:3, 0])),
+        (ValueError, lambda: run(X, W, W)),
+        (ValueError, lambda: run(X, meta)),
+        (ValueError, lambda: run(X, W, meta[:, 0])),
+    ]
     assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, stack)),
+        said(*calls),
         """\
 the weight of an FP8 linear has 3 dimensions, shape [2, 256, 384]: expected 2;
-stacks of experts need grouped_mm""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, W[0])),
-        """\
+stacks of experts need grouped_mm
+
 the weight of an FP8 linear has 1 dimensions, shape [384]: expected 2; stacks of
-experts need grouped_mm""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X[0, 0], W)),
-        """the input of an FP8 linear is a scalar: expected shape [..., K]""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: blocktensor.quantize(X[0, 0])),
-        """cannot quantize a scalar in 1x128 blocks: expected shape [..., K]""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: BlockwiseFP8Weight(W[0])),
-        """\
+experts need grouped_mm
+
+the input of an FP8 linear is a scalar: expected shape [..., K]
+
+cannot quantize a scalar in 1x128 blocks: expected shape [..., K]
+
 the weight has 1 dimensions, shape [384]: expected 2 or 3; FP8 weights are [N, K] or
-[E, N, K]""",
-    )
+[E, N, K]
 
-
-def test_shapes_that_do_not_fit() -> None:
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X[:, 1:], W)),
-        """\
 cannot contract input [5, 383] with weight [256, 384]: K is 383 in one and 384 in
-the other""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, W, W[:3, 0])),
-        """the bias has shape [3]: expected [256]""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, W, W)),
-        """the bias has shape [256, 384]: expected [256]""",
+the other
+
+the bias has shape [3]: expected [256]
+
+the bias has shape [256, 384]: expected [256]
+
+the input is on cpu and the weight on meta: move them to one device
+
+the input is on cpu and the bias on meta: move them to one device""",
     )
 
 
 def test_mixed_recipes() -> None:
-    module, other = linear(256, 384, recipe=POWER_OF_TWO), square(recipe=POWER_OF_TWO)
+    module = linear(256, 384, recipe=POWER_OF_TWO)
+    other = BlockwiseFP8Tensor.from_values(W, SQUARE, POWER_OF_TWO)
     shared = blocktensor.quantize(X)
-    for run in (
-        lambda: functional.linear(shared, other),
-        lambda: functional.linear(X, other, recipe=FP32_SCALES),
-        lambda: functional.linear(shared, W, recipe=POWER_OF_TWO),
-        lambda: module(shared),
-        lambda: torch.mm(shared, module.weight.t()),
-    ):
-        text = complaint(ValueError, run)
-        assert text.startswith("mixed recipes")
+    texts = {
+        complaint(ValueError, run)
+        for run in (
+            lambda: functional.linear(shared, other),
+            lambda: functional.linear(shared, W, recipe=POWER_OF_TWO),
+            lambda: module(shared),
+            lambda: torch.mm(shared, module.weight.t()),
+        )
+    }
     assert_expected_inline(
-        text,
+        "\n".join(texts),
         """\
 mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
 with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
 recipe=weight.recipe)""",
     )
+    text = complaint(ValueError, lambda: functional.linear(X, other, recipe=Recipe()))
+    assert text.startswith("mixed recipes")
+    unseen = BlockwiseFP8Tensor.from_values(W, SQUARE, Recipe(wgrad_input="128x128"))
+    assert torch.equal(functional.linear(shared, unseen), functional.linear(X, W))
 
 
-def test_mixed_recipes_that_cannot_be_seen_in_the_operands() -> None:
-    shared, other = blocktensor.quantize(X), square(recipe=Recipe(wgrad_input="128x128"))
-    assert torch.equal(functional.linear(shared, other), functional.linear(X, W))
-
-
-def test_mixed_devices() -> None:
-    meta = W.to("meta")
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, meta)),
-        """the input is on cpu and the weight on meta: move them to one device""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(X, W, meta[:, 0])),
-        """the input is on cpu and the bias on meta: move them to one device""",
-    )
-
-
-def test_wrong_blocks() -> None:
-    wide = BlockwiseFP8Tensor.from_values(X, (128, 128))
-    rows = BlockwiseFP8Tensor.from_values(W)
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(wide, W)),
-        """\
-the input of an FP8 linear has blocks of (128, 128): expected (1, 128);
-blocktensor.quantize(x) makes them""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: BlockwiseFP8Tensor.from_values(X, (64, 64))),
-        """\
-block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
-(weights)""",
-    )
+def test_blocks() -> None:
+    wide = BlockwiseFP8Tensor.from_values(X, SQUARE)
     lone = BlockwiseFP8Tensor.from_values(X, columnwise=False)
     leaf = W.clone().requires_grad_()
+    calls: list[Call] = [
+        (ValueError, lambda: functional.linear(wide, W)),
+        (ValueError, lambda: BlockwiseFP8Tensor.from_values(X, (64, 64))),
+        (ValueError, lambda: functional.linear(lone, leaf)),
+    ]
     assert_expected_inline(
-        complaint(ValueError, lambda: functional.linear(lone, leaf)),
+        said(*calls),
         """\
+the input of an FP8 linear has blocks of (128, 128): expected (1, 128);
+blocktensor.quantize(x) makes them
+
+block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
+(weights)
+
 this BlockwiseFP8Tensor [5, 384] was cast in 1x128 blocks without its columnwise
 form, which needs other scales: quantize the high-precision tensor with
 columnwise=True""",
     )
+    rows = BlockwiseFP8Tensor.from_values(W)
     assert torch.isfinite(functional.linear(X, rows)).all()  # 1x128 weights are allowed
 
 
 def test_a_module_says_what_is_wrong_with_its_input() -> None:
     module = nn.Sequential(linear(256, 384, bias=True))
+    calls: list[Call] = [
+        (TypeError, lambda: module(X.float())),
+        (ValueError, lambda: module(X[:, :5])),
+        (ValueError, lambda: module(X.to("meta"))),
+    ]
     assert_expected_inline(
-        complaint(TypeError, lambda: module(X.float())),
+        said(*calls),
         """\
 the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
-run under torch.autocast; in '0', a Linear""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: module(X[:, :5])),
-        """\
+run under torch.autocast; in '0', a Linear
+
 cannot contract input [5, 5] with weight [256, 384]: K is 5 in one and 384 in the
-other; in '0', a Linear""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: module(X.to("meta"))),
-        """\
+other; in '0', a Linear
+
 the input is on meta and the weight on cpu: move them to one device; in '0', a
 Linear""",
     )
 
 
-# Grouped linears
-
-
-def test_operands_of_grouped_linears() -> None:
+def test_grouped_linears() -> None:
     x, _, offs = sample("ragged")
-    w = plain(stack(len(offs)))
-
-    def said(kind: type[Exception], *args: Any, **kwargs: Any) -> str:
-        return complaint(kind, lambda: functional.grouped_linear(*args, **kwargs))
-
+    w, run = plain(stack(len(offs))), functional.grouped_linear
+    rows = BlockwiseFP8Tensor.from_values(w)
+    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    shared = blocktensor.quantize(x)
+    calls: list[Call] = [
+        (ValueError, lambda: run(x, w[0], offs)),
+        (ValueError, lambda: run(x[None], w, offs)),
+        (TypeError, lambda: run(x.double(), w, offs)),
+        (ValueError, lambda: run(x[:, 1:], w, offs)),
+        (TypeError, lambda: run(x, w, offs.long())),
+        (ValueError, lambda: run(x, w, offs[1:])),
+        (ValueError, lambda: run(x, w, offs.to("meta"))),
+        (ValueError, lambda: run(x, w, offs, torch.zeros(N).bfloat16())),
+        (TypeError, lambda: run(x.float(), w, offs)),
+        (ValueError, lambda: run(x, rows, offs)),
+        (ValueError, lambda: run(shared, w, offs, recipe=POWER_OF_TWO)),
+        (NotImplementedError, lambda: run(nested, w, offs)),
+    ]
     assert_expected_inline(
-        said(ValueError, x, w[0], offs),
+        said(*calls),
         """\
 the weight of a grouped FP8 linear has 2 dimensions, shape [144, 192]: expected 3;
-stacks of experts are [E, N, K]; a matrix needs functional.linear""",
-    )
-    assert_expected_inline(
-        said(ValueError, x[None], w, offs),
-        """\
+stacks of experts are [E, N, K]; a matrix needs functional.linear
+
 the input of a grouped FP8 linear has 3 dimensions, shape [1, 270, 192]: expected 2;
-flatten tokens to [T, K]""",
-    )
-    assert_expected_inline(
-        said(TypeError, x.double(), w, offs),
-        """\
+flatten tokens to [T, K]
+
 the input of a grouped FP8 linear has dtype torch.float64: blocktensor casts
 torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
-.to(torch.bfloat16)""",
-    )
-    assert_expected_inline(
-        said(ValueError, x[:, 1:], w, offs),
-        """\
+.to(torch.bfloat16)
+
 cannot contract input [270, 191] with weight [5, 144, 192]: K is 191 in one and 192
-in the other""",
-    )
-    assert_expected_inline(
-        said(TypeError, x, w, offs.long()),
-        """offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)""",
-    )
-    assert_expected_inline(
-        said(ValueError, x, w, offs[1:]),
-        """\
+in the other
+
+offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+
 offs ends 4 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
-one end for each""",
-    )
-    assert_expected_inline(
-        said(ValueError, x, w, offs.to("meta")),
-        """the input is on cpu and offs on meta: move them to one device""",
-    )
-    assert_expected_inline(
-        said(ValueError, x, w, offs, torch.zeros(N).bfloat16()),
-        """the bias has shape [144]: expected [5, 144]""",
-    )
-    assert_expected_inline(
-        said(TypeError, x.float(), w, offs),
-        """\
+one end for each
+
+the input is on cpu and offs on meta: move them to one device
+
+the bias has shape [144]: expected [5, 144]
+
 the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
-run under torch.autocast""",
+run under torch.autocast
+
+the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)
+
+mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
+with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
+recipe=weight.recipe)
+
+an FP8 linear of a nested tensor: call it on .values() of a jagged tensor, or on a
+padded one""",
     )
-    rows = BlockwiseFP8Tensor.from_values(w)
-    assert_expected_inline(
-        said(ValueError, x, rows, offs),
-        """\
-the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)""",
-    )
-    shared = blocktensor.quantize(x)
-    assert "mixed recipes" in said(ValueError, shared, w, offs, recipe=POWER_OF_TWO)
-    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
-    assert "nested" in said(NotImplementedError, nested, w, offs)
 
 
-def test_several_weights_that_do_not_fit() -> None:
+def test_several_weights() -> None:
     x, _, offs = sample("ragged")
     a, b = stack(len(offs)), stack(len(offs), recipe=POWER_OF_TWO)
+    c = stack(len(offs), recipe=Recipe(wgrad_input="128x128"))
+    run, bias = functional.grouped_linear, torch.zeros(len(offs), N)
+    calls: list[Call] = [
+        (ValueError, lambda: run(x, [a, b], offs)),
+        (ValueError, lambda: run(x, [a, c], offs)),
+        (ValueError, lambda: run(x, [], offs)),
+        (ValueError, lambda: run(x, [a, a], offs, [bias])),
+        (ValueError, lambda: run(x, [a, a], offs, bias)),
+        (TypeError, lambda: run(x, a, offs, [bias])),
+    ]
     assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(x, [a, b], offs)),
+        said(*calls),
         """\
-weights of one input were cast in 1x128 and 1x128_pow2 blocks: give them one recipe,
-or call grouped_linear(x, w, offs) for each""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(x, [], offs)),
-        """\
-0 weights with 0 biases: expected one for each of at least one weight, or bias=None""",
-    )
-    bias = torch.zeros(len(offs), N)
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(x, [a, a], offs, [bias])),
-        """\
-2 weights with 1 biases: expected one for each of at least one weight, or bias=None""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(x, [a, a], offs, bias)),
-        """\
+mixed recipes: weights of one input have scale='fp32' and 'power_of_two': give them
+one recipe, or call grouped_linear(x, w, offs) for each
+
+mixed recipes: weights of one input have wgrad_input='1x128' and '128x128': give
+them one recipe, or call grouped_linear(x, w, offs) for each
+
+0 weights with 0 biases: expected one for each of at least one weight, or bias=None
+
+2 weights with 1 biases: expected one for each of at least one weight, or bias=None
+
 2 weights with a single bias: expected one for each of at least one weight, or
-bias=None""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: functional.grouped_linear(x, a, offs, [bias])),
-        """one weight has one bias [E, N], got a list""",
+bias=None
+
+one weight has one bias [E, N], got a list""",
     )

@@ -119,17 +119,33 @@ def test_gradients_of_some(kind: str, of_x: bool) -> None:
         assert_bits(results(run, inputs(of_x), operands), wanted)
 
 
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("of_x", "of_w"), [(FP32, FP32), (BF16, FP32), (FP32, BF16)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_autocast(kind: str, dtype: torch.dtype, of_x: torch.dtype, of_w: torch.dtype) -> None:
     """It decides the dtype of the output; gradients keep those of the operands."""
     run, simple, _ = KINDS[kind]
-    operands = weights(kind, dtype=torch.float32)
+    operands = weights(kind, dtype=of_w)
     with torch.autocast("cpu", dtype):
-        wanted = results(simple, inputs(dtype=torch.float32), operands)
-        got = results(run, inputs(dtype=torch.float32), operands)
+        wanted = results(simple, inputs(dtype=of_x), operands)
+        got = results(run, inputs(dtype=of_x), operands)
     assert_bits(got, wanted)
-    assert [t.dtype for t in got if t is not None] == [dtype, *[torch.float32] * (len(got) - 1)]
+    assert [t.dtype for t in got if t is not None] == [dtype, of_x, *[of_w] * len(operands)]
+
+
+@every_kind
+def test_frozen_weights_in_fp8_alone(kind: str, device: torch.device) -> None:
+    run, _, _ = KINDS[kind]
+    every = tuple(places(kind))
+    operands = weights(kind, every, device=device)
+    alone = [w._quantized() if isinstance(w, BlockwiseFP8Weight) else w for w in operands]
+    wanted = results(run, inputs(device=device), operands)
+    assert_bits(results(run, inputs(device=device), alone)[:2], wanted[:2])
+    with torch.inference_mode():
+        assert torch.equal(run(inputs(device=device), *alone), wanted[0])
 
 
 @every_kind

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.autograd import gated_forms, plan, products
-from tests.support.gated import HIDDEN, K, N, results, weights
+from tests.support.gated import HIDDEN, KINDS, K, N, results, weights
 from tests.support.models import Trace, randn
+from tests.support.steps import assert_trace
 
 fused = functional.gated_mlp
+JOINT, EXPERTS = KINDS["joint"], KINDS["experts"]
 
 
 def inputs(*shape: int, grad: bool = True, **options: Any) -> Tensor:
@@ -25,20 +28,19 @@ def inputs(*shape: int, grad: bool = True, **options: Any) -> Tensor:
 
 def test_what_runs() -> None:
     """One cast of x and one of dy; all others are made where the values are computed."""
-    operands, x = weights(), inputs(70)
-    with Trace() as trace:
-        fused(x, *operands).backward(randn(70, N))
-    ours = [op for op in trace.ops if "blocktensor" in op and "gemm" not in op]
-    assert_expected_inline(
-        "\n".join(ours),
-        """\
-blocktensor.quantize_both 1x128
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_with_transpose 128x128
-blocktensor.gated silu 1x128
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_both 1x128
-blocktensor.gated_backward_with_h silu 1x128 1x128 1x128""",
+    of_weight, product = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
+    assert_trace(
+        fused,
+        inputs(70),
+        *weights(),
+        forward=[
+            *("quantize_both 1x128", of_weight, product, of_weight, product),
+            *("gated silu 1x128", of_weight, product),
+        ],
+        backward=[
+            *("quantize_both 1x128", product, "gated_backward_with_h silu 1x128 1x128 1x128"),
+            *("gemm 1x128 1x128", product, "gemm 1x128 1x128", product, "gemm 1x128 1x128"),
+        ],
     )
 
 
@@ -90,23 +92,16 @@ def test_large_gradients_are_made_one_after_the_other(
 
 
 def test_recompute_makes_one_gradient_after_the_other() -> None:
-    operands, x = weights(), inputs(70)
-    y = fused(x, *operands, recompute=True)
-    with Trace() as trace:
-        y.backward(randn(70, N))
-    assert_expected_inline(
-        "\n".join(op for op in trace.ops if "blocktensor" in op),
-        """\
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gated silu 1x128
-blocktensor.gemm 1x128 1x128
-blocktensor.gated_backward silu 1x128 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gemm 1x128 1x128
-blocktensor.gated silu 1x128 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gemm 1x128 1x128""",
+    dgrad, wgrad = "gemm 1x128 128x128", "gemm 1x128 1x128"
+    assert_trace(
+        functools.partial(fused, recompute=True),
+        inputs(70),
+        *weights(),
+        backward=[
+            *("quantize_both 1x128", dgrad, "gated silu 1x128", wgrad),
+            *("gated_backward silu 1x128 1x128", dgrad, wgrad),
+            *("gated silu 1x128 1x128", dgrad, wgrad),
+        ],
     )
 
 
@@ -167,3 +162,75 @@ def test_backward_frees_what_it_has_read(
         assert alive == ["gate up", "gate up", "", ""]
     else:
         assert alive == ["h gate up", "gate up", "", ""]
+
+
+# Gate and up of one weight
+
+
+def test_backward_of_both_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate, up and dh are gone when the products of both begin."""
+    rows, seen = 77, []
+    original = products.Dense.wgrad
+
+    def wgrad(self: Any, plan: Any, *args: Any) -> Any:
+        held = (
+            x.shape for x in gc.get_objects() if type(x) is Tensor and x.dtype == torch.bfloat16
+        )
+        seen.append(sorted(shape for shape in held if shape in [(rows, 256), (rows, 512)]))
+        return original(self, plan, *args)
+
+    monkeypatch.setattr(products.Dense, "wgrad", wgrad)
+    for recompute in (False, True):
+        JOINT.fused(inputs(rows), *JOINT.weights(), recompute=recompute).backward(randn(rows, N))
+    of_down, of_both = [(rows, 256), (rows, 512)], []
+    assert seen == [of_down, of_both] * 2
+
+
+def test_what_runs_for_both() -> None:
+    assert_trace(
+        JOINT.fused,
+        inputs(70),
+        *JOINT.weights(),
+        forward=[
+            *("quantize_both 1x128", "quantize_with_transpose 128x128", "gemm 1x128 128x128"),
+            *("gated silu 1x128 1x128", "quantize_with_transpose 128x128", "gemm 1x128 128x128"),
+        ],
+        backward=[
+            *("quantize_both 1x128", "gemm 1x128 128x128", "gemm 1x128 1x128"),
+            *("joint_gated_backward silu 1x128 1x128", "gemm 1x128 128x128", "gemm 1x128 1x128"),
+        ],
+    )
+
+
+# Experts
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_saved_and_cast(recompute: bool) -> None:
+    saved: list[Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        Trace() as trace,
+    ):
+        y = EXPERTS.fused(EXPERTS.inputs(), *EXPERTS.weights(), recompute=recompute)
+    high = [t.shape for t in saved if t.dtype == torch.bfloat16 and t.ndim == 2]
+    assert high == [(270, HIDDEN)] * 2  # gate and up
+    assert sum(t.dtype == torch.float8_e4m3fn for t in saved) == (1 if recompute else 2)
+    assert trace.count("quantize_grouped") == trace.count("gated ") == 1
+    with Trace() as trace:
+        y.sum().backward()
+    assert trace.count("quantize_grouped") == 1  # of the output's gradient
+    assert trace.count("gated ") == (2 if recompute else 0)
+
+
+@pytest.mark.parametrize("least", [2 * 270 * HIDDEN, 2 * 270 * HIDDEN + 1])
+def test_large_expert_gradients_are_made_one_after_the_other(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    y = EXPERTS.fused(EXPERTS.inputs(), *EXPERTS.weights())
+    monkeypatch.setattr(plan, "LARGE_BYTES", least)
+    with Trace() as trace:
+        y.backward(randn(*y.shape))
+    large = least == 2 * 270 * HIDDEN
+    assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == large
+    assert trace.ops.count("blocktensor.gated_backward silu 1x128 1x128") == 1

@@ -192,73 +192,58 @@ def test_transformers_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 # Refusals
 
 
-def test_refused_grouped_products() -> None:
+def test_refused_products() -> None:
     w, _ = both_kinds("E, N, K")["weight"]
-    x = randn(T, K)
+    x, xs = randn(T, K), randn(E, T, K)
+    calls: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (NotImplementedError, lambda: F.grouped_mm(xs, w)),
+        (ValueError, lambda: F.grouped_mm(x, w)),
+        (NotImplementedError, lambda: F.grouped_mm(x, w, offs=OFFS, out_dtype=torch.float32)),
+        (TypeError, lambda: F.grouped_mm(x, w, offs=OFFS.long())),
+        (NotImplementedError, lambda: torch.bmm(w, w.mT)),
+        (ValueError, lambda: xs[:2] @ w),
+        (NotImplementedError, lambda: xs[0] @ w),
+    ]
     assert_expected_inline(
-        complaint(NotImplementedError, lambda: F.grouped_mm(x.expand(E, T, K), w)),
+        "\n\n".join(complaint(*call) for call in calls),
         """\
 grouped_mm of Tensor [3, 130, 192] by BlockwiseFP8Weight [3, 192, 144] has no FP8
 path: the left operand must be tokens [T, K] in groups, the right one a stack of FP8
 experts [E, K, N]; torch.bmm multiplies stacks [E, T, K]. Call .dequantize(), or
-.high_precision() of a BlockwiseFP8Weight, to compute in high precision""",
-    )
-    for left, right in ((x, w[0]), (w[0].mT, x), (w, x.mT)):
-        assert "no FP8 path" in complaint(
-            NotImplementedError, lambda a=left, b=right: F.grouped_mm(a, b, offs=OFFS)
-        ).replace("\n", " ")
-    assert_expected_inline(
-        complaint(ValueError, lambda: F.grouped_mm(x, w)),
-        """\
+.high_precision() of a BlockwiseFP8Weight, to compute in high precision
+
 grouped_mm of [130, 192] by [3, 192, 144] needs offs: int32 [3], the cumulative end
-of each group of rows""",
-    )
-    assert_expected_inline(
-        complaint(
-            NotImplementedError, lambda: F.grouped_mm(x, w, offs=OFFS, out_dtype=torch.float32)
-        ),
-        """\
+of each group of rows
+
 grouped_mm with out_dtype torch.float32 for an input of torch.bfloat16: convert the
-result, or run under torch.autocast""",
-    )
-    assert_expected_inline(
-        complaint(TypeError, lambda: F.grouped_mm(x, w, offs=OFFS.long())),
-        """offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)""",
-    )
+result, or run under torch.autocast
 
+offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
 
-def test_refused_batched_products() -> None:
-    w, _ = both_kinds("E, N, K")["weight"]
-    x = randn(E, T, K)
-    assert_expected_inline(
-        complaint(NotImplementedError, lambda: torch.bmm(w, w.mT)),
-        """\
 a batched product of BlockwiseFP8Weight [3, 192, 144] by BlockwiseFP8Weight [3, 144,
 192] has no FP8 path: one operand must be a stack of FP8 experts [E, K, N], the
 other a batch [E, T, K] in high precision; call .dequantize(), or .high_precision()
-of a BlockwiseFP8Weight, to compute in high precision""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: x[:2] @ w),
-        """\
+of a BlockwiseFP8Weight, to compute in high precision
+
 cannot multiply the batch [2, 130, 192] by the stack [3, 192, 144]: expected [E, T,
-K] by [E, K, N]""",
-    )
-    assert_expected_inline(
-        complaint(NotImplementedError, lambda: x[0] @ w),
-        """\
+K] by [E, K, N]
+
 matmul of [130, 192] by [3, 192, 144] has no FP8 path: the right operand must be a
 matrix [K, N], or a stack of experts [E, K, N] and the left one [E, T, K]; call
 .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high
 precision""",
     )
-    for product in (
-        lambda: torch.bmm(BlockwiseFP8Tensor.from_values(x), x.mT),  # an activation is no weight
-        lambda: torch.baddbmm(x, w, w),
-        lambda: torch.addbmm(x[0], x, w),
-        lambda: x[None] @ w,
-        lambda: torch.einsum("etk,ekn->etn", x, w),
-    ):
+    others: list[Callable[[], Any]] = [
+        lambda: F.grouped_mm(x, w[0], offs=OFFS),
+        lambda: F.grouped_mm(w[0].mT, x, offs=OFFS),
+        lambda: F.grouped_mm(w, x.mT, offs=OFFS),
+        lambda: torch.bmm(BlockwiseFP8Tensor.from_values(xs), xs.mT),  # an activation is no weight
+        lambda: torch.baddbmm(xs, w, w),
+        lambda: torch.addbmm(xs[0], xs, w),
+        lambda: xs[None] @ w,
+        lambda: torch.einsum("etk,ekn->etn", xs, w),
+    ]
+    for product in others:
         assert "no FP8 path" in complaint(NotImplementedError, product).replace("\n", " ")
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.autograd.products import sum_groups
+from blocktensor.ops import reference
 from tests.support.experts import (
     K,
     N,
@@ -25,10 +27,13 @@ from tests.support.models import (
     RECIPES,
     SQUARE,
     Trace,
+    complaint,
     plain,
     randn,
 )
 from tests.support.numeric import assert_same, relative_error
+from tests.support.reference_ops import replace_op
+from tests.support.steps import assert_trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRODUCTS = ("grouped_gemm", "grouped_gemm_wgrad")
@@ -108,29 +113,13 @@ def test_ends_out_of_range_are_not_read_by_the_bias() -> None:
 
 
 def test_trace_of_a_forward_and_a_backward() -> None:
-    x, grad, offs = sample("ragged")
-    w, y = stack(len(offs)), []
-
-    def traced(run: Callable[[], Any]) -> str:
-        with Trace() as trace:
-            run()
-        return "\n".join(trace.ops)
-
-    x.requires_grad_()
-    assert_expected_inline(
-        traced(lambda: y.append(functional.grouped_linear(x, w, offs))),
-        """\
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_grouped 1x128
-blocktensor.grouped_gemm 1x128 128x128""",
-    )
-    assert_expected_inline(
-        traced(lambda: y[0].backward(grad)),
-        """\
-blocktensor.quantize_grouped 1x128
-blocktensor.grouped_gemm 1x128 128x128
-blocktensor.grouped_gemm_wgrad 1x128 1x128""",
-    )
+    x, _, offs = sample("ragged")
+    product = "grouped_gemm 1x128 128x128"
+    assert_trace(
+        functional.grouped_linear, x, stack(len(offs)), offs,
+        forward=["quantize_with_transpose 128x128", "quantize_grouped 1x128", product],
+        backward=["quantize_grouped 1x128", product, "grouped_gemm_wgrad 1x128 1x128"],
+    )  # fmt: skip
 
 
 def test_a_step_with_bias_reads_nothing_on_the_host() -> None:
@@ -233,3 +222,114 @@ def test_several_weights_share_one_cast(kind: str, autocast: bool) -> None:
     with torch.no_grad(), Trace() as trace:
         together(x)
     assert trace.count("quantize_grouped") == 0  # no gradient of a weight, no columnwise form
+
+
+# Gradients of other kinds
+
+
+def test_an_fp8_input_and_an_fp8_gradient() -> None:
+    """Blocks along K know nothing of groups: they serve fprop and dgrad, and no wgrad."""
+    x, grad, offs = sample("whole blocks")
+    w = stack(len(offs)).requires_grad_(False)
+    want = grads(lambda t: functional.grouped_linear(t, w, offs), x, grad)
+    got = grads(
+        lambda t: functional.grouped_linear(blocktensor.quantize(t), w, offs),
+        x, BlockwiseFP8Tensor.from_values(grad),
+    )  # fmt: skip
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    trainable = stack(len(offs))
+    with torch.no_grad():
+        y = functional.grouped_linear(blocktensor.quantize(x), trainable, offs)
+    assert_same(y, want[0])
+    assert_expected_inline(
+        complaint(
+            ValueError,
+            lambda: functional.grouped_linear(blocktensor.quantize(x), trainable, offs),
+        ),
+        """\
+the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which
+the gradient of the weight needs, ignore the groups: pass the high-precision tensor;
+functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights""",
+    )
+    y = functional.grouped_linear(x, trainable, offs)
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: y.backward(BlockwiseFP8Tensor.from_values(grad))),
+        """\
+a gradient of a grouped FP8 linear that is FP8 already: its columnwise blocks, which
+the gradient of the weight needs, ignore the groups; pass it in high precision
+(.dequantize())""",
+    )
+
+
+# Never stale
+
+
+def test_ends_of_groups_that_change_before_backward_raise() -> None:
+    x, grad, offs = sample("ragged")
+    x.requires_grad_()
+    w = stack(len(offs))
+    y = functional.grouped_linear(x, w, offs)
+    offs.mul_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        y.backward(grad)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_gradient_is_gone_when_the_products_run(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a bias sums it."""
+    gradients: list[StorageWeakRef] = []
+    gone: list[bool] = []
+    product = reference.grouped_gemm
+
+    def watched(*args: Any) -> Tensor:
+        gone.extend(gradient.expired() for gradient in gradients)
+        return product(*args)
+
+    replace_op(monkeypatch, "grouped_gemm", watched)
+    x, _, offs = sample("ragged")
+    w, added = stack(len(offs)), randn(len(offs), N, seed=2, grad=True) if bias else None
+    y = functional.grouped_linear(x.requires_grad_(), w, offs, added)
+    y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
+    y.square().sum().backward()
+    assert gone == [hasattr(torch.autograd.Function, "boxed_grads_call")]
+
+
+@pytest.mark.parametrize("kn", [False, True])
+def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(kn: bool) -> None:
+    w = stack(5, recipe=Recipe(cache_weight="step"), kn=kn)
+    x, grad, offs = sample("ragged")
+    want = grads(
+        lambda t: functional.grouped_linear(t, plain(w).mT if kn else plain(w), offs), x, grad
+    )
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    for _ in range(2):
+        casts = w.cache.casts
+        for _ in range(2):
+            got = grads(lambda t: functional.grouped_linear(t, w.mT if kn else w, offs), x, grad)
+            for a, b in zip(got, want, strict=True):
+                assert_same(a, b)
+        assert w.cache.casts <= casts + 2
+        optimizer.step()
+        optimizer.zero_grad()
+    assert w.cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("kn", [False, True])
+def test_an_fp8_stack_that_requires_a_gradient(kn: bool) -> None:
+    """As FSDP2 gathers one: a BlockwiseFP8Tensor."""
+    w = stack(5, kn=kn)
+    gathered = nn.Parameter(w._quantized())
+    x, grad, offs = sample("ragged")
+    for _ in range(3):
+        results = [
+            grads(
+                lambda t, each=each: functional.grouped_linear(t, each.mT if kn else each, offs),
+                x, grad, each,
+            )
+            for each in (w, gathered)
+        ]  # fmt: skip
+        for a, b in zip(*results, strict=True):
+            assert_same(a, b)

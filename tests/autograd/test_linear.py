@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -101,47 +98,6 @@ def test_nan_and_inf_reach_their_outputs_and_no_others(
 
 
 # Modes
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("before", ["nothing", "a training step", "itself"])
-def test_no_grad_and_inference_mode(
-    mode: Callable[[], Any], frozen: bool, before: str, device: torch.device
-) -> None:
-    module, x = linear(256, 384, frozen=frozen, device=device), randn(5, 384, device=device)
-    wanted = linear(256, 384, frozen=frozen, device=device)(x)
-    if before == "a training step":
-        module(x.clone().requires_grad_()).sum().backward()
-    with mode():
-        if before == "itself":
-            module(x)
-        y = module(x)
-    assert torch.equal(y, wanted)
-    assert not y.requires_grad
-    after = grads_of(module, x, randn(5, 256, device=device))  # and training goes on
-    assert after[1] is not None
-
-
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_autocast_decides_the_output_and_grads_keep_their_dtypes(
-    dtype: torch.dtype, autocast: torch.dtype, device: torch.device
-) -> None:
-    module = linear(256, 384, bias=True, device=device)  # bf16 parameters
-    x = randn(5, 384, dtype=dtype, device=device, grad=True)
-    with torch.autocast(device.type, dtype=autocast):
-        y, z = module(x), x @ module.weight.t()
-    assert y.dtype == z.dtype == autocast
-    y.backward(randn(5, 256, seed=3, dtype=autocast, device=device))
-    assert (x.grad.dtype, module.weight.grad.dtype, module.bias.grad.dtype) == (
-        dtype,
-        torch.bfloat16,
-        torch.bfloat16,
-    )
-    values = x.detach().to(autocast)  # what autocast gives any linear
-    wanted = functional.linear(values.float(), *(plain(p).float() for p in module.parameters()))
-    assert_matches(y.detach(), wanted.to(autocast))
 
 
 def test_autocast_keeps_the_precision_of_fp32_gradients(device: torch.device) -> None:

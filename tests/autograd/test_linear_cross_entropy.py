@@ -19,7 +19,6 @@ from blocktensor.autograd import linear_cross_entropy as module_under_test
 from blocktensor.overrides import dynamo
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import relative_error
-from tests.support.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 V, K, T = 520, 200, 300
@@ -359,8 +358,8 @@ def test_the_loss_of_torch_with_probabilities_and_one_sample() -> None:
         torch.testing.assert_close(one, want)
 
 
-@on_ranks(1, gpus=())
-def test_a_dtensor_is_refused(world: int, device: str) -> None:
+@pytest.mark.usefixtures("group")
+def test_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     weight = DTensor.from_local(linear(V, K).weight.detach(), mesh)
     message = complaint(NotImplementedError, lambda: chunked(randn(T, K), weight, classes(T)))

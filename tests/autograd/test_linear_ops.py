@@ -7,83 +7,56 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
-from torch import Tensor
 
 from blocktensor import Recipe
 from tests.support.models import Trace, linear, randn
+from tests.support.steps import assert_trace
+from tests.support.wgrad_inputs import HIGH, SQUARES
+
+OF_WEIGHT, PRODUCT = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
+OPS: dict[str, tuple[Recipe, list[str], list[str]]] = {
+    "1x128": (
+        Recipe(),
+        [OF_WEIGHT, "quantize_both 1x128", PRODUCT],
+        ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"],
+    ),
+    "128x128": (
+        SQUARES,
+        [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT],
+        ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"],
+    ),
+    "high_precision": (
+        HIGH,
+        [OF_WEIGHT, "quantize_rowwise 1x128", PRODUCT],
+        ["quantize_rowwise 1x128", PRODUCT],  # and aten.mm
+    ),
+}
+"""Of each ``wgrad_input``: the recipe, the ops of forward and of backward."""
 
 
-def traced(run: Callable[[], Any]) -> str:
-    with Trace() as trace:
-        run()
-    return "\n".join(trace.ops)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 384), (2, 5, 384)])
+@pytest.mark.parametrize("wgrad_input", OPS)
+def test_a_forward_and_a_backward(wgrad_input: str, shape: tuple[int, ...], bias: bool) -> None:
+    recipe, forward, backward = OPS[wgrad_input]
+    module = linear(256, 384, recipe=recipe, bias=bias)
+    assert_trace(module, randn(*shape), forward=forward, backward=backward)
+    others = {"aten.mm": int(recipe is HIGH), "aten.sum": int(bias)}
+    assert_trace(module, randn(*shape), backward=others)
 
 
-def test_trace_of_a_forward_and_a_backward() -> None:
-    module, x, grad = linear(256, 384), randn(5, 384, grad=True), randn(5, 256, seed=3)
-    y: list[Tensor] = []
-    assert_expected_inline(
-        traced(lambda: y.append(module(x))),
-        """\
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128""",
-    )
-    assert_expected_inline(
-        traced(lambda: y[0].backward(grad)),
-        """\
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gemm 1x128 1x128""",
-    )
-
-
-def test_trace_with_bias_and_batch() -> None:
-    module, x = linear(256, 384, bias=True), randn(2, 5, 384, grad=True)
-    grad, y = randn(2, 5, 256, seed=3), []
-    assert_expected_inline(
-        traced(lambda: y.append(module(x))),
-        """\
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128""",
-    )
-    assert_expected_inline(
-        traced(lambda: y[0].backward(grad)),
-        """\
-aten.sum.dim_IntList
-aten._to_copy
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gemm 1x128 1x128""",
-    )
-
-
-def test_trace_of_a_second_microbatch_casts_no_weight() -> None:
+def test_a_second_microbatch_casts_no_weight() -> None:
     """If the recipe says so."""
-    step = Recipe(cache_weight="step")
-    module, x = linear(256, 384, recipe=step), randn(5, 384, grad=True)
+    module, x = linear(256, 384, recipe=Recipe(cache_weight="step")), randn(5, 384, grad=True)
     module(x)
-    assert_expected_inline(
-        traced(lambda: module(x)),
-        """\
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128""",
-    )
+    assert_trace(module, x, forward=["quantize_both 1x128", PRODUCT], backward={})
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_trace_without_gradients_casts_x_rowwise_only(mode: Callable[[], Any]) -> None:
+def test_without_gradients_x_is_cast_rowwise_only(mode: Callable[[], Any]) -> None:
     module, x = linear(256, 384, frozen=True), randn(5, 384)
-    module(x)
     with mode():
-        assert_expected_inline(
-            traced(lambda: module(x)),
-            """\
-blocktensor.quantize_rowwise 1x128
-blocktensor.gemm 1x128 128x128""",
-        )
+        assert_trace(module, x, forward=["quantize_rowwise 1x128", PRODUCT])
 
 
 @pytest.mark.parametrize(

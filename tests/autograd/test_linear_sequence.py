@@ -15,7 +15,6 @@ from blocktensor.autograd.linear import _dgrad_and_wgrad, _fprop
 from blocktensor.ops.cast.ops import quantize_both, quantize_with_transpose
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.gemm.ops import gemm
-from blocktensor.ops.runtime.replay import Replay
 from blocktensor.ops.runtime.specialize import Specialized, recorded
 from tests.support.fake_driver import axpy, draw, fake_driver, op
 from tests.support.models import assert_same_bytes, randn
@@ -58,32 +57,6 @@ def test_a_replayed_sequence_looks_for_no_decision_of_its_ops(
     monkeypatch.setattr(Specialized, "find", None)
     monkeypatch.setattr(Specialized, "run", None)
     assert torch.equal(sequence.run(x, y), 6 * x + 4 * y)
-
-
-@pytest.mark.usefixtures("fake_driver")
-def test_arguments_at_one_address_do_not_decide_for_the_rest() -> None:
-    sequence, (x, y) = Sequence(), draw(2, 8)
-    assert torch.equal(sequence.run(x, x), 10 * x)
-    for _ in range(2):
-        assert torch.equal(sequence.run(x, y), 6 * x + 4 * y)
-    assert (sequence.calls, len(sequence.op.kernel.direct)) == (2, 2)
-
-
-@pytest.mark.usefixtures("fake_driver")
-def test_what_cannot_be_replayed_runs_one_by_one() -> None:
-    """Its ops are then replayed each by itself."""
-    inner, calls = op(axpy), []
-
-    def added(x: Tensor, y: Tensor) -> Tensor:
-        calls.append(1)
-        return inner.call(x, y, 2) + 1
-
-    sequence = Replay(added)
-    for _ in range(3):
-        x, y = draw(2, 8)
-        assert torch.equal(sequence(x, y), 2 * x + y + 1)
-    assert (sequence.is_recorded, sequence.is_refused, len(calls)) == (False, True, 3)
-    assert len(inner.kernel.direct) == 1  # the first call was watched, the second recorded
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -17,7 +17,7 @@ from blocktensor import Recipe, functional
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.gemm.ops import gemm_add_
-from tests.support.experts import grads, sample, stack
+from tests.support.experts import sample, stack
 from tests.support.models import complaint, linear, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.ranks import on_ranks
@@ -177,42 +177,6 @@ def test_fsdp_refuses_it_before_and_after_sharding(world: int, device: str) -> N
 
 
 # Stacks of experts
-
-
-@pytest.mark.parametrize("kn", [False, True])
-@pytest.mark.parametrize("through", ["functional", "F.grouped_mm"])
-def test_a_stack(kn: bool, through: str) -> None:
-    """Also of a transpose, as grouped products take the weight."""
-    x, grad, offs = sample("rows of no group")
-    w = stack(len(offs), kn=kn)
-
-    def run(t: Tensor) -> Tensor:
-        if through == "functional":
-            return functional.grouped_linear(t, w.mT if kn else w, offs)
-        return F.grouped_mm(t, w if kn else w.transpose(-2, -1), offs=offs)
-
-    y, dx, dw = grads(run, x, grad, w)
-    w.main_grad = start = torch.ones_like(dw, dtype=torch.float32)
-    for _ in range(2):
-        again = grads(run, x, grad, w)
-        assert again[2] is None
-        assert_same(again[0], y)
-        assert_same(again[1], dx)
-    assert w.main_grad is start
-    torch.testing.assert_close((start - 1) / 2, dw.float(), rtol=1e-2, atol=1e-3)
-    assert torch.equal(start[1], torch.ones_like(start[1]))  # a group without rows adds nothing
-
-
-def test_of_a_stack_only_what_is_asked_for() -> None:
-    x, grad, offs = sample("ragged")
-    x.requires_grad_()
-    w = stack(len(offs))
-    w.main_grad = torch.zeros(w.shape)
-    torch.autograd.grad(F.grouped_mm(x, w.mT, offs=offs), [x], grad)
-    assert not w.main_grad.any()
-    (dw,) = torch.autograd.grad(F.grouped_mm(x, w.mT, offs=offs), [w], grad)
-    assert dw.shape == w.shape
-    assert not w.main_grad.any()
 
 
 def test_other_buffers_of_a_stack_are_refused() -> None:

@@ -35,6 +35,13 @@ def backward_of(known: Plan, grad: Tensor, x: Quantized) -> Any:
     return known.record_backward(_dgrad_and_wgrad, grad, x)
 
 
+def assert_apart(decide: Callable[..., Any], calls: list[Any]) -> None:
+    """Each call has a decision of its own, and the same the next time."""
+    made = [decide(*call) for call in calls]
+    assert len(set(map(id, made))) == len(made)
+    assert [decide(*call) for call in calls] == made
+
+
 X = randn(6, K)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x.clone(),
@@ -50,9 +57,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def test_what_tells_inputs_apart() -> None:
     w = weight()
-    plans = [plan(laid_out(X), w) for laid_out in LAYOUTS.values()]
-    assert len(set(map(id, plans))) == len(plans)
-    assert [plan(laid_out(X), weight()) for laid_out in LAYOUTS.values()] == plans
+    assert_apart(plan, [(laid_out(X), w) for laid_out in LAYOUTS.values()])
 
 
 def test_what_tells_weights_and_biases_apart() -> None:
@@ -70,9 +75,7 @@ def test_what_tells_weights_and_biases_apart() -> None:
         (X, weight(), bias.repeat(2)[::2].copy_(bias)),
         (X, weight(), None, Recipe()),
     ]
-    plans = [plan(*call) for call in calls]
-    assert len(set(map(id, plans))) == len(plans)
-    assert [plan(*call) for call in calls] == plans
+    assert_apart(plan, calls)
 
 
 def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +115,7 @@ def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
     pairs = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
     saved = [Quantized(*pair, BLOCKS_1X128) for pair in pairs]
-    kinds = [backward_of(known, grad, x) for x in saved]
-    assert len(set(map(id, kinds))) == len(kinds)
-    assert [backward_of(known, grad, x) for x in saved] == kinds
+    assert_apart(backward_of, [(known, grad, x) for x in saved])
 
 
 def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +193,8 @@ def test_what_tells_fp8_operands_apart() -> None:
         (BlockwiseFP8Tensor.from_values(X, recipe=powers), weight(scale="power_of_two")),
         (X, BlockwiseFP8Tensor.from_values(values, (128, 128), powers)),
     ]
-    plans = [plan(*call) for call in calls]
-    assert len(set(map(id, plans))) == len(plans)
-    assert [plan(*call) for call in calls] == plans
-    assert plan(BlockwiseFP8Tensor.from_values(-X), weight()) is plans[0]
+    assert_apart(plan, calls)
+    assert plan(BlockwiseFP8Tensor.from_values(-X), weight()) is plan(*calls[0])
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
@@ -225,19 +224,6 @@ def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:
             got = y.detach().reshape(-1, N), leaf.grad.reshape(-1, K), module.weight.grad
             for a, b in zip(got, composed(flat, values, g.contiguous()), strict=True):
                 assert_matches(a, b)
-
-
-def test_gradients_are_those_that_are_asked_for_now() -> None:
-    module = linear(N, K)
-    for x_needs, w_needs in [(True, True), (False, True), (True, False), (False, False)] * 2:
-        x = X.clone().requires_grad_(x_needs)
-        module.weight.requires_grad_(w_needs)
-        module.weight.grad = None
-        y = module(x)
-        assert y.requires_grad == (x_needs or w_needs)
-        if y.requires_grad:
-            y.sum().backward()
-        assert (x.grad is not None, module.weight.grad is not None) == (x_needs, w_needs)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import blocktensor
 from blocktensor import Recipe, functional, share_inputs
 from blocktensor.ops import reference
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import Trace, assert_matches, complaint, linear, randn
+from tests.support.models import assert_matches, complaint, linear, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.siblings import K as SIBLINGS_K
 from tests.support.siblings import Qkv, converted, results
@@ -120,15 +117,6 @@ def test_main_grad(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> 
     assert relative_error(module.weight.main_grad, want) <= 1e-6 if device.type == "cpu" else 2e-4
 
 
-@every_recipe
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(recipe: Recipe, reentrant: bool, device: torch.device) -> None:
-    module = nn.Sequential(linear(256, 384, recipe=recipe, device=device), nn.SiLU())
-    x, grad = randn(200, 384, device=device), randn(200, 256, seed=3, device=device)
-    again = grads_of(module, x, grad, lambda m, t: checkpoint(m, t, use_reentrant=reentrant))
-    assert_all_equal(again, grads_of(module, x, grad))
-
-
 def test_what_is_saved() -> None:
     x = randn(300, 70, grad=True)
     want = reference.quantize_columnwise(x.detach(), SQUARES.wgrad_input_format)
@@ -139,50 +127,6 @@ def test_what_is_saved() -> None:
     assert saved.data_ptr() == x.data_ptr()
     saved = saved_by(lambda: linear(130, 70, recipe=HIGH, frozen=True)(x))
     assert [t.dtype for t in saved] == [torch.float8_e4m3fn, torch.float32]  # the weight
-
-
-def traced(run: Any) -> str:
-    with Trace() as trace:
-        run()
-    return "\n".join(trace.ops)
-
-
-def test_trace_of_128x128() -> None:
-    module, x, grad = linear(256, 384, recipe=SQUARES), randn(5, 384, grad=True), randn(5, 256)
-    y: list[Tensor] = []
-    assert_expected_inline(
-        traced(lambda: y.append(module(x))),
-        """\
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_both 1x128 128x128
-blocktensor.gemm 1x128 128x128""",
-    )
-    assert_expected_inline(
-        traced(lambda: y[0].backward(grad)),
-        """\
-blocktensor.quantize_both 1x128
-blocktensor.gemm 1x128 128x128
-blocktensor.gemm 1x128 128x128""",
-    )
-
-
-def test_trace_of_high_precision() -> None:
-    module, x, grad = linear(256, 384, recipe=HIGH), randn(5, 384, grad=True), randn(5, 256)
-    y: list[Tensor] = []
-    assert_expected_inline(
-        traced(lambda: y.append(module(x))),
-        """\
-blocktensor.quantize_with_transpose 128x128
-blocktensor.quantize_rowwise 1x128
-blocktensor.gemm 1x128 128x128""",
-    )
-    assert_expected_inline(
-        traced(lambda: y[0].backward(grad)),
-        """\
-blocktensor.quantize_rowwise 1x128
-blocktensor.gemm 1x128 128x128
-aten.mm""",
-    )
 
 
 # Inputs that are cast before
@@ -212,18 +156,6 @@ def test_an_input_that_is_cast_once(
         torch.autograd.backward(outputs, gs, retain_graph=True)
         together = [outputs[0].detach(), gate.weight.grad, outputs[1].detach(), up.weight.grad]
         assert_all_equal(together, apart)
-
-
-@every_recipe
-@pytest.mark.parametrize("bf16_autocast", [False, True])
-def test_shared_inputs(recipe: Recipe, bf16_autocast: bool) -> None:
-    shared, unshared = (converted(Qkv(), recipe) for _ in range(2))
-    report = share_inputs(shared)
-    for seed in range(3):
-        x = randn(2, 80, SIBLINGS_K, seed=seed, dtype=torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16_autocast):
-            assert_all_equal(results(shared, x), results(unshared, x))
-    assert report.saved == 6
 
 
 def test_shared_inputs_of_other_recipes_are_cast_apart() -> None:

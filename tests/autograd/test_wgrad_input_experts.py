@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from blocktensor import Recipe, functional
 from blocktensor.ops import reference
 from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ranges
 from tests.support.linear_ways import assert_all_equal
-from tests.support.models import Trace, complaint
+from tests.support.models import Trace
 from tests.support.numeric import assert_same, relative_error
 from tests.support.wgrad_inputs import HIGH, SQUARES, every_recipe, saved_by, wgrad
 
@@ -66,17 +65,6 @@ def test_several_weights_of_one_input(recipe: Recipe) -> None:
     assert_all_equal(together, apart)
     columnwise = trace.count("quantize_grouped") - (0 if recipe is HIGH else len(ws[1:]))
     assert columnwise == (0 if recipe is HIGH else 1)
-
-
-def test_several_weights_of_other_recipes() -> None:
-    x, _, offs = sample("ragged")
-    ws = [stack(len(offs)), stack(len(offs), recipe=SQUARES)]
-    assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(x, ws, offs)),
-        """\
-weights of one input have wgrad_input='1x128' and '128x128': give them one recipe,
-or call grouped_linear(x, w, offs) for each""",
-    )
 
 
 def test_what_a_grouped_linear_saves() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from blocktensor import (
     share_inputs,
     unshare_inputs,
 )
-from blocktensor.autograd.shared_cast import this_thread
 from tests.support import steps
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
@@ -87,61 +83,6 @@ def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
     assert report.saved == 0
 
 
-def test_forms_are_kept_no_longer_than_their_last_use() -> None:
-    module = experts()
-    group = share_inputs(module).groups[0]
-    step(module)
-    group.begin()
-    try:
-        with torch.no_grad():
-            module.forward(tokens().detach(), SIZES)
-        running: Any = this_thread.running
-        assert len(running.users) == 2
-        assert running._latest.forms == ()
-    finally:
-        group.end(whole=True)
-    assert this_thread.running is None
-
-
-def other_input(x: Tensor) -> Tensor:
-    return x + 1
-
-
-def in_place(x: Tensor) -> Tensor:
-    return x.add_(1)
-
-
-def by_data(x: Tensor) -> Tensor:
-    x.data = x.data + 1
-    return x
-
-
-class Twice(GroupedExperts):
-    """Changes its input between two products."""
-
-    change: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        offs = sizes.cumsum(0, dtype=torch.int32)
-        first = torch._grouped_mm(x, self.w1_EFD.bfloat16().transpose(-2, -1), offs=offs)
-        x = self.change(x)
-        return first + torch._grouped_mm(x, self.w3_EFD.bfloat16().transpose(-2, -1), offs=offs)
-
-
-@pytest.mark.parametrize("change", [other_input, in_place, by_data])
-def test_an_input_that_changed_is_cast_again(change: Callable[[Tensor], Tensor]) -> None:
-    made = []
-    for share in (False, True):
-        module = Twice(E, K, N)
-        module.change = change
-        convert(module, skip_small=False, stacks={"": ["w1_EFD", "w2_EDF", "w3_EFD"]})
-        report = share_inputs(module) if share else None
-        with torch.no_grad():
-            made.append([module(tokens(seed).detach(), SIZES) for seed in range(3)])
-        assert report is None or report.saved == 0
-    assert_bits(*made)
-
-
 def test_offs_that_changed_are_another_input() -> None:
     module = experts()
     share_inputs(module)
@@ -149,56 +90,3 @@ def test_offs_that_changed_are_another_input() -> None:
         alone = experts()
         with torch.no_grad():
             assert torch.equal(module(tokens(), sizes), alone(tokens(), sizes))
-
-
-def test_an_exception_ends_the_sharing() -> None:
-    module = experts()
-    share_inputs(module)
-    with pytest.raises((RuntimeError, ValueError)):
-        module(randn(4, K + 1), SIZES)
-    assert this_thread.running is None
-    step(module)
-
-
-def test_copies_share_for_themselves() -> None:
-    module = experts()
-    report = share_inputs(module)
-    twin = copy.deepcopy(module)
-    step(twin)
-    assert report.casts == 0
-    of_twin = share_inputs(twin)
-    assert (of_twin.casts, of_twin.saved) == (2, 1)
-    assert share_inputs(twin).groups == of_twin.groups  # a second call adds no hooks
-    assert len(twin._forward_hooks) == 1
-
-
-def test_a_freed_input_takes_its_forms_along() -> None:
-    module = experts()
-    report = share_inputs(module)
-    group = report.groups[0]
-    group.begin()
-    try:
-        x = tokens().detach()
-        with torch.no_grad():
-            torch._grouped_mm(
-                x, module.w1_EFD.bfloat16().transpose(-2, -1), offs=SIZES.cumsum(0).int()
-            )
-        running: Any = this_thread.running
-        latest = running._latest
-        assert latest is not None
-        assert len(latest.forms) == 2
-        del x
-        gc.collect()
-        assert latest.forms == ()
-    finally:
-        group.end(whole=False)
-
-
-def test_compiled_experts_cast_for_themselves() -> None:
-    module = experts()
-    report = share_inputs(module)
-    wanted = step(experts())
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    made = step(compiled)
-    assert report.casts == 0
-    assert_bits(made, wanted)

@@ -28,8 +28,13 @@ def runs_fused(model: nn.Module) -> int:
     return trace.count("blocktensor.gated ")
 
 
-@pytest.mark.parametrize("which", ["gate_proj", "up_proj", "down_proj", "act_fn"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [
+        *(("gate_proj", "forward"), ("up_proj", "forward_pre")),
+        *(("down_proj", "full_backward"), ("act_fn", "full_backward_pre"), ("act_fn", "forward")),
+    ],
+)
 def test_hooks_on_inner_modules_that_come_later_run(kind: str, which: str) -> None:
     model, twin = fused()
     seen: list[str] = []
@@ -78,9 +83,12 @@ def test_modules_that_are_replaced_later() -> None:
         assert runs_fused(model) == 1
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
 @pytest.mark.parametrize(
-    "recipe", [Recipe(scale="power_of_two"), Recipe(scale="fp32", wgrad_input="high_precision")]
+    ("name", "recipe"),
+    [
+        ("gate_proj", Recipe(scale="power_of_two")),
+        ("down_proj", Recipe(wgrad_input="high_precision")),
+    ],
 )
 def test_a_linear_that_gets_another_recipe_later(name: str, recipe: Recipe) -> None:
     model, twin = fused()

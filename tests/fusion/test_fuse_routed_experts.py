@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import Recipe, audit_step, convert, fuse, unfuse
+from blocktensor import Recipe, convert, fuse, unfuse
 from blocktensor.fusion.experts import why_other_routing
 from tests.support.fused_experts import fused_in
 from tests.support.models import Trace, randn
@@ -53,15 +53,16 @@ def fused_calls(model: nn.Module) -> int:
     return trace.count("blocktensor.gated ")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek"])
-def test_bits(kind: str, dtype: torch.dtype, recompute: bool) -> None:
+def test_bits(kind: str, dtype: torch.dtype) -> None:
     model = transformers_moe(kind).to(dtype)
     convert(model, Recipe(wgrad_input="128x128"), skip_small=False)
     twin = copy.deepcopy(model)
-    report = fuse(model, recompute=recompute)
+    report = fuse(model, recompute=kind == "mixtral")
     assert report.left_alone == ()
+    formula = "down_proj(silu(gate) * up), both of gate_up_proj(x) by expert"
+    assert formula in [x.computes for x in report.fused]
     assert fused_calls(model) == (3 if kind == "deepseek" else 2)  # an MLP and shared experts
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -71,25 +72,12 @@ def test_bits(kind: str, dtype: torch.dtype, recompute: bool) -> None:
     assert_same_step(model, twin)
 
 
-def test_report_and_audit() -> None:
-    model, twin = both()
-    (entry, *_) = [x for x in fuse(model).entries if x.name == EXPERTS]
-    assert_expected_inline(
-        entry.computes, """down_proj(silu(gate) * up), both of gate_up_proj(x) by expert"""
-    )
-    shares = [
-        audit_step(m, lambda m=m: m(TOKENS, labels=TOKENS).loss.backward()).fp8_share
-        for m in (model, twin)
-    ]
-    assert shares[0] == shares[1] > 0
-
-
 def test_what_changes_later() -> None:
     model, twin = both()
     assert fused_calls(model) == 2
+    experts = model.get_submodule(EXPERTS)
     for m in (model, twin):
         m.set_experts_implementation("batched_mm")
-    experts = model.get_submodule(EXPERTS)
     assert_expected_inline(
         str(why_other_routing(experts, "down_proj")),
         """its experts_implementation is 'batched_mm': expected 'grouped_mm'""",
@@ -100,16 +88,17 @@ def test_what_changes_later() -> None:
     assert why_other_routing(experts, "down_proj") == "its experts are spread over ranks"
     assert fused_calls(model) == 1
     assert_same_step(model, twin)
-    experts._is_expert_parallel = False
-    x = torch.randn(5, 128, dtype=torch.bfloat16)
-    index = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [1, 0]])
-    weights = torch.rand(5, 2).bfloat16()
-    wanted = twin.get_submodule(EXPERTS)(x, index, weights)
-    assert torch.equal(experts(x, index, weights), wanted)
-    assert torch.equal(experts(x, index, top_k_weights=weights), wanted)
-    assert torch.equal(experts(x[:0], index[:0], weights[:0]), wanted[:0])
-    wanted = twin.get_submodule(EXPERTS)(x, index, weights.float())
-    assert torch.equal(experts(x, index, weights.float()), wanted)
+
+
+def test_other_arguments() -> None:
+    experts, twin = (m.get_submodule(EXPERTS) for m in both())
+    x, weights = randn(5, 128), randn(5, 2, seed=1).abs()
+    wanted = twin(x, ROUTING, weights)
+    assert torch.equal(experts(x, ROUTING, weights), wanted)
+    assert torch.equal(experts(x, ROUTING, top_k_weights=weights), wanted)
+    assert torch.equal(experts(x[:0], ROUTING[:0], weights[:0]), wanted[:0])
+    wanted = twin(x, ROUTING, weights.float())
+    assert torch.equal(experts(x, ROUTING, weights.float()), wanted)
 
 
 ROUTING = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [1, 0]])
@@ -161,18 +150,6 @@ def test_another_dtype_later() -> None:
     assert_same_experts(model, twin, torch.bfloat16)
 
 
-def test_bf16_of_fp32_parameters() -> None:
-    """As FSDP2 gathers them by ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``."""
-    model = transformers_moe("qwen3")
-    convert(model, skip_small=False)
-    twin = copy.deepcopy(model)
-    fuse(model)
-    for m in (model, twin):
-        m.bfloat16()
-    assert fused_calls(model) == 2
-    assert_same_step(model, twin)
-
-
 def test_another_number_of_experts() -> None:
     model, twin = both()
     for m in (model, twin):
@@ -212,12 +189,6 @@ def test_flags_of_another_class() -> None:
     assert torch.equal(model[0](x, sizes), twin[0](x, sizes))
 
 
-class Clamped(nn.Module):
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).clamp(max=7.0) * up
-
-
 class Swapped(nn.Module):
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         up, gate = gate_up.chunk(2, -1)
@@ -241,7 +212,7 @@ class Once(nn.Module):
         return super().forward(x, index[:, :1], weights[:, :1])  # type: ignore[misc]
 
 
-PLANTED = [Clamped, Swapped, Interleaved, Weighted, Once]
+PLANTED = [Swapped, Interleaved, Weighted, Once]
 
 
 def test_planted_differences() -> None:
@@ -262,7 +233,6 @@ def test_planted_differences() -> None:
     assert_expected_inline(
         "\n".join(reasons),
         """\
-Clamped: differs in its output
 Swapped: differs in its output
 Interleaved: differs in its output
 Weighted: differs in its output

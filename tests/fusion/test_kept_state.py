@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,56 +19,18 @@ from tests.support.mlps import MLP, X, converted, fused_in
 SEEN: list[float] = []
 
 
-class Amax(MLP):
-    amax = 0.0
+class Tried(MLP):
+    """Changes something in every forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.amax = max(self.amax, x.detach().abs().max().item())
-        return super().forward(x)
+    amax, calls = 0.0, 0
 
-    def state(self) -> Any:
-        return self.amax
-
-
-class Latest(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        self.latest = x
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return "latest" in vars(self)
-
-
-class Statistics:
-    def __init__(self) -> None:
-        self.tensor, self.by_name = torch.zeros(()), {"rows": [0]}
-        self.last, self.kinds, self.calls = deque([0], 2), {0}, Counter[str]()
-
-
-class Objects(MLP):
-    """Changes one thing that an object of its refers to."""
-
-    def __init__(self, which: str) -> None:
+    def __init__(self, held: Any, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.statistics, self.which = (Statistics(),), which
+        self.held, self.change = held, change
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self.statistics[0]
-        if self.which == "tensor":
-            held.tensor += 1
-        elif self.which == "by_name":
-            held.by_name["rows"].append(len(x))
-        elif self.which == "last":
-            held.last.append(len(x))
-        elif self.which == "kinds":
-            held.kinds.add(len(held.kinds))
-        else:
-            held.calls["forward"] += 1
+        self.change(self, x)
         return super().forward(x)
-
-    def state(self) -> Any:
-        held = vars(self.statistics[0]).values()
-        return [x.item() if isinstance(x, Tensor) else repr(x) for x in held]
 
 
 class Slots:
@@ -76,137 +40,73 @@ class Slots:
         self.calls = [0]
 
 
-class InSlots(MLP):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.counts, self.name = Slots(), name
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.name == "list":
-            self.counts.calls.append(1)
-        else:
-            self.counts.later = len(x)
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return len(self.counts.calls), hasattr(self.counts, "later")
-
-
-class InArray(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = np.zeros((2, 3))[:, ::2]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.counts[1, 0] += 1
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return self.counts.tolist()
-
-
-class Draws(MLP):
-    """Numbers that it does not use, from generators of its own and of Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.rand(3, generator=self.generator), random.random()
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return self.generator.get_state().tolist(), random.getstate()
-
-
-class OfClass(MLP):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return OfClass.calls
-
-
-class Global(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        SEEN.append(1.0)
-        return super().forward(x)
-
-    def state(self) -> Any:
-        return list(SEEN)
-
-
-def of_closure() -> nn.Module:
+def of_closure() -> Callable[[Any, Tensor], Any]:
     seen: list[int] = []
-
-    class OfClosure(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(1)
-            return super().forward(x)
-
-        def state(self) -> Any:
-            return list(seen)
-
-    return OfClosure()
+    return lambda m, x: seen.append(1)
 
 
-class Clamps(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up_proj.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
+class Case(NamedTuple):
+    """What an MLP holds, how its forward changes that, what tells, and the name in the reason."""
 
-    def state(self) -> Any:
-        return self.up_proj.weight.detach().abs().max().item()
-
-
-class CountsActivations(nn.SiLU):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
+    change: Callable[[Any, Tensor], Any]
+    state: Callable[[Any], Any]
+    held: Callable[[], Any] = lambda: None
+    name: str = "held"
 
 
-class OfActivation(MLP):
-    def __init__(self) -> None:
-        super().__init__(act=CountsActivations())
-
-    def state(self) -> Any:
-        return self.act_fn.calls
+def shown(m: Any) -> str:
+    return repr(m.held)
 
 
-MAKE: dict[str, Any] = {
-    "amax": Amax,
-    "latest": Latest,
-    **{f"statistics {x}": (lambda x=x: Objects(x))
-       for x in ("tensor", "by_name", "last", "kinds", "calls")},
-    **{f"counts in {x}": (lambda x=x: InSlots(x)) for x in ("list", "slot")},
-    "counts in an array": InArray,
-    "generator": Draws,
-    "calls of the class": OfClass,
-    "SEEN": Global,
-    "seen": of_closure,
-    "weight": Clamps,
-    "calls of its activation": OfActivation,
+CASES = {
+    "an attribute": Case(
+        lambda m, x: setattr(m, "amax", max(m.amax, x.detach().abs().max().item())),
+        lambda m: m.amax, name="amax"),
+    "a new attribute": Case(
+        lambda m, x: setattr(m, "latest", x), lambda m: "latest" in vars(m), name="latest"),
+    "a tensor of an object": Case(
+        lambda m, x: m.held[0].sum.add_(1), shown, lambda: (SimpleNamespace(sum=torch.zeros(())),)),
+    "a list in a dictionary": Case(
+        lambda m, x: m.held["rows"].append(len(x)), shown, lambda: {"rows": [0]}),
+    "a deque": Case(lambda m, x: m.held.append(len(x)), shown, lambda: deque([0], 2)),
+    "a set": Case(lambda m, x: m.held.add(len(m.held)), shown, lambda: {0}),
+    "a counter": Case(lambda m, x: m.held.update(["forward"]), shown, Counter[str]),
+    "a list in a slot": Case(lambda m, x: m.held.calls.append(1), lambda m: [*m.held.calls], Slots),
+    "a new slot": Case(
+        lambda m, x: setattr(m.held, "later", len(x)), lambda m: hasattr(m.held, "later"), Slots),
+    "an array": Case(
+        lambda m, x: np.add(m.held, 1, out=m.held), shown, lambda: np.zeros((2, 3))[:, ::2]),
+    "generators": Case(  # its own and Python's
+        lambda m, x: (torch.rand(3, generator=m.held), random.random()),
+        lambda m: (m.held.get_state().tolist(), random.getstate()),
+        lambda: torch.Generator().manual_seed(3)),
+    "its class": Case(
+        lambda m, x: setattr(type(m), "calls", type(m).calls + 1),
+        lambda m: Tried.calls, name="calls"),
+    "a global": Case(lambda m, x: SEEN.append(1.0), lambda m: [*SEEN], name="SEEN"),
+    "a closure": Case(
+        of_closure(), lambda m: [*m.change.__closure__[0].cell_contents], name="seen"),
+    "a weight": Case(
+        lambda m, x: m.up_proj.weight.detach().clamp_(-0.1, 0.1),
+        lambda m: m.up_proj.weight.detach().abs().max().item(), name="weight"),
+    "its activation": Case(
+        lambda m, x: setattr(m.act_fn, "calls", 1 + vars(m.act_fn).get("calls", 0)),
+        lambda m: vars(m.act_fn).get("calls"), name="calls"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", CASES)
 def test_a_forward_with_state_is_left_alone_and_keeps_it(name: str) -> None:
-    model: Any = converted(MAKE[name]())
-    before, keys = model.state(), list(vars(model))
+    case = CASES[name]
+    model: Any = converted(Tried(case.held(), case.change))
+    before, keys = case.state(model), list(vars(model))
     (entry,) = fuse(model).entries
-    assert entry.reason == f"its forward changes {name.split()[0]}"
+    assert entry.reason == f"its forward changes {case.name}"
     assert fused_in(model) == []
-    assert model.state() == before
+    assert case.state(model) == before
     assert list(vars(model)) == keys
     model(X.bfloat16())
-    assert model.state() != before
+    assert case.state(model) != before
 
 
 def test_attributes_that_a_forward_reads_are_no_state() -> None:
@@ -218,5 +118,4 @@ def test_attributes_that_a_forward_reads_are_no_state() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * self.scale["by"][0] * len([*SEEN[:0], 1]))
 
-    model = converted(Reads())
-    assert fuse(model).left_alone == ()
+    assert fuse(converted(Reads())).left_alone == ()

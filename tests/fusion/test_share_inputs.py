@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, Recipe, share_inputs, unshare_inputs
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.ops.formats import BlockFormat, Quantized
-from tests.support.conv1d import Conv1D
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.reference_ops import replace_op
 from tests.support.siblings import (
@@ -56,14 +55,6 @@ def test_results_and_gradients_are_those_of_the_unshared_model(
             hand = results(by_hand, x)
         # by hand under autocast, dx is summed in bf16
         assert_same([y, *wanted][bf16_autocast * 2 :], hand[bf16_autocast * 2 :])
-
-
-def test_bf16_gradients_are_those_of_quantize_by_hand() -> None:
-    shared, by_hand = (converted(Qkv(h).bfloat16()) for h in (False, True))
-    share_inputs(shared)
-    for seed in range(3):
-        x = randn(40, K, seed=seed)
-        assert_same(results(shared, x), results(by_hand, x))
 
 
 def test_a_lone_linear_gives_the_same_and_saves_no_more() -> None:
@@ -128,22 +119,6 @@ mlp           gate, up, down  gate+up, down    2      1
     assert len(model["mlp"]._forward_pre_hooks) == 1
 
 
-def test_conv1d_shares_too(casts: Casts) -> None:
-    def qkv() -> nn.Module:
-        model = Qkv()
-        model.q, model.k = Conv1D(N, K), Conv1D(N, K)
-        return converted(model)
-
-    shared, unshared = qkv(), qkv()
-    share_inputs(shared)
-    for _ in range(2):
-        wanted = results(unshared, X)
-        casts.clear()
-        shared(X)
-        assert len(casts) == 2
-        assert_same(results(shared, X), wanted)
-
-
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
 def test_linears_in_a_container_are_siblings(kind: type, casts: Casts) -> None:
     class Contained(nn.Module):
@@ -161,38 +136,6 @@ def test_linears_in_a_container_are_siblings(kind: type, casts: Casts) -> None:
     assert [group.name for group in share_inputs(model).groups] == [""]
     model(X)
     assert len(casts) == 1
-
-
-def test_a_module_called_twice_with_one_input(casts: Casts) -> None:
-    shared, by_hand = (converted(Qkv(h)) for h in (False, True))
-    for model in (shared, by_hand):
-        model.between = model.q
-    share_inputs(shared)
-    for _ in range(3):
-        wanted = results(by_hand, X)
-        casts.clear()
-        shared(X)
-        assert len(casts) == 2
-        assert_same(results(shared, X), wanted)
-
-
-def test_no_gradient_stays_none() -> None:
-    class Cut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> None:
-            return None
-
-    for share in (False, True):
-        model, leaf = converted(Qkv()), X.clone().requires_grad_()
-        model.forward = lambda x, model=model: Cut.apply(model.q(x) * model.k(x))
-        if share:
-            share_inputs(model)
-        model(leaf).sum().backward()
-        assert leaf.grad is None
 
 
 def test_a_different_recipe_is_cast_by_itself() -> None:
@@ -352,30 +295,6 @@ def test_a_backward_hook_of_a_linear_sees_its_own_gradient() -> None:
             share_inputs(model)
         results(model, X)
     assert torch.equal(seen[0], seen[1])
-
-
-def test_the_linears_own_complaints_stand() -> None:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
-
-        def forward(self, x: Any) -> Tensor:
-            return self.q(x) + self.k(x)
-
-    def complaints() -> list[str]:
-        found = []
-        for run, x in (*((model, x) for x in bad), (torch.func.vmap(model), X[None])):
-            with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
-                run(x)
-            found.append(repr(error.value))
-        return found
-
-    model = converted(Module())
-    bad = (X.double(), X[:, :5], torch.tensor(1.0), X.bfloat16(), X.long(), [1.0])
-    wanted = complaints()
-    share_inputs(model)
-    assert complaints() == wanted
 
 
 def test_nothing_to_share() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from tests.support.groups import GROUPS, ends
 from tests.support.models import FP32_SCALES, SQUARE, randn
 from tests.support.steps import assert_bits as assert_bits
 
@@ -59,16 +63,6 @@ def weights(
     return made
 
 
-def biases(
-    dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", grad: bool = True
-) -> list[Tensor]:
-    """Those of gate, up and down."""
-    return [
-        randn(n, seed=9 + i, dtype=dtype, device=device, grad=grad)
-        for i, n in enumerate((HIDDEN, HIDDEN, N))
-    ]
-
-
 def results(
     run: Callable[..., Tensor], x: Tensor, operands: list[Any], again: bool = False
 ) -> list[Tensor | None]:
@@ -82,6 +76,113 @@ def results(
         y.backward(randn(*y.shape, seed=77, dtype=y.dtype, device=y.device))
     given = [leaf, *(t for t in operands if t is not None)]
     return [y.detach(), *(t.grad for t in given)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A gated MLP of matrices or of experts, as one function and one product at a time.
+
+    Attributes:
+        joint: one weight makes gate, then up.
+        hidden: the features of h.
+        groups: those of the rows of experts, a name in ``GROUPS``; empty for matrices.
+    """
+
+    joint: bool = False
+    hidden: int = HIDDEN
+    groups: str = ""
+
+    def weights(
+        self,
+        recipe: Recipe = FP32_SCALES,
+        frozen: tuple[int, ...] = (),
+        transposed: bool = False,
+        **options: Any,
+    ) -> list[Any]:
+        """Gate, up and down in FP8, or both in one and down; ``transposed``: as stacks may lie."""
+        firsts = [(2 * self.hidden, K)] if self.joint else [(self.hidden, K)] * 2
+        experts = (len(GROUPS[self.groups][1]),) if self.groups else ()
+        made = []
+        for i, shape in enumerate((*firsts, (N, self.hidden))):
+            w = randn(*experts, *shape, seed=i, **options) / 14
+            w = w.mT.contiguous() if transposed else w
+            made.append(nn.Parameter(BlockwiseFP8Weight(w, recipe), i not in frozen))
+        return made
+
+    def biases(self, **options: Any) -> list[Tensor]:
+        """A bias for each weight of matrices."""
+        firsts = [2 * self.hidden] if self.joint else [self.hidden] * 2
+        return [randn(n, seed=9 + i, **options) for i, n in enumerate((*firsts, N))]
+
+    def inputs(self, *shape: int, grad: bool = True, **options: Any) -> Tensor:
+        """x, of ``shape`` or of the rows of the groups; NaN in the rows of no group."""
+        if not self.groups:
+            return randn(*(shape or (2, 75)), K, seed=5, grad=grad, **options)
+        rows, sizes = GROUPS[self.groups]
+        x = randn(rows, K, **options)
+        x[sum(sizes) :] = float("nan")
+        return x.requires_grad_(grad)
+
+    def fused(self, x: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+        """Run the one function of weights, then any biases."""
+        (gate, *up, down), biases = self._split(operands)
+        ws = gate, up[0] if up else None, down
+        if self.groups:
+            return functional.gated_experts(x, *ws, self._offs(x), **options)
+        if biases:
+            of_gate, *of_up, of_down = biases
+            biases = of_gate, of_up[0] if of_up else None, of_down
+        return functional.gated_mlp(x, *ws, *biases, **options)
+
+    def unfused(
+        self, x: Tensor, *operands: Tensor, activation: str = "silu", of_h: Any = None
+    ) -> Tensor:
+        """Return what :meth:`fused` is to equal; ``of_h``: computes h of gate, up or of both."""
+        ws, biases = self._split(operands)
+        bs = biases or (None,) * len(ws)
+        firsts = [self.product(x, w, b) for w, b in zip(ws[:-1], bs[:-1], strict=True)]
+        if of_h is not None:
+            return self.product(of_h(*firsts), ws[-1], bs[-1])
+        return self.product(product_of(activation, *firsts), ws[-1], bs[-1])
+
+    def product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by one weight."""
+        if self.groups:
+            return torch._grouped_mm(x, w.transpose(1, 2), self._offs(x))
+        return F.linear(x, w, bias)
+
+    def assert_same_bits(
+        self, x: Tensor, operands: list[Any], activation: str = "silu", **options: Any
+    ) -> None:
+        """Compare outputs and gradients, also of an x with another use."""
+        for again in (False, True):
+            apart = functools.partial(self.unfused, activation=activation)
+            run = functools.partial(self.fused, activation=activation, **options)
+            got, want = (results(each, x, operands, again) for each in (run, apart))
+            assert_bits(got, want)
+
+    def _split(self, operands: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        count = 2 if self.joint else 3
+        return operands[:count], operands[count:]
+
+    def _offs(self, x: Tensor) -> Tensor:
+        return ends(*GROUPS[self.groups][1], device=x.device)
+
+
+def product_of(activation: str, *firsts: Tensor) -> Tensor:
+    """Return ``activation(gate) * up``, of two tensors or of one that holds both."""
+    gate, up = firsts if len(firsts) == 2 else firsts[0].chunk(2, -1)
+    return EAGER[activation](gate) * up
+
+
+KINDS = {
+    "MLP": Kind(),
+    "joint": Kind(joint=True, hidden=256),  # gate and up share no block
+    "joint, ragged": Kind(joint=True),
+    "experts": Kind(groups="ragged"),
+    "joint experts": Kind(joint=True, groups="rows of no group"),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 class WeightShapes(TorchFunctionMode):

@@ -76,11 +76,6 @@ def _h(m: Any, x: Tensor) -> Tensor:
     return F.silu(m.gate_proj(x)) * m.up_proj(x)
 
 
-def _other_mode(m: Any, x: Tensor) -> Tensor:
-    y: Tensor = m.down_proj(_h(m, x))
-    return y if m.training else y * 1.5
-
-
 PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
     "GELU for SiLU": lambda m, x: m.down_proj(F.gelu(m.gate_proj(x)) * m.up_proj(x)),
     "another beta": lambda m, x: m.down_proj(
@@ -93,12 +88,9 @@ PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
         F.silu(m.gate_proj(x)) * m.up_proj(x).clamp(-1e6, 1e6)
     ),
     "an epsilon": lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * (m.up_proj(x) + 1e-6)),
-    "a scaled output": lambda m, x: m.down_proj(_h(m, x)) * 1.01,
     "a scaled input": lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(2 * x)),
     "a residual": lambda m, x: x + m.down_proj(_h(m, x)),
-    "a constant": lambda m, x: m.down_proj(_h(m, x)) + 1e-3,
     "a bias left out": lambda m, x: F.linear(_h(m, x), m.down_proj.weight),
-    "dropout": lambda m, x: m.down_proj(F.dropout(_h(m, x), 0.1, m.training)),
     "dropout of few": lambda m, x: m.down_proj(F.dropout(_h(m, x), 1e-3, m.training)),
     "operands swapped": lambda m, x: m.down_proj(m.gate_proj(x) * F.silu(m.up_proj(x))),
     "a product in fp32": lambda m, x: m.down_proj(
@@ -114,12 +106,10 @@ PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
     "a gradient stopped at x": lambda m, x: m.down_proj(
         F.silu(m.gate_proj(x.detach())) * m.up_proj(x)
     ),
-    "another evaluation mode": _other_mode,
     "slices": lambda m, x: sum(
         F.linear(part, w)
         for part, w in zip(_h(m, x).split(128, -1), m.down_proj.weight.split(128, 1), strict=True)
     ),
-    "a tuple": lambda m, x: (m.down_proj(_h(m, x)), None),
     "two inputs": lambda m, x: m.down_proj(_h(m, x)) * m.missing,
 }
 """Forwards that differ from down_proj(silu(gate_proj(x)) * up_proj(x))."""

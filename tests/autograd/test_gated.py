@@ -1,0 +1,274 @@
+"""Gated MLPs and experts as one function: the bits of linears with torch's ops between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor.autograd import plan
+from blocktensor.overrides import dynamo
+from tests.support.compiling import afresh, graphs, instantiates
+from tests.support.gated import (
+    EAGER,
+    HIDDEN,
+    KINDS,
+    K,
+    Kind,
+    N,
+    assert_bits,
+    every_kind,
+    results,
+    unfused,
+    weights,
+)
+from tests.support.groups import GROUPS, ends
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
+
+__all__ = ["afresh"]
+
+SQUARES, HIGH = Recipe(wgrad_input="128x128"), Recipe(wgrad_input="high_precision")
+RECIPES = (
+    *(FP32_SCALES, POWER_OF_TWO, SQUARES, HIGH),
+    *(Recipe(cache_weight=False), Recipe(cache_weight="step")),
+)
+whether_recomputed = pytest.mark.parametrize("recompute", [False, True])
+
+
+@pytest.fixture(params=["large", "small"])
+def way_of_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Treat all gradients as large, or none."""
+    if request.param == "large":
+        monkeypatch.setattr(plan, "LARGE_BYTES", 0)
+    monkeypatch.setattr("blocktensor.autograd.plan._PLANS._table", {})
+    made: str = request.param
+    return made
+
+
+@whether_recomputed
+@pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
+@every_kind
+def test_bits(
+    kind: Kind, recipe: Recipe, recompute: bool, device: torch.device, way_of_casts: str
+) -> None:
+    operands = kind.weights(recipe, device=device)
+    kind.assert_same_bits(kind.inputs(device=device), operands, recompute=recompute)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every_kind
+def test_activations_and_dtypes(kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
+    for activation in EAGER:
+        operands = kind.weights(dtype=dtype, device=device)
+        kind.assert_same_bits(kind.inputs(dtype=dtype, device=device), operands, activation)
+
+
+@pytest.mark.parametrize("shape", [(K,), (0, K), (1, K), (129, K), (3, 1, 5, K)], ids=str)
+@pytest.mark.parametrize("name", ["MLP", "joint", "joint, ragged"])
+def test_shapes(name: str, shape: tuple[int, ...], device: torch.device) -> None:
+    x = randn(*shape, seed=5, device=device, grad=True)
+    KINDS[name].assert_same_bits(x, KINDS[name].weights(device=device))
+
+
+@whether_recomputed
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups(groups: str, joint: bool, recompute: bool, device: torch.device) -> None:
+    """Rows of no group are NaN; they reach nothing, and get zeros."""
+    kind = Kind(joint, groups=groups)
+    x, operands = kind.inputs(device=device), kind.weights(device=device)
+    kind.assert_same_bits(x, operands, recompute=recompute)
+    y, dx, *_ = results(kind.fused, x, operands)
+    used = sum(GROUPS[groups][1])
+    assert y is not None and dx is not None
+    assert not y[used:].any() and not dx[used:].any()
+
+
+@pytest.mark.parametrize("trained", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("frozen", [(), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["MLP", "joint"])
+def test_biases(name: str, trained: tuple[int, ...], frozen: tuple[int, ...]) -> None:
+    kind = KINDS[name]
+    biases = kind.biases()
+    for i in {*trained} & {*range(len(biases))}:
+        biases[i].requires_grad_()
+    for x_grad in (True, False):
+        operands = [*kind.weights(frozen=frozen), *biases]
+        kind.assert_same_bits(kind.inputs(70, grad=x_grad), operands)
+
+
+def test_other_uses_of_the_input_sum_in_the_same_order() -> None:
+    """The order of three bf16 terms shows in the bits of the sum."""
+    operands, other = weights(), weights()[0]
+
+    def with_another(run: Callable[..., Tensor], first: bool) -> Callable[..., Tensor]:
+        def call(x: Tensor, *args: Any) -> Tensor:
+            before = torch.nn.functional.linear(x, other) if first else 0
+            y = run(x, *args)
+            after = 0 if first else torch.nn.functional.linear(x, other)
+            return torch.cat([y, before + after], 1)
+
+        return call
+
+    x = randn(130, K, seed=5, grad=True)
+    for first in (True, False):
+        wanted = results(with_another(unfused, first), x, operands, again=True)
+        assert_bits(results(with_another(functional.gated_mlp, first), x, operands, True), wanted)
+
+
+@every_kind
+def test_plain_weights_and_cast_inputs(kind: Kind) -> None:
+    x, fp8 = kind.inputs(), kind.weights()
+    operands = [plain(w).requires_grad_() for w in fp8]
+    wanted = results(kind.unfused, x, fp8)
+    assert_bits(results(kind.fused, x, operands), wanted)
+    if not kind.groups:
+        assert_bits(results(lambda x, *ws: kind.fused(quantize(x), *ws), x, fp8), wanted)
+    wanted = results(kind.unfused, x, kind.weights(SQUARES))
+    made = results(functools.partial(kind.fused, recipe=SQUARES), x, operands)
+    assert_bits(made, wanted)
+    assert not torch.equal(wanted[2], results(kind.fused, x, operands)[2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["experts", "joint experts"])
+def test_stacks_that_lie_transposed(name: str) -> None:
+    """As ``w.transpose(1, 2)`` of a parameter, whose gradient is computed as it lies."""
+    kind = KINDS[name]
+    x, operands = kind.inputs(), kind.weights(transposed=True)
+    got, want = (
+        results(lambda x, *ws, run=run: run(x, *(w.mT for w in ws)), x, operands)
+        for run in (kind.fused, kind.unfused)
+    )
+    assert_bits(got, want)
+
+
+def test_rows_that_are_fp8_already() -> None:
+    """As ``all_to_all_fp8`` returns them: rowwise alone."""
+    kind = Kind(groups="whole blocks")
+    fp8, operands = quantize(kind.inputs(grad=False), FP32_SCALES), kind.weights()
+    rows = BlockwiseFP8Tensor(fp8.rowwise(), shape=fp8.shape, dtype=fp8.dtype, recipe=FP32_SCALES)
+    got, want = (run(rows, *operands) for run in (kind.fused, kind.unfused))
+    assert torch.equal(got, want)
+    grads = [torch.autograd.grad(y.float().sum(), operands) for y in (got, want)]
+    assert_bits(*([*each] for each in grads))
+
+
+def test_no_experts() -> None:
+    kind, x = KINDS["experts"], randn(9, K, grad=True)
+    none = [nn.Parameter(w[:0].detach()) for w in kind.weights()]
+    offs = torch.empty(0, dtype=torch.int32)
+    y = functional.gated_experts(x, *none, offs)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(9, N, dtype=x.dtype))
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert all(w.grad is not None and w.grad.shape == w.shape for w in none)
+
+
+def test_high_precision_weight_gradients_run_linear_by_linear() -> None:
+    operands = weights(recipe=HIGH)
+    with Trace() as trace, torch.no_grad():  # where nothing reads high precision
+        functional.gated_mlp(randn(70, K), *operands)
+    assert trace.count("blocktensor.gated") == 1
+    with Trace() as trace:
+        functional.gated_mlp(randn(70, K), *operands)
+    assert trace.count("blocktensor.gated") == 0
+
+
+@instantiates
+@whether_recomputed
+@every_kind
+def test_compiled(kind: Kind, recompute: bool) -> None:
+    dynamo.announce()
+    x, operands = kind.inputs(70), kind.weights()
+    want = results(kind.unfused, x, operands)
+    run = torch.compile(
+        functools.partial(kind.fused, recompute=recompute), fullgraph=True, backend="aot_eager"
+    )
+    for _ in range(2):
+        assert_bits(results(run, x, operands), want)
+    assert graphs() == 1
+
+
+def test_bad_input() -> None:
+    (gate, up, down), x = weights(), randn(70, K)
+    narrow = BlockwiseFP8Weight(randn(64, K))
+    stacks, offs = KINDS["experts"].weights(), ends(1, 0, 127, 129, 13)
+    rows = KINDS["experts"].inputs()
+    mlp, experts = functional.gated_mlp, functional.gated_experts
+    both, odd = randn(2 * HIDDEN, K), randn(255, K)
+    calls: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (ValueError, lambda: mlp(x, gate, up, down, activation="tanh")),  # type: ignore[arg-type]
+        (ValueError, lambda: mlp(x, gate, narrow, down)),
+        (ValueError, lambda: mlp(x, gate, *weights(recipe=SQUARES)[1:])),
+        (ValueError, lambda: mlp(x, gate, *weights(recipe=POWER_OF_TWO)[1:])),
+        (TypeError, lambda: mlp(x.float(), gate, up, down)),
+        (ValueError, lambda: mlp(x, odd, None, down)),
+        (ValueError, lambda: mlp(x, both, None, down, bias_up=randn(HIDDEN))),
+        (ValueError, lambda: mlp(x, both[:512], None, down)),
+        (TypeError, lambda: mlp(x, both, None, None)),  # type: ignore[arg-type]
+        (ValueError, lambda: experts(rows, *stacks, offs[:2])),
+        (ValueError, lambda: experts(rows[0], *stacks, offs)),
+        (TypeError, lambda: experts(rows, *stacks, offs.long())),
+        (ValueError, lambda: experts(rows, *(w[0] for w in stacks), offs)),
+        (ValueError, lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends())),
+    ]
+    assert_expected_inline(
+        "\n\n".join(complaint(*call) for call in calls),
+        """\
+activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
+
+gate has 320 features and up 64: expected the same number
+
+mixed recipes: weights of one gated MLP have wgrad_input='1x128' and '128x128': give
+them one recipe, or call functional.linear for each
+
+mixed recipes: weights of one gated MLP have scale='fp32' and 'power_of_two': give
+them one recipe, or call functional.linear for each
+
+the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
+run under torch.autocast
+
+w_gate has 255 features and there is no w_up: expected an even number, those of gate
+and as many of up
+
+bias_up without w_up: give bias_gate the biases of both, gate first
+
+cannot contract input [70, 256] with weight [136, 320]: K is 256 in one and 320 in
+the other
+
+w_down is a NoneType: expected a tensor (w_up alone may be None, where w_gate holds
+gate and up)
+
+offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
+one end for each
+
+the input of a grouped FP8 linear has 1 dimensions, shape [192]: expected 2; flatten
+tokens to [T, K]
+
+offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+
+the weight of a grouped FP8 linear has 2 dimensions, shape [320, 192]: expected 3;
+stacks of experts are [E, N, K]; a matrix needs functional.linear
+
+w_gate has 255 features and there is no w_up: expected an even number, those of gate
+and as many of up""",
+    )
+    assert rows.grad is None and stacks[0].grad is None
+
+
+def test_bad_input_before_dynamo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the functions that it takes whole: linears then run one by one."""
+    monkeypatch.setattr(dynamo, "_announced", False)
+    monkeypatch.setattr(dynamo, "announce_if_loaded", lambda: None)
+    w, down = (BlockwiseFP8Weight(randn(*shape)) for shape in ((400, 192), (136, 200)))
+    run = torch.compile(
+        lambda x, b: functional.gated_mlp(x, w, None, down, bias_up=b), backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="bias_up without w_up: give bias_gate the biases of both"):
+        run(randn(4, 192), randn(200))
