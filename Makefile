@@ -48,7 +48,7 @@ KERNEL_TESTS = $(shell find tests -name 'test_compile*_sm90.py') tests/ops/runti
 
 kernels-%: $(call ready,test) $(CACHE)/triton-%
 	PYTHONPATH="$(CURDIR)/$(CACHE)/triton-$*" $(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) \
-		--sample 8 -p no:cacheprovider $(KERNEL_TESTS)
+		--sample 64 -p no:cacheprovider $(KERNEL_TESTS)
 
 .PRECIOUS: $(CACHE)/triton-%
 $(CACHE)/triton-%:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from torch import Tensor, dtype, float16, float32, int32
 from torch import bfloat16 as bf16
@@ -73,33 +74,94 @@ def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
     same_device(x, offs, what, "offs")
 
 
+def quantized(
+    x: Quantized,
+    what: str = "FP8 data",
+    scales: str = "scales",
+    ranks: tuple[int, ...] | None = None,
+    remedy: str = "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]",
+) -> None:
+    """Check that data, scales and format belong together, else TypeError or ValueError.
+
+    Args:
+        x: the cast.
+        what, scales: names of its data and scales in messages.
+        ranks: dimensions that the data may have; by default, all that its format allows.
+        remedy: the end of the message about dimensions.
+    """
+    data, scale, format = x
+    if data.dtype != format.dtype:
+        raise TypeError(f"{what} has dtype {data.dtype}: expected {format.dtype}")
+    if scale.dtype != float32:
+        raise TypeError(f"{scales} have dtype {scale.dtype}: expected torch.float32")
+    rank(data, ranks or format.ranks, what, remedy)
+    expected = format.scale_shape(data.shape)
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"{scales} have shape {list(scale.shape)} for data {list(data.shape)} in blocks of "
+            f"{format.block_shape}: expected {list(expected)}"
+        )
+    same_device(data, scale, what, "its scales")
+
+
 def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
     """Check that ``x`` is a contiguous matrix with a scale for each block.
 
     With ``ndim`` 3, a stack of such matrices.
     """
-    _cast_dtypes(x, what, f"the scale of {what} has")
-    data, scale, format = x
     remedy = "a grouped GEMM multiplies stacks" if ndim == 2 else "expected a stack [E, N, K]"
-    rank(data, (ndim,), what, remedy)
-    if not data.is_contiguous():
+    quantized(x, what, f"the scales of {what}", (ndim,), remedy)
+    if not x.data.is_contiguous():
         raise ValueError(
-            f"{what} {list(data.shape)} has strides {data.stride()}: FP8 GEMMs read operands "
+            f"{what} {list(x.data.shape)} has strides {x.data.stride()}: FP8 GEMMs read operands "
             f"contiguous along K; use .contiguous(), or the columnwise form of a transpose"
         )
-    if tuple(scale.shape) != format.scale_shape(data.shape):
+
+
+def gemm_operands(a: Quantized, b: Quantized, out_dtype: dtype, b_ndim: int = 2) -> None:
+    """Check both operands of a product, and the dtype of its output."""
+    gemm_operand(a, "operand a")
+    gemm_operand(b, "operand b", b_ndim)
+    same_contraction(a.data, b.data)
+    same_device(a.data, b.data, "operand a", "operand b")
+    gemm_output(out_dtype)
+
+
+def sum_output(
+    out: Tensor, a: Quantized, shape: tuple[int, ...], name: str, whole: bool = False
+) -> None:
+    """Check that the op ``name`` can add a product of ``a`` to ``out``, fp32 of this shape.
+
+    Its rows must be contiguous; if ``whole``, all of it.
+    """
+    same_device(a.data, out, "operand a", "the output")
+    if out.dtype != float32:
+        raise TypeError(f"{name} adds into torch.float32, got an output of {out.dtype}")
+    rows_fit = out.stride(-1) == 1 or shape[-1] <= 1
+    if tuple(out.shape) != shape or not (out.is_contiguous() if whole else rows_fit):
         raise ValueError(
-            f"the scale of {what} has shape {list(scale.shape)} for data {list(data.shape)}: "
-            f"expected {list(format.scale_shape(data.shape))} ({format.name} blocks)"
+            f"{name} needs {'a contiguous output' if whole else 'an output with contiguous rows'} "
+            f"{list(shape)}, got {list(out.shape)} with strides {out.stride()}"
         )
-    same_device(data, scale, what, f"the scale of {what}")
 
 
-def _cast_dtypes(x: Quantized, data: str, scale_has: str) -> None:
-    if x.data.dtype != x.format.dtype:
-        raise TypeError(f"{data} has dtype {x.data.dtype}: expected {x.format.dtype}")
-    if x.scale.dtype != float32:
-        raise TypeError(f"{scale_has} dtype {x.scale.dtype}: expected torch.float32")
+def bias_of(bias: Tensor, shape: Sequence[int], x: Tensor, what: str) -> None:
+    """Check that ``bias`` has this shape and is on the device of ``x``."""
+    same_device(x, bias, what, "the bias")
+    if tuple(bias.shape) != tuple(shape):
+        raise ValueError(
+            f"the bias has shape {list(bias.shape)}: expected {list(shape)}, one entry for each "
+            f"output column"
+        )
+
+
+def ends_of_stack(offs: Tensor, stack: Tensor, what: str) -> None:
+    """Check that ``offs`` ends one group for each matrix of ``stack``."""
+    if len(offs) != len(stack):
+        raise ValueError(
+            f"offs ends {len(offs)} groups, and {what} {list(stack.shape)} is a stack of "
+            f"{len(stack)} experts: expected one end for each"
+        )
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
@@ -125,7 +187,7 @@ def number(x: object, name: str) -> None:
 
 
 def gemm_output(out_dtype: dtype) -> None:
-    """Return the output dtype is bf16, fp16 or fp32, else TypeError."""
+    """Check that the output dtype is bf16, fp16 or fp32, else TypeError."""
     if out_dtype not in HIGH_PRECISION:
         raise TypeError(
             f"output dtype {out_dtype}: expected torch.bfloat16, torch.float16 or torch.float32"
@@ -155,20 +217,6 @@ def same_contraction(a: Tensor, b: Tensor) -> None:
         same_k(a, b, "operand a", "operand b")
 
 
-def quantized(x: Quantized) -> None:
-    """Check that data, scales and format belong together, else TypeError or ValueError."""
-    _cast_dtypes(x, "FP8 data", "scales have")
-    data, scale, format = x
-    rank(data, format.ranks, "FP8 data", "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]")
-    expected = format.scale_shape(data.shape)
-    if tuple(scale.shape) != expected:
-        raise ValueError(
-            f"scales have shape {list(scale.shape)} for data {list(data.shape)} in blocks of "
-            f"{format.block_shape}: expected {list(expected)}"
-        )
-    same_device(data, scale, "FP8 data", "its scales")
-
-
 def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None) -> None:
     """Check dtypes, shapes and devices of a linear; with ``offs``, of a grouped linear.
 
@@ -191,16 +239,9 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
     same_device(x, w, "the input", "the weight")
     if offs is not None:
         group_ends(offs, x, "the input")
-        if len(offs) != len(w):
-            raise ValueError(
-                f"offs ends {len(offs)} groups, and the weight {list(w.shape)} is a stack of "
-                f"{len(w)} experts: expected one end for each"
-            )
+        ends_of_stack(offs, w, "the weight")
     if bias is not None:
-        same_device(x, bias, "the input", "the bias")
-        if bias.shape != w.shape[:-1]:
-            expected = list(w.shape[:-1])
-            raise ValueError(f"the bias has shape {list(bias.shape)}: expected {expected}")
+        bias_of(bias, w.shape[:-1], x, "the input")
 
 
 def main_grad(buffer: Tensor, weight: Tensor) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import BlockFormat, Quantized, ceil_div
+from .formats import BlockFormat, Quantized, ceil_div, group_columns
 
 VECTOR_BYTES = 16
 """TMA addresses rows, and kernels load them, in units of so many bytes."""
@@ -72,10 +72,14 @@ def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.dev
     return Quantized(data, empty_scale(shape, format, device), format)
 
 
-def empty_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Return uninitialised data and scales of the columnwise cast of ``x[M, K]``."""
+def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None) -> Quantized:
+    """Return uninitialised data and scales of the columnwise cast of ``x[M, K]``.
+
+    With ``offs``, of the cast whose blocks begin anew in every group of rows.
+    """
     m, k = x.shape
-    return empty_quantized((k, columnwise_width(m, format)), format, x.device)
+    width = columnwise_width(m, format) if offs is None else group_columns(m, offs.shape[0])
+    return empty_quantized((k, width), format, x.device)
 
 
 def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:

@@ -94,9 +94,9 @@ the weight has 1 dimensions, shape [384]: expected 2 or 3; FP8 weights are [N, K
 cannot contract input [5, 383] with weight [256, 384]: K is 383 in one and 384 in
 the other
 
-the bias has shape [3]: expected [256]
+the bias has shape [3]: expected [256], one entry for each output column
 
-the bias has shape [256, 384]: expected [256]
+the bias has shape [256, 384]: expected [256], one entry for each output column
 
 the input is on cpu and the weight on meta: move them to one device
 
@@ -220,7 +220,7 @@ one end for each
 
 the input is on cpu and offs on meta: move them to one device
 
-the bias has shape [144]: expected [5, 144]
+the bias has shape [144]: expected [5, 144], one entry for each output column
 
 the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
 run under torch.autocast

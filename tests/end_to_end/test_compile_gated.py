@@ -1,4 +1,4 @@
-"""Gated MLPs under torch.compile: one graph, the registered ops, the bits of eager mode."""
+"""Gated MLPs and fused norms under torch.compile: one graph, registered ops, eager's bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from blocktensor.overrides import dynamo
+from tests.support import mlps
 from tests.support.compiling import (
     afresh,
     compiled_graphs,
@@ -23,6 +24,7 @@ from tests.support.compiling import (
 from tests.support.gated import results, unfused, weights
 from tests.support.groups import ends
 from tests.support.models import plain, randn
+from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
 from tests.support.steps import assert_bits
 
 pytestmark = instantiates
@@ -102,6 +104,18 @@ def test_what_is_stored_in_fp8(recompute: bool) -> None:
     forward, _ = compiled_graphs(run, x, *operands, of=operands)
     rows = [t.dtype for t in saved_by(forward) if 320 in t.shape and 80 in t.shape]
     assert rows == [torch.float8_e4m3fn] * (2 if recompute else 3)  # gate, up and h
+
+
+@pytest.mark.parametrize("norm", [Norm, OfTorch])
+def test_fused_norms_save_one_form_of_each_input(norm: Any) -> None:
+    model, twin = fused_blocks(norm, fused=NAMES if norm is Norm else [])
+    forward, _ = compiled_graphs(
+        model,
+        call=lambda run: assert_bits(mlps.results(model, run=run), mlps.results(twin)),
+    )
+    assert graphs() == 1
+    # Of each layer: the input of o_proj and two norms. That of down_proj is made by backward.
+    assert [x.dtype for x in saved_by(forward)].count(torch.float8_e4m3fn) == 6
 
 
 def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:

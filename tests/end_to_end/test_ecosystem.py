@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,10 @@ from torch.utils.checkpoint import (
 from blocktensor import convert, freeze
 from blocktensor.ops import reference
 from tests.support.models import randn
+from tests.support.ranks import forking, on_ranks
 from tests.support.reference_ops import replace_op
 
 K = 192
-WORLD = 2
-STEPS = 3
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -47,33 +45,23 @@ def batch(rank: int, step: int) -> Tensor:
     return randn(6, K, seed=100 * rank + step, dtype=torch.float32)
 
 
-def train_with_ddp(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD)
+@on_ranks(2, gpus=())
+def test_ddp_trains_as_one_process_with_the_mean_gradient(world: int, device: str) -> None:
     model = nn.parallel.DistributedDataParallel(mlp(torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-    torch.save(values(model.module), Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
-
-
-def test_ddp_trains_as_one_process_with_the_mean_gradient(tmp_path: Path) -> None:
-    mp.spawn(train_with_ddp, (str(tmp_path),), nprocs=WORLD)
-    model = mlp(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(WORLD):
-            (model(batch(rank, step)).square().mean() / WORLD).backward()
-        optimizer.step()
-    trained = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
-    for ours, theirs, alone in zip(*trained, values(model), strict=True):
-        assert torch.equal(ours, theirs)
-        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-6)  # gradients summed elsewhere
+    alone = mlp(torch.float32)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, alone)]
+    for step in range(3):
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        for rank in range(world):
+            (alone(batch(rank, step)).square().mean() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, wanted in zip(values(model.module), values(alone), strict=True):
+        first = ours.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(ours, first)
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)  # gradients summed elsewhere
 
 
 # Loss scaling
@@ -121,7 +109,8 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
     x, out = randn(5, K), torch.zeros(5, K, dtype=torch.bfloat16).share_memory_()
     want, before = model(x).detach(), values(model)
     model.share_memory()
-    mp.spawn(run_shared, (model, x, out), nprocs=1)
+    forking()  # with torch imported
+    mp.start_processes(run_shared, (model, x, out), nprocs=1, start_method="forkserver")
     assert torch.equal(out, want)
     bias = [name for name in model.state_dict()].index("2.bias")
     assert torch.equal(values(model)[bias], 2 * before[bias])

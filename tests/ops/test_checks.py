@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -26,9 +27,26 @@ from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_add_,
 )
+from blocktensor.ops.producers import ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, operand
-from tests.support.refusals import Call, refused
+
+Call = Callable[[], object]
+
+
+def refused(*calls: Call) -> str:
+    """The errors of calls, each made twice: a refusal is not remembered as a decision."""
+    lines = []
+    for call in calls:
+        texts = set()
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)) as error:
+                call()
+            texts.add(f"{error.type.__name__}: {error.value}")
+        (text,) = texts
+        lines += wrap(text, 96, subsequent_indent="  ")
+    return "\n".join(lines)
+
 
 RNG = torch.Generator().manual_seed(0)
 ROW, SQUARES = BLOCKS_1X128, BLOCKS_128X128
@@ -71,20 +89,20 @@ def test_gemms() -> None:
         """\
 TypeError: operand a has dtype torch.float32: expected torch.float8_e4m3fn
 TypeError: operand b has dtype torch.float8_e5m2: expected torch.float8_e4m3fn
-TypeError: the scale of operand a has dtype torch.float64: expected torch.float32
+TypeError: the scales of operand a have dtype torch.float64: expected torch.float32
 ValueError: operand a has 3 dimensions, shape [2, 3, 130]: expected 2; a grouped GEMM multiplies
   stacks
 ValueError: operand b [5, 130] has strides (1, 5): FP8 GEMMs read operands contiguous along K;
   use .contiguous(), or the columnwise form of a transpose
-ValueError: the scale of operand b has shape [2, 5] for data [5, 130]: expected [5, 2] (1x128
-  blocks)
-ValueError: the scale of operand b has shape [5, 2] for data [5, 130]: expected [1, 2] (128x128
-  blocks)
-ValueError: the scale of operand a has shape [1, 2] for data [3, 130]: expected [3, 2]
-  (1x128_pow2 blocks)
+ValueError: the scales of operand b have shape [2, 5] for data [5, 130] in blocks of (1, 128):
+  expected [5, 2]
+ValueError: the scales of operand b have shape [5, 2] for data [5, 130] in blocks of (128, 128):
+  expected [1, 2]
+ValueError: the scales of operand a have shape [1, 2] for data [3, 130] in blocks of (1, 128):
+  expected [3, 2]
 ValueError: cannot contract operand a [3, 100] with operand b [5, 130]: K is 100 in one and 130
   in the other
-ValueError: operand b is on cpu and the scale of operand b on meta: move them to one device
+ValueError: operand b is on cpu and its scales on meta: move them to one device
 ValueError: operand a is on cpu and operand b on meta: move them to one device
 TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32
 ValueError: the bias has shape [3]: expected [5], one entry for each output column
@@ -108,9 +126,9 @@ def test_sums_of_gemms() -> None:
         refused(*calls),
         """\
 TypeError: gemm_add_ adds into torch.float32, got an output of torch.bfloat16
-ValueError: gemm_add_ needs an output [3, 5] with rows contiguous, got [5, 3] with strides (3,
+ValueError: gemm_add_ needs an output with contiguous rows [3, 5], got [5, 3] with strides (3,
   1)
-ValueError: gemm_add_ needs an output [3, 5] with rows contiguous, got [3, 5] with strides (1,
+ValueError: gemm_add_ needs an output with contiguous rows [3, 5], got [3, 5] with strides (1,
   3)
 ValueError: operand a is on cpu and the output on meta: move them to one device
 TypeError: operand a has dtype torch.float32: expected torch.float8_e4m3fn
@@ -167,12 +185,9 @@ def test_casts(device: str) -> None:
     a = Quantized(A.data.to(device), A.scale.to(device), ROW)
     with_transpose = casts.quantize_with_transpose
     calls: list[Call] = [
-        lambda: casts.quantize_rowwise(x.double(), ROW),
         lambda: casts.quantize_columnwise(both, SQUARES),
         lambda: casts.quantize_both(x, SQUARES),
-        lambda: casts.quantize_both(x, BLOCKS_128X128_POW2),
         lambda: casts.transpose(a),
-        lambda: casts.transpose(a._replace(format=BLOCKS_1X128_POW2)),
         lambda: casts.quantize_transpose(x, ROW),
         lambda: with_transpose(x, ROW),
         lambda: with_transpose(x.long(), SQUARES),
@@ -184,16 +199,11 @@ def test_casts(device: str) -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-TypeError: the tensor to quantize has dtype torch.float64: blocktensor casts torch.bfloat16,
-  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
 ValueError: the tensor to quantize has 3 dimensions, shape [2, 3, 5]: expected 2; columnwise
   casts are those of a matrix [M, K]
 ValueError: a columnwise cast in 128x128 blocks is the transpose of the rowwise one: use
   quantize_transpose(x, format)
-ValueError: a columnwise cast in 128x128_pow2 blocks is the transpose of the rowwise one: use
-  quantize_transpose(x, format)
 ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
-ValueError: a cast in 1x128_pow2 blocks has no exact transpose: quantize x.t()
 ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
 ValueError: a cast in 1x128 blocks has no exact transpose: quantize x.t()
 TypeError: the tensor to quantize has dtype torch.int64: blocktensor casts torch.bfloat16,
@@ -282,15 +292,15 @@ ValueError: operand a has 3 dimensions, shape [2, 130, 200]: expected 2; a group
   multiplies stacks
 ValueError: cannot contract operand a [40, 130] with operand b [2, 130, 200]: K is 130 in one
   and 200 in the other
-ValueError: offs ends 2 groups, and operand b [3, 130, 200] is a stack of 3: expected one end
-  for each
-ValueError: the bias has shape [130]: expected [2, 130]
+ValueError: offs ends 2 groups, and operand b [3, 130, 200] is a stack of 3 experts: expected
+  one end for each
+ValueError: the bias has shape [130]: expected [2, 130], one entry for each output column
 TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32
 TypeError: operand a has dtype torch.float64: expected torch.float8_e4m3fn
-TypeError: the scale of operand a has dtype torch.float64: expected torch.float32
+TypeError: the scales of operand a have dtype torch.float64: expected torch.float32
 ValueError: operands contract 256 columns: expected 512, those of 300 tokens cast in 2 groups by
   quantize_grouped_columnwise
-TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got torch.bfloat16
+TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got an output of torch.bfloat16
 ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 200, 130]
   with strides (26000, 130, 1)
 ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
@@ -338,4 +348,53 @@ ValueError: scales have shape [3, 2] for data [3, 130] in blocks of (128, 128): 
 ValueError: scales have shape [1, 1, 2] for data [2, 3, 130] in blocks of (128, 128): expected
   [2, 1, 2]
 ValueError: FP8 data is on cpu and its scales on meta: move them to one device""",
+    )
+
+
+def test_producers() -> None:
+    grad, gate, up = (torch.zeros(130, 300, dtype=torch.bfloat16) for _ in range(3))
+    rest: Any = ("silu", ROW, None)
+    wrong: Any = "swish"
+    calls: list[Call] = [
+        lambda: ops.gated(gate, up, wrong, ROW, None),
+        lambda: ops.gated(gate, up, "silu", None, None),
+        lambda: ops.gated(gate, up, "silu", SQUARES, None),
+        lambda: ops.gated(gate, up[:5], *rest),
+        lambda: ops.gated(gate, up.float(), *rest),
+        lambda: ops.gated(gate[None], None, *rest),
+        lambda: ops.gated(gate.int(), None, *rest),
+        lambda: ops.gated(gate, up.to("meta"), *rest),
+        lambda: ops.gated(gate, up, *rest, offs=torch.tensor([130])),
+        lambda: ops.gated_backward(grad[:, :7], gate, up, *rest),
+        lambda: ops.gated_backward(grad.float(), gate, up, *rest),
+        lambda: ops.joint_gated_backward(grad, gate[:, :299], *rest),
+        lambda: ops.joint_gated_backward(grad, gate, *rest),
+        lambda: ops.gated_backward_with_h(grad[:, :8], gate, up, "silu", ROW, ROW, ROW),
+        lambda: ops.gated_backward_with_h(grad, gate, up.float(), "silu", ROW, ROW, ROW),
+        lambda: ops.gated_backward_with_h(grad, gate, up, wrong, ROW, ROW, ROW),
+        lambda: ops.gated_backward_with_h(grad, gate, up, "silu", SQUARES, ROW, ROW),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: neither a rowwise nor a columnwise format was given: pass one or both
+ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks
+  are for the columnwise form
+ValueError: up has shape [5, 300] and gate [130, 300]: expected the same
+TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
+ValueError: gate has 3 dimensions, shape [1, 130, 300]: expected 2; flatten tokens to [T, I]
+TypeError: gate has dtype torch.int32: blocktensor casts torch.bfloat16, torch.float16 and
+  torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
+ValueError: up is on meta and gate on cpu: move them to one device
+TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+ValueError: grad has shape [130, 7] and gate [130, 300]: expected the same
+TypeError: grad has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
+ValueError: gate_up has 299 columns: expected gate, then as many columns of up
+ValueError: grad has shape [130, 300] and gate [130, 150]: expected the same
+ValueError: grad has shape [130, 8] and gate [130, 300]: expected the same
+TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
+ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks
+  are for the columnwise form""",
     )

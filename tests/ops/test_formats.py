@@ -59,10 +59,6 @@ def test_a_name_is_registered_once(other: BlockFormat) -> None:
         assert named(name).block_shape != (7, 7)
 
 
-def test_a_registered_format_is_found_by_its_name(other: BlockFormat) -> None:
-    assert named("4x32") is other
-
-
 def test_an_unknown_name_is_refused(other: BlockFormat) -> None:
     with pytest.raises(ValueError, match="no format") as error:
         named("1x64")
@@ -102,28 +98,6 @@ def test_the_formats_of_a_recipe() -> None:
         assert (rows.block_shape, squares.block_shape) == ((1, 128), (128, 128))
         assert rows.scale_rounding == squares.scale_rounding == rounding
     assert ACTIVATION_FORMATS.keys() == WEIGHT_FORMATS.keys()
-
-
-@pytest.mark.parametrize(
-    ("shape", "rowwise", "square"),
-    [
-        ((300, 300), (300, 3), (3, 3)),
-        ((129, 128), (129, 1), (2, 1)),
-        ((1, 1), (1, 1), (1, 1)),
-        ((0, 5), (0, 1), (0, 1)),
-        ((5, 0), (5, 0), (1, 0)),
-        ((128, 640), (128, 5), (1, 5)),
-    ],
-)
-def test_the_shape_of_scales(
-    shape: tuple[int, int], rowwise: tuple[int, int], square: tuple[int, int]
-) -> None:
-    for format in (BLOCKS_1X128, BLOCKS_1X128_POW2):
-        assert format.scale_shape(shape) == rowwise
-    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
-        assert format.scale_shape(shape) == square
-        assert format.scale_shape((7, *shape)) == (7, *square)
-        assert format.scale_shape(torch.Size(shape)) == square
 
 
 @every_format

@@ -341,10 +341,11 @@ def test_an_addition_returns_its_output(label: str) -> None:
     assert public(label)(out, *args) is out
 
 
-def test_gemm_defaults_to_bf16_without_bias() -> None:
-    rng = torch.Generator().manual_seed(0)
-    a, b = operand(130, 300, 1, rng), operand(129, 300, 128, rng)
-    assert_same(gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
+@pytest.mark.parametrize("label", ["gemm", "grouped_gemm"])
+def test_products_default_to_bf16_without_bias(label: str) -> None:
+    *args, _, _ = samples((130, 300))[label]
+    want = getattr(reference, label)(*args, None, torch.bfloat16)
+    assert_same(public(label)(*args), want)
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0), (3, 5)])

@@ -70,9 +70,15 @@ def assert_as_eager(
 
 
 def compiled_graphs(
-    run: Any, *inputs: Any, of: Iterable[nn.Module | Tensor] = ()
+    run: Any,
+    *inputs: Any,
+    of: Iterable[nn.Module | Tensor] = (),
+    call: Callable[[Any], object] | None = None,
 ) -> list[torch.fx.Graph]:
-    """Return the graph of a compiled forward and that of its backward, as eager mode runs them."""
+    """Return the graph of a compiled forward and that of its backward, as eager mode runs them.
+
+    ``call``: runs both, given the compiled function; by default :func:`step`.
+    """
     seen: list[torch.fx.Graph] = []
 
     def see(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -82,7 +88,8 @@ def compiled_graphs(
     backend = aot_autograd(
         fw_compiler=see, bw_compiler=see, partition_fn=min_cut_rematerialization_partition
     )
-    step(torch.compile(run, fullgraph=True, backend=backend), *inputs, of=list(of) or [run])
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    call(compiled) if call else step(compiled, *inputs, of=list(of) or [run])
     return seen
 
 

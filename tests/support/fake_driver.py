@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,10 +176,6 @@ def make_tensordesc_arg(descriptor: Any, metadata: dict[str, int]) -> list[Any]:
     return [tensor_map, *descriptor.shape, *descriptor.strides]
 
 
-def empty_on_the_cpu(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
-
-
 DRIVERS = {
     "3.6": SimpleNamespace(
         CudaLauncher=Launcher,
@@ -248,16 +245,9 @@ def fake_driver(
     monkeypatch.setattr(launchers, "LAUNCHERS", of_run)
     monkeypatch.setattr(replay, "current_device", lambda: -1)  # what CPU tensors say
     monkeypatch.setattr(replay, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(replay, "fresh_empty", lambda: empty_on_the_cpu)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: _nothing())
+    empty = torch.empty_strided
+    monkeypatch.setattr(replay, "fresh_empty", lambda: lambda *at: empty(*at[:2], dtype=at[2]))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     launchers.launcher.cache_clear()
     yield driver
     launchers.launcher.cache_clear()
-
-
-class _nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,10 +124,10 @@ def check_determinism(module: ModuleType, blocks: tuple[int, int], device: torch
         assert torch.equal(module.gemm(a, b, None, torch.float32), first)
 
 
-def check_stream(module: ModuleType, device: torch.device) -> None:
+def check_stream(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
     """The product runs after what its stream has to do before, not on the default stream."""
     rng = torch.Generator(device).manual_seed(0)
-    a, b = operands(Shape(256, 512, 640), (1, 128), rng)
+    a, b = operands(Shape(256, 512, 640), blocks, rng)
     want = module.gemm(a, b, None, torch.float32)
     late = a._replace(data=torch.zeros_like(a.data))
     module.gemm(late, b, None, torch.float32)
@@ -141,12 +141,15 @@ def check_stream(module: ModuleType, device: torch.device) -> None:
     assert torch.equal(got, want)
 
 
-def check_views(module: ModuleType, device: torch.device) -> None:
+def check_views(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
     """Operands inside larger ones: rows of data, slices of scales, scales of other strides."""
     rng = torch.Generator(device).manual_seed(0)
-    a, b = operands(Shape(512, 528, 640), (1, 128), rng)
-    some_rows = Quantized(a.data[128:384], a.scale[128:384], a.format)
-    check(module, some_rows, Quantized(b.data[256:], b.scale[2:], b.format), torch.float32)
+    a, b = operands(Shape(512, 528, 640), blocks, rng)
+    some_rows, last_rows = (
+        Quantized(x.data[rows], x.scale[rows.start // block : -(-rows.stop // block)], x.format)
+        for x, rows, block in ((a, slice(128, 384), blocks[0]), (b, slice(256, 528), blocks[1]))
+    )
+    check(module, some_rows, last_rows, torch.float32)
     dense = [x._replace(scale=x.scale.contiguous()) for x in (a, b)]
     check(module, *dense, torch.float32)
     check(module, a, b._replace(scale=b.scale.t().contiguous().t()), torch.float32)
@@ -155,3 +158,12 @@ def check_views(module: ModuleType, device: torch.device) -> None:
     unaligned = flat[8:].view(512, 640)
     assert unaligned.data_ptr() % 16 == 8
     check(module, a._replace(data=unaligned), b, torch.float32)
+
+
+Check = Callable[[Any, tuple[int, int], torch.device], None]
+"""``check(module, rows of the blocks of both sides, device)``."""
+
+OF_NUMBERS: tuple[Check, ...] = (check_promotion, check_scales_per_block, check_bad_blocks)
+OF_CALLS: tuple[Check, ...] = (check_determinism, check_stream, check_views)
+CHECKS = OF_NUMBERS + OF_CALLS
+"""The contract of every GEMM backend."""

@@ -98,51 +98,21 @@ def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: A
     import transformers
 
     transformers.logging.set_verbosity_error()
-    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "qwen3": (
-            transformers.Qwen3MoeConfig,
-            transformers.Qwen3MoeForCausalLM,
-            {"num_experts": 4, "head_dim": 64},
-        ),
-        "mixtral": (
-            transformers.MixtralConfig,
-            transformers.MixtralForCausalLM,
-            {"num_local_experts": 4},
-        ),
+    routed = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    low_rank = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
+    name, own = {
+        "qwen3": ("Qwen3Moe", {"num_experts": 4, "head_dim": 64}),
+        "mixtral": ("Mixtral", {"num_local_experts": 4}),
         "deepseek": (
-            transformers.DeepseekV3Config,
-            transformers.DeepseekV3ForCausalLM,
-            {
-                **{
-                    "n_routed_experts": 4,
-                    "n_group": 1,
-                    "topk_group": 1,
-                    "first_k_dense_replace": 1,
-                },
-                **{"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32},
-                **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
-            },
+            "DeepseekV3", {**routed, **low_rank, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
         ),
-        "glm4": (
-            transformers.Glm4MoeConfig,
-            transformers.Glm4MoeForCausalLM,
-            {
-                **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-                **{"first_k_dense_replace": 1, "head_dim": 64},
-            },
-        ),
-        "gpt_oss": (
-            transformers.GptOssConfig,
-            transformers.GptOssForCausalLM,
-            {"num_local_experts": 4, "head_dim": 64},
-        ),
+        "glm4": ("Glm4Moe", {**routed, "head_dim": 64}),
+        "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 64}),
         "llama4": (
-            transformers.Llama4TextConfig,
-            transformers.Llama4ForCausalLM,
-            {"num_local_experts": 4, "head_dim": 64, "intermediate_size_mlp": 128},
+            "Llama4", {"num_local_experts": 4, "head_dim": 64, "intermediate_size_mlp": 128}
         ),
-    }
-    config, model, own = classes[kind]
+    }[kind]  # fmt: skip
+    config = getattr(transformers, f"{name}TextConfig" if kind == "llama4" else f"{name}Config")
     common = {
         **{"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128},
         **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -150,7 +120,7 @@ def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: A
         "num_experts_per_tok": 1 if kind == "llama4" else 2,
     }
     torch.manual_seed(0)
-    made = model(config(**(common | own | options)))
+    made = getattr(transformers, f"{name}ForCausalLM")(config(**(common | own | options)))
     if kind != "llama4":
         made.set_experts_implementation(implementation)
     return made

@@ -8,10 +8,27 @@ from typing import Any
 from torch import Tensor
 
 from blocktensor.ops import reference as casts
-from blocktensor.ops.formats import BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+    Quantized,
+)
 from tests.support.numeric import assert_same
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
+FORMATS: tuple[Formats, ...] = (
+    (BLOCKS_1X128, BLOCKS_1X128),
+    (BLOCKS_1X128, BLOCKS_128X128),
+    (None, BLOCKS_1X128),
+    (None, BLOCKS_128X128),
+    (BLOCKS_1X128, None),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
+    (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
+)
+SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)
 
 
 def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:

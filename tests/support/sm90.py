@@ -1,7 +1,8 @@
-"""Compile a planned launch for sm_90 on a machine without a GPU, and read its resources."""
+"""Compile planned launches for sm_90 on a machine without a GPU, and read their resources."""
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -45,7 +46,12 @@ class Resources:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    sass: str
+    cubin: bytes
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The instructions: disassembled only where a test reads them, which takes a second."""
+        return _tool("nvdisasm", "-c", self.cubin)
 
     @property
     def spills_among_products(self) -> bool:
@@ -97,33 +103,29 @@ def compile_for_sm90(launch: Launch) -> Resources:
         kernel = triton.compile(
             _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.options
         )
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
-        sass = _output(tools / "nvdisasm", "-c", cubin)
+    usage = _tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, f"cuobjdump printed no resources: {usage}"
-    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, sass)
+    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.asm["cubin"])
 
 
-def _output(*command: str | Path) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Launches(list[Launch]):
     """Launches that were asked for, and did not run."""
 
-    def of(self, run: Callable[[], object]) -> list[Launch]:
-        """Those that ``run`` asks for."""
-        self.clear()
-        run()
-        return list(self)
-
     def compile(self, run: Callable[[], object], spills: int | Callable[[Launch], int] = 0) -> int:
         """Compile what ``run`` launches; how many that are. None spills more bytes than allowed."""
-        for launch in self.of(run):
+        self.clear()
+        run()
+        for launch in self:
             resources = compile_for_sm90(launch)
             allowed = spills if isinstance(spills, int) else spills(launch)
             assert resources.spilled_bytes <= allowed, f"{launch.kernel} {launch.constants}"

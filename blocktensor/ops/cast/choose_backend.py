@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..devices import HOPPER, capability, lacks_gluon, lacks_triton
-from ..formats import KERNEL_FORMATS, BlockFormat
+from ..formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat
 from ..registry import Backend, first_choice
+from ..runtime.triton_compat.versions import tried
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,34 @@ def _gluon_unusable(device: torch.device) -> str | None:
         return reason
     if capability(device) < HOPPER:
         return "written for sm_90 and later"
-    from . import trial  # needs Triton
+    return casts_fail(device)
 
-    return trial.casts_fail(device)
+
+@tried
+def casts_fail(device: torch.device) -> str | None:
+    """Return how casts in Gluon differ from the reference; None if not a byte does."""
+    from . import gluon_128x128, gluon_columnwise  # need Triton
+
+    x = torch.linspace(-3, 3, 304 * 384).view(304, 384).bfloat16()
+    on_gpu = x.to(device)
+    made = (
+        *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128),
+        *gluon_columnwise.quantize_both(on_gpu, BLOCKS_1X128, BLOCKS_128X128),
+        *gluon_128x128.quantize_with_transpose(on_gpu, BLOCKS_128X128),
+        gluon_128x128.quantize_rowwise(on_gpu, BLOCKS_128X128),
+    )
+    wanted = (
+        *reference.quantize_both(x, BLOCKS_1X128),
+        *reference.quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
+        *reference.quantize_with_transpose(x, BLOCKS_128X128),
+        reference.quantize_rowwise(x, BLOCKS_128X128),
+    )
+    same = all(
+        torch.equal(a.data.view(torch.uint8).cpu(), b.data.view(torch.uint8))
+        and torch.equal(a.scale.cpu(), b.scale)
+        for a, b in zip(made, wanted, strict=True)
+    )
+    return None if same else "casts differ from the reference"
 
 
 def _triton_declines(problem: CastProblem) -> str | None:

@@ -232,8 +232,7 @@ def plan_with_transpose(w: Tensor, row: Quantized, col: Quantized) -> Launch:
 
 def quantize_with_transpose(w: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_with_transpose`; rows in whole vectors."""
-    *lead, n, k = w.shape
     row = empty_quantized(w.shape, format, w.device)
-    col = empty_quantized((*lead, k, n), format, w.device)
+    col = empty_quantized(w.mT.shape, format, w.device)
     plan_with_transpose(w, row, col)()
     return row, col

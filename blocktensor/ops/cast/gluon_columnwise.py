@@ -13,10 +13,9 @@ from ..runtime.triton_compat.compiler import default_allocation
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
 from .gluon_words import patch_layouts, per_word
-from .groups import blocks_of, grouped_by, grouped_columnwise_by, padded_groups, place
+from .groups import blocks_of, both_by, columnwise_by, padded_groups, place
 from .numerics import method_for
 from .producer import NONE, Producer
-from .triton_cast import both_by, columnwise_by
 
 
 @gluon.jit
@@ -198,7 +197,7 @@ def quantize_both(
 
 def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return grouped_columnwise_by(plan_columnwise, x, offs, format)
+    return columnwise_by(plan_columnwise, x, format, offs)
 
 
 def quantize_grouped(
@@ -208,4 +207,4 @@ def quantize_grouped(
     columnwise_format: BlockFormat | None = None,
 ) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once."""
-    return grouped_by(plan_columnwise, x, offs, format, columnwise_format)
+    return both_by(plan_columnwise, x, format, columnwise_format, offs)

@@ -1,4 +1,4 @@
-"""Blocks of tokens in groups: their rows on the device, outputs and grids of casts on the host."""
+"""Blocks of tokens in groups: rows on the device, grids and outputs of casts on the host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BlockFormat, Quantized, group_blocks, group_columns, num_blocks
+from ..formats import BlockFormat, Quantized, group_blocks, num_blocks
 from ..runtime.launch import Launch
-from ..scale_layouts import empty_quantized
+from ..scale_layouts import empty_columnwise, empty_quantized
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def place(block, group, begin, end, tokens):
     return first, left, found, tl.max(tl.where(mine, group, 0), 0)
 
 
-Planner = Callable[[Tensor, "Quantized | None", Quantized, Tensor], Launch]
-"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form, by groups."""
+Planner = Callable[[Tensor, "Quantized | None", Quantized, "Tensor | None"], Launch]
+"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form."""
 
 
 def padded_groups(groups: int) -> int:
@@ -55,28 +55,27 @@ def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
     return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
 
 
-def grouped_columnwise_by(plan: Planner, x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """Return the columnwise form of tokens in groups, by the kernel that ``plan`` launches."""
-    col = empty_grouped_columnwise(x, offs, format)
+def columnwise_by(
+    plan: Planner, x: Tensor, format: BlockFormat, offs: Tensor | None = None
+) -> Quantized:
+    """Return the columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches.
+
+    With ``offs``, its blocks begin anew in every group of rows.
+    """
+    col = empty_columnwise(x, format, offs)
     plan(x, None, col, offs)()
     return col
 
 
-def grouped_by(
+def both_by(
     plan: Planner,
     x: Tensor,
-    offs: Tensor,
     format: BlockFormat,
     columnwise_format: BlockFormat | None,
+    offs: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """Return both forms of tokens in groups, written by the kernel that ``plan`` launches."""
+    """Return both forms of ``x[M, K]``, the columnwise one as :func:`columnwise_by`."""
     row = empty_quantized(x.shape, format, x.device)
-    col = empty_grouped_columnwise(x, offs, columnwise_format or format)
+    col = empty_columnwise(x, columnwise_format or format, offs)
     plan(x, row, col, offs)()
     return row, col
-
-
-def empty_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """Return uninitialised data and scales of the columnwise cast of tokens in groups."""
-    tokens, k = x.shape
-    return empty_quantized((k, group_columns(tokens, offs.shape[0])), format, x.device)

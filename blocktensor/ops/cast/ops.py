@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import BlockFormat, Quantized, ceil_div, group_columns
+from ..formats import BlockFormat, Quantized, ceil_div
 from ..op import op, runner
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_backend
@@ -138,8 +138,7 @@ def quantize_forms(
 @op(lambda x: cast_backend(x.data, x.format), check=lambda x: _check_transposes(x.format))
 def transpose(x: Quantized) -> Quantized:
     """Transpose a cast ``[..., N, K]``, exactly; ValueError unless its blocks are square."""
-    *lead, n, k = x.data.shape
-    return empty_quantized((*lead, k, n), x.format, x.data.device)
+    return empty_quantized(x.data.mT.shape, x.format, x.data.device)
 
 
 def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
@@ -160,8 +159,7 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
     """
-    *lead, n, k = x.shape
-    return empty_quantized((*lead, k, n), format, x.device)
+    return empty_quantized(x.mT.shape, format, x.device)
 
 
 def _decide_with_transpose(
@@ -186,9 +184,8 @@ def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, 
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
     """
-    *lead, n, k = x.shape
     rowwise = empty_quantized(x.shape, format, x.device)
-    return rowwise, empty_quantized((*lead, k, n), format, x.device)
+    return rowwise, empty_quantized(x.mT.shape, format, x.device)
 
 
 @op(lambda x, dtype: cast_backend(x.data, x.format))
@@ -217,8 +214,7 @@ def quantize_grouped(
         TypeError, ValueError: dtypes, shapes or devices that do not fit.
     """
     rowwise = empty_quantized(x.shape, format, x.device)
-    shape = columnwise_shape(x, offs)
-    return rowwise, empty_quantized(shape, columnwise_format or format, x.device)
+    return rowwise, empty_columnwise(x, columnwise_format or format, offs)
 
 
 @op(lambda x, offs, format: cast_backend(x, format), check=_check_grouped)
@@ -229,12 +225,7 @@ def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) ->
     blocks. P, :func:`~blocktensor.ops.formats.group_columns`, is the most that these can
     take; blocks after the last group's may hold anything. Raises as the cast of both.
     """
-    return empty_quantized(columnwise_shape(x, offs), format, x.device)
-
-
-def columnwise_shape(x: Tensor, offs: Tensor) -> tuple[int, int]:
-    """Return ``[K, P]``, the shape of data of :func:`quantize_grouped_columnwise`."""
-    return x.shape[1], group_columns(x.shape[0], offs.shape[0])
+    return empty_columnwise(x, format, offs)
 
 
 @op(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import BlockFormat, Quantized, group_columns
+from ..formats import BlockFormat, Quantized
 from ..scale_layouts import empty_columnwise, empty_quantized
 
 Forms = tuple[Quantized | None, Quantized | None]
@@ -86,14 +86,10 @@ def empty_forms(
     x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
     """Return unwritten forms of ``x[T, K]``, whose rows are in groups that end at ``offs``."""
-    row = None if rowwise is None else empty_quantized(x.shape, rowwise, x.device)
-    if columnwise is None:
-        return row, None
-    if offs is None:
-        return row, empty_columnwise(x, columnwise)
-    tokens, k = x.shape
-    shape = k, group_columns(tokens, offs.shape[0])
-    return row, empty_quantized(shape, columnwise, x.device)
+    return (
+        None if rowwise is None else empty_quantized(x.shape, rowwise, x.device),
+        None if columnwise is None else empty_columnwise(x, columnwise, offs),
+    )
 
 
 def halves(forms: Forms) -> tuple[Forms, Forms]:

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
-from ..scale_layouts import empty_columnwise, empty_quantized
-from .groups import (
-    blocks_of,
-    grouped_by,
-    grouped_columnwise_by,
-    padded_groups,
-    rows_of_block,
-)
+from ..scale_layouts import empty_quantized
+from .groups import blocks_of, both_by, columnwise_by, padded_groups, rows_of_block
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
 from .producer import NONE, Producer
 from .triton_128x128 import plan_128x128
@@ -243,7 +237,7 @@ def quantize_both(
 
 def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return grouped_columnwise_by(plan_1x128, x, offs, format)
+    return columnwise_by(plan_1x128, x, format, offs)
 
 
 def quantize_grouped(
@@ -259,21 +253,4 @@ def quantize_grouped(
     if is_awkward(x) and x.dtype == torch.float32:
         columnwise = quantize_grouped_columnwise(x, offs, columnwise_format or format)
         return quantize_rowwise(x, format), columnwise
-    return grouped_by(plan_1x128, x, offs, format, columnwise_format)
-
-
-def columnwise_by(plan: Planner, x: Tensor, format: BlockFormat) -> Quantized:
-    """Return the columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches."""
-    col = empty_columnwise(x, format)
-    plan(x, None, col)()
-    return col
-
-
-def both_by(
-    plan: Planner, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None
-) -> tuple[Quantized, Quantized]:
-    """Return both forms of ``x[M, K]``, written by the kernel that ``plan`` launches."""
-    row = empty_quantized(x.shape, format, x.device)
-    col = empty_columnwise(x, columnwise_format or format)
-    plan(x, row, col)()
-    return row, col
+    return both_by(plan_1x128, x, format, columnwise_format, offs)

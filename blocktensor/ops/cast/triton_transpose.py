@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -123,22 +121,13 @@ def plan_dequantize(x: Quantized, out: Tensor) -> Launch:
     )  # fmt: skip
 
 
-Planner = Callable[[Quantized, Quantized], Launch]
-
-
-def transpose_by(plan: Planner, x: Quantized) -> Quantized:
-    """Return the transpose of ``x``, written by the kernel that ``plan`` launches."""
-    *lead, n, k = x.data.shape
-    if x.scale.stride(-1) != 1:
-        x = x._replace(scale=x.scale.contiguous())
-    out = empty_quantized((*lead, k, n), x.format, x.data.device)
-    plan(x, out)()
-    return out
-
-
 def transpose(x: Quantized) -> Quantized:
     """See :func:`blocktensor.ops.reference.transpose`."""
-    return transpose_by(plan_transpose, x)
+    if x.scale.stride(-1) != 1:
+        x = x._replace(scale=x.scale.contiguous())
+    out = empty_quantized(x.data.mT.shape, x.format, x.data.device)
+    plan_transpose(x, out)()
+    return out
 
 
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:

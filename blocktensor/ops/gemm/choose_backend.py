@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import reference
 from ..devices import HOPPER, capability, card, lacks_fp8, lacks_gluon, lacks_triton
-from ..formats import KERNEL_FORMATS, BlockFormat, num_blocks
+from ..formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat, num_blocks
 from ..registry import Backend, Choice, Problem, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
-from .hopper.tiles import choose_tile, cublas_is_faster
+from ..runtime.triton_compat.versions import differ, on, tried
+from .hopper.tiles import TILES, choose_tile, cublas_is_faster
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,17 @@ def _cublas_unusable(device: torch.device) -> str | None:
     return None if version >= (12, 9) else f"needs CUDA >= 12.9, torch has {torch.version.cuda}"
 
 
+def declines_on_hopper(a: BlockFormat, b: BlockFormat, contraction: int) -> str | None:
+    """Return the reason why kernels on Hopper cannot multiply such operands; None if they can."""
+    if reason := unknown_format(a, b):
+        return reason
+    if a.rows > 1:  # cuBLAS's 128x128 by 1x128 kernel refuses most ragged shapes
+        return "no 128x128 blocks on the left"
+    return "nothing to contract" if contraction == 0 else None
+
+
 def _cublas_declines(p: GemmProblem) -> str | None:
-    if reason := unknown_format(p.a_format, p.b_format):
+    if reason := declines_on_hopper(p.a_format, p.b_format, p.k):
         return reason
     if p.accumulate:
         return "cannot add to an existing output"
@@ -57,10 +68,6 @@ def _cublas_declines(p: GemmProblem) -> str | None:
         return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
     if p.out_dtype not in (torch.bfloat16, torch.float32):
         return f"output {p.out_dtype} not supported"
-    if p.a_format.rows > 1:  # its 128x128 by 1x128 kernel refuses most ragged shapes
-        return "no 128x128 blocks on the left"
-    if p.k == 0:
-        return "nothing to contract"
     if p.k % 16 or p.n % 16:
         return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
     if p.m % 4:
@@ -74,9 +81,32 @@ def gluon_unusable(device: torch.device) -> str | None:
         return reason
     if capability(device) != HOPPER:
         return "written for sm_90"
-    from .hopper import trial  # needs Triton
+    return gemms_fail(device)
 
-    return trial.gemms_fail(device)
+
+@tried
+def gemms_fail(device: torch.device) -> str | None:
+    """Return which tile of the Hopper GEMM is wrong, stored or added; None if all are right."""
+    from .hopper.launch import for_tma, gemm, plan_gemm  # need Triton
+
+    x = torch.linspace(-3, 3, 304 * 512).view(304, 512).bfloat16()
+    w = torch.linspace(2, -1, 400 * 512).view(400, 512).bfloat16()
+    a = reference.quantize_rowwise(x, BLOCKS_1X128)
+    for format in (BLOCKS_128X128, BLOCKS_1X128):
+        b = reference.quantize_rowwise(w, format)
+        wanted = reference.gemm(a, b, None, torch.float32)
+        operands = for_tma(on(device, a)), for_tma(on(device, b))
+        for name, tile in TILES.items():
+            if tile.b_block != format.rows:
+                continue
+            for add in (False, True):
+                out = torch.ones(304, 400, dtype=torch.float32, device=device)
+                plan_gemm(*operands, None, out, add, tile)()
+                if differ(out, wanted + 1 if add else wanted):
+                    return f"GEMMs by the tile {name!r} differ from the reference"
+        if differ(gemm(*operands, None, torch.bfloat16), wanted):
+            return f"GEMMs of {format.name} blocks differ from the reference"
+    return None
 
 
 def _triton_declines(p: GemmProblem) -> str | None:
@@ -84,12 +114,8 @@ def _triton_declines(p: GemmProblem) -> str | None:
 
 
 def _gluon_declines(p: GemmProblem) -> str | None:
-    if reason := unknown_format(p.a_format, p.b_format):
+    if reason := declines_on_hopper(p.a_format, p.b_format, p.k):
         return reason
-    if p.a_format.rows > 1:
-        return "no 128x128 blocks on the left"
-    if p.k == 0:
-        return "nothing to contract"
     if p.b_format.rows == 1 and p.bias is not None:
         return "no bias where both sides have 1x128 blocks"
     return None

@@ -15,32 +15,14 @@ from .choose_backend import GemmBackend, GemmProblem, choose_gemm
 
 
 def _check(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-    checks.gemm_operand(a, "operand a")
-    checks.gemm_operand(b, "operand b")
-    checks.same_contraction(a.data, b.data)
-    checks.same_device(a.data, b.data, "operand a", "operand b")
-    checks.gemm_output(out_dtype)
+    checks.gemm_operands(a, b, out_dtype)
     if bias is not None:
-        n = b.data.shape[0]
-        checks.same_device(a.data, bias, "operand a", "the bias")
-        if tuple(bias.shape) != (n,):
-            raise ValueError(
-                f"the bias has shape {list(bias.shape)}: expected [{n}], one entry for each output "
-                f"column"
-            )
+        checks.bias_of(bias, b.data.shape[:1], a.data, "operand a")
 
 
 def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
-    _check(a, b, None, torch.float32)
-    checks.same_device(a.data, out, "operand a", "the output")
-    if out.dtype != torch.float32:
-        raise TypeError(f"gemm_add_ adds into torch.float32, got an output of {out.dtype}")
-    expected = (a.data.shape[0], b.data.shape[0])
-    if tuple(out.shape) != expected or (out.stride(-1) != 1 and expected[1] > 1):
-        raise ValueError(
-            f"gemm_add_ needs an output {list(expected)} with rows contiguous, got "
-            f"{list(out.shape)} with strides {out.stride()}"
-        )
+    checks.gemm_operands(a, b, torch.float32)
+    checks.sum_output(out, a, (a.data.shape[0], b.data.shape[0]), "gemm_add_")
 
 
 def _decide_gemm(

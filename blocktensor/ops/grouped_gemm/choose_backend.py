@@ -7,16 +7,19 @@ from typing import Literal
 
 import torch
 
+from .. import reference
 from ..devices import lacks_triton, sms
-from ..formats import BlockFormat, num_blocks
+from ..formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, num_blocks
 from ..gemm.choose_backend import (
     GEMM_BACKENDS,
     choose_product,
+    declines_on_hopper,
     gluon_unusable,
     unknown_format,
 )
 from ..registry import Backend, Choice
 from ..runtime.specialize import forced_gemm
+from ..runtime.triton_compat.versions import differ, on, tried
 from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 
@@ -42,11 +45,34 @@ class GroupedProblem:
 
 
 def _gluon_unusable(device: torch.device) -> str | None:
-    if reason := gluon_unusable(device):
-        return reason
-    from . import trial  # needs Triton
+    return gluon_unusable(device) or grouped_gemms_fail(device)
 
-    return trial.grouped_gemms_fail(device)
+
+@tried
+def grouped_gemms_fail(device: torch.device) -> str | None:
+    """Return how the grouped Hopper GEMM is wrong, forward or wgrad; None if it is right."""
+    from . import hopper_launch  # needs Triton
+
+    x = torch.linspace(-3, 3, 304 * 400).view(304, 400).bfloat16()
+    w = torch.linspace(2, -1, 3 * 272 * 400).view(3, 272, 400).bfloat16()
+    ends = torch.tensor([100, 100, 290], dtype=torch.int32)
+    offs, dtype = ends.to(device), torch.bfloat16
+    a = reference.quantize_rowwise(x, BLOCKS_1X128)
+    b = reference.quantize_rowwise(w, BLOCKS_128X128)
+    made = hopper_launch.grouped_gemm(on(device, a), on(device, b), offs, None, dtype)
+    if differ(made, reference.grouped_gemm(a, b, ends, None, dtype)):
+        return "grouped GEMMs differ from the reference"
+    for format in (BLOCKS_1X128, BLOCKS_128X128):
+        g = reference.quantize_grouped_columnwise(x, ends, BLOCKS_1X128)
+        c = reference.quantize_grouped_columnwise(x, ends, format)
+        wanted = reference.grouped_gemm_wgrad(g, c, ends, len(x), torch.float32)
+        operands = on(device, g), on(device, c), offs, len(x)
+        made = hopper_launch.grouped_gemm_wgrad(*operands, dtype)
+        added = torch.ones(wanted.shape, device=device)
+        hopper_launch.grouped_gemm_wgrad_add_(added, *operands)
+        if differ(made, wanted) or differ(added, wanted + 1):
+            return "grouped weight gradients differ from the reference"
+    return None
 
 
 def _triton_declines(p: GroupedProblem) -> str | None:
@@ -67,17 +93,13 @@ def _gluon_why(p: GroupedProblem) -> str:
 
 
 def _gluon_declines(p: GroupedProblem) -> str | None:
-    if reason := _triton_declines(p):
-        return reason
-    if p.a_format.rows > 1:
-        return "no 128x128 blocks on the left"
-    return "nothing to contract" if p.kind == "gemm" and p.k == 0 else None
+    contraction = p.k if p.kind == "gemm" else p.tokens
+    return declines_on_hopper(p.a_format, p.b_format, contraction)
 
 
-GroupedBackend = Backend[GroupedProblem]
 GroupedChoice = Choice[GroupedProblem]
 
-GROUPED_BACKENDS: tuple[GroupedBackend, ...] = (
+GROUPED_BACKENDS: tuple[Backend[GroupedProblem], ...] = (
     Backend(
         "gluon", ("grouped_gemm.hopper_launch",), _gluon_unusable, _gluon_declines, why=_gluon_why
     ),

@@ -14,39 +14,23 @@ from torch import Tensor
 from .. import checks
 from ..formats import Quantized, group_columns
 from ..op import op, runner
+from ..registry import Backend
 from .choose_backend import GroupedProblem, choose_grouped
-
-
-def _check_common(a: Quantized, b: Quantized, offs: Tensor) -> None:
-    checks.group_ends(offs, a.data, "operand a")
-    checks.same_contraction(a.data, b.data)
-    checks.same_device(a.data, b.data, "operand a", "operand b")
 
 
 def _check(
     a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
-    checks.gemm_operand(a, "operand a")
-    checks.gemm_operand(b, "operand b", ndim=3)
-    _check_common(a, b, offs)
-    checks.gemm_output(out_dtype)
-    experts, n, _ = b.data.shape
-    if offs.shape[0] != experts:
-        raise ValueError(
-            f"offs ends {offs.shape[0]} groups, and operand b {list(b.data.shape)} is a stack of "
-            f"{experts}: expected one end for each"
-        )
+    checks.gemm_operands(a, b, out_dtype, b_ndim=3)
+    checks.group_ends(offs, a.data, "operand a")
+    checks.ends_of_stack(offs, b.data, "operand b")
     if bias is not None:
-        checks.same_device(a.data, bias, "operand a", "the bias")
-        if tuple(bias.shape) != (experts, n):
-            raise ValueError(f"the bias has shape {list(bias.shape)}: expected [{experts}, {n}]")
+        checks.bias_of(bias, b.data.shape[:2], a.data, "operand a")
 
 
 def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype) -> None:
-    checks.gemm_operand(a, "operand a")
-    checks.gemm_operand(b, "operand b")
-    _check_common(a, b, offs)
-    checks.gemm_output(out)
+    checks.gemm_operands(a, b, out)
+    checks.group_ends(offs, a.data, "operand a")
     bound = group_columns(tokens, offs.shape[0])
     if a.data.shape[1] != bound:
         raise ValueError(
@@ -57,15 +41,7 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
 
 def _check_sum(out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int) -> None:
     _check_wgrad(a, b, offs, tokens, torch.float32)
-    checks.same_device(a.data, out, "operand a", "the output")
-    if out.dtype != torch.float32:
-        raise TypeError(f"grouped_gemm_wgrad_add_ adds into torch.float32, got {out.dtype}")
-    expected = (offs.shape[0], a.data.shape[0], b.data.shape[0])
-    if tuple(out.shape) != expected or not out.is_contiguous():
-        raise ValueError(
-            f"grouped_gemm_wgrad_add_ needs a contiguous output {list(expected)}, got "
-            f"{list(out.shape)} with strides {out.stride()}"
-        )
+    checks.sum_output(out, a, _shape(a, b, offs), "grouped_gemm_wgrad_add_", whole=True)
 
 
 def _decide_gemm(
@@ -87,24 +63,29 @@ def _empty(
     return a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
 
 
-def _wgrad_problem(
+def _shape(a: Quantized, b: Quantized, offs: Tensor) -> tuple[int, int, int]:
+    """Return the shape of weight gradients, ``[E, N, K]``."""
+    return offs.shape[0], a.data.shape[0], b.data.shape[0]
+
+
+def _wgrad_backend(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype, accumulate: bool
-) -> GroupedProblem:
-    n, k = a.data.shape[0], b.data.shape[0]
-    return GroupedProblem(
-        "wgrad", tokens, n, k, offs.shape[0], a.format, b.format, out, a.data.device, None,
-        accumulate,
-    )  # fmt: skip
+) -> Backend[GroupedProblem]:
+    experts, n, k = _shape(a, b, offs)
+    return choose_grouped(
+        GroupedProblem(
+            "wgrad", tokens, n, k, experts, a.format, b.format, out, a.data.device, None, accumulate
+        )
+    ).backend
 
 
 def _decide_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Callable[..., Tensor]:
-    shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
-    if tokens == 0 or 0 in shape:
+    shape = _shape(a, b, offs)
+    if 0 in (*shape, tokens):
         return lambda a, *_: a.data.new_zeros(shape, dtype=out_dtype)
-    problem = _wgrad_problem(a, b, offs, tokens, out_dtype, False)
-    return runner(choose_grouped(problem).backend, "grouped_gemm_wgrad")
+    return runner(_wgrad_backend(a, b, offs, tokens, out_dtype, False), "grouped_gemm_wgrad")
 
 
 def _decide_sum(
@@ -112,8 +93,7 @@ def _decide_sum(
 ) -> Callable[..., None]:
     if 0 in (*out.shape, tokens):
         return lambda *_: None
-    problem = _wgrad_problem(a, b, offs, tokens, out.dtype, True)
-    return runner(choose_grouped(problem).backend, "grouped_gemm_wgrad_add_")
+    return runner(_wgrad_backend(a, b, offs, tokens, out.dtype, True), "grouped_gemm_wgrad_add_")
 
 
 def _wgrad_flops(a: Quantized, b: Quantized, tokens: int) -> int:
@@ -162,8 +142,7 @@ def grouped_gemm_wgrad(
     Raises:
         TypeError, ValueError: as :func:`grouped_gemm`.
     """
-    shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
-    return torch.empty(shape, dtype=out_dtype, device=a.data.device)
+    return a.data.new_empty(_shape(a, b, offs), dtype=out_dtype)
 
 
 @op(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..registry import NotCompiled, last_line
+
+Kept = TypeVar("Kept", "list[tuple[Launch, Any]]", None)
 
 
 class _Thread(threading.local):
@@ -71,25 +73,21 @@ def pointed_at(arg: Any) -> Tensor | None:
     return arg if isinstance(arg, Tensor) else None
 
 
-class watch_launches:
-    """Within ``with``: the list of this thread's launches, each with its compiled kernel."""
+def watch_launches() -> AbstractContextManager[list[tuple[Launch, Any]]]:
+    """Collect this thread's launches, each with its compiled kernel, until the ``with`` ends."""
+    return _launches_in([])
 
-    def __enter__(self) -> list[tuple[Launch, Any]]:
-        self._outer = this_thread.launches
-        launches: list[tuple[Launch, Any]] = []
-        this_thread.launches = launches
-        return launches
 
-    def __exit__(self, *_: object) -> None:
-        this_thread.launches = self._outer
+def not_recorded() -> AbstractContextManager[None]:
+    """Keep this thread's launches out of :func:`watch_launches` until the ``with`` ends."""
+    return _launches_in(None)
 
 
 @contextmanager
-def not_recorded() -> Iterator[None]:
-    """Keep this thread's launches out of :class:`watch_launches` until the ``with`` ends."""
-    outer, this_thread.launches = this_thread.launches, None
+def _launches_in(launches: Kept) -> Iterator[Kept]:
+    outer, this_thread.launches = this_thread.launches, launches
     try:
-        yield
+        yield launches
     finally:
         this_thread.launches = outer
 

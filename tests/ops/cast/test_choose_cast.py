@@ -98,21 +98,6 @@ def test_who_casts(
         assert cast_backend(x, format).name == name
 
 
-def test_gluon_casts_on_sm_90_and_later(pretend: Pretend) -> None:
-    pretend((8, 9))
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), BLOCKS_128X128).name == "triton"
-
-
-@pytest.mark.parametrize(("capability", "triton"), [((8, 0), True), ((9, 0), False)])
-def test_casts_fall_back_to_the_reference(
-    pretend: Pretend, capability: tuple[int, int], triton: str | None
-) -> None:
-    pretend(capability, triton=triton)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        assert cast_backend(Fake(dtype, (256, 272), (272, 1)), BLOCKS_128X128).name == "reference"
-
-
 # The reasons
 
 
@@ -143,18 +128,15 @@ def test_why(
     assert first_choice(CAST_BACKENDS, problem, CUDA).reason == reason
 
 
-def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> None:
-    pretend((9, 0))
-    x, format = Fake(torch.bfloat16, (256, 272), (272, 1)), BlockFormat("1x32", (1, 32))
-    assert cast_backend(x, format).name == "reference"
-    choice = first_choice(CAST_BACKENDS, CastProblem(x, format), CUDA)
-    assert choice.others == "gluon, triton: no kernels for format 1x32"
-
-
 @pytest.mark.parametrize(
     ("formats", "name", "others"),
     [
         ((BLOCKS_1X128, BLOCKS_128X128), "gluon", ""),
+        (
+            (BlockFormat("1x32", (1, 32)),),
+            "reference",
+            "gluon, triton: no kernels for format 1x32",
+        ),
         (
             (BLOCKS_1X128, BLOCKS_128X128_POW2),
             "reference",
@@ -167,14 +149,21 @@ def test_a_format_without_kernels_is_cast_by_the_reference(pretend: Pretend) -> 
         ),
     ],
 )
-def test_who_casts_in_two_formats(
-    pretend: Pretend, formats: tuple[BlockFormat, BlockFormat], name: str, others: str
+def test_who_casts_in_other_formats(
+    pretend: Pretend, formats: tuple[BlockFormat, ...], name: str, others: str
 ) -> None:
     pretend((9, 0))
     x = Fake(torch.bfloat16, (256, 272), (272, 1))
     assert cast_backend(x, *formats).name == name
     choice = first_choice(CAST_BACKENDS, CastProblem(x, *formats), CUDA)
     assert choice.others == others
+
+
+def test_without_triton_the_reference_casts(pretend: Pretend) -> None:
+    pretend((9, 0), triton=False)
+    assert cast_backend(Fake(torch.bfloat16, (256, 272), (272, 1)), BLOCKS_1X128).name == (
+        "reference"
+    )
 
 
 def test_a_cpu_runs_the_reference() -> None:

@@ -72,34 +72,7 @@ def test_strided_bias(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("check", gemms.CHECKS)
 @every_kind
-def test_promotion(blocks: tuple[int, int], rng: torch.Generator) -> None:
-    gemms.check_promotion(cublas, blocks, CUDA)
-
-
-@pytest.mark.gpu
-@every_kind
-def test_scales_per_block(blocks: tuple[int, int], rng: torch.Generator) -> None:
-    gemms.check_scales_per_block(cublas, blocks, CUDA)
-
-
-@pytest.mark.gpu
-@every_kind
-def test_bad_blocks(blocks: tuple[int, int], rng: torch.Generator) -> None:
-    gemms.check_bad_blocks(cublas, blocks, CUDA)
-
-
-@pytest.mark.gpu
-@every_kind
-def test_determinism(blocks: tuple[int, int], rng: torch.Generator) -> None:
-    gemms.check_determinism(cublas, blocks, CUDA)
-
-
-@pytest.mark.gpu
-def test_stream(rng: torch.Generator) -> None:
-    gemms.check_stream(cublas, CUDA)
-
-
-@pytest.mark.gpu
-def test_views(rng: torch.Generator) -> None:
-    gemms.check_views(cublas, CUDA)
+def test_contract(blocks: tuple[int, int], check: gemms.Check, rng: torch.Generator) -> None:
+    check(cublas, blocks, CUDA)

@@ -6,12 +6,8 @@ each backend.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import (
@@ -24,39 +20,13 @@ from blocktensor.ops.formats import (
 )
 from blocktensor.ops.gemm import ops
 from blocktensor.ops.gemm.choose_backend import GemmProblem
-from blocktensor.ops.registry import Backend
 from tests.support.numeric import assert_same, operand
-from tests.support.reference_ops import decide_anew
-
-
-class Watched:
-    """A backend that computes as the reference does, and remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.problems: list[GemmProblem] = []
-        self.given: list[tuple[Any, ...]] = []
-
-    def choose(self, problem: GemmProblem) -> Any:
-        self.problems.append(problem)
-
-        return SimpleNamespace(backend=Backend("watched", (self,), launches=False))
-
-    def gemm(self, a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        self.given.append((a, b, bias))
-        return reference.gemm(a, b, bias, dtype)
-
-    def gemm_add_(self, out: Tensor, a: Quantized, b: Quantized) -> None:
-        self.given.append((a, b, None))
-        reference.gemm_add_(out, a, b)
+from tests.support.reference_ops import Watched
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The only backend."""
-    made = Watched()
-    monkeypatch.setattr(ops, "choose_gemm", made.choose)
-    decide_anew(monkeypatch)
-    return made
+    return Watched(monkeypatch, ops, "choose_gemm")
 
 
 @pytest.fixture
@@ -103,7 +73,7 @@ def test_a_backend_is_given_rows_as_it_reads_them(
     strided = torch.randn(2 * 129, generator=rng)[::2]
     for bias in (strided, strided.contiguous(), None):
         ops.gemm(a, b, bias)
-        x, y, z = watched.given.pop()
+        x, y, z, _ = watched.given.pop()
         assert (is_in_vectors(x), is_in_vectors(y)) == (True, True)
         assert (x.data is a.data) == (aligned and k % 16 == 0)
         assert (x.scale is a.scale, y.scale is b.scale) == (True, True)
@@ -140,7 +110,7 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
         (of_a_row, of_a_row),
         (format, BLOCKS_1X128),
     ]
-    assert [(a.format, b.format) for a, b, _ in watched.given] == chosen
+    assert [(a.format, b.format) for a, b, *_ in watched.given] == chosen
 
 
 def test_empty_products_ask_for_none(watched: Watched) -> None:

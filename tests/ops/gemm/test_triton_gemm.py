@@ -82,32 +82,10 @@ def test_accumulation(blocks: tuple[int, int], rng: torch.Generator) -> None:
         assert torch.equal(whole[:, n:], before[:, n:])
 
 
+@pytest.mark.parametrize("check", gemms.CHECKS)
 @every_kind
-def test_promotion(blocks: tuple[int, int]) -> None:
-    gemms.check_promotion(triton_gemm, blocks, CUDA)
-
-
-@every_kind
-def test_scales_per_block(blocks: tuple[int, int]) -> None:
-    gemms.check_scales_per_block(triton_gemm, blocks, CUDA)
-
-
-@every_kind
-def test_bad_blocks(blocks: tuple[int, int]) -> None:
-    gemms.check_bad_blocks(triton_gemm, blocks, CUDA)
-
-
-@every_kind
-def test_determinism(blocks: tuple[int, int]) -> None:
-    gemms.check_determinism(triton_gemm, blocks, CUDA)
-
-
-def test_stream() -> None:
-    gemms.check_stream(triton_gemm, CUDA)
-
-
-def test_views() -> None:
-    gemms.check_views(triton_gemm, CUDA)
+def test_contract(blocks: tuple[int, int], check: gemms.Check) -> None:
+    check(triton_gemm, blocks, CUDA)
 
 
 def test_more_than_2_to_the_31_elements(rng: torch.Generator) -> None:

@@ -21,16 +21,6 @@ PROBLEM = GroupedProblem(
 )
 
 
-@pytest.mark.parametrize("name", ["triton", "reference"])
-def test_a_backend_can_be_forced(
-    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    pretend((9, 0), fast=False)
-    monkeypatch.setenv(GEMM_VARIABLE, name)
-    choice = choose_grouped(PROBLEM)
-    assert (choice.name, choice.reason) == (name, "forced by BLOCKTENSOR_GEMM")
-
-
 def test_one_that_grouped_gemms_do_not_have_forces_none(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,12 +38,6 @@ def test_a_backend_that_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> Non
         "BLOCKTENSOR_GEMM=triton: needs a CUDA device, got 'cpu'. Usable here for T=4096, N=2048, "
         "K=768, E=16: reference. Unset BLOCKTENSOR_GEMM to let blocktensor choose."
     )
-
-
-def test_an_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GEMM_VARIABLE, "gluten")
-    with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM=gluten: no backend of this name"):
-        choose_grouped(replace(PROBLEM, device=CPU))
 
 
 def test_the_reference_on_a_gpu_warns(pretend: Pretend) -> None:

@@ -1,31 +1,26 @@
 """What grouped ops ask their backend for and hand over, and what holds for their results.
 
-Registered ops: test_registered_ops.py. Refusals: test_checks_grouped.py. Numbers:
+Registered ops: test_registered_ops.py. Refusals: test_checks.py. Numbers:
 test_reference_grouped.py.
 """
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast.ops import (
-    columnwise_shape,
     quantize_grouped,
     quantize_grouped_columnwise,
 )
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.grouped_gemm import ops
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem
-from blocktensor.ops.registry import Backend
 from tests.support.groups import GROUPS, columnwise, ends, ranges, stack
 from tests.support.models import Trace
 from tests.support.numeric import assert_same, operand
-from tests.support.reference_ops import decide_anew
+from tests.support.reference_ops import Watched
 
 N, K = 130, 200
 
@@ -35,25 +30,9 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-class Watched:
-    """A backend that computes as the reference does, and remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.problems: list[GroupedProblem] = []
-
-    def choose(self, problem: GroupedProblem) -> Any:
-        self.problems.append(problem)
-
-        return SimpleNamespace(backend=Backend("watched", (reference,), launches=False))
-
-
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The only backend."""
-    made = Watched()
-    monkeypatch.setattr(ops, "choose_grouped", made.choose)
-    decide_anew(monkeypatch)
-    return made
+    return Watched(monkeypatch, ops, "choose_grouped")
 
 
 def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: torch.Generator) -> None:
@@ -123,12 +102,6 @@ def test_groups_do_not_depend_on_each_other(groups: str, rng: torch.Generator) -
     assert_same(ops.grouped_gemm_wgrad(form, col, flipped, len(order)), dw.flip(0))
 
 
-def test_the_shape_of_the_columnwise_form() -> None:
-    x, offs = torch.zeros(300, K), ends(1, 2, 3)
-    assert columnwise_shape(x, offs) == (K, 128 * 5)
-    assert columnwise_shape(x[:2], offs) == (K, 128 * 2)
-
-
 def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
     """Through the dispatcher, which shows every op: a read is ``_local_scalar_dense``."""
     offs, x, g = ends(10, 20), torch.randn(40, K), torch.randn(40, N)
@@ -141,10 +114,3 @@ def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
         ops.grouped_gemm_wgrad_add_(out, form, col, offs, 40)
     assert trace.count("blocktensor.") == 5
     assert trace.count("item") == trace.count("_local_scalar_dense") == 0
-
-
-def test_a_product_defaults_to_bf16_without_bias(rng: torch.Generator) -> None:
-    a, b, offs = operand(30, K, 1, rng), stack(2, N, K, rng), ends(10, 10)
-    assert_same(
-        ops.grouped_gemm(a, b, offs), reference.grouped_gemm(a, b, offs, None, torch.bfloat16)
-    )

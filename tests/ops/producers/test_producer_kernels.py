@@ -12,9 +12,7 @@ from torch import Tensor
 
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
-    BLOCKS_1X128_POW2,
     BLOCKS_128X128,
-    BLOCKS_128X128_POW2,
 )
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
@@ -28,7 +26,7 @@ from tests.support.casts import Functions
 from tests.support.casts import kernels as functions
 from tests.support.groups import ends
 from tests.support.numeric import DTYPES, KINDS, assert_same, values
-from tests.support.producers import Formats, assert_same_forms, by_casts
+from tests.support.producers import FORMATS, SIZES, Formats, assert_same_forms, by_casts
 
 pytest.importorskip("triton")
 
@@ -36,16 +34,6 @@ CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 on_a_gpu = pytest.mark.gpu
 
-FORMATS: tuple[Formats, ...] = (
-    (BLOCKS_1X128, BLOCKS_1X128),
-    (BLOCKS_1X128, BLOCKS_128X128),
-    (None, BLOCKS_1X128),
-    (BLOCKS_1X128, None),
-    (None, BLOCKS_128X128),
-    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
-    (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
-)
-SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)
 ROWS: Formats = BLOCKS_1X128, None
 VIEWS = ("contiguous", "halves", "rows apart", "one row")
 

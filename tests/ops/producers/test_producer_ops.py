@@ -1,9 +1,8 @@
-"""The ops of producers: their bytes here, who runs them, and bytes of norms and of h on a GPU."""
+"""The ops of producers: joint gradients, the choice of a backend, and gradients with h."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -25,21 +24,11 @@ from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.casts import Functions, kernels
 from tests.support.groups import ends
 from tests.support.numeric import DTYPES, KINDS, values
-from tests.support.producers import Formats, assert_same_forms
+from tests.support.producers import FORMATS, SIZES, Formats, assert_same_forms
 
 BF16, FP16, FP32 = DTYPES
 CUDA = torch.device("cuda")
-FORMATS: tuple[Formats, ...] = (
-    (BLOCKS_1X128, BLOCKS_1X128),
-    (BLOCKS_1X128, BLOCKS_128X128),
-    (None, BLOCKS_1X128),
-    (None, BLOCKS_128X128),
-    (BLOCKS_1X128, None),
-    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
-    (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
-)
 every_formats = pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))
-SIZES = (1, 127, 128, 129, 136, 256, 300, 512, 576, 1096, 10944)
 
 
 def three(
@@ -51,27 +40,6 @@ def three(
     made = [values(k, rows, cols, dtype, rng) for k in (kind, "normal", "normal")]
     grad, gate, up = made[turn:] + made[:turn]
     return grad, gate, up
-
-
-def calls(grad: Tensor, gate: Tensor, up: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    return (ops.gated(gate, up, *rest), *ops.gated_backward(grad, gate, up, *rest))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@every_formats
-def test_functions_are_the_reference_here(activation: str, formats: Formats) -> None:
-    grad, gate, up = three()
-    for given in (up, None):
-        rest = (activation, *formats)
-        want = (
-            reference.gated(gate, given, *rest),
-            *reference.gated_backward(grad, gate, given, *rest),
-        )
-        for ours, theirs in zip(calls(grad, gate, given, activation, *formats), want, strict=True):
-            assert_same_forms(ours, theirs)
-        alone, none = ops.gated_backward(grad, gate, given, activation, *formats, of_up=False)
-        assert_same_forms(alone, want[1])
-        assert none == (None, None)
 
 
 @every_formats
@@ -113,9 +81,6 @@ def test_who_takes_which_layouts() -> None:
     wide = torch.empty((128, 258), device="meta")
     assert declines("triton", wide) == "reads fp16 and fp32 in whole vectors of eight elements"
     assert declines("triton", wide[:, :256].contiguous()) is None
-
-
-# Norms
 
 
 # The gradients of gate and up with h from one read

@@ -113,9 +113,6 @@ def plan_gemm(
     tma = fits_tma(out)
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
-    target: Tensor | TensorDescriptor = out
-    if tma:
-        target = output_map(out, tile)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
     output = Output(tma, bias is not None, add, splits > 1)
@@ -125,8 +122,8 @@ def plan_gemm(
         gemm_kernel,
         (programs,),
         (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.b_rows), b_scale_map,
-         target, out, out if bias is None else bias, rows, cols, tiles_m, tiles_n, blocks // splits,
-         splits, a_scale_ld, b_scale_ld, out.stride(0)),
+         output_map(out, tile) if tma else out, out, out if bias is None else bias, rows, cols,
+         tiles_m, tiles_n, blocks // splits, splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,

@@ -1,4 +1,4 @@
-"""The Tritons that the kernels in Gluon were tested with, and their trial with another."""
+"""The versions of Triton that Gluon kernels were tested with, and the trial of any other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 
 import torch
-import triton
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...formats import Quantized
 from ...registry import last_line
 from ..launch import not_recorded
 
@@ -18,9 +19,21 @@ TESTED = ("3.6", "3.7", "3.8", "3.9")
 Trial = Callable[[torch.device], str | None]
 
 
+TOLERANCE = 4e-3
+"""Largest relative error of a product in bf16: fp32 sums in another order."""
+
+
+def installed() -> str:
+    """Return the version of the installed Triton."""
+    import triton
+
+    version: str = triton.__version__
+    return version
+
+
 def is_tested() -> bool:
     """Return whether the installed Triton is one of :data:`TESTED`."""
-    return ".".join(triton.__version__.split(".")[:2]) in TESTED
+    return ".".join(installed().split(".")[:2]) in TESTED
 
 
 def tried(trial: Trial) -> Trial:
@@ -45,7 +58,7 @@ def tried(trial: Trial) -> Trial:
         if found is None:
             return None
         tested = ", ".join(TESTED)
-        return f"Triton {triton.__version__} is not among those tested ({tested}): {found}"
+        return f"Triton {installed()} is not among those tested ({tested}): {found}"
 
     def failure_unless_tested(device: torch.device) -> str | None:
         if is_tested() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -54,3 +67,14 @@ def tried(trial: Trial) -> Trial:
 
     failure_unless_tested.forget = failure.cache_clear  # type: ignore[attr-defined]
     return failure_unless_tested
+
+
+def on(device: torch.device, x: Quantized) -> Quantized:
+    """Copy a cast to a device."""
+    return Quantized(x.data.to(device), x.scale.to(device), x.format)
+
+
+def differ(made: Tensor, wanted: Tensor) -> bool:
+    """Return True if a product is NaN, or farther from the reference than :data:`TOLERANCE`."""
+    error = (made.cpu().float() - wanted.float()).norm() / wanted.float().norm()
+    return not error.item() <= TOLERANCE

@@ -12,7 +12,6 @@ from blocktensor.ops import reference
 from blocktensor.ops.devices import card
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
-from blocktensor.ops.scale_layouts import in_vectors, tma_scale
 from tests.support import gemms
 from tests.support.gemms import Shape
 from tests.support.numeric import operand, relative_error, worst_row
@@ -43,11 +42,6 @@ def rng() -> torch.Generator:
     return torch.Generator(CUDA).manual_seed(0)
 
 
-def for_tma(x: Quantized) -> Quantized:
-    """``x`` as ``plan_gemm`` takes it."""
-    return Quantized(in_vectors(x.data), tma_scale(x), x.format)
-
-
 def fixed(name: str) -> SimpleNamespace:
     """The backend with one tile for all shapes."""
     tile = TILES[name]
@@ -55,7 +49,7 @@ def fixed(name: str) -> SimpleNamespace:
     def gemm(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         shape = a.data.shape[0], b.data.shape[0]
         out = torch.empty(shape, dtype=dtype, device=CUDA)
-        hopper.plan_gemm(for_tma(a), for_tma(b), bias, out, False, tile)()
+        hopper.plan_gemm(hopper.for_tma(a), hopper.for_tma(b), bias, out, False, tile)()
         return out
 
     return SimpleNamespace(gemm=gemm, blocks=(1, tile.b_block))
@@ -145,7 +139,10 @@ def test_accumulation(
     monkeypatch.setattr(hopper, "add_mode", lambda *_: mode)
     tile = TILES[name]
     for m, n, k in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
-        a, b = for_tma(operand(m, k, 1, rng)), for_tma(operand(n, k, tile.b_block, rng))
+        a, b = (
+            hopper.for_tma(operand(m, k, 1, rng)),
+            hopper.for_tma(operand(n, k, tile.b_block, rng)),
+        )
         buffer, out = guarded(m, n, FP32, 4)
         before = out.copy_(1000 * torch.randn((m, n), generator=rng, device=CUDA)).clone()
         hopper.plan_gemm(a, b, None, out, True, tile)()
@@ -169,22 +166,17 @@ def test_accumulation_by_choice(
     assert_guards_hold(buffer, 2048, n)
 
 
+@pytest.mark.parametrize("check", gemms.OF_NUMBERS)
 @every_tile
-def test_promotion(name: str) -> None:
+def test_numbers_of_every_tile(name: str, check: gemms.Check) -> None:
     module = fixed(name)
-    gemms.check_promotion(module, module.blocks, CUDA)
+    check(module, module.blocks, CUDA)
 
 
-@every_tile
-def test_scales_per_block(name: str) -> None:
-    module = fixed(name)
-    gemms.check_scales_per_block(module, module.blocks, CUDA)
-
-
-@every_tile
-def test_bad_blocks(name: str) -> None:
-    module = fixed(name)
-    gemms.check_bad_blocks(module, module.blocks, CUDA)
+@pytest.mark.parametrize("check", gemms.OF_CALLS)
+@every_kind
+def test_calls(blocks: tuple[int, int], check: gemms.Check) -> None:
+    check(hopper, blocks, CUDA)
 
 
 @every_tile
@@ -194,14 +186,6 @@ def test_fifty_runs_give_the_same_bits(name: str, rng: torch.Generator) -> None:
     first = module.gemm(a, b, None, FP32)
     for _ in range(50):
         assert torch.equal(module.gemm(a, b, None, FP32), first)
-
-
-def test_stream() -> None:
-    gemms.check_stream(hopper, CUDA)
-
-
-def test_views() -> None:
-    gemms.check_views(hopper, CUDA)
 
 
 def test_more_than_2_to_the_31_elements(rng: torch.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -100,13 +99,6 @@ def test_a_launcher_that_is_called_otherwise_is_another(fake_driver: SimpleNames
     fake_driver._BASE_ARGS_FORMAT = None
     with pytest.warns(UserWarning, match="in another way than those known"):
         assert launchers.launcher() is None
-
-
-@pytest.mark.usefixtures("fake_driver")
-def test_this_triton_gives_none() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        op(axpy).call(*draw(2, 8), 3)
 
 
 @pytest.mark.parametrize("change", ["names", "kinds", "interpreter"])

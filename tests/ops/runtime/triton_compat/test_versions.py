@@ -13,15 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor.ops import reference
+from blocktensor.ops.cast import choose_backend as casts
 from blocktensor.ops.cast import gluon_128x128, gluon_columnwise
-from blocktensor.ops.cast import trial as casts
 from blocktensor.ops.formats import Quantized
+from blocktensor.ops.gemm import choose_backend as gemms
 from blocktensor.ops.gemm.hopper import launch as hopper
-from blocktensor.ops.gemm.hopper import trial as gemms
 from blocktensor.ops.gemm.hopper.tile import Tile
 from blocktensor.ops.gemm.hopper.tiles import TILES
+from blocktensor.ops.grouped_gemm import choose_backend as grouped
 from blocktensor.ops.grouped_gemm import hopper_launch as grouped_hopper
-from blocktensor.ops.grouped_gemm import trial as grouped
 from blocktensor.ops.runtime.launch import this_thread, watch_launches
 from blocktensor.ops.runtime.triton_compat import versions
 from blocktensor.ops.runtime.triton_compat.versions import tried
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Triton that nobody has tested the kernels with."""
-    monkeypatch.setattr(versions.triton, "__version__", "4.2.0")
+    monkeypatch.setattr(versions, "installed", lambda: "4.2.0")
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     [("3.6.0", True), ("3.7.1", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0.0", False)],
 )
 def test_what_is_tested(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.triton, "__version__", version)
+    monkeypatch.setattr(versions, "installed", lambda: version)
     assert versions.is_tested() == tested
 
 
 def test_a_tested_triton_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.triton, "__version__", "3.9.0")
+    monkeypatch.setattr(versions, "installed", lambda: "3.9.0")
 
     def trial(device: torch.device) -> str | None:
         raise AssertionError("not asked for")
@@ -144,36 +144,41 @@ def test_the_trials_pass_with_the_reference(on_the_cpu: Planned) -> None:
     assert sorted(on_the_cpu.tiles) == sorted([*TILES, *TILES])
 
 
-def off(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A product that is wrong by a hundredth."""
-    return lambda *args: function(*args) * 1.01
+def scaled(name: str, factor: float) -> Callable[..., Any]:
+    """A product of the reference that is wrong by a factor."""
+    return lambda *args: getattr(reference, name)(*args) * factor
 
 
-def nan(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: function(*args) * float("nan")
+def with_a_wrong_byte(*args: Any) -> Quantized:
+    made = reference.quantize_rowwise(*args)
+    made.data.view(torch.uint8)[303, 383] ^= 1
+    return made
 
 
 @pytest.mark.usefixtures("newer", "on_the_cpu")
-@pytest.mark.parametrize("spoil", [off, nan])
 @pytest.mark.parametrize(
-    ("module", "name", "trial"),
+    ("module", "name", "wrong", "trial"),
     [
-        (hopper, "gemm", gemms.gemms_fail),
-        (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
-        (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
+        *(
+            (module, name, scaled(name, factor), trial)
+            for factor in (1.01, float("nan"))
+            for module, name, trial in (
+                (hopper, "gemm", gemms.gemms_fail),
+                (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
+                (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
+            )
+        ),
+        (hopper, "plan_gemm", Planned(1.01), gemms.gemms_fail),
+        (gluon_128x128, "quantize_rowwise", with_a_wrong_byte, casts.casts_fail),
     ],
 )
-def test_a_wrong_product_fails_its_trial(
-    module: Any, name: str, trial: Any, spoil: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_kernel_fails_its_trial(
+    module: Any, name: str, wrong: Any, trial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, name, spoil(getattr(reference, name)))
-    assert "differ from the reference" in (trial(CPU) or "")
-
-
-@pytest.mark.usefixtures("newer", "on_the_cpu")
-def test_a_wrong_tile_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "plan_gemm", Planned(1.01))
-    assert "the tile 'square 256x128' differ" in (gemms.gemms_fail(CPU) or "")
+    monkeypatch.setattr(module, name, wrong)
+    said = trial(CPU) or ""
+    assert "differ from the reference" in said
+    assert name != "plan_gemm" or "the tile 'square 256x128' differ" in said
 
 
 @pytest.mark.usefixtures("newer", "on_the_cpu")
@@ -211,17 +216,6 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
         )
         assert (trial(torch.device("cuda", 0)) or "").endswith(answer or "")
         assert (trial(torch.device("cuda", 0)) is None) == (answer is None)
-
-
-@pytest.mark.usefixtures("newer", "on_the_cpu")
-def test_a_wrong_byte_fails_the_trial_of_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantize_rowwise(*args: Any) -> Quantized:
-        made = reference.quantize_rowwise(*args)
-        made.data.view(torch.uint8)[303, 383] ^= 1
-        return made
-
-    monkeypatch.setattr(gluon_128x128, "quantize_rowwise", quantize_rowwise)
-    assert "casts differ from the reference" in (casts.casts_fail(CPU) or "")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,199 @@
+"""GEMMs compile for sm_90 without a GPU: every tile on Hopper to the code that is meant."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops.devices import H200
+from blocktensor.ops.formats import BLOCK, Quantized, group_blocks
+from blocktensor.ops.scale_layouts import empty_quantized
+from tests.support.numeric import DTYPES, FORMATS
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gemm import triton_gemm
+from blocktensor.ops.gemm.hopper.launch import plan_gemm
+from blocktensor.ops.gemm.hopper.tile import Tile
+from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
+from blocktensor.ops.grouped_gemm import tiles
+from blocktensor.ops.grouped_gemm import triton_gemm as triton_grouped
+from blocktensor.ops.grouped_gemm.hopper_launch import plan_grouped_gemm, plan_grouped_wgrad
+from blocktensor.ops.runtime.launch import Launch
+from tests.support import sm90
+from tests.support.sm90 import Launches, Resources, compile_for_sm90
+
+BF16, FP16, FP32 = DTYPES
+launches = sm90.launches
+
+
+def like(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def operand(*shape: int, rows: int = 1) -> Quantized:
+    return empty_quantized(shape, FORMATS[rows], torch.device("meta"))
+
+
+def assert_fits(tile: Tile, code: Resources) -> None:
+    assert code.spills_nothing_of_a_gemm
+    assert code.shared_bytes * tile.programs <= 227 * 1024
+
+
+# Products of matrices
+
+
+def compiled(
+    tile: Tile,
+    dtype: torch.dtype,
+    *,
+    m: int = 4096,
+    n: int = 2112,
+    bias: bool = False,
+    add: bool = False,
+    parts: int = 1,
+) -> Resources:
+    k, out = 7168, like(m * parts, n, dtype=dtype)
+    a, b = operand(m, k), operand(n, k, rows=tile.b_block)
+    return compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, add, tile, parts))
+
+
+def assert_as_written(tile: Tile, code: Resources) -> None:
+    assert_fits(tile, code)
+    # What 384 or 512 threads leave each; the consumers then take more from the producer
+    assert code.registers == (168 if tile.warpgroups == 2 else 128)
+    # One wait a product: ptxas serialises products that it cannot keep under way, each with a wait
+    # of its own. The first k block of a tile is code of its own where B has 128x128 blocks.
+    products = tile.products * tile.warpgroups * (2 if tile.b_block == 128 else 1)
+    assert code.sass.count("WARPGROUP.DEPBAR") == products
+    assert code.sass.count(f"QGMMA.64x{tile.width}x32") == 4 * products
+    assert code.sass.count("QGMMA") == 4 * products
+
+
+def variants() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of tiles, with the options of a product that they compute."""
+    for name, tile in TILES.items():
+        yield from ((name, {"dtype": dtype}) for dtype in DTYPES)
+        yield name, {"dtype": BF16, "n": 2111}  # rows that TMA cannot address
+        if not tile.turned:
+            yield name, {"dtype": FP32, "parts": 7}
+        if tile.b_block == 128:
+            yield name, {"dtype": BF16, "bias": True}
+            if tile.rows == 1:
+                yield name, {"dtype": BF16, "bias": True, "n": 2111}
+
+
+@pytest.mark.parametrize(("name", "options"), [*variants()], ids=str)
+def test_products(name: str, options: dict[str, Any]) -> None:
+    assert_as_written(TILES[name], compiled(TILES[name], **options))
+
+
+@pytest.mark.parametrize("m", [1024, 40960])
+@pytest.mark.parametrize("name", TILES)
+def test_accumulation(name: str, m: int) -> None:
+    """Of few waves, staged; and of many, directly where the tile does so."""
+    tile = TILES[name]
+    code = compiled(tile, FP32, m=m, add=True)
+    assert_as_written(tile, code)
+    chunks = tile.rows * tile.cols * tile.width // 32 * tile.warpgroups
+    direct = m == 40960 and tile.b_block == 1 and not tile.turned
+    staged = tile.warpgroups * (tile.buffers // 2) if direct else chunks
+    assert code.sass.count("UTMAREDG") == staged
+    # 64 x 32 numbers of a chunk, two a thread at a time
+    assert code.sass.count("REDG.E.ADD.F32x2") == (chunks - staged) * 8
+
+
+def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:
+    assert choose_tile(4096, 18431, 56, 128, H200, plain=True)[0].rows == 2
+    assert choose_tile(4096, 18431, 56, 128, H200, plain=False)[0].rows == 1
+
+
+def gemms_in_triton() -> Iterator[tuple[Quantized, Quantized, Tensor | None, torch.dtype]]:
+    for m, n, k, a_rows, b_rows, dtype in (
+        (4096, 7168, 2048, 1, 128, BF16),
+        (4096, 7168, 2048, 1, 1, FP32),
+        (4096, 576, 10944, 1, 128, BF16),
+        (4096, 576, 10944, 128, 1, FP32),
+        (4096, 2112, 7168, 128, 128, FP16),
+        (300, 130, 130, 1, 128, BF16),
+        (300, 129, 1, 1, 1, FP32),
+        (64, 576, 10944, 1, 128, BF16),
+        (64, 7168, 2048, 1, 1, FP32),
+        (3, 130, 129, 128, 1, BF16),
+        (1, 7168, 2048, 1, 128, BF16),
+        (1, 1, 1, 1, 1, FP32),
+    ):
+        yield operand(m, k, rows=a_rows), operand(n, k, rows=b_rows), None, dtype
+    for m, n, k in ((4096, 7168, 2048), (3, 130, 129)):
+        yield operand(m, k), operand(n, k, rows=128), like(n), BF16
+
+
+@pytest.mark.parametrize(("a", "b", "bias", "dtype"), [*gemms_in_triton()], ids=range(14))
+def test_in_triton(
+    a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, launches: Launches
+) -> None:
+    assert launches.compile(lambda: triton_gemm.gemm(a, b, bias, dtype)) == 1
+    if bias is not None:
+        wide = like(len(a.data), len(b.data) + 1, dtype=FP32)[:, :-1]
+        assert launches.compile(lambda: triton_gemm.gemm_add_(wide, a, b)) == 1
+
+
+# Grouped products
+
+EXPERTS, TOKENS, N, K = 8, 4001, 2816, 2048
+COLUMNS = group_blocks(TOKENS, EXPERTS) * BLOCK
+OFFS = like(EXPERTS, dtype=torch.int32)
+
+
+def fprops() -> Iterator[tuple[Tile, torch.dtype, bool, int]]:
+    for found, dtype, bias, n in itertools.product(
+        tiles.SQUARES, (BF16, FP32), (False, True), (N, 130)
+    ):
+        if not (bias and found.tile.rows > 1):  # never chosen: no registers are left
+            yield found.tile, dtype, bias, n
+
+
+@pytest.mark.parametrize(("tile", "dtype", "bias", "n"), [*fprops()], ids=lambda x: str(x)[:40])
+def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> None:
+    a, b, out = operand(TOKENS, K), operand(EXPERTS, n, K, rows=128), like(TOKENS, n, dtype=dtype)
+    added = like(EXPERTS, n) if bias else None
+    assert_fits(tile, compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132)))
+
+
+def wgrads() -> Iterator[tuple[Tile, torch.dtype, bool, int, int]]:
+    stored, added = tiles.ROWS + tiles.WGRAD_SQUARES, tiles.ADDED + tiles.ADDED_SQUARES
+    shapes = ((N, K), (N, 130), (2880, 2880), (1408, K))
+    for found, dtype, add, (n, k) in (
+        *itertools.product(stored, (BF16, FP32), (False,), shapes),
+        *itertools.product(added, (FP32,), (True,), ((N, K), (2880, K))),
+    ):
+        if tiles.stores_fit(found.tile, n, k):
+            yield found.tile, dtype, add, n, k
+
+
+@pytest.mark.parametrize(("tile", "dtype", "add", "n", "k"), [*wgrads()], ids=lambda x: str(x)[:40])
+def test_grouped_wgrad(tile: Tile, dtype: torch.dtype, add: bool, n: int, k: int) -> None:
+    a, b = operand(n, COLUMNS), operand(k, COLUMNS, rows=tile.b_block)
+    out = like(EXPERTS, n, k, dtype=dtype)
+    assert_fits(tile, compile_for_sm90(plan_grouped_wgrad(a, b, OFFS, TOKENS, out, add, tile, 132)))
+
+
+def grouped_in_triton() -> Iterator[Launch]:
+    for dtype in (BF16, FP32):
+        out = like(TOKENS, N, dtype=dtype)
+        x, w = operand(TOKENS, K), operand(EXPERTS, N, K, rows=128)
+        yield triton_grouped.plan_grouped_gemm(x, w, OFFS, None, out)
+        dw = like(EXPERTS, N, K, dtype=dtype)
+        for rows, other in ((1, 1), (1, 128), (128, 1)):
+            a, b = operand(N, COLUMNS, rows=rows), operand(K, COLUMNS, rows=other)
+            yield triton_grouped.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw, dtype == FP32)
+
+
+@pytest.mark.parametrize("launch", [*grouped_in_triton()], ids=range(8))
+def test_grouped_in_triton(launch: Launch) -> None:
+    assert compile_for_sm90(launch).spilled_bytes == 0

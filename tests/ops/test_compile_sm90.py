@@ -1,0 +1,400 @@
+"""Every kernel but the GEMMs on Hopper compiles for sm_90 without a GPU, and spills little.
+
+Functions that launch kernels are called with meta tensors; their launches are recorded and compiled
+instead of run. GEMMs of tensor cores: test_compile_gemms_sm90.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktensor.ops.formats import (
+    ACTIVATION_FORMATS,
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    Quantized,
+)
+from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
+from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
+from tests.support.casts import (
+    BOTH,
+    GLUON_WAYS,
+    SQUARE,
+    WAYS,
+    Functions,
+    Way,
+    gluon_takes,
+    kernels,
+)
+from tests.support.numeric import DTYPES, E4M3, FORMATS
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.cast.gluon_ahead import cast_ahead_kernel
+from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
+from blocktensor.ops.cast.triton_128x128 import plan_shard
+from blocktensor.ops.cast.triton_cast import plan_1x128
+from blocktensor.ops.cross_entropy import triton_rows
+from blocktensor.ops.gemm.hopper.launch import plan_sum
+from blocktensor.ops.norm import triton_passes
+from blocktensor.ops.runtime.launch import Launch
+from tests.support import sm90
+from tests.support.sm90 import TUNED, Launches, compile_for_sm90
+
+launches = sm90.launches
+META = torch.device("meta")
+BF16, FP16, FP32 = DTYPES
+*OLDER, COLUMNWISE_SQUARE, MIXED = WAYS
+TRITON, GLUON = kernels("triton"), kernels("gluon")
+
+# None with the Triton that the kernels are tuned with. Others may, a little, at odd shapes in fp32.
+SPILLS = 0 if TUNED else 192
+
+
+class Case(NamedTuple):
+    """What launches kernels, how many, and how many bytes a thread of each may spill.
+
+    ``launches`` is None where an awkward tensor takes more than one.
+    """
+
+    label: str
+    run: Callable[[], object]
+    launches: int | None = 1
+    spills: int | Callable[[Launch], int] = SPILLS
+
+
+def like(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def cast(shape: tuple[int, ...], rows: int) -> Quantized:
+    return empty_quantized(shape, FORMATS[rows], META)
+
+
+INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "even": lambda dtype: like(4096, 7168, dtype=dtype),
+    "even.t()": lambda dtype: like(7168, 4096, dtype=dtype).t(),
+    "300x576": lambda dtype: like(300, 576, dtype=dtype),
+    "4096x10944": lambda dtype: like(4096, 10944, dtype=dtype),
+    "129x130": lambda dtype: like(129, 130, dtype=dtype),
+    "304x130": lambda dtype: like(304, 130, dtype=dtype),
+    "129x130.t()": lambda dtype: like(130, 129, dtype=dtype).t(),
+    "unaligned": lambda dtype: like(257, 512, dtype=dtype).flatten()[1:-511].view(256, 512),
+    "stepped": lambda dtype: like(300, 1152, dtype=dtype)[:, ::2],
+    "one number": lambda dtype: like(1, 1, dtype=dtype).expand(256, 512),
+    "one column": lambda dtype: like(128, 1, dtype=dtype),
+    "wide": lambda dtype: torch.empty_strided((256, 130), (2**25, 1), dtype=dtype, device=META),
+}
+
+
+def casts_in_triton() -> Iterator[Case]:
+    of_fp32: list[tuple[Way, torch.dtype, str, bool]] = [
+        *product(OLDER, [FP32], INPUTS, [False]),
+        *product([COLUMNWISE_SQUARE], [FP32], ["129x130.t()", "one column", "wide"], [False]),
+        *product([MIXED], [FP32], ["even", "300x576", "129x130"], [False]),
+        *product(WAYS, [FP32], ["129x130"], [True]),
+    ]
+    of_16_bits: list[tuple[Way, torch.dtype, str, bool]] = [
+        *product(WAYS, [BF16], ["even", "129x130", "4096x10944"], [False]),
+        *product(WAYS, [FP16], ["300x576", "even.t()"], [False]),
+        *product([BOTH], [BF16], ["129x130.t()", "one column"], [False]),
+        (MIXED, BF16, "wide", False),
+        *product(WAYS, [BF16], ["300x576"], [True]),
+    ]
+    for way, dtype, view, power_of_two in of_fp32 + of_16_bits:
+        label = f"{way}, {dtype}, {view}" + ", power of two" * power_of_two
+        yield Case(label, partial(way, TRITON, INPUTS[view](dtype), power_of_two), None)
+
+
+def casts_in_gluon() -> Iterator[Case]:
+    shapes = [(4096, 7168), (300, 576), (304, 130), (300, 130)]
+    for way, dtype, shape, power_of_two in [
+        *product(GLUON_WAYS, DTYPES, shapes, [False]),
+        *product(GLUON_WAYS, DTYPES, [(300, 576)], [True]),
+    ]:
+        x = like(*shape, dtype=dtype)
+        assert gluon_takes(x, *way.formats(power_of_two))
+        label = f"gluon {way}, {dtype}, {shape}" + ", power of two" * power_of_two
+        yield Case(label, partial(way, GLUON, x, power_of_two))
+    for dtype, shape, format in product(
+        DTYPES, [(14336, 4096), (160, 10), (3, 272, 576)], [BLOCKS_128X128, BLOCKS_128X128_POW2]
+    ):
+        run = partial(GLUON.quantize_with_transpose, like(*shape, dtype=dtype), format)
+        yield Case(f"with transpose {format.name}, {dtype}, {shape}", run)
+
+
+def casts_of_stacks() -> Iterator[Case]:
+    for x in (like(3, 129, 130, dtype=FP32), like(3, 256, 512)):
+        label = f"stack {x.dtype}, {list(x.shape)}"
+        yield Case(f"triton {label}", partial(SQUARE, TRITON, x, False))
+        yield Case(f"triton {label}.mT", partial(SQUARE, TRITON, x.mT, True))
+        yield Case(f"gluon {label}", partial(SQUARE, GLUON, x, False))
+
+
+def finished_casts() -> Iterator[Case]:
+    """Transposes and dequantize."""
+    for shape in ((256, 512), (129, 130), (3, 300, 576), (256, 132)):
+        x = cast(shape, 128)
+        flipped = x._replace(data=x.data.mT.contiguous().mT)
+        yield Case(f"transpose {shape}", partial(TRITON.transpose, x))
+        yield Case(f"transpose {shape} of strides", partial(TRITON.transpose, flipped))
+    for shape, rows, dtype in (
+        ((256, 512), 1, BF16),
+        ((129, 130), 1, FP32),
+        ((300, 576), 128, FP16),
+        ((3, 129, 130), 128, BF16),
+    ):
+        run = partial(TRITON.dequantize, cast(shape, rows), dtype)
+        yield Case(f"dequantize {shape}, {rows}, {dtype}", run)
+
+
+def casts_by_groups() -> Iterator[Case]:
+    for (dtype, k, experts, rowwise), square in product(
+        [
+            *product([BF16, FP32], [2048], [8], [True, False]),
+            (FP16, 136, 256, True),
+            (FP32, 130, 1000, True),
+        ],
+        [False, True],
+    ):
+        x, offs = like(401, k, dtype=dtype), like(experts, dtype=torch.int32)
+        rounding: Any = "power_of_two" if k == 136 else "fp32"
+        row, squares = ACTIVATION_FORMATS[rounding], WEIGHT_FORMATS[rounding]
+        forms = (
+            empty_quantized(x.shape, row, META) if rowwise else None,
+            empty_columnwise(x, squares if square else row, offs),
+        )
+        for plan in (plan_columnwise, plan_1x128):
+            label = f"{plan.__name__} by groups {dtype}, {k}, {experts}, {rowwise}, {square}"
+            yield Case(
+                label, lambda plan=plan, x=x, forms=forms, offs=offs: plan(x, *forms, offs)()
+            )
+
+
+def passes() -> Iterator[Case]:
+    """Sums of split products, and losses of logits."""
+    for dtype, n in product(DTYPES, (576, 2048, 2049)):
+        splits, out = like(7, 64, n, dtype=FP32), like(50, n, dtype=dtype)
+        with_bias = plan_sum(splits, like(n, dtype=dtype), out, False)
+        yield Case(f"sum with bias {dtype}, {n}", with_bias, spills=0)
+        yield Case(f"sum {dtype}, {n}", plan_sum(splits, None, out, dtype == FP32), spills=0)
+    target = like(1024, dtype=torch.int64)
+    for dtype, total, cols in product(DTYPES, (None, like(dtype=torch.int64)), (300, 128256)):
+        args = like(1024, cols, dtype=dtype), target, total, -100, None, 0.0
+        run = partial(triton_rows.loss_and_gradient_, *args)
+        yield Case(f"loss {dtype}, {cols}, {total is None}", run, 2, 0)
+
+
+# Producers
+
+Formats = tuple[BlockFormat | None, BlockFormat | None]
+BOTH_FORMS: Formats = BLOCKS_1X128, BLOCKS_1X128
+TWO_FORMATS: Formats = BLOCKS_1X128, BLOCKS_128X128
+COLUMNWISE: Formats = None, BLOCKS_1X128
+ROWWISE: Formats = BLOCKS_1X128, None
+POW2: Formats = BLOCKS_1X128_POW2, BLOCKS_1X128_POW2
+GELUS = ("gelu", "gelu_tanh")
+
+
+def producers_of(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Functions:
+    """The functions of a backend, which must take the problem."""
+    made = kernels(name, PRODUCER_BACKENDS)
+    assert made.backend.declines(ProducerProblem(sources, *formats)) is None
+    return made
+
+
+def sources_of(shape: tuple[int, int], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of h; gate and up, halves of one tensor."""
+    gate, up = like(shape[0], 2 * shape[1], dtype=dtype).chunk(2, 1)
+    return like(*shape, dtype=dtype), gate, up
+
+
+def allowed_spills(launch: Launch) -> int:
+    """Bytes. Some programs spill a little: with more registers they are slower."""
+    if not TUNED:  # the exact gelu takes 60 instructions an element
+        return 640 if launch.constants["DETAIL"][0] == "gelu" else 256
+    if launch.kernel is cast_ahead_kernel:
+        if launch.constants["THIRD"]:
+            return 120 if launch.constants["POWER_OF_TWO"] else 88
+        if launch.constants["POWER_OF_TWO"]:
+            return 88
+        return 72 if launch.constants["DETAIL"][0] in GELUS else 32
+    if launch.constants["SOURCES"] == 3:
+        return 128
+    few = {64: 48, 72: 8}
+    return few.get(launch.options.get("maxnreg", 0), 0) if launch.options["num_warps"] == 8 else 0
+
+
+def producers() -> Iterator[Case]:
+    variants: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
+        *product(["gluon"], ["silu"], [BF16], [(4096, 14336), (302, 130)],
+                 [BOTH_FORMS, TWO_FORMATS, COLUMNWISE]),
+        *product(["gluon"], GELUS, [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
+        ("gluon", "relu2", BF16, (300, 576), BOTH_FORMS),
+        ("gluon", "gelu", FP16, (302, 136), TWO_FORMATS),
+        ("gluon", "silu", FP32, (300, 520), BOTH_FORMS),
+        ("gluon", "gelu_tanh", FP32, (300, 576), TWO_FORMATS),
+        ("gluon", "silu", BF16, (300, 576), POW2),
+        *product(["triton"], ["silu"], [BF16], [(4096, 14336)],
+                 [BOTH_FORMS, TWO_FORMATS, ROWWISE]),
+        *product(["triton"], GELUS, [BF16], [(129, 131)], [BOTH_FORMS]),
+        ("triton", "relu2", BF16, (129, 131), ROWWISE),
+        *product(["triton"], ["gelu"], [BF16], [(129, 131)], [TWO_FORMATS, POW2]),
+        ("triton", "gelu", FP16, (129, 136), TWO_FORMATS),
+        *product(["triton"], GELUS, [FP32], [(129, 136)], [BOTH_FORMS]),
+        ("triton", "silu", FP32, (300, 576), TWO_FORMATS),
+    ]  # fmt: skip
+    for name, activation, dtype, shape, formats in variants:
+        sources = grad, gate, up = sources_of(shape, dtype)
+        given = up if name == "gluon" or dtype == BF16 else None
+        made = producers_of(name, sources[: 3 if given is not None else 2], formats)
+        names = "-".join("none" if format is None else format.name for format in formats)
+        label, rest = f"{name} {activation} {dtype}, {shape}, {names}", (activation, *formats)
+        count = 2 if name == "triton" and shape[1] % 8 and formats == TWO_FORMATS else 1
+        backward = made.gated_backward
+        runs = {"": partial(made.gated, gate, up, *rest)}
+        runs[" gradients"] = partial(backward, grad, gate, given, *rest)
+        if given is not None:
+            runs[" gradient of gate"] = partial(backward, grad, gate, up, *rest, of_up=False)
+        if name == "gluon" and shape[1] % 128 == 0:
+            both = like(shape[0], 2 * shape[1], dtype=dtype)
+            runs[" joint gradients"] = partial(made.joint_gated_backward, grad, both, *rest)
+        for what, run in runs.items():
+            yield Case(label + what, run, count, allowed_spills)
+
+
+def other_producers() -> Iterator[Case]:
+    """Gradients of gelus that copy tiles ahead, and producers without up and by groups."""
+    sources = grad, gate, up = sources_of((300, 576))
+    for activation, formats in product(GELUS, (BOTH_FORMS, TWO_FORMATS)):
+        backward = producers_of("gluon", sources, formats).gated_backward
+        run = partial(backward, *sources, activation, *formats)
+        yield Case(f"ahead {activation}, {formats is TWO_FORMATS}", run, 1, allowed_spills)
+    for name in ("triton", "gluon"):
+        made, rest = producers_of(name, sources, BOTH_FORMS), ("gelu", *BOTH_FORMS)
+        grouped = ("silu", *TWO_FORMATS, like(8, dtype=torch.int32))
+        for what, run in (
+            ("without up", partial(made.gated, gate, None, *rest)),
+            ("gradient without up", partial(made.gated_backward, grad, gate, None, *rest)),
+            ("by groups", partial(made.gated, gate, up, *grouped)),
+            ("gradients by groups", partial(made.gated_backward, grad, gate, up, *grouped)),
+        ):
+            yield Case(f"{name} {what}", run, 1, allowed_spills)
+
+
+TABLE = (
+    casts_in_triton, casts_in_gluon, casts_of_stacks, finished_casts, casts_by_groups, passes,
+    producers, other_producers,
+)  # fmt: skip
+CASES = [case for cases in TABLE for case in cases()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.label for case in CASES])
+def test_registers(case: Case, launches: Launches) -> None:
+    made = launches.compile(case.run, case.spills)
+    assert made == case.launches if case.launches is not None else made >= 1
+
+
+# What the code must hold, and which kernel runs
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["amax", "cast"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("shape", "row"), [((1024, 4096), 0), ((1000, 4096), 100), ((7, 130), 3)])
+def test_shards_load_even_columns_wide(
+    shape: tuple[int, int], row: int, dtype: torch.dtype, is_cast: bool
+) -> None:
+    data = like(*shape, dtype=E4M3) if is_cast else None
+    for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
+        given = like(*shape, dtype=dtype), like(9, 32, dtype=FP32), data
+        found = compile_for_sm90(plan_shard(*given, format, row, 0))
+        assert found.spilled_bytes == 0
+        assert ("LDG.E.128" in found.sass) == (shape[1] % 128 == 0)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (300, 576), (129, 576), (129, 131)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_norms(kind: Any, dtype: torch.dtype, shape: tuple[int, int], launches: Launches) -> None:
+    """Without spills, and without a multiply-add, which would round once in place of twice."""
+    x, row = like(*shape, dtype=dtype), like(shape[0], 1, dtype=FP32)
+    weight = x[0]
+    triton_passes.squares(x)
+    triton_passes.normalize(x, row, weight, kind)
+    triton_passes.gradient_terms(x, x, row, weight, kind, True)
+    triton_passes.input_gradient(x, x, row, row, weight, kind)
+    assert len(launches) == 4
+    for made in map(compile_for_sm90, launches):
+        assert made.spilled_bytes == 0
+        assert made.registers <= 168
+        assert "FFMA" not in made.sass
+
+
+def test_gradients_of_swiglu_spill_little_with_every_triton(launches: Launches) -> None:
+    """120 bytes with Triton 3.9, unless ptxas allocates registers by its default."""
+    sources, formats = sources_of((4096, 14336)), BOTH_FORMS
+    producers_of("gluon", sources, formats).gated_backward(*sources, "silu", *formats)
+    assert compile_for_sm90(launches.pop()).spilled_bytes <= 32
+
+
+@pytest.mark.parametrize(
+    ("ahead", "options"),
+    [
+        (True, {}),
+        (True, {"formats": TWO_FORMATS}),
+        (True, {"formats": POW2}),
+        (True, {"activation": "gelu"}),
+        (False, {"formats": (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)}),
+        (False, {"shape": (300, 580)}),
+        (False, {"shape": (0, 576)}),
+        (False, {"dtype": FP16}),
+        (False, {"formats": COLUMNWISE}),
+        (False, {"offs": like(8, dtype=torch.int32)}),
+        (False, {"of_up": False}),
+    ],
+)
+def test_which_gradients_are_cast_by_programs_that_copy_tiles_ahead(
+    ahead: bool, options: dict[str, Any], launches: Launches
+) -> None:
+    """Those of gate and up together, in both forms, of bf16 in rows of whole vectors."""
+    sources = sources_of(options.get("shape", (300, 576)), options.get("dtype", BF16))
+    formats = options.get("formats", BOTH_FORMS)
+    producers_of("gluon", sources, formats).gated_backward(
+        *sources, options.get("activation", "silu"), *formats, options.get("offs"),
+        of_up=options.get("of_up", True),
+    )  # fmt: skip
+    assert [made.kernel is cast_ahead_kernel for made in launches] == [ahead]
+
+
+@pytest.mark.parametrize(
+    ("formats", "h"),
+    [
+        *product([BOTH_FORMS], [BLOCKS_1X128, BLOCKS_128X128]),
+        *product([POW2], [BLOCKS_1X128_POW2, BLOCKS_128X128_POW2]),
+    ],
+    ids=str,
+)
+def test_gradients_with_h(formats: Formats, h: BlockFormat, launches: Launches) -> None:
+    """One launch, unless the computation takes all registers or the scales are rounded apart."""
+    sources = sources_of((300, 576))
+    with_h = producers_of("gluon", sources, formats).gated_backward_with_h
+    assert launches.compile(lambda: with_h(*sources, "silu", *formats, h), allowed_spills) == 1
+    assert launches[0].kernel is cast_ahead_kernel
+    assert launches[0].constants["THIRD"]
+    other = BLOCKS_1X128 if h.power_of_two else BLOCKS_1X128_POW2
+    launches.clear()
+    with_h(*sources, "silu", *formats, other)
+    with_h(*sources, "gelu", *formats, h)
+    assert len(launches) == 4
+    assert not any(launch.constants.get("THIRD") for launch in launches)
