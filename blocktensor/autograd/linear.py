@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import Recipe
@@ -23,7 +24,7 @@ from .backward import FP8Function, Gradients, run_backward
 from .main_grad import where_to_add
 from .plan import Plan, autocast_dtype, difference_of, plan_matmul, recipe_of
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
-from .saved_weight import SavedWeight
+from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
 
@@ -224,10 +225,19 @@ class FP8Linear(FP8Function):
         p = (DENSE if offs is None else Grouped(offs)) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
-        w_row, w_saved, ctx.weight = p.weight(w, plan)
-        if plan.records_forward and not cast and begun is None:
-            run = plan.fprop or plan.record_fprop(_fprop)
-            y, x_col = run(x, w_row, bias, offs, plan)
+        records = plan.records_forward and not cast and begun is None
+        w_saved: Sequence[Tensor]
+        if records and plan.casts_weight:
+            weight: Any = w
+            run = plan.fprop or plan.record_fprop(_cast_and_fprop)
+            y, x_col, w_col = run(x, weight.cache.master, bias, offs, plan)
+            w_saved, ctx.weight = (w,), hold_cast(weight, plan, w_col)
+        else:
+            w_row, w_saved, ctx.weight = p.weight(w, plan)
+            if records:
+                run = plan.fprop or plan.record_fprop(_fprop)
+                y, x_col = run(x, w_row, bias, offs, plan)
+        if records:
             x_saved = saved_of(x, x_col, plan) if x_col is None else x_col[:2]
         else:
             x_row, x_saved = begun or (_given(x, cast, plan) if cast else p.input(x, plan))
@@ -255,6 +265,14 @@ def _fprop(
     product = product_of(offs)
     x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
     return product.fprop(x_row, w, bias, plan), x_col
+
+
+def _cast_and_fprop(
+    x: Tensor, master: Tensor, bias: Tensor | None, offs: Tensor | None, plan: Plan
+) -> tuple[Tensor, Quantized | None, Quantized]:
+    """Return :func:`_fprop` of the cast of a master, and the columnwise form of the weight."""
+    w_row, w_col = quantize_with_transpose(master, plan.weight_format)
+    return *_fprop(x, w_row, bias, offs, plan), w_col
 
 
 def _dgrad_and_wgrad(

@@ -26,6 +26,7 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_same_scaling
 from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
@@ -56,6 +57,7 @@ class Plan:
         x_shape: of the input.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
+        casts_weight: True if the recorded forward casts the weight, too.
         w_is_transposed: True if a stack ``[E, N, K]`` lies in memory as ``[E, K, N]``; its gradient
             is then computed so, and needs no copy.
         fprop: the recorded forward, once there is one.
@@ -64,9 +66,10 @@ class Plan:
         serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
-    __slots__ = ("_backwards", "are_tensors", "bias_dtype", "casts_x", "format", "fprop",
-                 "grad_formats", "needs", "out_dtype", "records_backward", "records_forward",
-                 "saves_x", "serves_all", "tracing", "w_dtype", "w_is_transposed", "weight_format",
+    __slots__ = ("_backwards", "are_tensors", "bias_dtype", "casts_weight", "casts_x", "format",
+                 "fprop", "grad_formats", "needs", "out_dtype", "records_backward",
+                 "records_forward", "saves_x", "serves_all", "tracing", "w_dtype",
+                 "w_is_transposed", "weight_format",
                  "wgrad_input", "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
     def __init__(
@@ -115,6 +118,16 @@ class Plan:
         self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
         records = serves_all and x.device.type in RECORDED_DEVICES
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
+        self.casts_weight = (
+            self.records_forward
+            and needs_dx
+            and isinstance(w, BlockwiseFP8Weight)
+            and type(w.cache) is FP8Cache
+            and w.cache.format is self.weight_format
+            and w.recipe.cache_weight == "backward"
+            and not w.transposed
+            and w.numel() <= ONE_READ_BYTES
+        )
         self.records_backward = records and _is_small(x, w) and not self.saves_x
         self.fprop: Callable[..., Any] | None = None
         self._backwards: Specialized[Callable[..., Any]] | None = None
@@ -174,16 +187,22 @@ def _key(
         or w_inner.is_meta
     ):
         return None
+    weight_key: Hashable
+    if isinstance(w, BlockwiseFP8Weight):
+        cache, how = w.cache, w.cache.recipe
+        weight_key = (
+            *(type(cache), cache.format, how.wgrad_input, how.cache_weight, w.transposed),
+            key_of((cache.master,)),  # which a recorded forward casts
+        )
+    else:
+        weight_key = key_of(w.operand), w.recipe.wgrad_input
     return (  # every eager call builds it
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
         (*x.formats, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
         else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
-        # a trainable weight's FP8 form is always a fresh cast, laid out as its shape says
-        (w.cache.format, w.cache.recipe.wgrad_input)
-        if isinstance(w, BlockwiseFP8Weight)
-        else (key_of(w.operand), w.recipe.wgrad_input),
+        weight_key,
         None if bias is None else (key_of((bias,)), bias.requires_grad),
         None if recipe is None else (recipe.activation_format, recipe.wgrad_input),
         torch.is_grad_enabled(),

@@ -144,6 +144,18 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     return w_row, w_row[:2] if needs_dx else (), read
 
 
+def hold_cast(w: BlockwiseFP8Weight, plan: Plan, columnwise: Quantized) -> SavedWeight:
+    """Hold the columnwise form that the recorded forward has cast of the weight."""
+    read, cache = SavedWeight(plan), w.cache
+    if cache.main_grad is not None and plan.needs[1]:
+        check_main_grad(plan.tracing)
+    cache.casts += 1
+    read.cache = cache
+    read.cast, waiting = cache.begin_cast()
+    waiting.operand = Operand(None, columnwise)
+    return read
+
+
 def _gathered_cast(generation: Generation) -> GatheredCast:
     """Return what backward compares of a gathered weight that this forward reads.
 

@@ -240,17 +240,22 @@ class FP8Cache:
         The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``) or the form of a
         whole step is kept; the graph holds the one that dgrad reads.
         """
-        version = self.version()
         if self.recipe.cache_weight != "backward":
+            version = self.version()
             return self.get(user, before_backward=True), ForwardCast(self, version, None)
+        cast, waiting = self.begin_cast()
+        row, col = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
+        in_rows = col is None or user.transposed
+        waiting.operand = Operand(row, None) if in_rows else Operand(None, col)
+        return Operand(row, col), cast
+
+    def begin_cast(self) -> tuple[ForwardCast, WaitingForm]:
+        """Return what a graph holds of a cast that its forward makes now, to be filled with it."""
         waiting = None if self._waiting is None else self._waiting()
         if waiting is None:
             waiting = WaitingForm()
             self._waiting = weakref.ref(waiting)
-        row, col = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
-        in_rows = col is None or user.transposed
-        waiting.operand = Operand(row, None) if in_rows else Operand(None, col)
-        return Operand(row, col), ForwardCast(self, version, waiting)
+        return ForwardCast(self, self.version(), waiting), waiting
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
         """Return the FP8 form that dgrad reads: of its forward where it waits, or cast again.

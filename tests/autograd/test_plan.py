@@ -151,6 +151,39 @@ def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not plan(X, weight()).records_forward  # on a CPU nothing can be recorded
 
 
+def test_which_recorded_forwards_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("sequence", monkeypatch)
+    x, square = X.clone().requires_grad_(), weight(K)
+    assert plan(x, square).casts_weight
+    assert not plan(x, square.t()).casts_weight
+    assert not plan(x.detach(), square).casts_weight  # no dgrad reads the weight
+    assert not plan(x, weight(K, cache_weight="step")).casts_weight
+    monkeypatch.setattr("blocktensor.autograd.plan.ONE_READ_BYTES", 1)
+    assert not plan(x, weight(K + 1)).casts_weight
+
+
+def test_masters_of_other_layouts_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("sequence", monkeypatch)
+    values, wide = randn(K, K), randn(K, 2 * K)
+    masters = (values, values.t(), wide[:, ::2], unaligned(values))
+    assert_apart(plan, [(X, BlockwiseFP8Weight(m).requires_grad_()) for m in masters])
+
+
+def test_a_recorded_forward_holds_its_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("sequence", monkeypatch)
+    w, x = weight(K), X.clone().requires_grad_()
+    y = functional.linear(x, w)
+    assert w.cache.casts == 1
+    assert torch.equal(w.cache.held().columnwise.data, w.columnwise().data)  # type: ignore[union-attr]
+    with torch.no_grad():
+        w.master.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        y.sum().backward()
+    y = functional.linear(x, w)
+    y.sum().backward()
+    assert w.cache.held().nbytes() == 0
+
+
 @pytest.mark.parametrize(
     ("x", "w", "records"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from tests.support.refusals import Call, refused
 from torch import Tensor, nn
 
 import blocktensor
@@ -26,7 +27,6 @@ from tests.support.models import (
     quantized,
     randn,
 )
-from tests.support.refusals import Call, refused
 from tests.support.wgrad_inputs import HIGH, SQUARES
 
 # Casting
