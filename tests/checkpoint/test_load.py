@@ -94,6 +94,14 @@ def test_a_trained_model_is_saved_as_its_forward_reads_it(tmp_path: Path) -> Non
     assert torch.equal(model(TOKENS), source(TOKENS))
 
 
+def test_frozen_parameters_stay_frozen(folder: Path) -> None:
+    model = filled(5, convert=False)
+    model.norm.requires_grad_(False)
+    load_fp8(model, folder)
+    assert not (model.norm.weight.requires_grad or model.norm.bias.requires_grad)
+    assert model.up.bias.requires_grad
+
+
 def test_the_models_dtypes_are_kept(folder: Path) -> None:
     for model in (filled(5, convert=False).float(), on_meta(torch.float32)):
         load_fp8(model, folder)

@@ -338,3 +338,20 @@ ones, which holds plain tensors""",
     plain = filled().state_dict()
     del plain["head.weight"]
     save_file(plain, tmp_path / "x")
+
+
+def test_a_matrix_and_its_transpose_in_one_memory_are_both_stored(tmp_path: Path) -> None:
+    model = filled()
+    square = torch.arange(16.0).view(4, 4)
+    model.register_buffer("square", square)
+    model.register_buffer("turned", square.t())
+    tensors = read(save_fp8(model, tmp_path / "fp8"))
+    assert torch.equal(tensors["square"], square)
+    assert torch.equal(tensors["turned"], square.t())
+
+
+def test_scales_of_two_kinds_are_not_described_as_powers_of_two(tmp_path: Path) -> None:
+    model = filled(convert=False)
+    convert(model.up, Recipe(scale="power_of_two"), skip_small=False)
+    convert(model.down, Recipe(), skip_small=False)
+    assert "scale_fmt" not in config(save_fp8(model, tmp_path / "fp8"))["quantization_config"]

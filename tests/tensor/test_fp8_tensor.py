@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from tests.support.refusals import Call, refused
 from torch import Tensor, nn
 
 import blocktensor
@@ -27,6 +26,7 @@ from tests.support.models import (
     quantized,
     randn,
 )
+from tests.support.refusals import Call, refused
 from tests.support.wgrad_inputs import HIGH, SQUARES
 
 # Casting

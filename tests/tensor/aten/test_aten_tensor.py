@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, quantize
+from blocktensor import BlockwiseFP8Tensor, Recipe, quantize
 from blocktensor.ops import reference
 from tests.support.models import (
     POWER_OF_TWO,
@@ -327,3 +327,16 @@ columnwise blocks hold several rows each: index the tensor that it was cast from
 .dequantize(), or cast rowwise alone (BlockwiseFP8Tensor.from_values(x,
 columnwise=False))""",
     )
+
+
+def test_a_copy_knows_when_the_source_of_its_source_changed() -> None:
+    recipe = Recipe(wgrad_input="high_precision")
+    values, others = randn(4, 256), randn(4, 256, seed=1)
+    target, source = quantize(values, recipe), quantize(others, recipe)
+    target.copy_(source)
+    assert target.unchanged_source().data_ptr() == others.data_ptr()
+    values.add_(1)  # the target does not read these any more
+    target.unchanged_source()
+    others.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place since"):
+        target.unchanged_source()
