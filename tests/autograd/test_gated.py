@@ -272,3 +272,13 @@ def test_bad_input_before_dynamo_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     with pytest.raises(Exception, match="bias_up without w_up: give bias_gate the biases of both"):
         run(randn(4, 192), randn(200))
+
+
+def test_a_backward_of_the_last_weight_alone_releases_all_casts() -> None:
+    recipe = Recipe(cache_weight="step")
+    weights = [
+        BlockwiseFP8Weight(randn(256, 256, seed=i), recipe).requires_grad_() for i in range(3)
+    ]
+    y = functional.gated_mlp(randn(128, 256, seed=4), *weights)
+    y.float().sum().backward(inputs=[weights[2]])
+    assert [w.cache.nbytes() for w in weights] == [0, 0, 0]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, functional
+from blocktensor.autograd import main_grad
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128
 from blocktensor.ops.gemm.ops import gemm_add_
@@ -276,3 +277,12 @@ def test_a_hook_of_a_split_backward_gets_zeros() -> None:
     assert seen == [N * K]
     assert module.weight.grad is None
     assert module.weight.main_grad.any()
+
+
+def test_a_backward_that_raises_runs_no_more() -> None:
+    def original(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        main_grad._noticed(original)([])
+    assert not main_grad._running

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 from blocktensor.autograd import plan as plans
 from blocktensor.autograd.linear import _dgrad_and_wgrad
@@ -326,3 +327,13 @@ def test_what_raises_raises_again_and_spoils_nothing() -> None:
         with pytest.raises(ValueError, match="mixed recipes"):
             functional.linear(X, module.weight, recipe=Recipe(scale="power_of_two"))
         assert torch.isfinite(module(X)).all()
+
+
+def test_a_cast_without_its_source_is_planned_for_itself() -> None:
+    recipe = Recipe(wgrad_input="high_precision")
+    w = weight(wgrad_input="high_precision")
+    functional.linear(blocktensor.quantize(X, recipe), w)
+    alone = blocktensor.quantize(X, recipe)
+    alone.source = None
+    with pytest.raises(ValueError, match="mixed recipes"):
+        functional.linear(alone, w)

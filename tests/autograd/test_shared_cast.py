@@ -17,7 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from blocktensor import share_inputs
+from blocktensor import BlockwiseFP8Weight, functional, share_inputs
+from blocktensor.autograd.shared_cast import SharedCasts, this_thread
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
 from tests.support.models import randn
@@ -284,3 +285,34 @@ def test_inference_tensors_whose_changes_are_not_counted() -> None:
         wanted = model(X)
         share_inputs(model)
         assert torch.equal(model(X), wanted)
+
+
+def test_group_ends_that_change_are_read_again() -> None:
+    x = randn(512, 256)
+    stacks = (randn(2, 128, 256, seed=seed) for seed in (1, 2))
+    first, second = (BlockwiseFP8Weight(stack).requires_grad_() for stack in stacks)
+
+    def wgrad(shares: bool) -> Tensor:
+        offs, casts = torch.tensor([100, 512], dtype=torch.int32), SharedCasts()
+        if shares:
+            casts.begin()
+        functional.grouped_linear(x, first, offs)
+        offs.copy_(torch.tensor([300, 512]))
+        y = functional.grouped_linear(x, second, offs)
+        if shares:
+            casts.end(True)
+        (grad,) = torch.autograd.grad(y.float().square().sum(), [second])
+        return grad
+
+    assert torch.equal(wgrad(True), wgrad(False))
+
+
+def test_a_run_that_ends_ends_those_within_it() -> None:
+    runs = [SharedCasts() for _ in range(3)]
+    for run in runs:
+        run.begin()
+    try:
+        runs[0].end(whole=False)
+        assert this_thread.running is None
+    finally:
+        this_thread.running = None

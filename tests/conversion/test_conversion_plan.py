@@ -226,3 +226,10 @@ def test_the_filter_sees_only_linears_that_could_be_converted() -> None:
 
     convert(Model(), filter=see, skip_small=False)
     assert seen == [(nn.Linear, name) for name in LINEARS]
+
+
+def test_a_weight_tied_to_a_bag_of_embeddings_is_a_head() -> None:
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(2048, 2048), "proj": nn.Linear(2048, 2048)})
+    model["proj"].weight = model["bag"].weight
+    with pytest.warns(UserWarning, match="no weight of this ModuleDict is in FP8"):
+        assert not convert(model, convert_head=True).converted

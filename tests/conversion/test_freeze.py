@@ -191,3 +191,16 @@ def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
     unfreeze(made)
     made(randn(5, DIM)).sum().backward()
     assert made.weight.grad is not None
+
+
+class Stack(nn.Module):
+    def __init__(self, w: nn.Parameter) -> None:
+        super().__init__()
+        self.w = w
+
+
+def test_a_stack_that_two_modules_hold() -> None:
+    w = nn.Parameter(torch.randn(2, 256, 256))
+    model = nn.Sequential(Stack(w), Stack(w))
+    convert(model, skip_small=False, stacks={"0": ["w"], "1": ["w"]})
+    assert freeze(model) == ["0.w", "1.w"]

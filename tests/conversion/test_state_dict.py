@@ -258,3 +258,11 @@ def test_what_is_copied_is_no_weight() -> None:
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             target.load_state_dict({"weight": torch.ones(3)})
     assert torch.equal(plain(module.weight), ordinary.weight)
+
+
+def test_a_tied_layer_takes_a_plain_weight_and_stays_in_fp8() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model[1].weight = model[0].weight
+    convert(model, skip_small=False)
+    model[1].load_state_dict({"weight": torch.randn(256, 256)}, assign=True)
+    assert isinstance(model[1].weight, BlockwiseFP8Weight)

@@ -22,7 +22,7 @@ from blocktensor import (
     to_blockwise_fp8_weights,
     unfreeze,
 )
-from blocktensor.model.weights import is_conv1d, is_linear
+from blocktensor.model.weights import is_conv1d, is_linear, is_transposed
 from tests.support.conv1d import Conv1D
 from tests.support.models import (
     DIM,
@@ -347,3 +347,15 @@ def test_memory_counts_the_forms_of_the_matrices_of_a_stack() -> None:
     assert held.columnwise == N * K + 2 * 4  # dgrad reads that form
     y.sum().backward()
     assert memory_report(module).trainable.fp8 == 0
+
+
+def test_the_flag_of_transposed_stacks_is_of_the_known_names_alone() -> None:
+    class Flags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_transposed, self.has_bias, self.has_gate = True, False, True
+            self.gate_up_proj = nn.Parameter(torch.randn(2, 128, 256))
+            self.own = nn.Parameter(torch.randn(2, 128, 256))
+
+    assert is_transposed(Flags(), "gate_up_proj")
+    assert not is_transposed(Flags(), "own")

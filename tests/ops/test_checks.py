@@ -280,6 +280,7 @@ def test_grouped_products() -> None:
         lambda: grouped_gemm(TOKENS._replace(data=TOKENS.data.double()), EXPERTS, OFFS),
         lambda: grouped_gemm(TOKENS._replace(scale=TOKENS.scale.double()), EXPERTS, OFFS),
         lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS, 300),
+        lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS[:1], 10),
         lambda: grouped_gemm_wgrad_add_(out.bfloat16(), G_COL, X_COL, OFFS, 40),
         lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130), G_COL, X_COL, OFFS, 40),
         lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130).mT, G_COL, X_COL, OFFS, 40),
@@ -299,6 +300,8 @@ TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or
 TypeError: operand a has dtype torch.float64: expected torch.float8_e4m3fn
 TypeError: the scales of operand a have dtype torch.float64: expected torch.float32
 ValueError: operands contract 256 columns: expected 512, those of 300 tokens cast in 2 groups by
+  quantize_grouped_columnwise
+ValueError: operands contract 256 columns: expected 128, those of 10 tokens cast in 1 groups by
   quantize_grouped_columnwise
 TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got an output of torch.bfloat16
 ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 200, 130]
