@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -30,23 +29,7 @@ from blocktensor.ops.grouped_gemm.ops import (
 from blocktensor.ops.producers import ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, operand
-
-Call = Callable[[], object]
-
-
-def refused(*calls: Call) -> str:
-    """The errors of calls, each made twice: a refusal is not remembered as a decision."""
-    lines = []
-    for call in calls:
-        texts = set()
-        for _ in range(2):
-            with pytest.raises((TypeError, ValueError)) as error:
-                call()
-            texts.add(f"{error.type.__name__}: {error.value}")
-        (text,) = texts
-        lines += wrap(text, 96, subsequent_indent="  ")
-    return "\n".join(lines)
-
+from tests.support.refusals import Call, refused
 
 RNG = torch.Generator().manual_seed(0)
 ROW, SQUARES = BLOCKS_1X128, BLOCKS_128X128
