@@ -25,7 +25,7 @@ from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
 from ...recipe import CachePolicy, Recipe, WgradInput
 
-AUTO_FILTER = "skip_small"
+AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
 
 
@@ -45,7 +45,8 @@ class BlockwiseFP8Converter(QuantizationConverter):
         filter_fqns: list[str] = field(default_factory=list)
         """
         Parts of names of modules: a linear, or a stack of experts, whose name contains one of them
-        stays in high precision. "skip_small" is no name: it sets that option.
+        stays in high precision. "auto_filter_small_kn", which torchtitan's own converters
+        take there, is no name: it sets ``skip_small``.
         """
 
         skip_small: bool = True
@@ -64,7 +65,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         """Rounding of scales; see blocktensor.Recipe."""
 
         cache_weight: CachePolicy = "backward"
-        """How long the FP8 form of a weight is kept; see blocktensor.Recipe."""
+        """Time for which the FP8 form of a weight is kept; see blocktensor.Recipe."""
 
         wgrad_input: WgradInput = "1x128"
         """The form of the input that weight gradients read; see blocktensor.Recipe."""

@@ -89,7 +89,7 @@ def test_filters() -> None:
 
 
 def test_small_weights_are_left_alone_by_default() -> None:
-    for options in ({"skip_small": True}, {"filter_fqns": ["skip_small"]}):
+    for options in ({"skip_small": True}, {"filter_fqns": ["auto_filter_small_kn"]}):
         with pytest.warns(UserWarning, match="skip_small=False converts small weights"):
             assert not in_fp8(converted(llama3, **options))
     assert kinds(converted(llama3, "8B", layers=1, skip_small=True)) == LLAMA
