@@ -184,9 +184,7 @@ def write(folder: Path, out: Path, set_ups: Sequence[str], variants: Sequence[st
     ablations = [result for name, result in results.items() if name.startswith("ablation")]
     text = "\n".join(lines)
     if older:
-        text += "\n" + page(older, plots).replace(
-            "# Evidence", "## Earlier runs, in a chaotic set-up", 1
-        ).replace("\n## ", "\n### ").replace("### Earlier", "## Earlier")
+        text += "\n" + page(older, plots, "## Earlier runs, in a chaotic set-up")
     if ablations:
         text += "\n" + ablation(ablations)
     out.write_text(text)

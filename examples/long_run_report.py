@@ -1,6 +1,6 @@
 """Compare the runs of ``long_run.py``: a table in Markdown, and their curves.
 
-    python examples/long_run_report.py RESULT.json ... --out docs/evidence.md
+    python examples/long_run_report.py RESULT.json ... --out runs/report.md
 
 writes the page, and ``plots/evidence_dense.png`` and ``plots/evidence_moe.png`` beside it.
 ``--ablation FILE ...``: with the runs of ``ablation.py``, of one seed or more in a file.
@@ -116,13 +116,13 @@ def draw(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def page(results: Sequence[Result], folder: Path) -> str:
-    """The page in Markdown; draws its plots into ``folder``."""
+def page(results: Sequence[Result], folder: Path, title: str = "# Evidence") -> str:
+    """Return the page in Markdown, below ``title``; draw its plots into ``folder``."""
     if not results:
         raise ValueError("no results: pass the result.json files of examples/long_run.py")
-    facts = results[0]["text"]
+    facts, level = results[0]["text"], title.partition(" ")[0]
     lines = [
-        "# Evidence",
+        title,
         "",
         "Whole training runs in bf16 and in FP8: the same initial weights, and the same text in "
         "the same order.",
@@ -137,7 +137,7 @@ def page(results: Sequence[Result], folder: Path) -> str:
         "    python examples/kernel_text.py linux-source-6.1_*_all.deb runs/kernel_text",
         "",
     ]
-    for title, name, chosen in (
+    for kind, name, chosen in (
         ("Dense", "dense", [r for r in results if not r["experts"]]),
         ("Experts", "moe", [r for r in results if r["experts"]]),
     ):
@@ -146,7 +146,7 @@ def page(results: Sequence[Result], folder: Path) -> str:
         draw(chosen, folder / f"evidence_{name}.png")
         first = chosen[0]
         lines += [
-            f"## {title}",
+            f"{level}# {kind}",
             "",
             f"{first['parameters'] / 1e6:.0f}M parameters, {first['steps']:,} steps of "
             f"{first['tokens_a_step']:,} tokens; {first['device']}, torch {first['torch']}. "
