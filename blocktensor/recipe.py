@@ -13,7 +13,7 @@ WgradInput = Literal["1x128", "128x128", "high_precision"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tensors are cast to FP8 and how long their FP8 forms are kept.
+    """The numeric choices of FP8 casts, and the time for which FP8 forms are kept.
 
     Args:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of

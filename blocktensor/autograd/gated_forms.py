@@ -1,7 +1,8 @@
-"""How a gated MLP runs: its plan, what its forward saves, and what its backward casts.
+"""Plan a gated MLP, save gate and up in its forward, and cast h and gradients in its backward.
 
-The checks and choices are those of its linears, and what they share. Backward casts h and the
-gradients of gate and up; a tensor leaves :class:`Sources` as it is read for the last time.
+The plan holds the plans of the three linear layers and the choices that they share. Backward casts
+h and the gradients of gate and up. A tensor leaves :class:`Sources` when it is read for the last
+time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ GATE, UP, H = range(3)
 """Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
-"""Of a rowwise and of a columnwise form; None for one that no product reads."""
+"""Formats of the rowwise and the columnwise form; None for a form that no matmul reads."""
 
 
 class GatedPlan(NamedTuple):
-    """How one gated MLP runs.
+    """The checks and choices of one kind of gated MLP.
 
     Attributes:
         gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
@@ -208,7 +209,7 @@ def _read(plan: GatedPlan, data: Tensor | None, scale: Tensor | None) -> Tensor 
 
 
 class Sources:
-    """What backward has of h: its form, if forward saved it, gate and up, and its gradient.
+    """Tensors from which backward makes its casts: gate, up, h's form if saved, and h's gradient.
 
     Attributes:
         has_gradient: whether gradients of gate and up can be computed.

@@ -225,21 +225,19 @@ class FP8Linear(FP8Function):
         p = (DENSE if offs is None else Grouped(offs)) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
-        records = plan.records_forward and not cast and begun is None
-        w_saved: Sequence[Tensor]
-        if records and plan.casts_weight:
-            weight: Any = w
-            run = plan.fprop or plan.record_fprop(_cast_and_fprop)
-            y, x_col, w_col = run(x, weight.cache.master, bias, offs, plan)
-            w_saved, ctx.weight = (w,), hold_cast(weight, plan, w_col)
-        else:
-            w_row, w_saved, ctx.weight = p.weight(w, plan)
-            if records:
+        if plan.records_forward and not cast and begun is None:
+            if plan.casts_weight:
+                weight: Any = w
+                run = plan.fprop or plan.record_fprop(_cast_and_fprop)
+                y, x_col, w_col = run(x, weight.cache.master, bias, offs, plan)
+                w_saved, ctx.weight = hold_cast(weight, plan, w_col)
+            else:
+                w_row, w_saved, ctx.weight = p.weight(w, plan)
                 run = plan.fprop or plan.record_fprop(_fprop)
                 y, x_col = run(x, w_row, bias, offs, plan)
-        if records:
             x_saved = saved_of(x, x_col, plan) if x_col is None else x_col[:2]
         else:
+            w_row, w_saved, ctx.weight = p.weight(w, plan)
             x_row, x_saved = begun or (_given(x, cast, plan) if cast else p.input(x, plan))
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)

@@ -41,7 +41,7 @@ CHUNK_BYTES = 2**32
 
 
 class CrossEntropy(NamedTuple):
-    """What ``F.cross_entropy`` is told beside logits and targets."""
+    """The arguments of ``F.cross_entropy`` other than logits and targets."""
 
     weight: Tensor | None
     reduction: str

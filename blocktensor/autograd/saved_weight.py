@@ -109,11 +109,8 @@ WeightRead: TypeAlias = tuple[Quantized, Sequence[Tensor], SavedWeight]
 def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     """Read a weight in a forward."""
     needs_dx, needs_dw = plan.needs
-    read = SavedWeight(plan)
     if isinstance(w, BlockwiseFP8Weight):
-        read.cache = w.cache
-        if w.cache.main_grad is not None and needs_dw:
-            check_main_grad(plan.tracing)
+        read = _of_trainable(w, plan)
         if needs_dx and not plan.tracing:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
@@ -128,6 +125,7 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
         else:
             w_row = w.rowwise(before_backward=needs_dw)
         return w_row, (w,) if needs_dx else (), read
+    read = SavedWeight(plan)
     if isinstance(w, BlockwiseFP8Tensor):
         # Dynamo may take a method of a tensor for an op, which returns tensors alone
         w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
@@ -144,15 +142,27 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     return w_row, w_row[:2] if needs_dx else (), read
 
 
-def hold_cast(w: BlockwiseFP8Weight, plan: Plan, columnwise: Quantized) -> SavedWeight:
-    """Hold the columnwise form that the recorded forward has cast of the weight."""
-    read, cache = SavedWeight(plan), w.cache
-    if cache.main_grad is not None and plan.needs[1]:
-        check_main_grad(plan.tracing)
+def hold_cast(
+    w: BlockwiseFP8Weight, plan: Plan, columnwise: Quantized
+) -> tuple[Sequence[Tensor], SavedWeight]:
+    """Hold the columnwise form of the weight, which the recorded forward has cast.
+
+    Returns:
+        The tensors to save for dgrad, and how backward reads them, as :func:`read_weight`.
+    """
+    read, cache = _of_trainable(w, plan), w.cache
     cache.casts += 1
-    read.cache = cache
     read.cast, waiting = cache.begin_cast()
     waiting.operand = Operand(None, columnwise)
+    return (w,), read
+
+
+def _of_trainable(w: BlockwiseFP8Weight, plan: Plan) -> SavedWeight:
+    """Check ``main_grad``; return the :class:`SavedWeight` of a weight, without a form."""
+    read = SavedWeight(plan)
+    read.cache = w.cache
+    if w.cache.main_grad is not None and plan.needs[1]:
+        check_main_grad(plan.tracing)
     return read
 
 

@@ -1,9 +1,9 @@
-"""What the forward of a module reads by name, and what it changes.
+"""Record the objects that a forward reads by name, and undo the changes that it makes.
 
-It reads functions, methods, flags and factors: of the module, its class and the modules in it, of
-a config, and of the files that they are written in; and the modules in it without parameters. A
-change of one changes the result of the forward. Patterns check hooks and the modules that have
-parameters (``mlp.py``).
+A forward reads functions, methods, flags and factors: of the module, its class and the modules in
+it, of a config, and of the files that they are written in; and the modules in it without
+parameters. A change of one changes the result of the forward. Patterns check hooks and the modules
+that have parameters (``mlp.py``).
 
 A forward that counts calls or gathers statistics would gather those of drawn weights while it is
 verified, and its fused form would gather none: :func:`kept_state` undoes and names such changes.

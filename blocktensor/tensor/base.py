@@ -1,4 +1,4 @@
-"""What the FP8 types have in common: overrides above autograd, and ops that act on masters."""
+"""The base of the FP8 types: overrides above autograd, and ops that act on masters."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class MasterBase(FP8Base):
 
     master: Tensor
     transposed: bool = False
-    """Whether the tensor shows the transpose of its master."""
+    """True if the tensor shows the transpose of its master."""
 
     def data_ptr(self) -> int:
         # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer

@@ -140,7 +140,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def recipe(self) -> Recipe:
-        """How this weight is cast."""
+        """The recipe of its casts."""
         return self.cache.recipe
 
     @property

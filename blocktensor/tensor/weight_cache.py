@@ -45,7 +45,7 @@ class WaitingForm:
 
 @dataclass(eq=False)
 class ForwardCast:
-    """What one graph holds of its forward's cast.
+    """The part of a forward's cast that its graph holds.
 
     Attributes:
         cache: that made it.

@@ -61,7 +61,7 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How partial sums of the ranks of ``group`` are added.
+    """The way in which partial sums of the ranks of ``group`` are added.
 
     Attributes:
         group: of the ranks.

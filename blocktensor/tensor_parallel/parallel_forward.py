@@ -29,7 +29,7 @@ FEATURES = Shard(-1)
 
 
 class Layouts(NamedTuple):
-    """What a style was made with; see :class:`~blocktensor.distributed.ColwiseParallel`."""
+    """The arguments of a style; see :class:`~blocktensor.distributed.ColwiseParallel`."""
 
     input: Placement
     output: Placement

@@ -111,7 +111,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
 
 
 class _Place(NamedTuple):
-    """What torch's style hands on to ``_prepare_input_arg`` in place of a mesh."""
+    """The value that torch's style passes to ``_prepare_input_arg`` in place of a mesh."""
 
     mesh: DeviceMesh
     module: nn.Module

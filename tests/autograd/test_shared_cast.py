@@ -30,15 +30,12 @@ from tests.support.siblings import (
     Qkv,
     X,
     assert_same,
+    casts,
     converted,
     results,
-    watched_casts,
 )
 
-
-@pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
-    return watched_casts(monkeypatch)
+__all__ = ["casts"]
 
 
 def test_views_of_a_tensor_share_its_cast_and_aliases_do_not() -> None:

@@ -26,15 +26,12 @@ from tests.support.siblings import (
     Qkv,
     X,
     assert_same,
+    casts,
     converted,
     results,
-    watched_casts,
 )
 
-
-@pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
-    return watched_casts(monkeypatch)
+__all__ = ["casts"]
 
 
 # Bits

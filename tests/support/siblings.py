@@ -88,6 +88,12 @@ class Casts(list[Tensor]):
         return sum(ref() is not None for ref in self.bytes)
 
 
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    """:func:`watched_casts` of one test."""
+    return watched_casts(monkeypatch)
+
+
 def watched_casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
     """Filled by every cast in 1x128 blocks from now on; a cast of both forms counts once."""
     seen, lock, busy = Casts(), threading.Lock(), threading.local()

@@ -19,7 +19,7 @@ METHOD = "blocktensor"
 @register_quantization_config(METHOD)
 @dataclass(kw_only=True, repr=False)
 class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-ignore]
-    """What ``from_pretrained(path, quantization_config=...)`` does to the weights it has loaded.
+    """Options of ``from_pretrained(path, quantization_config=...)`` for the weights it has loaded.
 
     Args:
         recipe: numeric choices.

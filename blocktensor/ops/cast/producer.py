@@ -22,7 +22,7 @@ Forms = tuple[Quantized | None, Quantized | None]
 
 @dataclass(frozen=True)
 class Producer:
-    """How a tile is computed before it is cast.
+    """The computation of a tile before its cast.
 
     Attributes:
         compute: the device function ``(x, y, z, part, DETAIL, DTYPE)`` from tiles of up to three

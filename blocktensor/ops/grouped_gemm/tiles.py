@@ -44,7 +44,7 @@ SQUARES = (
     GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )
-"""Of products with B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
+"""Tiles for B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
 """
 
 WGRAD_SQUARES = (
@@ -53,20 +53,20 @@ WGRAD_SQUARES = (
     GroupedTile(TILES["square 128x128"], 0.48, 0.4),
     GroupedTile(TILES["square 64x128"], 0.657, 0.0),
 )
-"""Of wgrad with B in 128x128 blocks."""
+"""Tiles of wgrad with B in 128x128 blocks."""
 
 ADDED_SQUARES = (
     GroupedTile(TILES["square 256x128"], 0.88, 6.0, 15.2),
     GroupedTile(replace(TILES["square 128x128"], stages=4, buffers=8), 0.552, 3.0, 5.6),
 )
-"""Of the same, whose sums are added to an fp32 output."""
+"""Tiles of :data:`WGRAD_SQUARES` that add their sums to an fp32 output."""
 
 ROWS = (
     GroupedTile(TILES["rows 256x128"], 1.14, 1.16),
     GroupedTile(TILES["rows 128x192"], 0.87, 0.68),
     GroupedTile(TILES["rows 64x128"], 0.692, 0.35),
 )
-"""Of products with 1x128 blocks on both sides: wgrad."""
+"""Tiles for 1x128 blocks on both sides: wgrad."""
 
 ADDED = (
     GroupedTile(TILES["rows 256x128"], 0.95, 6.7, 15.2),
@@ -75,8 +75,8 @@ ADDED = (
         replace(TILES["rows 256x128"], name="rows 128x128", rows=1, buffers=8), 0.622, 2.65, 5.6
     ),
 )
-"""Of the same, whose sums are added to an fp32 output. Those after the first have buffers for a
-whole fp32 tile: the next item's products hide its addition."""
+"""Tiles of :data:`ROWS` that add their sums to an fp32 output. All but the first have buffers for
+a whole fp32 tile: the matmuls of the next item hide its addition."""
 
 
 _MANY = 16

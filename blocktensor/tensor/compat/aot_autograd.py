@@ -1,4 +1,4 @@
-"""What torch.compile's AOTAutograd must know of FP8 tensors that a graph returns.
+"""Tell torch.compile's AOTAutograd about FP8 tensors that a graph returns.
 
 - Their gradients are plain, as all gradients here are. AOTAutograd traces a backward before it has
   seen a gradient, and takes it to be of the type of the graph's output. A type corrects that with

@@ -1,4 +1,4 @@
-"""Who calls: the one file that reads stack frames.
+"""Find the caller of a function: the only file that reads stack frames.
 
 torch, accelerate and transformers call ``detach``, ``data_ptr``, ``swap_tensors`` and the like, and
 offer no other place to tell them what an FP8 weight is. Handlers of torch functions by their caller

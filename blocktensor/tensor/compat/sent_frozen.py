@@ -1,4 +1,4 @@
-"""How torch.distributed sends frozen FP8 weights: as bytes and scales.
+"""Send frozen FP8 weights through torch.distributed, as bytes and scales.
 
 ``_broadcast_coalesced``, by which DDP sends a model, views tensors as vectors, concatenates and
 broadcasts those in buckets, and copies the parts back. ``distribute_tensor`` broadcasts a stack of

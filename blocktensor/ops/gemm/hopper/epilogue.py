@@ -14,7 +14,7 @@ CHUNK = gl.constexpr(32)  # columns of an output buffer
 
 @dataclass(frozen=True)
 class Output:
-    """How a GEMM writes its sums: a frozen value, a constant of the kernel.
+    """The way in which a GEMM writes its sums: a frozen value, a constant of the kernel.
 
     L2 adds sums to the output in one of two ways:
 

@@ -13,7 +13,7 @@ WARPGROUP_ROWS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program computes an output tile.
+    """The shape and the steps by which one program computes an output tile.
 
     Consumer warpgroups divide the tile along ``split``. Each covers its part with ``rows`` x
     ``cols`` products of 64 x ``width`` elements over 128 of K, promoted one by one into its
