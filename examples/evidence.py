@@ -1,10 +1,10 @@
-"""The runs of ``long_run.py`` that decide: which are to make, which are done, what they say.
+"""The runs of ``long_run.py`` that decide: list them, make those that are left, report.
 
     python examples/evidence.py list
     python examples/evidence.py make runs/kernel_text --group calm --stop-after 500
     python examples/evidence.py report --out docs/evidence.md
 
-``make`` runs what has no result yet, one run on each GPU at a time, each in a process of its own.
+``make`` makes the runs that have no result yet, each in a process of its own.
 Results are in benchmarks/results/evidence; a run that was stopped goes on from ``--work``.
 
 The rule was fixed before the runs. A run is compared by its last held-out loss with the bf16 run of
@@ -28,26 +28,35 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "evidence"
 
-SMALL = (
-    "--dim 1024 --layers 7 --heads 8 --batch 8 --steps 1500 --evaluate-every 750 --convert-small"
-)
-"""120M parameters, 24.6M tokens."""
-
-CALMING = {
-    "warmup": "--warmup 300",
-    "embedding": "--warmup 300 --embedding-std 1",
-    "qk": "--warmup 300 --embedding-std 1 --qk-norm",
-    "slow": "--warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
-}
-"""Set-ups that were tried: see docs/evidence.md."""
-
 SHORTEST = 80
 """Seconds below which no run begins."""
 
-MOVES = ("0", "1e-6", "2e-6")
+SMALL = "--dim 1024 --layers 7 --heads 8 --steps 1500 --evaluate-every 750 --convert-small"
+"""120M parameters, 24.6M tokens."""
 
-CALM = "--warmup 300 --embedding-std 1 --qk-norm --lr 4.5e-4"
-"""The set-up that was chosen: between ``qk`` and ``slow``."""
+LARGE = "--dim 2048 --layers 5 --heads 16 --steps 3000 --evaluate-every 500"
+"""320M parameters, 98.3M tokens."""
+
+EXPERTS = "--dim 2048 --layers 2 --heads 16 --experts 16 --steps 3000 --evaluate-every 500"
+"""642M parameters, 98.3M tokens."""
+
+CALM = "--seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4"
+"""The set-up that was chosen. Windows of 256 tokens bring eight times as many files into a step as
+windows of 2048 do."""
+
+TRIED = {
+    "warmup": "--batch 8 --warmup 300",
+    "embedding": "--batch 8 --warmup 300 --embedding-std 1",
+    "qk": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm",
+    "slow": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
+    "between": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 4.5e-4",
+    "long_warmup": "--batch 8 --warmup 500 --embedding-std 1 --qk-norm",
+    "smear": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear",
+    "smear_fast": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear --lr 1e-3",
+    "seq512": "--batch 32 --seq 512 --warmup 300 --embedding-std 1 --qk-norm",
+}
+"""Set-ups that were tried before, with --lr 6e-4 and windows of 2048 tokens where no other stands:
+see docs/evidence.md."""
 
 VARIANTS = {
     "bf16": "--variant bf16",
@@ -57,6 +66,16 @@ VARIANTS = {
     "fp8_power_of_two": "--variant 'fp8, scale=power_of_two'",
     "fp8_high_precision": "--variant 'fp8, wgrad_input=high_precision'",
 }
+
+SEEDS = {
+    "120m": (f"{SMALL} --batch 64 {CALM}", dict.fromkeys(VARIANTS, 8)),
+    "320m": (
+        f"{LARGE} --batch 128 {CALM}",
+        {"bf16": 4, "fp8": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
+    ),
+    "experts": (f"{EXPERTS} --batch 128 {CALM}", {"bf16": 3, "fp8": 3, "fp8_128x128": 3}),
+}
+"""The options of each size, and how many seeds of each variant."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +93,40 @@ class Run:
 
 def queue() -> list[Run]:
     """Return all runs in the order in which they are made."""
+    moves = [("", "0"), ("_moved", "1e-6"), ("_moved_more", "2e-6")]
     runs = [
-        run(f"calm_{name}_{i}", "calm", SMALL, options, f"--move {move}")
-        for i, move in enumerate(MOVES)
-        for name, options in CALMING.items()
+        run(f"tried_{name}_bf16{suffix}_0", "tried", SMALL, TRIED[name], f"--move {move}")
+        for name in ("warmup", "embedding", "qk", "slow", "between")
+        for suffix, move in moves
     ]
-    runs.append(run("calm_chosen_2", "120m", SMALL, CALM, "--move 2e-6"))
     runs += [
-        run(f"120m_{name}_{seed}", "120m", SMALL, CALM, options, f"--seed {seed}")
-        for seed in range(8)
-        for name, options in VARIANTS.items()
+        run(
+            f"tried_{name}_{variant}_{seed}",
+            "tried",
+            SMALL,
+            TRIED[name],
+            VARIANTS[variant],
+            f"--seed {seed}",
+        )
+        for name, variants, seeds in [
+            ("between", VARIANTS, 4),
+            *(
+                (name, ("bf16", "fp8"), 2)
+                for name in ("long_warmup", "smear", "smear_fast", "seq512")
+            ),
+        ]
+        for seed in range(seeds)
+        for variant in variants
     ]
-    return runs
+    runs.append(run("120m_bf16_moved_more_0", "120m", SEEDS["120m"][0], "--move 2e-6"))
+    runs += [
+        run(f"{size}_{variant}_{seed}", size, options, VARIANTS[variant], f"--seed {seed}")
+        for size, (options, counts) in SEEDS.items()
+        for seed in range(max(counts.values()))
+        for variant, count in counts.items()
+        if seed < count
+    ]
+    return list({run.name: run for run in runs}.values())
 
 
 def run(name: str, group: str, *options: str) -> Run:
@@ -100,29 +141,31 @@ def command(run: Run, data: Path, work: Path, stop_after: float) -> list[str]:
     return [sys.executable, script, str(data), *run.arguments, "--save-every", "100000", *where]
 
 
-def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float) -> None:
-    """Make ``runs`` until the clock shows ``until``, one on each device at a time."""
+def make(
+    runs: Sequence[Run], data: Path, work: Path, devices: int, together: int, until: float
+) -> None:
+    """Make ``runs`` until the clock shows ``until``, ``together`` on each device at a time."""
     waiting, running = list(runs), dict[int, tuple[Run, subprocess.Popen[bytes]]]()
     work.mkdir(parents=True, exist_ok=True)
     while waiting or running:
-        for device in range(devices):
+        for slot in range(devices * together):
             left = until - time.monotonic()
-            if device not in running and waiting and left > SHORTEST:
+            if slot not in running and waiting and left > SHORTEST:
                 run = waiting.pop(0)
                 log = (work / f"{run.name}.log").open("ab")
                 process = subprocess.Popen(
                     command(run, data, work, left - 10),
                     env={
                         **os.environ,
-                        "CUDA_VISIBLE_DEVICES": str(device),
+                        "CUDA_VISIBLE_DEVICES": str(slot % devices),
                         "OMP_NUM_THREADS": "8",  # more of them wait for each other
                     },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-                running[device] = run, process
-            elif device in running and running[device][1].poll() is not None:
-                run, process = running.pop(device)
+                running[slot] = run, process
+            elif slot in running and running[slot][1].poll() is not None:
+                run, process = running.pop(slot)
                 collect(run, work, process.returncode)
         if waiting and not running and until - time.monotonic() <= SHORTEST:
             break
@@ -154,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     making.add_argument("data", type=Path, help="folder that kernel_text.py has written")
     making.add_argument("--group", help="only this group")
     making.add_argument("--stop-after", type=float, default=1e9, help="seconds")
+    making.add_argument("--together", type=int, default=1, help="runs on each GPU at a time")
     making.add_argument("--work", type=Path, default=Path("runs/evidence"), help="checkpoints")
     reporting = verbs.add_parser("report", help="write the page and its figures from the results")
     reporting.add_argument("--out", type=Path, required=True, help="the page")
@@ -168,11 +212,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             run for run in queue() if options.group in (None, run.group) and not run.result.exists()
         ]
         until = time.monotonic() + options.stop_after
-        make(left, options.data, options.work, torch.cuda.device_count(), until)
+        make(left, options.data, options.work, torch.cuda.device_count(), options.together, until)
     else:
         from evidence_report import write
 
-        write(RESULTS, options.out, tuple(CALMING), tuple(VARIANTS))
+        write(RESULTS, options.out, TRIED, f"--batch 64 {CALM}", tuple(VARIANTS))
 
 
 if __name__ == "__main__":

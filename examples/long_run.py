@@ -73,6 +73,7 @@ class Training:
             experts=options.experts,
             qk_norm=options.qk_norm,
             embedding_std=options.embedding_std,
+            smear=options.smear,
         )
         self.model = GPT(config).to(self.device)
         if options.move:
@@ -248,6 +249,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=6e-4, help="peak learning rate (default: %(default)s)")
     add("--warmup", type=int, help="steps (default: a fiftieth of all)")
     add("--qk-norm", action="store_true", help="normalize the queries and keys of each head")
+    add("--smear", action="store_true", help="add a share of the previous token's embedding")
     add("--embedding-std", type=float, default=0.02, help="at the start (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks")
     add("--move", type=float, default=0.0, metavar="X", help="change initial weights by X of them")

@@ -19,6 +19,9 @@ class ModelConfig:
     With ``experts``, each layer has that many in place of its MLP, and a token goes to ``top_k``.
     ``qk_norm`` normalizes the queries and keys of each head. The first norm divides by the standard
     deviation of the embeddings, ``embedding_std``: the smaller it is, the larger their gradient.
+    ``smear`` adds a learned share of the previous token's embedding to each token's, so that one
+    layer finds where the present token stood before; without it, that takes two layers, which
+    learn it late and at a step that chance decides.
     """
 
     dim: int = 256
@@ -31,6 +34,7 @@ class ModelConfig:
     top_k: int = 2
     qk_norm: bool = False
     embedding_std: float = 0.02
+    smear: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "seq", "vocab"):
@@ -176,6 +180,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.smear = nn.Parameter(torch.full((config.dim,), 0.5)) if config.smear else None
         self.rope = RoPE(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim)
@@ -205,6 +210,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.smear is not None:
+            x = x + self.smear * F.pad(x[:, :-1], (0, 0, 1, 0))
         for block in self.blocks:
             x = block(x, self.rope)
         return self.lm_head(self.norm(x))
