@@ -34,10 +34,13 @@ SHORTEST = 80
 SMALL = "--dim 1024 --layers 7 --heads 8 --steps 1500 --evaluate-every 750 --convert-small"
 """120M parameters, 24.6M tokens."""
 
-LARGE = "--dim 2048 --layers 5 --heads 16 --steps 3000 --evaluate-every 500"
+LARGE = "--dim 2048 --layers 5 --heads 16 --steps 3000 --evaluate-every 500 --convert-small"
 """320M parameters, 98.3M tokens."""
 
-EXPERTS = "--dim 2048 --layers 2 --heads 16 --experts 16 --steps 3000 --evaluate-every 500"
+EXPERTS = (
+    "--dim 2048 --layers 2 --heads 16 --experts 16 --steps 3000 --evaluate-every 500 "
+    "--convert-small"
+)
 """642M parameters, 98.3M tokens."""
 
 CALM = "--seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4"
