@@ -43,7 +43,7 @@ VARIANTS = (
 LAYERS = 4
 SEQUENCE = 4096
 SENT_RECIPE = bt.Recipe(scale="power_of_two")
-"""Of tokens that are sent in FP8: their second rounding changes next to nothing."""
+"""The recipe of tokens that are sent in FP8: a second rounding changes them hardly at all."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 LAYERS = (Shape(8, 8192, 7168, 2048), Shape(16, 4096, 2048, 768), Shape(64, 768, 2048, 1408))
-"""Of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
+"""Layers of DeepSeek-V3 and Qwen3-30B on many GPUs, and of DeepSeek's 16B model."""
 
 SMALL_LAYERS = tuple(
     Shape(experts, tokens, dim, hidden)

@@ -20,7 +20,7 @@ from .ranks import run_to_end
 from .results import Row
 
 GPUS = 2
-"""How many it needs."""
+"""The number of GPUs it needs."""
 
 QUICK: dict[str, Any] = {
     "flags": ("--model", "tiny", "--layers", "1", "--seq", "32", "--batch", "1", "--vocab", "51"),

@@ -47,7 +47,7 @@ same added to fp32; both forms of ``[T, K]``; these three with the columnwise fo
 blocks."""
 
 GROUPS = {"aligned": BLOCK, "ragged": 1}
-"""What the sizes of groups are multiples of."""
+"""The sizes of groups are multiples of this."""
 
 QUICK: dict[str, Any] = {"shapes": (SMALL_GROUPED,), "rounds": 4}
 """The arguments of a smoke run."""

@@ -1,4 +1,4 @@
-"""What a cast of the weights in every forward costs against one for all microbatches of a step."""
+"""Compare a cast of the weights in every forward with one cast for all microbatches of a step."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from .results import Row
 from .shapes import label
 
 LINE_LENGTH = 120
-"""Of text; rows of tables and links to plots are as long as they are."""
+"""Characters of a line of text; rows of tables and links to plots may be longer."""
 
 Content = dict[str, Any]
-"""What a file of results holds."""
+"""The content of a file of results."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

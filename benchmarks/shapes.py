@@ -88,10 +88,10 @@ GROUPED: tuple[GroupedShape, ...] = (
 """Experts of DeepSeek-V3, of its 16B model and of Qwen3-30B, on 1 to 64 GPUs."""
 
 SMALL_GROUPED: GroupedShape = (4, 4096, 1536, 2048)
-"""What a smoke run of them measures."""
+"""The shape that a smoke run of grouped linears measures."""
 
 SMALL: Shape = (4096, 2048, 2048)
-"""What a smoke run measures."""
+"""The shape that a smoke run measures."""
 
 
 def label(m: int, n: int, k: int) -> str:

@@ -27,7 +27,7 @@ from .shapes import SET_S, Shape
 from .timing import Maker, graph_repeats, graphed, round_robin
 
 KINDS = {"fprop": BLOCK, "wgrad": 1, "wgrad_add": 1}
-"""What is measured, and the rows of B that share a scale."""
+"""The products that are measured, and the rows of B that share a scale."""
 
 SHAPES: tuple[Shape, ...] = (
     *SET_S[:12],
@@ -52,7 +52,7 @@ SHAPES: tuple[Shape, ...] = (
 """Large and small, with full waves and without, and with less than one."""
 
 PARTS = ("block_us", "wave_us", "launch_us", "lone_block_us", "lone_us")
-"""What is fitted of a kernel."""
+"""The fitted numbers of a kernel."""
 
 QUICK: dict[str, Any] = {"shapes": SHAPES[3:7], "rounds": 3}
 

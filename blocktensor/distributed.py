@@ -38,6 +38,10 @@ _STYLES = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import styles when they are first used: DTensor would double the time of an import."""
     if name in _STYLES:

@@ -28,6 +28,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
@@ -321,12 +325,7 @@ def _stays_whole(w: Tensor | None) -> bool:
 
 @overload
 def grouped_linear(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    *,
-    recipe: Recipe | None = None,
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor: ...
 
 

@@ -34,7 +34,7 @@ PACKAGE = (
 VOCAB = 16_384
 HELDOUT_ONE_IN = 100
 TRAINED_ON_ONE_IN = 20
-"""Of the files, by the tokenizer."""
+"""The tokenizer is trained on one of so many files."""
 
 ENDINGS = (".c", ".h", ".S", ".rst", ".txt", ".py", ".pl", ".sh", ".dts", ".dtsi", ".yaml")
 GENERATED = "drivers/gpu/drm/amd/include/"

@@ -35,6 +35,13 @@ def test_everything_public_is_documented(name: str) -> None:
         assert [m.__qualname__ for m in methods if not inspect.getdoc(m)] == []
 
 
+@pytest.mark.parametrize("name", ["functional", "distributed", "reports"])
+def test_dir_shows_the_public_names_alone(name: str) -> None:
+    module = getattr(blocktensor, name)
+    assert dir(module) == sorted(module.__all__)
+    assert set(dir(blocktensor)) == {*blocktensor.__all__, "__version__"}
+
+
 def test_the_version_is_the_one_declared() -> None:
     declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert declared is not None

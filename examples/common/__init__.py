@@ -1,1 +1,1 @@
-"""What several examples share: two models, the text they learn, options, records of runs."""
+"""Code that several examples share: two models, their text, options, records of runs."""

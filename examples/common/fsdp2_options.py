@@ -42,7 +42,7 @@ CACHE_WEIGHT: dict[str, Literal["backward", "step", False]] = {
     "step": "step",
     "no": False,
 }
-"""What the flag's choices are in a recipe."""
+"""The recipe's value for each choice of the flag."""
 
 _LARGE = {"seq": 8192, "batch": 1, "lr": 3e-4, "ramp_steps": 200}
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ class Shape:
         return self.dim // self.heads
 
     def flops_per_token(self, seq: int) -> float:
-        """Of forward and backward, as torchtitan counts: no mask, no recomputation.
+        """Return the FLOPs of forward and backward as torchtitan counts: no mask, no recomputation.
 
         Six a weight that multiplies (the embedding only looks up), and attention's two products.
         """

@@ -1,4 +1,4 @@
-"""What examples need to measure a run and to write it down: clock, trace, versions, whole files."""
+"""Measure a run and record it: clock, trace, versions, whole files."""
 
 from __future__ import annotations
 
