@@ -43,23 +43,30 @@ EXPERTS = (
 )
 """642M parameters, 98.3M tokens."""
 
-CALM = "--seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4"
-"""The set-up that was chosen. Windows of 256 tokens bring eight times as many files into a step as
-windows of 2048 do."""
+SIZES = {"120m": SMALL, "320m": LARGE, "experts": EXPERTS}
+
+CALM = {
+    "120m": "--batch 64 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4",
+    "320m": "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
+    "experts": "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
+}
+"""The set-ups that were chosen. Windows of 256 tokens bring eight times as many files into a step
+as windows of 2048 do."""
 
 TRIED = {
-    "warmup": "--batch 8 --warmup 300",
-    "embedding": "--batch 8 --warmup 300 --embedding-std 1",
-    "qk": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm",
-    "slow": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
-    "between": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 4.5e-4",
-    "long_warmup": "--batch 8 --warmup 500 --embedding-std 1 --qk-norm",
-    "smear": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear",
-    "smear_fast": "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear --lr 1e-3",
-    "seq512": "--batch 32 --seq 512 --warmup 300 --embedding-std 1 --qk-norm",
+    "warmup": ("120m", "--batch 8 --warmup 300"),
+    "embedding": ("120m", "--batch 8 --warmup 300 --embedding-std 1"),
+    "qk": ("120m", "--batch 8 --warmup 300 --embedding-std 1 --qk-norm"),
+    "slow": ("120m", "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4"),
+    "between": ("120m", "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --lr 4.5e-4"),
+    "long_warmup": ("120m", "--batch 8 --warmup 500 --embedding-std 1 --qk-norm"),
+    "smear": ("120m", "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear"),
+    "smear_fast": ("120m", "--batch 8 --warmup 300 --embedding-std 1 --qk-norm --smear --lr 1e-3"),
+    "seq512": ("120m", "--batch 32 --seq 512 --warmup 300 --embedding-std 1 --qk-norm"),
+    "fast": ("320m", "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4"),
 }
-"""Set-ups that were tried before, with --lr 6e-4 and windows of 2048 tokens where no other stands:
-see docs/evidence.md."""
+"""Set-ups that were tried before, each with its size; where no others stand, with --lr 6e-4 and
+windows of 2048 tokens. See docs/evidence.md."""
 
 VARIANTS = {
     "bf16": "--variant bf16",
@@ -71,14 +78,11 @@ VARIANTS = {
 }
 
 SEEDS = {
-    "120m": (f"{SMALL} --batch 64 {CALM}", dict.fromkeys(VARIANTS, 8)),
-    "320m": (
-        f"{LARGE} --batch 128 {CALM}",
-        {"bf16": 4, "fp8": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
-    ),
-    "experts": (f"{EXPERTS} --batch 128 {CALM}", {"bf16": 3, "fp8": 3, "fp8_128x128": 3}),
+    "120m": dict.fromkeys(VARIANTS, 8),
+    "320m": {"bf16": 4, "fp8": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
+    "experts": {"bf16": 3, "fp8": 3, "fp8_128x128": 3},
 }
-"""The options of each size, and how many seeds of each variant."""
+"""How many seeds of each variant run at each size."""
 
 
 @dataclass(frozen=True)
@@ -97,38 +101,41 @@ class Run:
 def queue() -> list[Run]:
     """Return all runs in the order in which they are made."""
     moves = [("", "0"), ("_moved", "1e-6"), ("_moved_more", "2e-6")]
-    runs = [
-        run(f"tried_{name}_bf16{suffix}_0", "tried", SMALL, TRIED[name], f"--move {move}")
+    pairs = ("bf16", "fp8")
+    tried = [
+        (name, f"bf16{suffix}", 0, f"--move {move}")
         for name in ("warmup", "embedding", "qk", "slow", "between")
         for suffix, move in moves
     ]
-    runs += [
-        run(
-            f"tried_{name}_{variant}_{seed}",
-            "tried",
-            SMALL,
-            TRIED[name],
-            VARIANTS[variant],
-            f"--seed {seed}",
-        )
+    tried += [
+        (name, variant, seed, f"{VARIANTS[variant]} --seed {seed}")
         for name, variants, seeds in [
             ("between", VARIANTS, 4),
-            *(
-                (name, ("bf16", "fp8"), 2)
-                for name in ("long_warmup", "smear", "smear_fast", "seq512")
-            ),
+            ("long_warmup", pairs, 2),
+            ("smear", pairs, 2),
+            ("smear_fast", pairs, 2),
+            ("seq512", pairs, 2),
+            ("fast", ("bf16", "bf16_moved", "fp8", "fp8_128x128"), 1),
         ]
         for seed in range(seeds)
         for variant in variants
     ]
-    runs.append(run("120m_bf16_moved_more_0", "120m", SEEDS["120m"][0], "--move 2e-6"))
+    runs = [
+        run(f"tried_{name}_{variant}_{seed}", "tried", SIZES[size], options, own)
+        for name, variant, seed, own in tried
+        for size, options in [TRIED[name]]
+    ]
+    runs.append(run("120m_bf16_moved_more_0", "120m", SMALL, CALM["120m"], "--move 2e-6"))
     runs += [
-        run(f"{size}_{variant}_{seed}", size, options, VARIANTS[variant], f"--seed {seed}")
-        for size, (options, counts) in SEEDS.items()
+        run(
+            f"{size}_{variant}_{seed}", size, SIZES[size], CALM[size],
+            VARIANTS[variant], f"--seed {seed}",
+        )
+        for size, counts in SEEDS.items()
         for seed in range(max(counts.values()))
         for variant, count in counts.items()
         if seed < count
-    ]
+    ]  # fmt: skip
     return list({run.name: run for run in runs}.values())
 
 
@@ -219,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         from evidence_report import write
 
-        write(RESULTS, options.out, TRIED, f"--batch 64 {CALM}", tuple(VARIANTS))
+        write(RESULTS, options.out, TRIED, CALM, tuple(VARIANTS))
 
 
 if __name__ == "__main__":

@@ -133,28 +133,33 @@ def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def set_up_row(name: str, options: str, results: Mapping[str, Result], prefix: str) -> str:
+def set_up_row(
+    name: str, size: str, options: str, results: Mapping[str, Result], prefix: str
+) -> str:
     """Return one row of the table of set-ups, whose runs are named ``prefix``."""
     moved = [f"{prefix}_bf16_0", f"{prefix}_bf16_moved_0", f"{prefix}_bf16_moved_more_0"]
     cells = ["–", "–"]
-    if set(moved) <= set(results):
-        last, parted, largest = spread([results[run] for run in moved])
+    runs = [results[run] for run in moved if run in results]
+    last, parted, largest = spread(runs)
+    if len(runs) > 1:
         cells = [f"{last:.2f}%", f"{parted:.2f}%"]
-    else:
-        largest = spread([results[moved[0]]])[2]
     fp8 = differences(results, prefix, ("fp8",))
     cells += [f"{largest:.1f}x", interval(fp8[0]) if fp8 else "–"]
-    return f"| {name} | `{options}` | {' | '.join(cells)} |"
+    return f"| {name} | {MODELS[size]} | `{options}` | {' | '.join(cells)} |"
 
 
 def write(
-    folder: Path, out: Path, tried: Mapping[str, str], chosen: str, variants: Sequence[str]
+    folder: Path,
+    out: Path,
+    tried: Mapping[str, tuple[str, str]],
+    chosen: Mapping[str, str],
+    variants: Sequence[str],
 ) -> None:
     """Write the page ``out`` and its figures from the results in ``folder``.
 
     Args:
-        tried: The options of the set-ups that were not chosen, by name.
-        chosen: The options of the one that was.
+        tried: The sizes and options of the set-ups that were not chosen, by name.
+        chosen: The options of those that were, by size.
         variants: What is compared, with bf16 first.
     """
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
@@ -181,19 +186,21 @@ def write(
         "",
         "## A calm set-up",
         "",
-        "Three bf16 runs whose initial weights differ by 1e-6 of themselves show how much chance",
+        "bf16 runs whose weights begin 1e-6 of themselves apart, two or three, show how much chance",
         "a set-up adds: the spread of the last losses, the largest difference of two means of",
         f"{WINDOW} steps, and the largest gradient norm after step {AFTER}, over the median. FP8",
         "runs show it as well: in most of these set-ups their differences to bf16 have no sign.",
-        "What helps most is more files in a step. All set-ups have 16,384 tokens a step; windows",
-        "of 2,048 tokens come from 8 files, windows of 256 from 64, and the model learns faster.",
+        "What helps most is more files in a step: of 16,384 tokens in windows",
+        "of 2,048 come from 8 files, in windows of 256 from 64; and the model learns faster.",
         "",
-        "120M parameters, 1,500 steps:",
-        "",
-        "| set-up | arguments | spread | parted by | largest norm | fp8 against bf16 |",
-        "|---|---|---|---|---|---|",
-        *(set_up_row(name, each, results, f"tried_{name}") for name, each in tried.items()),
-        set_up_row("**chosen**", chosen, results, "120m"),
+        "| set-up | model | arguments | spread | parted by | largest norm | fp8 against bf16 |",
+        "|---|---|---|---|---|---|---|",
+        *(set_up_row(name, *each, results, f"tried_{name}") for name, each in tried.items()),
+        *(
+            set_up_row("**chosen**", size, options, results, size)
+            for size, options in chosen.items()
+            if f"{size}_bf16_0" in results
+        ),
         "",
         "## Differences to bf16",
         "",
