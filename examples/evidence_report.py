@@ -186,7 +186,7 @@ def write(
         "",
         "## A calm set-up",
         "",
-        "bf16 runs whose weights begin 1e-6 of themselves apart, two or three, show how much chance",
+        "Two or three bf16 runs whose weights begin 1e-6 of themselves apart show how much chance",
         "a set-up adds: the spread of the last losses, the largest difference of two means of",
         f"{WINDOW} steps, and the largest gradient norm after step {AFTER}, over the median. FP8",
         "runs show it as well: in most of these set-ups their differences to bf16 have no sign.",
