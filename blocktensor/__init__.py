@@ -7,7 +7,7 @@ Public: the names in ``__all__``, and ``blocktensor.functional``, ``blocktensor.
 from . import distributed, functional, reports
 from . import registration as _registration  # noqa: F401  (fills the tables of ops)
 from .autograd.quantize import quantize
-from .checkpoint import CheckpointError, load_fp8, save_fp8
+from .checkpoint import CheckpointError, iter_fp8, load_fp8, save_fp8
 from .conversion.convert import convert, to_blockwise_fp8_weights
 from .conversion.freeze import freeze, unfreeze
 from .conversion.report import MinSizes
@@ -24,9 +24,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "MinSizes", "Recipe", "audit",
-    "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse", "load_fp8",
-    "memory_report", "quantize", "reports", "save_fp8", "share_inputs", "to_blockwise_fp8_weights",
-    "unfreeze", "unfuse", "unshare_inputs",
+    "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse", "iter_fp8",
+    "load_fp8", "memory_report", "quantize", "reports", "save_fp8", "share_inputs",
+    "to_blockwise_fp8_weights", "unfreeze", "unfuse", "unshare_inputs",
 ]  # fmt: skip
 
 

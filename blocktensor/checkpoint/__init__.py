@@ -1,7 +1,8 @@
 """Internal: FP8 checkpoints, safetensors of e4m3 bytes beside the scales of 128x128 blocks."""
 
+from .export import iter_fp8
 from .load import LoadReport, load_fp8
 from .on_disk import CheckpointError
 from .save import save_fp8
 
-__all__ = ["CheckpointError", "LoadReport", "load_fp8", "save_fp8"]
+__all__ = ["CheckpointError", "LoadReport", "iter_fp8", "load_fp8", "save_fp8"]

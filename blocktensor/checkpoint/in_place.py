@@ -53,11 +53,9 @@ def staging(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
     """Name ``folder`` in errors of a full disk, which name no file."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         if getattr(error, "filename", None) is not None:
             raise
         raise OSError(
@@ -87,7 +85,7 @@ def put_in_place(made: Path, folder: Path) -> None:
                 _settle(made, folder)
                 raise
         return
-    os.chmod(made, 0o777 & ~umask())
+    os.chmod(made, 0o777 & ~_umask())
     flush(made)
     try:
         os.rename(made, folder)
@@ -267,7 +265,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def umask() -> int:
+def _umask() -> int:
     """Return the process's mask of file modes, which can be read only by setting it."""
     mask = os.umask(0)
     os.umask(mask)

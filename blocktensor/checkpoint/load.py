@@ -24,6 +24,7 @@ from ..conversion.state_dict import register_state_hooks
 from ..model.names import is_module
 from ..ops.formats import BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
+from ..sharding.dtensor import local_of
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -37,7 +38,6 @@ from .on_disk import (
     TENSORS,
     CheckpointError,
     bad_scale,
-    refuse_sharded,
     require_safetensors,
     tensor_digest,
 )
@@ -143,7 +143,11 @@ def load_entries(
     """
     targets = _targets(model)
     for name, target in targets.items():
-        refuse_sharded(name, target.current)
+        if local_of(target.current) is not None:
+            raise NotImplementedError(
+                f"{name} is a DTensor, its model sharded: load_fp8 before the model is sharded, or "
+                f"use torch.distributed.checkpoint"
+            )
     known = {name: ways for name, ways in possible_names(model).items() if name in targets}
     sources, unexpected = match(folder, known, entries)
     held = {id(targets[name].current) for name in sources}  # tied tensors are stored once

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..ops.formats import BlockFormat
-from ..sharding.dtensor import local_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,16 +54,6 @@ def require_safetensors() -> None:
         raise ImportError(
             f"FP8 checkpoints need {error.name}: pip install 'blocktensor[checkpoint]'"
         ) from None
-
-
-def refuse_sharded(name: str, x: Tensor) -> None:
-    """Raise NotImplementedError if ``x`` is a DTensor, of a model that lies on several ranks."""
-    if local_of(x) is not None:
-        raise NotImplementedError(
-            f"{name} is a DTensor, its model sharded: FP8 checkpoints are of whole models. Use "
-            f"torch.distributed.checkpoint for sharded ones, or gather the state first "
-            f"(get_model_state_dict with full_state_dict=True) into an unsharded model"
-        )
 
 
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:

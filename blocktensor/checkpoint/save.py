@@ -1,25 +1,26 @@
-"""Writing FP8 checkpoints: shard by shard, and none of them counts before all are written."""
+"""Writing FP8 checkpoints: the ranks of a model write its tensors into files laid out before."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
-from ..model.names import is_module
 from ..model.weights import stacks_of
-from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BLOCKS_128X128, BlockFormat
+from ..sharding.ranks import Ranks
+from ..sharding.whole import format_of, fp8_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
-from .in_place import flush, holds_nothing, naming, put_in_place, staging, umask, write_json
-from .names import EXPERT_NAMES, Names, module_names, names_to_write, possible_names
+from .export import Unit, exported, stored_in_turn
+from .files import Layout, ShardFile
+from .in_place import flush, holds_nothing, naming, put_in_place, staging, write_json
+from .names import module_names
 from .on_disk import (
     CONFIG,
     HASHING_THREADS,
@@ -28,39 +29,12 @@ from .on_disk import (
     SCALE_SUFFIXES,
     SINGLE,
     TENSORS,
-    bad_scale,
     header_digest,
-    refuse_sharded,
     require_safetensors,
     tensor_digest,
 )
 
 _DEFAULT_SHARD = 5 << 30
-_FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
-
-
-class _Part(NamedTuple):
-    """A part that is written at once: a tensor of the model, or an expert of a stack.
-
-    Attributes:
-        x: the tensor or the stack.
-        expert: which one of a stack; None for all of ``x``.
-        names: of the matrices that it is written as, one below the other.
-        label: how messages call it.
-    """
-
-    x: Tensor
-    expert: int | None
-    names: tuple[str, ...]
-    label: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file, with the scales."""
-        shape = self.x.shape if self.expert is None else self.x.shape[1:]
-        if isinstance(self.x, _FP8_TYPES):
-            return self.x.format.nbytes(shape)
-        return shape.numel() * self.x.element_size()
 
 
 def save_fp8(
@@ -92,8 +66,13 @@ def save_fp8(
     index names, and ``model.safetensors``, which would hide the index from transformers; every
     other file in the folder stays. A link to a folder is followed.
 
+    All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
+    share of the weights, which are gathered in FP8, one at a time: a rank holds one whole weight
+    beyond its shards. The folder is that of one process, byte for byte.
+
     Args:
-        model: any module, converted.
+        model: any module, converted; sharded by ``fully_shard``, tensor parallel, expert parallel
+            (as DTensors) or several of them, or not.
         path: the folder to make.
         format: ``"deepseek"``, with scales named ``weight_scale_inv``, as in DeepSeek-V3 and
             transformers' "fp8"; ``"compressed-tensors"``, with ``weight_scale``.
@@ -114,42 +93,39 @@ def save_fp8(
         ValueError: another format; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
             weight that holds NaN or Inf, which :func:`load_fp8` refuses; ``"separate"`` for a stack
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
-        NotImplementedError: a sharded model.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         OSError: it cannot be written: the disk is full, say. Nothing has changed then.
         TimeoutError: other processes kept on replacing the same checkpoint for a minute.
     """
     require_safetensors()
-    is_module(model, "save_fp8")
-    choices = (("format", format, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
-    for name, chosen, known in choices:
-        if chosen not in known:
-            raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
-    folder = Path(os.path.realpath(path))
-    _check_target(folder, overwrite)
-    tensors = _unique_tensors(model)
-    for name, x in tensors.items():
-        refuse_sharded(name, x)
-    fp8 = {name: x for name, x in tensors.items() if isinstance(x, _FP8_TYPES)}
-    if not fp8:
-        raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
-    for name, x in tensors.items():
-        if x.is_meta:
-            raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
-    names = names_to_write(tensors, possible_names(model), expert_names)
+    found = exported(model, "save_fp8", format, expert_names)
+    ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
+    formats = [format_of(x) for x in map(fp8_of, found.tensors.values()) if x is not None]
+    plain = module_names(found.names, _plain_weights(model))
+    described = {"quantization_config": _quantization_config(format, plain, formats)}
+    content = {**(_config_of(model) if config is None else config), **described}
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with staging(folder) as made:
-        with naming(folder):
-            _write_parts(made, _parts(tensors, names), format, max_shard_bytes)
-            formats = [x.format for x in fp8.values()]
-            plain = module_names(names, _plain_weights(model, fp8))
-            described = _quantization_config(format, plain, formats)
-            entries = _config_of(model) if config is None else dict(config)
-            write_json(made / CONFIG, {**entries, "quantization_config": described})
-        put_in_place(made, folder)
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> Path:
+            _check_target(folder, overwrite)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            return stack.enter_context(staging(folder))
+
+        made = ranks.first(begin)
+        shards = _shards(found.units, SCALE_SUFFIXES[format], made, max_shard_bytes)
+        ranks.first(lambda: _create(shards, folder))
+        digests = ranks.each(lambda: _write(shards, SCALE_SUFFIXES[format], folder, ranks))
+
+        def finish() -> None:
+            with naming(folder):
+                _write_index(made, shards, digests)
+                write_json(made / CONFIG, content)
+            put_in_place(made, folder)
+
+        ranks.first(finish)
     return Path(path)
 
 
@@ -165,24 +141,12 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in ``state_dict``, each once."""
-    unique: dict[object, tuple[str, Tensor]] = {}
-    for name, x in model.state_dict(keep_vars=True).items():
-        if isinstance(x, Tensor):  # not extra state, which safetensors cannot hold
-            has_memory = not (isinstance(x, _FP8_TYPES) or x.is_meta or x.numel() == 0)
-            memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
-            unique.setdefault(memory, (name, x))
-    return dict(unique.values())
-
-
-def _plain_weights(model: nn.Module, fp8: Mapping[str, Tensor]) -> Iterator[str]:
+def _plain_weights(model: nn.Module) -> Iterator[str]:
     """List the names of weights of linear layers and experts that are not FP8."""
-    known = {id(x) for x in fp8.values()}
     for prefix, module in model.named_modules():
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
         for key in keys:
-            if id(getattr(module, key)) not in known:
+            if fp8_of(getattr(module, key)) is None:
                 yield f"{prefix}.{key}" if prefix else key
 
 
@@ -227,79 +191,80 @@ def _quantization_config(
     }
 
 
-def _parts(tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> Iterator[_Part]:
-    """List all tensors, in the order of the model."""
-    for name, x in tensors.items():
-        way = names[name]
-        if way.experts is None:
-            yield _Part(x, None, way.templates, name)
-        else:
-            for expert in range(way.experts):
-                yield _Part(x, expert, way.of_expert(expert), f"{name}[{expert}]")
+Shard = tuple[ShardFile, list[Unit]]
+"""A file, and what is written to it."""
 
 
-def _stored(part: _Part, suffix: str) -> dict[str, Tensor]:
-    """Return the tensors to write for a part, by name, on the CPU and contiguous."""
-    x: Any = part.x.master if isinstance(part.x, BlockwiseFP8Weight) else part.x
-    with torch.no_grad():
-        x = x.detach() if part.expert is None else x.detach()[part.expert]
-        if not isinstance(part.x, _FP8_TYPES):
-            return _named(part.names, x)
-        is_fp8 = isinstance(x, BlockwiseFP8Tensor)
-        form = x.rowwise() if is_fp8 else quantize_rowwise(x, part.x.format)
-    scale = form.scale.cpu()
-    problem = bad_scale(scale, form.format)
-    if problem is not None:
-        raise ValueError(
-            f"{part.label} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight "
-            f"makes such a scale: find it with torch.isfinite, or save the masters (state_dict)"
-        )
-    scales = [f"{name}{suffix}" for name in part.names]
-    return _named(part.names, form.data) | _named(scales, scale)
-
-
-def _named(names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
-    """Name a tensor, or with several names its rows, in as many equal parts."""
-    x = x.cpu().contiguous()
-    parts = [x] if len(names) == 1 else x.chunk(len(names))
-    return dict(zip(names, parts, strict=True))
-
-
-def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
-    shards: list[list[_Part]] = [[]]
-    size = 0
-    for part in parts:
-        if shards[-1] and size + part.nbytes > limit:
-            shards.append([])
+def _shards(units: Iterable[Unit], suffix: str, folder: Path, limit: int) -> list[Shard]:
+    """Divide all units into files of at most ``limit`` bytes, or of one unit."""
+    groups: list[dict[str, Layout]] = []
+    members: list[list[Unit]] = []
+    size = limit + 1
+    for unit in units:
+        layout = unit.layout(suffix)
+        nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
+        if size + nbytes > limit:
+            groups.append({})
+            members.append([])
             size = 0
-        shards[-1].append(part)
-        size += part.nbytes
-    return shards
+        groups[-1] |= layout
+        members[-1].append(unit)
+        size += nbytes
+    count = len(groups)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    files = [ShardFile(folder / name, group) for name, group in zip(names, groups, strict=True)]
+    return list(zip(files, members, strict=True))
 
 
-def _write_parts(folder: Path, written: Iterable[_Part], layout: str, max_shard_bytes: int) -> None:
-    from safetensors.torch import save_file
+def _create(shards: Sequence[Shard], folder: Path) -> None:
+    with naming(folder):
+        for file, _ in shards:
+            file.create()
 
-    suffix = SCALE_SUFFIXES[layout]
-    shards = _shards(written, max_shard_bytes)
-    places: dict[str, str] = {}
-    headers: dict[str, str] = {}
+
+def _write(shards: Sequence[Shard], suffix: str, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Write this rank's share of all units; return the digests of their tensors by name.
+
+    Ranks take turns, so that all of them write to the disk at once. One that fails still takes part
+    in what the others gather.
+    """
+    turns = [file for file, members in shards for _ in members]
+    units = [unit for _, members in shards for unit in members]
     digests: dict[str, str] = {}
-    total = 0
-    for number, parts in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        stored = {k: v for part in parts for k, v in _stored(part, suffix).items()}
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:  # while the file is written
-            found = pool.map(tensor_digest, stored.values())
-            save_file(stored, folder / file, metadata={"format": "pt"})
-            digests |= zip(stored, found, strict=True)
-        os.chmod(folder / file, 0o666 & ~umask())  # safetensors 0.8 lets its owner alone read it
-        flush(folder / file)
-        places |= dict.fromkeys(stored, file)
-        headers[file] = header_digest(folder / file)
-        total += sum(x.nbytes for x in stored.values())
-    metadata = {"total_size": total, HEADERS: headers, TENSORS: dict(sorted(digests.items()))}
-    write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+    failure: Exception | None = None
+    mine: set[Path] = set()
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        for turn, (_, stored) in enumerate(stored_in_turn(units, suffix)):
+            if turn % ranks.size != ranks.index or failure is not None:
+                continue
+            try:
+                tensors = {name: x.cpu() for name, x in stored.items()}
+                hashed = pool.map(tensor_digest, tensors.values())  # while they are written
+                with naming(folder):
+                    for name, x in tensors.items():
+                        turns[turn].write(name, x)
+                digests |= zip(tensors, hashed, strict=True)
+                mine.add(turns[turn].path)
+            except OSError as error:
+                if ranks.size == 1:
+                    raise
+                failure = error
+    if failure is not None:
+        raise failure
+    with naming(folder):
+        for path in sorted(mine):
+            flush(path)
+    return digests
+
+
+def _write_index(made: Path, shards: Sequence[Shard], digests: Iterable[dict[str, str]]) -> None:
+    places = {name: file.path.name for file, _ in shards for name in file.names}
+    metadata = {
+        "total_size": sum(file.nbytes for file, _ in shards),
+        HEADERS: {file.path.name: header_digest(file.path) for file, _ in shards},
+        TENSORS: dict(sorted((name, x) for each in digests for name, x in each.items())),
+    }
+    write_json(made / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
 
 
 @implements(TORCH_FUNCTIONS, Tensor.storage)

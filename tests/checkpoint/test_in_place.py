@@ -220,11 +220,8 @@ def test_data_are_on_the_disk_before_what_names_them(folder: Path) -> None:
         """\
 mkdir .NEW
 rename .NEW -> .STAGING
-chmod .STAGING/model-00001-of-00003.safetensors
 fsync .STAGING/model-00001-of-00003.safetensors
-chmod .STAGING/model-00002-of-00003.safetensors
 fsync .STAGING/model-00002-of-00003.safetensors
-chmod .STAGING/model-00003-of-00003.safetensors
 fsync .STAGING/model-00003-of-00003.safetensors
 fsync .STAGING/model.safetensors.index.json
 fsync .STAGING/config.json
@@ -262,11 +259,8 @@ def test_a_new_folder_appears_in_one_step(tmp_path: Path) -> None:
         """\
 mkdir ../.NEW
 rename ../.NEW -> ../.fp8.STAGING
-chmod ../.fp8.STAGING/model-00001-of-00003.safetensors
 fsync ../.fp8.STAGING/model-00001-of-00003.safetensors
-chmod ../.fp8.STAGING/model-00002-of-00003.safetensors
 fsync ../.fp8.STAGING/model-00002-of-00003.safetensors
-chmod ../.fp8.STAGING/model-00003-of-00003.safetensors
 fsync ../.fp8.STAGING/model-00003-of-00003.safetensors
 fsync ../.fp8.STAGING/model.safetensors.index.json
 fsync ../.fp8.STAGING/config.json

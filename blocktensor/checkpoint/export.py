@@ -1,0 +1,213 @@
+"""Export a model in FP8, tensor by tensor: names and bytes as checkpoints have them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..model.names import is_module
+from ..ops.cast.ops import quantize_rowwise
+from ..ops.formats import Quantized
+from ..sharding.dtensor import local_of
+from ..sharding.whole import form_of, format_of, fp8_of, whole_form, whole_tensor
+from ..tensor.base import MasterBase
+from .names import EXPERT_NAMES, Names, names_to_write, possible_names
+from .on_disk import SCALE_SUFFIXES, bad_scale
+
+
+class Exported(NamedTuple):
+    """All that is exported of a model, in its order, without values.
+
+    Attributes:
+        tensors: of the model, by its names, each once.
+        names: the names of exported tensors, by the model's.
+        units: what is exported at once.
+    """
+
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, Names]
+    units: list[Unit]
+
+
+class Unit(NamedTuple):
+    """What is exported at once: a tensor of the model, or an expert of a stack.
+
+    Attributes:
+        x: the tensor or the stack, perhaps a DTensor.
+        expert: which one of a stack; None for all of ``x``.
+        names: of the matrices that it is exported as, one below the other.
+        label: how messages call it.
+    """
+
+    x: Tensor
+    expert: int | None
+    names: tuple[str, ...]
+    label: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of all of its matrices, one below the other."""
+        return self.x.shape if self.expert is None else self.x.shape[1:]
+
+    def layout(self, suffix: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor that it is exported as, without its values."""
+        fp8, count = fp8_of(self.x), len(self.names)
+        if fp8 is None:
+            return {name: (self.x.dtype, _part(self.shape, count)) for name in self.names}
+        format = format_of(fp8)
+        scales = format.scale_shape(self.shape)
+        return {
+            **{name: (format.dtype, _part(self.shape, count)) for name in self.names},
+            **{name + suffix: (torch.float32, _part(scales, count)) for name in self.names},
+        }
+
+
+def _part(shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the shape of each of ``count`` equal parts of the rows, or of the only one."""
+    return tuple(shape) if count == 1 else (shape[0] // count, *shape[1:])
+
+
+def iter_fp8(
+    model: nn.Module,
+    *,
+    format: str = "deepseek",
+    expert_names: str = "auto",
+    rank: int | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a converted model in FP8, for an inference engine to load.
+
+    Names, dtypes and bytes are those of :func:`save_fp8`: e4m3 weights beside their fp32 scales
+    (``weight_scale_inv``), which the next forward would multiply by, and the other tensors in their
+    dtypes. One weight, or stack of experts, is whole at a time, on the device of the model::
+
+        engine_model.load_weights(blocktensor.iter_fp8(model))  # vLLM
+        state = dict(blocktensor.iter_fp8(model))
+
+    The model may be sharded, by ``fully_shard``, tensor parallel, expert parallel (as DTensors) or
+    several of them. What travels between ranks is FP8. All ranks of the model's meshes must then
+    exhaust the iterator, with the same arguments; the tensors are the same on all.
+
+    Args:
+        model: any module, converted, on one device or sharded.
+        format: ``"deepseek"`` or ``"compressed-tensors"``, as in :func:`save_fp8`.
+        expert_names: ``"auto"``, ``"separate"`` or ``"fused"``, as in :func:`save_fp8`.
+        rank: the only rank (of the default group) that gets tensors; the others take part, and
+            their iterators are empty. Default: all ranks.
+
+    Yields:
+        Name and tensor. Tensors of a weight in FP8 are new; others may be the model's own memory.
+
+    Raises:
+        TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
+            holds NaN or Inf, when its turn comes, on all ranks.
+    """
+    units = exported(model, "iter_fp8", format, expert_names).units
+    yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
+    return (
+        pair
+        for _, stored in stored_in_turn(units, SCALE_SUFFIXES[format])
+        if yields
+        for pair in stored.items()
+    )
+
+
+def exported(model: nn.Module, caller: str, format: str, expert_names: str) -> Exported:
+    """Check all but the values of a model, and return what is exported of it.
+
+    Raises:
+        TypeError, ValueError: see :func:`save_fp8`.
+    """
+    is_module(model, caller)
+    choices = (("format", format, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
+    for name, chosen, known in choices:
+        if chosen not in known:
+            raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
+    tensors = _unique_tensors(model)
+    if all(fp8_of(x) is None for x in tensors.values()):
+        raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
+    for name, x in tensors.items():
+        if x.is_meta:
+            raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
+    names = names_to_write(tensors, possible_names(model), expert_names)
+    return Exported(tensors, names, list(_units(tensors, names)))
+
+
+def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by their names in ``state_dict``, each once."""
+    unique: dict[object, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if isinstance(x, Tensor):  # not extra state, which safetensors cannot hold
+            is_plain = fp8_of(x) is None and local_of(x) is None
+            has_memory = is_plain and not x.is_meta and x.numel() > 0
+            memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
+            unique.setdefault(memory, (name, x))
+    return dict(unique.values())
+
+
+def _units(tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> Iterator[Unit]:
+    for name, x in tensors.items():
+        way = names[name]
+        if way.experts is None:
+            yield Unit(x, None, way.templates, name)
+        else:
+            for expert in range(way.experts):
+                yield Unit(x, expert, way.of_expert(expert), f"{name}[{expert}]")
+
+
+def stored_in_turn(units: Sequence[Unit], suffix: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    """Yield each unit with its tensors, by name, contiguous, on the device of the model.
+
+    A sharded tensor is gathered once, for all of its units; all ranks get all.
+
+    Raises:
+        ValueError: a weight that FP8 cannot hold.
+    """
+    for _, same in itertools.groupby(units, key=lambda unit: id(unit.x)):
+        whole: Any = None
+        for unit in same:
+            with torch.no_grad():
+                if local_of(unit.x) is not None and whole is None:
+                    gather = whole_tensor if fp8_of(unit.x) is None else whole_form
+                    whole = gather(unit.x)
+                stored = _stored(unit, whole, suffix)
+            yield unit, stored
+
+
+def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
+    """Return the tensors of a unit; ``whole``: all of a sharded tensor, or its form."""
+    x, expert = unit.x, unit.expert
+    fp8 = fp8_of(x)
+    if fp8 is None:
+        plain = x.detach() if whole is None else whole
+        return _named(unit.names, plain if expert is None else plain[expert])
+    form: Quantized
+    if whole is not None:
+        form = whole if expert is None else _expert_of(whole, expert)
+    elif isinstance(fp8, MasterBase) and expert is not None:  # cast one expert at a time
+        form = quantize_rowwise(fp8.master.detach()[expert], format_of(fp8))
+    else:
+        form = form_of(fp8)
+        form = form if expert is None else _expert_of(form, expert)
+    problem = bad_scale(form.scale.cpu(), form.format)
+    if problem is not None:
+        raise ValueError(
+            f"{unit.label} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight "
+            f"makes such a scale: find it with torch.isfinite, or save the masters (state_dict)"
+        )
+    scales = [f"{name}{suffix}" for name in unit.names]
+    return _named(unit.names, form.data) | _named(scales, form.scale)
+
+
+def _expert_of(stack: Quantized, expert: int) -> Quantized:
+    return Quantized(stack.data[expert], stack.scale[expert], stack.format)
+
+
+def _named(names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
+    """Name a tensor, or with several names its rows, in as many equal parts."""
+    parts = [x] if len(names) == 1 else x.chunk(len(names))
+    return {name: part.contiguous() for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,112 @@
+"""Whole weights gathered in FP8: the bytes of one process, whoever cut them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze
+from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor.ops.cast.ops import quantize_rowwise
+from blocktensor.sharding.whole import whole_form, whole_tensor
+from tests.support.models import randn
+from tests.support.numeric import assert_same
+from tests.support.ranks import on_ranks, shared_mesh
+
+POWERS = Recipe(scale="power_of_two")
+HALVES: Any = _StridedShard(1, split_factor=2)
+
+CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = [
+    ((300, 130), (4,), (Shard(0),)),
+    ((130, 300), (4,), (Shard(1),)),
+    ((3, 200), (4,), (Shard(0),)),  # ranks without rows
+    ((1, 1), (4,), (Shard(0),)),
+    ((300, 130), (4,), (Replicate(),)),
+    ((300, 520), (2, 2), (Shard(0), Shard(1))),
+    ((300, 520), (2, 2), (Shard(1), Shard(0))),
+    ((300, 520), (2, 2), (Replicate(), Shard(0))),
+    ((304, 520), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),  # FSDP over TP
+    ((5, 256, 130), (4,), (Shard(0),)),
+    ((6, 256, 512), (2, 2), (Shard(0), Shard(2))),
+    ((3, 512, 130), (2,), (HALVES,)),  # gate and up in one stack
+]
+"""Shape, mesh and placements."""
+
+
+def values(shape: tuple[int, ...], device: str) -> Tensor:
+    x = randn(*shape, device=device)
+    if min(shape) > 100:
+        x[..., 128:, :128] *= 1e4  # blocks of other scales
+        x[..., :2, :2] = 0
+    return x
+
+
+@on_ranks(2, 4, gpus=(2,))
+def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
+    for shape, sizes, placements in CUTS:
+        if torch.Size(sizes).numel() != world:
+            continue
+        mesh = shared_mesh(device, *sizes, names=tuple(f"d{i}" for i in range(len(sizes))))
+        for recipe, dtype in ((Recipe(), torch.bfloat16), (POWERS, torch.float32)):
+            plain = values(shape, device).to(dtype)
+            cut = distribute_tensor(plain, mesh, placements, src_data_rank=None)
+            assert_same(whole_tensor(cut), plain)
+            local = BlockwiseFP8Weight(cut.to_local().contiguous(), recipe)
+            cut._local_tensor = local
+            got, want = whole_form(cut), quantize_rowwise(plain, recipe.weight_format)
+            assert_same(got.data, want.data)
+            assert_same(got.scale, want.scale)
+            assert got.format is want.format
+
+
+@on_ranks(2)
+def test_blocks_that_hold_nan(world: int, device: str) -> None:
+    plain = randn(200, 300, device=device)
+    plain[150, 7], plain[3, 290] = float("nan"), float("inf")
+    cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
+    cut._local_tensor = BlockwiseFP8Weight(cut.to_local())
+    got, want = whole_form(cut), quantize_rowwise(plain, Recipe().weight_format)
+    assert_same(got.scale, want.scale)
+    assert_same(got.data, want.data)
+
+
+def net(device: str, frozen: bool) -> nn.Sequential:
+    """Two linears for the styles of tensor parallelism, aligned with blocks where frozen."""
+    torch.manual_seed(0)
+    wide = 512 if frozen else 200
+    model = nn.Sequential(nn.Linear(300, wide, bias=False), nn.Linear(wide, 260, bias=False))
+    model = model.to(device, torch.bfloat16)
+    convert(model, skip_small=False)
+    if frozen:
+        freeze(model)
+    return model
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2, 4, gpus=(2,))
+def test_models_in_parallel(world: int, device: str, frozen: bool) -> None:
+    want = [whole_form(p) for p in net(device, frozen).parameters()]
+    tensor = shared_mesh(device, world, names=("all",))
+    both = shared_mesh(device, 2, 2, names=("data", "tensor")) if world == 4 else None
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def checked(model: nn.Module) -> None:
+        for p, wanted in zip(model.parameters(), want, strict=True):
+            got = whole_form(p)
+            assert_same(got.data, wanted.data)
+            assert_same(got.scale, wanted.scale)
+
+    checked(net(device, frozen))  # on one rank
+    checked(fully_shard(net(device, frozen), mesh=tensor))
+    checked(parallelize_module(net(device, frozen), tensor, plan))
+    if both is not None:
+        checked(fully_shard(net(device, frozen), mesh=both))  # HSDP
+        cut = parallelize_module(net(device, frozen), both["tensor"], plan)
+        checked(fully_shard(cut, mesh=both["data"]))
