@@ -25,11 +25,13 @@ from ..model.names import is_module
 from ..ops.formats import BlockFormat
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.dtensor import local_of
+from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..text_table import collapse, text_table
 from .contents import Entry, entries_of
+from .load_sharded import assign_part, check_part, checked_scales, read_part
 from .match import Source, check_fits, match, some
 from .names import possible_names
 from .on_disk import (
@@ -37,7 +39,6 @@ from .on_disk import (
     INDEX,
     TENSORS,
     CheckpointError,
-    bad_scale,
     require_safetensors,
     tensor_digest,
 )
@@ -119,7 +120,8 @@ def load_fp8(
             fit the model; a scale that is not finite and above 0, or does not fit the recipe; a
             stack of which some experts are missing or not in FP8, or whose gate and up would share
             blocks; names that are missing or unexpected, if ``strict``.
-        NotImplementedError: weights scaled in other blocks than 128x128; a sharded model.
+        NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
+            on meta, trainable, of another recipe, or not in FP8 where the stored one is.
     """
     require_safetensors()
     is_module(model, "load_fp8")
@@ -142,12 +144,6 @@ def load_entries(
     A key may differ from the name in the file, where somebody renames tensors as they are loaded.
     """
     targets = _targets(model)
-    for name, target in targets.items():
-        if local_of(target.current) is not None:
-            raise NotImplementedError(
-                f"{name} is a DTensor, its model sharded: load_fp8 before the model is sharded, or "
-                f"use torch.distributed.checkpoint"
-            )
     known = {name: ways for name, ways in possible_names(model).items() if name in targets}
     sources, unexpected = match(folder, known, entries)
     held = {id(targets[name].current) for name in sources}  # tied tensors are stored once
@@ -159,14 +155,21 @@ def load_entries(
         )
     for name, source in sources.items():
         check_fits(name, source, targets[name].current)
+        if local_of(targets[name].current) is not None:
+            check_part(name, targets[name].current, source, recipe)
 
     home = torch.device("cpu" if device is None else device)
-    with reading() as read:
-        values = _read(sources, targets, home, recipe, read)
+    ranks = Ranks.of(target.current for target in targets.values())
+    values: dict[str, Any] = {}
+    ranks.each(lambda: values.update(_read(sources, targets, home, recipe, ranks)))
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
-        if isinstance(made, list):
+        if isinstance(made, tuple):
+            other = assign_part(current, made)
+            if other is not None:
+                replaced[id(current)] = nn.Parameter(other, current.requires_grad)
+        elif isinstance(made, list):
             _copy_into(current, sources[name], made)
         elif isinstance(current, nn.Parameter):
             trains = current.requires_grad and not isinstance(made, BlockwiseFP8Tensor)
@@ -213,29 +216,51 @@ def _read(
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
-    read: Callable[[Entry], Tensor],
-) -> dict[str, Tensor | list[Tensor]]:
+    ranks: Ranks,
+) -> dict[str, Any]:
     """Read the new tensors of the model, file by file, to be kept only if all checks pass.
 
-    Returns what takes a tensor's place, or for a tensor that stays what is copied into its rows.
+    Returns what takes a tensor's place; or for a tensor that stays a list of what is copied into
+    its rows; or for a sharded one a tuple of what its part takes.
     """
-    made: dict[str, Tensor | list[Tensor]] = {}
+    with reading() as reader:
+        made: dict[str, Any] = {}
+        turn = 0
+        for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
+            current = targets[name].current
+            if local_of(current) is None:
+                made[name] = _read_whole(current, source, device, recipe, reader.read)
+                continue
+            made[name] = read_part(current, source, reader.unchecked)
+            for entry in source.entries:
+                if turn % ranks.size == ranks.index:
+                    reader.read(entry)
+                turn += 1
+        return made
+
+
+def _read_whole(
+    current: Tensor,
+    source: Source,
+    device: torch.device,
+    recipe: Recipe | None,
+    read: Callable[[Entry], Tensor],
+) -> Tensor | list[Tensor]:
+    """Read one tensor of the model; see :func:`_read`."""
+    shape = tuple(current.shape)
+    home = device if current.is_meta else current.device
 
     # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to the
     # file would change the model.
-    def copy(source: Source, into: Tensor) -> Tensor:
+    def copy(into: Tensor) -> Tensor:
         for entry, rows in zip(source.weights, source.rows(into), strict=True):
             rows.copy_(read(entry))
         return into
 
     def scales(entry: Entry, shape: tuple[int, ...], format: BlockFormat) -> Tensor:
-        scale = read(entry).float()
-        problem = bad_scale(scale, format)
-        if problem is not None:
-            raise CheckpointError(f"{entry}: {problem}")
-        return scale.view(format.scale_shape(shape))
+        return checked_scales(entry, read, format).view(format.scale_shape(shape))
 
-    def copy_scales(source: Source, into: Tensor, format: BlockFormat) -> Tensor:
+    def copy_scales(into: Tensor, format: BlockFormat) -> Tensor:
         stack = source.stack_scales
         if stack is not None:
             return into.copy_(stack.rows(scales(stack.entry, stack.scaled(shape), format)))
@@ -244,31 +269,27 @@ def _read(
             rows.copy_(scales(entry, weight.shape, format))
         return into
 
-    for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
-        current = targets[name].current
-        shape = tuple(current.shape)
-        home = device if current.is_meta else current.device
-        if source.is_fp8:
-            own: Recipe = getattr(current, "recipe", DEFAULT_RECIPE)
-            chosen = recipe or own
-            format = chosen.weight_format
-            data = torch.empty(shape, dtype=format.dtype, device=home)
-            scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)
-            made[name] = BlockwiseFP8Tensor.from_data(
-                copy(source, data),
-                copy_scales(source, scale, format),
-                block_shape=format.block_shape,
-                dtype=current.dtype,
-                recipe=chosen,
-            )
-        elif current.is_meta:
-            value = copy(source, torch.empty(shape, dtype=current.dtype, device=home))
-            if isinstance(current, BlockwiseFP8Weight):
-                value = BlockwiseFP8Weight(value, current.recipe)
-            made[name] = value
-        else:
-            made[name] = [read(entry) for entry in source.weights]
-    return made
+    if source.is_fp8:
+        own: Recipe = getattr(current, "recipe", DEFAULT_RECIPE)
+        chosen = recipe or own
+        format = chosen.weight_format
+        data = torch.empty(shape, dtype=format.dtype, device=home)
+        scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)
+        return BlockwiseFP8Tensor.from_data(
+            copy(data),
+            copy_scales(scale, format),
+            block_shape=format.block_shape,
+            dtype=current.dtype,
+            recipe=chosen,
+        )
+    if not current.is_meta:
+        return [read(entry) for entry in source.weights]
+    value = copy(torch.empty(shape, dtype=current.dtype, device=home))
+    return (
+        BlockwiseFP8Weight(value, current.recipe)
+        if isinstance(current, BlockwiseFP8Weight)
+        else value
+    )
 
 
 def _copy_into(current: Tensor, source: Source, values: list[Tensor]) -> None:
@@ -281,34 +302,47 @@ def _copy_into(current: Tensor, source: Source, values: list[Tensor]) -> None:
             rows.copy_(value)
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[Callable[[Entry], Tensor]]:
-    """Yield a function that reads stored tensors; threads compare large ones with their digests.
+class Reader:
+    """Reads stored tensors; threads compare large ones with their digests."""
 
-    A CheckpointError for any of them comes from that function or from the end of the context.
-    """
-    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
-    pool = ThreadPoolExecutor(HASHING_THREADS)
-    pending: deque[Future[None]] = deque()
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+        self._pool = pool
+        self.pending: deque[Future[None]] = deque()
 
-    def read(entry: Entry) -> Tensor:
-        x = _tensor(entry, files)
+    def read(self, entry: Entry) -> Tensor:
+        """Return a tensor, of which a digest is compared now or later.
+
+        Raises:
+            CheckpointError: for this tensor, or one that was read before.
+        """
+        x = self.unchecked(entry)
         if entry.digest is None:
             return x
         if x.nbytes <= _SMALL:
             _check_digest(entry, x)
         else:
-            pending.append(pool.submit(_check_digest, entry, x))
-            if len(pending) > _AHEAD:
-                pending.popleft().result()
+            self.pending.append(self._pool.submit(_check_digest, entry, x))
+            if len(self.pending) > _AHEAD:
+                self.pending.popleft().result()
         return x
 
-    try:
-        yield read
-        for comparison in pending:
-            comparison.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def unchecked(self, entry: Entry) -> Tensor:
+        """Return a tensor in the file's memory, which is read where it is copied."""
+        return _tensor(entry, self._files)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[Reader]:
+    """Yield a reader, all of whose comparisons have ended at the end of the context."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        reader = Reader(pool)
+        try:
+            yield reader
+            for comparison in reader.pending:
+                comparison.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:

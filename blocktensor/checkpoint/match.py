@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from ..ops import checks
 from ..ops.formats import BLOCKS_128X128
+from ..sharding.fsdp.shards import FrozenShard
+from ..sharding.whole import fp8_of
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry, check_scales, scales_of
 from .names import Names, aligned, transformers_stacks
 from .on_disk import SCALE_SUFFIXES, CheckpointError
@@ -66,11 +68,29 @@ class Source(NamedTuple):
         """Return True if the weights are stored in FP8."""
         return self.weights[0].is_fp8
 
+    @property
+    def entries(self) -> list[Entry]:
+        """All stored tensors."""
+        stack = [] if self.stack_scales is None else [self.stack_scales.entry]
+        return [*self.weights, *self.scales, *stack]
+
     def rows(self, whole: Tensor) -> list[Tensor]:
         """Return the views of a plain tensor, or of its scales, that belong to ``weights``."""
         if self.names.experts is None:
             return [whole]
         return [rows for expert in whole for rows in expert.chunk(len(self.names.templates))]
+
+    def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
+        """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""
+        if self.names.experts is None:
+            return [tuple(slice(0, size) for size in shape)]
+        experts, rows, cols = shape
+        each = rows // len(self.names.templates)
+        return [
+            (slice(expert, expert + 1), slice(first, first + each), slice(0, cols))
+            for expert in range(experts)
+            for first in range(0, rows, each)
+        ]
 
 
 def match(
@@ -211,8 +231,9 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 def _check_dtype(entry: Entry, current: Tensor) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
     problem = None
+    fp8 = fp8_of(current)
     if entry.is_fp8:
-        if isinstance(current, BlockwiseFP8Weight) and not current.is_meta:
+        if isinstance(fp8, MasterBase) and not current.is_meta:
             problem = (
                 "is stored in FP8, the model's is trainable and would lose its high-precision "
                 "values: load into a model that is not converted yet"
@@ -224,7 +245,7 @@ def _check_dtype(entry: Entry, current: Tensor) -> None:
             )
     elif entry.dtype not in _PLAIN:
         problem = f"has dtype {entry.dtype}"
-    elif isinstance(current, BlockwiseFP8Tensor):
+    elif isinstance(fp8, (BlockwiseFP8Tensor, FrozenShard)):
         problem = (
             f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
             f"model, then convert it"

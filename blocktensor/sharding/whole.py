@@ -51,7 +51,7 @@ def whole_form(x: Tensor) -> Quantized:
     format, device = format_of(part), torch.device(x.device.type)
     table = torch.zeros(format.scale_shape(x.shape), dtype=torch.float32, device=device)
     if isinstance(part, MasterBase):
-        regions = list(_regions(x)) if part.numel() else []
+        regions = list(regions_of(x)) if part.numel() else []
         master = part.master.detach().to(device)
         for region in regions:
             blocks = table[region.blocks(format)]
@@ -75,7 +75,7 @@ def whole_tensor(x: Tensor) -> Tensor:
     return x if local_of(x) is None else x.detach().full_tensor()  # type: ignore[attr-defined]
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A run of indices along one dimension: where it is in the whole, and in the local part."""
 
     start: int
@@ -83,10 +83,15 @@ class _Piece(NamedTuple):
     size: int
 
 
-class _Region(NamedTuple):
-    """A part of a weight that lies in one piece in the whole, by a :class:`_Piece` a dimension."""
+class Region(NamedTuple):
+    """A part of a weight that lies in one piece in the whole, by a :class:`Piece` a dimension."""
 
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it is in the whole."""
+        return tuple(slice(p.start, p.start + p.size) for p in self.pieces)
 
     def of(self, local: Tensor) -> Tensor:
         """Return the view of it in the local part."""
@@ -104,9 +109,15 @@ class _Region(NamedTuple):
         rows, cols = self.pieces[-2:]
         return rows.start % format.rows, cols.start % format.cols
 
-    def local_blocks(self, format: BlockFormat) -> tuple[slice, ...]:
-        """Return where its blocks are in the scales of the local part."""
-        return _Region(tuple(p._replace(start=p.local) for p in self.pieces)).blocks(format)
+    def in_blocks(self, format: BlockFormat) -> Region:
+        """Return the region of its blocks, where pieces begin at borders of blocks."""
+        edges = _edges(format, len(self.pieces))
+        return Region(
+            tuple(
+                Piece(p.start // edge, p.local // edge, ceil_div(p.size, edge))
+                for p, edge in zip(self.pieces, edges, strict=True)
+            )
+        )
 
 
 def _edges(format: BlockFormat, ndim: int) -> tuple[int, ...]:
@@ -122,24 +133,35 @@ def form_of(x: FP8Base) -> Quantized:
 
 def _put_scales(table: Tensor, part: FP8Base, x: Any, format: BlockFormat) -> Tensor:
     """Enter the scales of a frozen part into the table of all; return the bytes of the part."""
-    if isinstance(part, FrozenShard):
-        # It has the scales of all that its group of FSDP shards, whose placements come first.
-        sizes = part.scale.shape
-        for count in range(len(x.placements) + 1):
-            regions = list(_regions(x, count))
-            blocks = regions[0].blocks(format) if len(regions) == 1 else ()
-            if [each.stop - each.start for each in blocks] == list(sizes):
-                table[blocks] = part.scale.to(table.device)
-                break
-        return part.data_rows
-    assert isinstance(part, BlockwiseFP8Tensor)
-    data, held, _ = part.rowwise()
-    for region in _regions(x):
-        table[region.blocks(format)] = held[region.local_blocks(format)].to(table.device)
+    data, held = frozen_parts(part)
+    for region in scale_regions(x, part, format):
+        table[region.slices] = region.of(held).to(table.device)
     return data
 
 
-def _regions(x: Any, skip: int = 0) -> Iterator[_Region]:
+def frozen_parts(part: FP8Base) -> tuple[Tensor, Tensor]:
+    """Return the bytes and the scales that a rank holds of a frozen weight."""
+    if isinstance(part, FrozenShard):
+        return part.data_rows, part.scale
+    assert isinstance(part, BlockwiseFP8Tensor)
+    data, scale, _ = part.rowwise()
+    return data, scale
+
+
+def scale_regions(x: Any, part: FP8Base, format: BlockFormat) -> list[Region]:
+    """Return where the scales that a rank holds of a frozen weight are among all scales."""
+    if not isinstance(part, FrozenShard):
+        return [region.in_blocks(format) for region in regions_of(x)]
+    # It has the scales of all that its group of FSDP shards, whose placements come first.
+    for count in range(len(x.placements) + 1):
+        regions = list(regions_of(x, count))
+        blocks = regions[0].blocks(format) if len(regions) == 1 else ()
+        if [each.stop - each.start for each in blocks] == list(part.scale.shape):
+            return [Region(tuple(Piece(each.start, 0, each.stop - each.start) for each in blocks))]
+    raise AssertionError(f"{tuple(part.scale.shape)} scales of {tuple(x.shape)}, {x.placements}")
+
+
+def regions_of(x: Any, skip: int = 0) -> Iterator[Region]:
     """Cut a DTensor's local part into regions; it has several if a rank gets parts of halves.
 
     Without the first ``skip`` placements: as if the tensor were whole along these dimensions of the
@@ -147,10 +169,10 @@ def _regions(x: Any, skip: int = 0) -> Iterator[_Region]:
     """
     placements = x.placements[skip:]
     pieces = [list(_pieces(x, dim, placements)) for dim in range(x.ndim)]
-    return map(_Region, itertools.product(*pieces))
+    return map(Region, itertools.product(*pieces))
 
 
-def _pieces(x: Any, dim: int, placements: Sequence[Any]) -> Iterator[_Piece]:
+def _pieces(x: Any, dim: int, placements: Sequence[Any]) -> Iterator[Piece]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def along(placement: Any) -> Any:
@@ -167,7 +189,7 @@ def _pieces(x: Any, dim: int, placements: Sequence[Any]) -> Iterator[_Piece]:
     first = 0
     for at in range(1, len(held) + 1):
         if at == len(held) or held[at] != held[at - 1] + 1:
-            yield _Piece(held[first], first, at - first)
+            yield Piece(held[first], first, at - first)
             first = at
 
 

@@ -186,7 +186,10 @@ class FrozenShard(GatheredFrozen):
         rows = first.data_rows if func in _ALIASES else func(first.data_rows, *others, **kwargs)
         if not isinstance(rows, Tensor) or rows.ndim != first.ndim:
             return rows
-        scale = first.scale.to(rows.device)
+        # model.to_empty(device=...) of a model on meta
+        is_new = first.scale.is_meta and not rows.is_meta
+        move = torch.empty_like if is_new else Tensor.to
+        scale = move(first.scale, device=rows.device)
         return FrozenShard(rows, scale, first.recipe, dtype or first.dtype)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:

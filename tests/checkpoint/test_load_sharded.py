@@ -1,0 +1,116 @@
+"""load_fp8 into sharded models: each rank reads its part, and all of them or none change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("safetensors")
+
+from blocktensor import CheckpointError, Recipe, iter_fp8, load_fp8, save_fp8
+from blocktensor.checkpoint import load
+from tests.support.arranged import ARRANGEMENTS, arrange, net, same_bits
+from tests.support.checkpoint_folders import SHARD
+from tests.support.models import complaint
+from tests.support.ranks import on_ranks, shared_mesh
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+@on_ranks(2, 4, gpus=(2,))
+def test_frozen_models(world: int, device: str, how: str, tmp_path: Path) -> None:
+    for recipe, expert_names in (
+        (Recipe(), "auto"),
+        (Recipe(scale="power_of_two"), "separate"),
+    ):
+        single, model = (net(device, BF16, recipe, frozen=True, seed=seed) for seed in (1, 2))
+        if not arrange(model, how, world, device):
+            return
+        folder = tmp_path / recipe.scale
+        if dist.get_rank() == 0:
+            save_fp8(single, folder, expert_names=expert_names, max_shard_bytes=SHARD)
+        dist.barrier()
+        assert list(dict(iter_fp8(model))) == list(dict(iter_fp8(single)))
+        report = load_fp8(model, folder)
+        assert len(report.fp8) == 5
+        same_bits(dict(iter_fp8(model)), dict(iter_fp8(single)))
+
+
+@on_ranks(2)
+def test_a_rank_reads_its_part_alone(
+    world: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the tensors of which it compares the digests, which are half of them."""
+    single, model = (net(device, BF16, Recipe(), frozen=True, seed=seed) for seed in (1, 2))
+    arrange(model, "EP", world, device)
+    if dist.get_rank() == 0:
+        save_fp8(single, tmp_path / "fp8", expert_names="separate")
+    dist.barrier()
+    hashed: list[str] = []
+    check = load._check_digest
+
+    def checked(entry: Any, x: Any) -> None:
+        hashed.append(entry.name)
+        check(entry, x)
+
+    monkeypatch.setattr(load, "_check_digest", checked)
+    load_fp8(model, tmp_path / "fp8")
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, [name for name in hashed if "experts" in name])
+    mine, theirs = everybody[dist.get_rank()], everybody[1 - dist.get_rank()]
+    assert not set(mine) & set(theirs)
+    assert len(mine) == len(theirs) == 5 * 3 * 2 / 2
+
+
+@on_ranks(2)
+def test_what_cannot_be_loaded_changes_nothing_on_any_rank(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "fp8"
+    single, model, trains = (
+        net(device, BF16, Recipe(), frozen=frozen, seed=seed, aligned=True)
+        for frozen, seed in ((True, 1), (True, 2), (False, 3))
+    )
+    for each in (model, trains):
+        arrange(each, "FSDP", world, device)
+    if dist.get_rank() == 0:
+        save_fp8(single, folder)
+    dist.barrier()
+    before = {name: x.clone() for name, x in iter_fp8(model)}
+    text = complaint(NotImplementedError, lambda: load_fp8(model, folder, recipe=Recipe.fast()))
+    assert "load before the model is sharded for another recipe" in text.replace("\n", " ")
+    with pytest.raises(CheckpointError, match="trainable and would lose its high-precision"):
+        load_fp8(trains, folder, strict=False)
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        data[-5] ^= 1  # in one tensor, whose digest one rank compares
+        file.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="is not the one that was written"):
+        load_fp8(model, folder)
+    same_bits(dict(iter_fp8(model)), before)
+
+
+@on_ranks(2)
+def test_a_model_that_begins_on_the_meta_device(world: int, device: str, tmp_path: Path) -> None:
+    single = net(device, BF16, Recipe(), frozen=True, seed=1)
+    if dist.get_rank() == 0:
+        save_fp8(single, tmp_path / "fp8")
+    dist.barrier()
+    model = net("meta", BF16, Recipe(), frozen=True)
+    model.head.weight = model.embed.weight  # torch unties what it moves to meta
+    mesh = shared_mesh(device, world, names=("all",))
+    fully_shard(model, mesh=mesh)
+    text = complaint(NotImplementedError, lambda: load_fp8(model, tmp_path / "fp8"))
+    assert "is sharded and on the meta device: give it memory first" in text.replace("\n", " ")
+    model.to_empty(device=device)
+    load_fp8(model, tmp_path / "fp8")
+    same_bits(dict(iter_fp8(model)), dict(iter_fp8(single)))
