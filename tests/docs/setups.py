@@ -214,6 +214,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/fusing.md": _mlps,
     "docs/guides/lora.md": _checkpoint,
     "docs/guides/moe.md": _experts,
+    "docs/guides/rl.md": _converted,
     "docs/guides/tensor_parallel.md": _two_dims,
     "docs/guides/transformers.md": _pretrained,
 }
