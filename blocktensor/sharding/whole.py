@@ -48,7 +48,7 @@ def whole_form(x: Tensor) -> Quantized:
     assert part is not None
     if local is None:
         return form_of(part)
-    format, device = format_of(part), torch.device(x.device.type)
+    format, device = format_of(part), mesh_device(x)
     table = torch.zeros(format.scale_shape(x.shape), dtype=torch.float32, device=device)
     if isinstance(part, MasterBase):
         regions = list(regions_of(x)) if part.numel() else []
@@ -72,7 +72,14 @@ def whole_form(x: Tensor) -> Quantized:
 
 def whole_tensor(x: Tensor) -> Tensor:
     """Return all of a tensor that is not in FP8, on all ranks of its mesh."""
-    return x if local_of(x) is None else x.detach().full_tensor()  # type: ignore[attr-defined]
+    if local_of(x) is None:
+        return x
+    return x.detach().to(mesh_device(x)).full_tensor()  # type: ignore[attr-defined]
+
+
+def mesh_device(x: Any) -> torch.device:
+    """Return the device on which the ranks of a DTensor send; FSDP may have moved it to the CPU."""
+    return torch.device(x.device_mesh.device_type)
 
 
 class Piece(NamedTuple):
