@@ -36,15 +36,15 @@ INTO: dict[str, Callable[..., Any]] = {
 def test_products_into_a_given_tensor(name: str, frozen: bool) -> None:
     if frozen and "bmm" in name:
         return  # a frozen matrix is no stack
-    w, x = linear(256, 384, frozen=frozen).weight, randn(5, 384)
+    w, x, run = linear(256, 384, frozen=frozen).weight, randn(5, 384), INTO[name]
     with torch.no_grad():
-        wanted = plain(INTO[name](x, w))
+        wanted = plain(run(x, w))
         for out in (torch.full_like(wanted, 7), wanted.new_empty(0)):
             address = out.data_ptr()
-            assert INTO[name](x, w, out=out) is out
+            assert run(x, w, out=out) is out
             assert torch.equal(out, wanted)
             assert not address or out.data_ptr() == address
-        assert torch.equal(plain(INTO[name](x, w, out=None)), wanted)
+        assert torch.equal(plain(run(x, w, out=None)), wanted)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -61,9 +61,9 @@ def test_a_tensor_that_a_product_does_not_fit_into_is_refused(frozen: bool) -> N
             assert torch.equal(out, before)
         with pytest.raises(NotImplementedError, match="no FP8 path"):
             torch.tensordot(x, w, 1, out=randn(5, 256))
-    for given, out in ((x.requires_grad_(), randn(5, 256)), (x.detach(), randn(5, 256, grad=True))):
+    for x_grad, out_grad in ((True, False), (False, True)):
         with pytest.raises(RuntimeError, match=r"mm\(\.\.\., out=\.\.\.\) has no gradient"):
-            torch.mm(given, w.t(), out=out)
+            torch.mm(x.requires_grad_(x_grad), w.t(), out=randn(5, 256, grad=out_grad))
 
 
 def test_a_plain_product_into_a_weight_is_written_to_its_master() -> None:
@@ -94,26 +94,27 @@ OWN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", OWN)
 def test_products_of_a_weight_with_itself_are_in_high_precision(name: str, off: Any) -> None:
     p = linear(256, 384).weight
-    values = plain(p)
     with off():
-        assert torch.equal(OWN[name](p), OWN[name](values))
-        compiled = torch.compile(OWN[name], backend="aot_eager", fullgraph=True)
+        wanted = OWN[name](plain(p))
+        assert torch.equal(OWN[name](p), wanted)
         if off is torch.no_grad:
-            assert torch.equal(compiled(p), OWN[name](values))
-        x, other = randn(5, 384), linear(256, 384).weight
-        with Trace() as trace:  # other products are not
+            compiled = torch.compile(OWN[name], backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(p), wanted)
+
+
+def test_other_products_of_a_weight_stay_in_fp8() -> None:
+    p, other, x = linear(256, 384).weight, linear(256, 384).weight, randn(5, 384)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), Trace() as trace:
             x @ p.t(), p @ x.t(), torch.addmm(p, p, randn(384, 384)), other @ p.t()
-    assert trace.count("blocktensor.gemm") == 4
+        assert trace.count("blocktensor.gemm") == 4
     with Trace() as trace:
         p @ p.t()
     assert trace.count("blocktensor.gemm") == 1  # it may have a gradient
-
-
-def test_a_weight_that_two_layers_share_stays_in_fp8() -> None:
-    """Checkpointing runs its first pass under no_grad: one weight, not multiplied by itself."""
-    p, x = linear(256, 256).weight, randn(5, 256)
+    # Checkpointing runs its first pass under no_grad: one weight of two layers, not of itself.
+    square, x = linear(256, 256).weight, randn(5, 256)
     with torch.no_grad(), Trace() as trace:
-        F.linear(F.linear(x, p), p)
+        F.linear(F.linear(x, square), square)
     assert trace.count("blocktensor.gemm") == 2
 
 
@@ -140,11 +141,8 @@ def test_a_product_is_added_in_place(name: str, frozen: bool) -> None:
 
 def test_a_sum_in_place_has_gradients() -> None:
     w, x, term = linear(256, 384).weight, randn(5, 384, grad=True), randn(5, 256, grad=True)
-    grads = []
-    for add in (torch.addmm, lambda acc, a, b: acc.clone().addmm_(a, b)):
-        y = add(term, x, w.t())
-        grads.append(torch.autograd.grad(y.sum(), (w, x, term)))
-    assert all(map(torch.equal, *grads))
+    sums = torch.addmm(term, x, w.t()), term.clone().addmm_(x, w.t())
+    assert all(map(torch.equal, *(torch.autograd.grad(y.sum(), (w, x, term)) for y in sums)))
 
 
 def test_stacks_are_added_in_place() -> None:

@@ -1,4 +1,4 @@
-"""Shapes and FLOPs of every op that is a matrix product."""
+"""Products of an audit: shapes and FLOPs of every op, tables, notes on weight gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.reports.audit import audit, audit_step
+from blocktensor import BlockwiseFP8Weight, Recipe, audit, audit_step, convert, functional
+from blocktensor.reports import AuditReport
 from blocktensor.reports.audit_products import Product, product_of
+from blocktensor.reports.audit_report import AuditedProduct
 from tests.support.models import randn
 
 aten = torch.ops.aten
 A, B, V = torch.ones(3, 5), torch.ones(5, 7), torch.ones(5)
 BATCH, BATCHED = torch.ones(2, 3, 5), torch.ones(2, 5, 7)
+ROWS, STACK = torch.ones(32, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
+OFFS = torch.tensor([8, 32], dtype=torch.int32)
 
 
 class Found(TorchDispatchMode):
-    """The products among the ops that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.products: list[Product] = []
@@ -60,6 +62,10 @@ MATRICES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "empty": (lambda: torch.mm(torch.ones(0, 5), B), (1, 0, 7, 5)),
     "conv": (lambda: F.conv1d(torch.ones(2, 4, 9), torch.ones(8, 4, 3)), (1, 14, 8, 12)),
     "fp8": (lambda: functional.linear(randn(3, 5), randn(7, 5)), (1, 3, 7, 5)),
+    # rows, contractions or columns are cut into groups; their lengths do not matter
+    "rows of groups": (lambda: F.grouped_mm(ROWS, STACK, offs=OFFS), (1, 32, 8, 16)),
+    "contractions": (lambda: F.grouped_mm(ROWS.t(), ROWS[:, :8], offs=OFFS), (1, 16, 8, 32)),
+    "columns": (lambda: F.grouped_mm(STACK.mT, ROWS.t(), offs=OFFS), (1, 8, 32, 16)),
 }
 
 
@@ -69,65 +75,39 @@ def test_matrices(op: str) -> None:
     assert found(run) == [shape]
 
 
-def test_grouped_products() -> None:
-    """Rows, contractions or columns are cut into groups; their lengths do not matter."""
-    offs = torch.tensor([8, 32], dtype=torch.int32)
-    x, w = torch.ones(32, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
-    g = torch.ones(32, 8, dtype=torch.bfloat16)
-    assert found(lambda: F.grouped_mm(x, w, offs=offs)) == [(1, 32, 8, 16)]
-    assert found(lambda: F.grouped_mm(x.t(), g, offs=offs)) == [(1, 16, 8, 32)]
-    assert found(lambda: F.grouped_mm(w.mT, x.t(), offs=offs)) == [(1, 8, 32, 16)]
-
-
-class Experts(nn.Module):
-    def __init__(self, n: int, k: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(BlockwiseFP8Weight(randn(3, n, k)))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return F.grouped_mm(x, self.weight.mT, offs=offs)
-
-
 class MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = Experts(256, 128), Experts(128, 256)
+        self.up = nn.Parameter(BlockwiseFP8Weight(randn(3, 256, 128)))
+        self.down = nn.Parameter(BlockwiseFP8Weight(randn(3, 128, 256)))
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x, offs)), offs)
+        h = F.silu(F.grouped_mm(x, self.up.mT, offs=offs))
+        return F.grouped_mm(h, self.down.mT, offs=offs)
 
 
 def test_grouped_products_in_fp8() -> None:
     """The contraction of wgrad is that of tokens, not of the blocks that they are cast in."""
     model, offs = MoE(), torch.tensor([3, 3, 50], dtype=torch.int32)
-    assert_expected_inline(
-        str(audit(model, randn(50, 128, grad=True), offs)),
-        """\
-module  product  M x N x K       precision  FLOPs
-------  -------  --------------  ---------  -----
-up      fprop    50 x 256 x 128  FP8        16.7%
-up      dgrad    50 x 128 x 256  FP8        16.7%
-up      wgrad    256 x 128 x 50  FP8        16.7%
-down    fprop    50 x 128 x 256  FP8        16.7%
-down    dgrad    50 x 256 x 128  FP8        16.7%
-down    wgrad    128 x 256 x 50  FP8        16.7%
-FP8: 100.0% of FLOPs""",
-    )
-    for weight in model.parameters():
-        weight.main_grad = torch.zeros(weight.shape)
-    report = audit(model, randn(50, 128, grad=True), offs)
-    found = [(e.m, e.n, e.k) for e in report.entries if e.kind == "wgrad"]
-    assert found == [(128, 256, 50), (256, 128, 50)]
+    sizes = [
+        *(("fprop", 50, 256, 128), ("fprop", 50, 128, 256)),
+        *(("dgrad", 50, 256, 128), ("wgrad", 128, 256, 50)),
+        *(("dgrad", 50, 128, 256), ("wgrad", 256, 128, 50)),
+    ]
+    for main_grad in (False, True):
+        for weight in model.parameters() if main_grad else ():
+            weight.main_grad = torch.zeros(weight.shape)
+        report = audit(model, randn(50, 128, grad=True), offs)
+        assert [(e.kind, e.m, e.n, e.k) for e in report.entries] == sizes
+        assert report.fp8_share == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention(dtype: torch.dtype) -> None:
     q = torch.ones(2, 4, 6, 16, dtype=dtype, requires_grad=True)
     k, v = (torch.ones(2, 4, 10, 16, dtype=dtype, requires_grad=True) for _ in range(2))
-    y: list[Tensor] = []
     with Found() as mode:
-        y.append(F.scaled_dot_product_attention(q, k, v))
-        y[0].sum().backward()
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
     forward, backward = mode.products
     assert forward[:4] == backward[:4] == (8, 6, 10, 16)
     assert forward.is_attention and backward.is_attention
@@ -137,26 +117,21 @@ def test_attention(dtype: torch.dtype) -> None:
 
 def test_layouts_of_attention() -> None:
     q, k = torch.ones(2, 6, 4, 16), torch.ones(2, 10, 4, 16)  # heads after lengths
-    flash = aten._efficient_attention_forward.default
-    product = product_of(flash, (q, k, k, None, None, None, None, None, 0.0, 0), {}, (q,))
-    assert product is not None
-    assert product[:4] == (8, 6, 10, 16)
+    efficient = aten._efficient_attention_forward.default
+    args: tuple[Any, ...] = (q, k, k, None, None, None, None, None, 0.0, 0)
+    product = product_of(efficient, args, {}, (q,))
+    assert product is not None and product[:4] == (8, 6, 10, 16)
     assert product.flops == 2 * 2 * 8 * 6 * 10 * 16
-
-
-def test_sequences_of_several_lengths() -> None:
-    """[total, heads, size]: attention stays within a sequence."""
+    # [total, heads, size] of sequences of several lengths: attention stays within each
     q, offsets = torch.ones(6, 4, 16), torch.tensor([0, 2, 6])
-    flash = aten._flash_attention_forward.default
-    product = product_of(flash, (q, q, q, offsets, offsets, 4, 4, 0.0, True, False), {}, (q,))
-    assert product is not None
-    assert product.flops == 2 * 2 * 4 * (2 * 2 + 4 * 4) * 16
+    args = (q, q, q, offsets, offsets, 4, 4, 0.0, True, False)
+    product = product_of(aten._flash_attention_forward.default, args, {}, (q,))
+    assert product is not None and product.flops == 2 * 2 * 4 * (2 * 2 + 4 * 4) * 16
 
 
 def test_an_op_that_has_registered_its_flops() -> None:
-    a = torch.ones(16, 32, dtype=torch.float8_e4m3fn)
-    args = (a, a.t(), torch.ones(()), torch.ones(()))
-    product = product_of(aten._scaled_mm.default, args, {}, torch.ones(16, 16))
+    a, one = torch.ones(16, 32, dtype=torch.float8_e4m3fn), torch.ones(())
+    product = product_of(aten._scaled_mm.default, (a, a.t(), one, one), {}, torch.ones(16, 16))
     assert product is not None
     assert (product[:4], product.precision) == ((1, 16, 16, 32), "float8_e4m3fn")
 
@@ -173,29 +148,126 @@ def test_flops_of_a_network_are_those_of_torchs_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         model(x).square().sum().backward()
     assert report.flops == counter.get_total_flops()
-    assert_expected_inline(
-        str(report),
-        """\
-module  product   M x N x K    precision  FLOPs
-------  --------  -----------  ---------  -----
-0       forward   18 x 8 x 27  fp32       39.1%
-3       forward   2 x 5 x 72   fp32       7.2%
-3       backward  2 x 72 x 5   fp32       7.2%
-3       backward  5 x 72 x 2   fp32       7.2%
-0       backward  18 x 8 x 27  fp32       39.1%
-FP8: 0.0% of FLOPs; fp32: * 100.0%""",
-    )
+    assert [(e.module, e.kind, e.m, e.n, e.k) for e in report.entries] == [
+        ("0", "forward", 18, 8, 27),
+        ("3", "forward", 2, 5, 72),
+        ("3", "backward", 2, 72, 5),
+        ("3", "backward", 5, 72, 2),
+        ("0", "backward", 18, 8, 27),
+    ]
+    assert str(report).endswith("\nFP8: 0.0% of FLOPs; fp32: * 100.0%")
 
 
 def test_ops_that_hide_their_products_are_named() -> None:
-    model = nn.Sequential(nn.LSTM(8, 8))
-    x = torch.ones(3, 2, 8)
+    model, x, hidden = nn.Sequential(nn.LSTM(8, 8)), torch.ones(3, 2, 8), "may run products that"
     report = audit_step(model, lambda: torch.cond(x.sum() > 0, lambda x: x @ x.mT, torch.bmm, (x,)))
-    assert report.notes == ("may run products that are not shown: cond in (model)",)
+    assert report.notes == (f"{hidden} are not shown: cond in (model)",)
     with torch.no_grad():
         report = audit_step(model, lambda: (model(x), torch.mm(A, B)))
     assert [e.module for e in report.entries] == ["(model)"]
+    assert report.notes == (f"{hidden} are not shown: aten.mkldnn_rnn_layer.default in 0",)
+
+
+def entry(module: str, flops: int, precision: str = "bf16", **others: object) -> AuditedProduct:
+    return AuditedProduct(module, "forward", 1, 2, 3, 4, precision, flops, **others)  # type: ignore[arg-type]
+
+
+def test_totals_name_the_largest_groups() -> None:
+    modules = [entry(f"{letter}.{i}", 10 * n) for n, letter in enumerate("abcdefg") for i in (0, 1)]
+    report = AuditReport((*modules, entry("h", 30, "fp32"), entry("h", 560, "FP8")), ("a note",))
     assert_expected_inline(
-        "\n".join(report.notes),
-        """may run products that are not shown: aten.mkldnn_rnn_layer.default in 0""",
+        "\n".join(str(report).splitlines()[-2:]),
+        """\
+FP8: 55.4% of FLOPs; bf16: g.* 11.9%, f.* 9.9%, e.* 7.9%, d.* 5.9%, 3 others; fp32: h 3.0%
+a note""",
     )
+    assert list(report.by_precision()) == ["FP8", "bf16", "fp32"]
+    assert sum(report.by_precision().values()) == pytest.approx(1)
+
+
+def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
+    report = AuditReport(
+        (
+            entry("blocks.0.up", 10),
+            entry("blocks.1.up", 10),
+            entry("blocks.1.up", 10, recomputed=True),
+            entry("blocks.0.attn", 20, attention=True),
+            entry("blocks.1.attn", 20, attention=True),
+            entry("a", 0),
+            entry("blocks.0.up", 30, reason="reads a view of blocks.0.w"),
+        )
+    )
+    assert_expected_inline(
+        str(report),
+        """\
+module             product              M x N x K  precision  FLOPs  should be FP8
+-----------------  -------------------  ---------  ---------  -----  --------------------------
+blocks.*.up (2)    forward              2 x 3 x 4  bf16       20.0%
+blocks.1.up        forward, recomputed  2 x 3 x 4  bf16       10.0%
+blocks.0.up        forward              2 x 3 x 4  bf16       30.0%  reads a view of blocks.*.w
+blocks.*.attn (2)  attention forward    2 x 3 x 4  bf16       40.0%
+a                  forward              2 x 3 x 4  bf16       0.0%
+FP8: 0.0% of FLOPs; bf16: blocks.*.up 60.0%, attention scores 40.0%, a 0.0%
+should have been FP8 and was not: 30.0% of FLOPs""",
+    )
+    assert report.marked == report.entries[-1:]
+    assert "FP8: 0.0% of FLOPs; bf16: a 0.0%" in str(AuditReport((entry("a", 0),)))
+
+
+def squarish(wgrad_input: Any) -> nn.Module:
+    """Of as many features as tokens, so that dgrad and wgrad have one shape; and a plain linear."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 48, bias=False))
+    recipe = Recipe(wgrad_input=wgrad_input)
+    convert(model, recipe, skip=["2"], skip_small=False)
+    return model
+
+
+def test_weight_gradients_of_x_in_squares_are_told_from_data_gradients() -> None:
+    report = audit(squarish("128x128"), randn(32, 32, dtype=torch.float32, grad=True))
+    notes = {e.kind: e.note for e in report.entries if e.precision == "FP8"}
+    assert notes == {"fprop": "", "dgrad": "", "wgrad": "of x in 128x128 blocks"}
+    assert not report.marked
+    *_, last = str(report).splitlines()[:-1]
+    assert last.startswith("0       wgrad of x in 128x128 blocks  32 x 32 x 32  FP8 ")
+
+
+def test_weight_gradients_in_high_precision_are_labelled_and_not_marked() -> None:
+    model, x = squarish("high_precision"), randn(32, 32, dtype=torch.float32, grad=True)
+    report = audit(model, x)
+    assert_expected_inline(
+        str(report),
+        """\
+module  product                            M x N x K     precision  FLOPs
+------  ---------------------------------  ------------  ---------  -----
+0       fprop                              32 x 32 x 32  FP8        13.3%
+2       forward                            32 x 48 x 32  fp32       20.0%
+2       backward                           48 x 32 x 32  fp32       20.0%
+2       backward                           32 x 32 x 48  fp32       20.0%
+0       dgrad                              32 x 32 x 32  FP8        13.3%
+0       wgrad in high precision by recipe  32 x 32 x 32  fp32       13.3%
+FP8: 26.7% of FLOPs; fp32: 2 60.0%, wgrad in high precision by recipe 13.3%""",
+    )
+    assert not report.marked
+    again = audit_step(model, lambda: checkpoint(model, x, use_reentrant=False).sum().backward())
+    assert [e.note for e in again.entries if e.note] == ["in high precision by recipe"]
+
+
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "note"),
+    [
+        ("1x128", ""),
+        ("128x128", "of x in 128x128 blocks"),
+        ("high_precision", "in high precision by recipe"),
+    ],
+)
+def test_experts_with_weight_gradients_by_recipe(choice: Any, note: str, kn: bool) -> None:
+    w = nn.Parameter(BlockwiseFP8Weight(randn(2, 32, 32), Recipe(wgrad_input=choice)))
+    x, offs = randn(32, 32, grad=True), torch.tensor([5, 32], dtype=torch.int32)
+
+    def run() -> None:
+        F.grouped_mm(x, w if kn else w.mT, offs=offs).sum().backward()
+
+    kinds = [(e.kind, e.note) for e in audit_step(nn.Module(), run).entries]
+    assert kinds == [("fprop", ""), ("dgrad", ""), ("wgrad", note)]

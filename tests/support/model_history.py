@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 import random
@@ -38,15 +37,12 @@ class Expected(NamedTuple):
 
 
 def expected(parameter: Any) -> Expected | None:
-    """Return :class:`Expected` of the weight that this one mirrors; None if that is plain."""
-    found: Expected | None = getattr(parameter, "expected", None)
-    return found
+    """Return what is expected of the weight that this one mirrors; None if that is plain."""
+    return getattr(parameter, "expected", None)
 
 
 def is_frozen(parameter: Any) -> bool:
-    """Return True if the weight that this one mirrors has to be frozen in FP8."""
-    found = expected(parameter)
-    return found is not None and found.frozen
+    return (expected(parameter) or Expected(Recipe(), False)).frozen
 
 
 def weights(model: nn.Module, below: str = "") -> Iterator[tuple[str, nn.Module, str]]:
@@ -69,10 +65,6 @@ def copied(mirror: Model) -> Model:
     return other
 
 
-def _is_chosen(chosen: set[str], module: nn.Module, name: str) -> bool:
-    return name in chosen
-
-
 def converted(mirror: Model) -> Model:
     """A mirror, converted and frozen as is expected of its model."""
     wanted = {
@@ -84,8 +76,13 @@ def converted(mirror: Model) -> Model:
         p.requires_grad_(not is_frozen(p))
     for recipe in {each.recipe for each in wanted.values() if each}:
         chosen = {name for name, each in wanted.items() if each and each.recipe == recipe}
-        of_recipe = functools.partial(_is_chosen, chosen)
-        blocktensor.convert(mirror, recipe, filter=of_recipe, skip_small=False, convert_head=True)
+        blocktensor.convert(
+            mirror,
+            recipe,
+            filter=lambda _, name, chosen=chosen: name in chosen,
+            skip_small=False,
+            convert_head=True,
+        )
     for p, requires_grad in grads:
         p.requires_grad_(requires_grad)
     return mirror
@@ -142,6 +139,11 @@ class History:
         name, module, key = self.draw.choice(list(weights(self.mirror)))
         return self.say(name).rpartition(".")[0], key, module._parameters[key]
 
+    def expecting(self, below: str) -> Iterator[Any]:
+        """The mirror's weights that mirror FP8 ones."""
+        held = (module._parameters[key] for _, module, key in weights(self.mirror, below))
+        return filter(expected, held)
+
     def both(self, act: Callable[[Model], Any]) -> tuple[Any, Any]:
         """Do the same to the model and to its mirror."""
         return act(self.model), act(self.mirror)
@@ -183,20 +185,16 @@ class History:
     def freeze(self) -> None:
         name, part = self.part()
         blocktensor.freeze(part)
-        for _, module, key in weights(self.mirror, name):
-            p: Any = module._parameters[key]
-            if expected(p):
-                p.requires_grad_(False).expected = p.expected._replace(frozen=True)
+        for p in self.expecting(name):
+            p.requires_grad_(False).expected = p.expected._replace(frozen=True)
 
     def unfreeze(self) -> None:
         name, part = self.part()
         blocktensor.unfreeze(part)
-        for _, module, key in weights(self.mirror, name):
-            p: Any = module._parameters[key]
-            if is_frozen(p):
-                fp8 = BlockwiseFP8Tensor.from_values(p.detach(), SQUARE, recipe=p.expected.recipe)
-                p.data = fp8.dequantize()
-                p.requires_grad_().expected = p.expected._replace(frozen=False)
+        for p in filter(is_frozen, self.expecting(name)):
+            fp8 = BlockwiseFP8Tensor.from_values(p.detach(), SQUARE, recipe=p.expected.recipe)
+            p.data = fp8.dequantize()
+            p.requires_grad_().expected = p.expected._replace(frozen=False)
 
     # events of users
 
@@ -218,7 +216,7 @@ class History:
 
     def requires_grad(self) -> None:
         name, key, p = self.weight()
-        if not (is_frozen(p)):
+        if not is_frozen(p):
             on = self.say(not p.requires_grad)
             self.both(lambda model: getattr(model.get_submodule(name), key).requires_grad_(on))
 
@@ -255,8 +253,9 @@ class History:
 
         def act(model: Model) -> None:
             a, b = (model.get_submodule(f"layers.{i}") for i in range(2))
-            for module, new in ((a, getattr(b, name)), (b, getattr(a, name))):
-                setattr(module, name, new)
+            of_a, of_b = getattr(a, name), getattr(b, name)
+            setattr(a, name, of_b)
+            setattr(b, name, of_a)
 
         if self.kind == "blocks":
             self.both(act)
@@ -265,7 +264,8 @@ class History:
         """Load plain values, those of a converted twin, or of a frozen one."""
         assign = self.say(self.draw.random() < 0.3)
         of = self.say(self.draw.choice(("plain", "trainable", "trainable" if assign else "frozen")))
-        twin, old = copied(self.mirror), list(weights(self.mirror))
+        twin = copied(self.mirror)
+        old = [(name, m, key, m._parameters[key]) for name, m, key in weights(self.mirror)]
         for p in twin.parameters():
             p.data = self.values(p)
         plain = {name: x.clone() for name, x in twin.state_dict().items()}
@@ -275,14 +275,12 @@ class History:
             blocktensor.freeze(twin)
         state = {name: x.clone() for name, x in twin.state_dict().items()}
         self.model.load_state_dict(state, assign=assign)
-        of_old = [(name, module, key, module._parameters[key]) for name, module, key in old]
-        for name, _, _, p in of_old:
+        for name, _, _, p in old:
             if isinstance(state[name], BlockwiseFP8Tensor) and not is_frozen(p):
                 plain[name] = state[name].dequantize()
         self.mirror.load_state_dict(plain, assign=assign)
-        for _, module, key, p in of_old:
-            new: Any = module._parameters[key]
-            new.expected = expected(p)
+        for _, module, key, p in old:
+            vars(module._parameters[key])["expected"] = expected(p)
 
     def duplicate(self) -> None:
         how = self.say(self.draw.choice(("deepcopy", "pickle", "file")))
@@ -292,10 +290,8 @@ class History:
                 return copy.deepcopy(model)
             if how == "pickle":
                 return pickle.loads(pickle.dumps(model))
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            return torch.load(file, weights_only=False)
+            torch.save(model, file := io.BytesIO())
+            return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
         old = list(self.mirror.parameters())
         self.model, self.mirror = self.both(act)
@@ -329,13 +325,8 @@ class History:
             return torch.arange(6).view(2, 3)
         return X.to(self.dtype).clone().requires_grad_()
 
-    def results(
-        self, model: Model, between: Callable[[], None] = lambda: None
-    ) -> dict[str, Tensor]:
-        """The output and all gradients of the model or its mirror.
-
-        ``between``: is done after the forward.
-        """
+    def results(self, model: Model, between: Callable[[], Any] = lambda: None) -> dict[str, Tensor]:
+        """The output and all gradients of a model; ``between`` runs before its backward."""
         x = self.input()
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):

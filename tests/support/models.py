@@ -83,18 +83,14 @@ def pair(
     """A plain linear and its converted twin."""
     converted = linear(n, k, dtype=dtype, bias=bias, recipe=recipe)
     ordinary = nn.Linear(k, n, bias=bias, dtype=dtype)
-    with torch.no_grad():
-        ordinary.weight.copy_(plain(converted.weight))
-        if bias:
-            ordinary.bias.copy_(converted.bias)
+    ordinary.load_state_dict(converted.state_dict())
     return ordinary, converted
 
 
 def assert_twins(ordinary: nn.Linear, converted: nn.Linear) -> None:
     """Equal values, and products of the FP8 one from these values."""
     w = converted.weight
-    assert isinstance(w, BlockwiseFP8Weight)
-    assert isinstance(w, nn.Parameter)
+    assert isinstance(w, BlockwiseFP8Weight) and isinstance(w, nn.Parameter)
     assert torch.equal(w.master, ordinary.weight)
     assert w.cache.master.data_ptr() == w.master.data_ptr()
     x = randn(5, w.shape[1], dtype=w.dtype)
@@ -138,11 +134,8 @@ class Model(nn.Module):
 
 def converted_names(model: nn.Module) -> list[str]:
     """The names of the modules whose weight is in FP8."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), FP8_TYPES)
-    ]
+    modules = model.named_modules()
+    return [name for name, m in modules if isinstance(getattr(m, "weight", None), FP8_TYPES)]
 
 
 def reasons(report: ConversionReport) -> dict[str, str]:
@@ -268,15 +261,3 @@ class Trace(TorchDispatchMode):
     def count(self, part: str) -> int:
         """How many ops have ``part`` in their name."""
         return sum(part in op for op in self.ops)
-
-
-class Ends(torch.autograd.Function):
-    """The identity, whose gradient is None."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None

@@ -34,27 +34,22 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d" and "gather" in str(func):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and "gather" in name:
             self.gathered.append(args[1])
-        elif func.namespace == "c10d" and "allreduce" in str(func):
-            (tensor,) = args[0]
-            self.reduced.append(tensor)
-        elif func.namespace == "_c10d_functional":
-            self._functional(str(func.overloadpacket).partition(".")[2], args[0])
+        elif func.namespace == "c10d" and "allreduce" in name:
+            self.reduced += args[0]
+        elif func.namespace == "_c10d_functional" and name != "wait_tensor":
+            sent = args[0] if isinstance(args[0], list) else [args[0]]
+            self.collectives.append((name, sum(x.nbytes for x in sent)))
+            for part, seen in (
+                ("gather", self.gathered),
+                ("all_reduce", self.reduced),
+                ("reduce_scatter_tensor", self.scattered),
+                ("all_to_all", self.exchanged),
+            ):
+                seen += sent if part in name else []
         return func(*args, **(kwargs or {}))
-
-    def _functional(self, name: str, sent: Any) -> None:
-        if name != "wait_tensor":
-            tensors = sent if isinstance(sent, list) else [sent]
-            self.collectives.append((name, sum(x.nbytes for x in tensors)))
-        if "gather" in name:
-            self.gathered += sent if isinstance(sent, list) else [sent]
-        elif name == "all_reduce":
-            self.reduced.append(sent)
-        elif name == "reduce_scatter_tensor":
-            self.scattered.append(sent)
-        elif "all_to_all" in name:
-            self.exchanged.append(sent)
 
     def traffic(self) -> Traffic:
         return Traffic(

@@ -14,6 +14,7 @@ from blocktensor import BlockwiseFP8Weight
 from tests.support.models import randn
 
 Write = Callable[[nn.Linear], Any]
+ROW = torch.tensor([1])
 
 
 def new(module: nn.Linear) -> Tensor:
@@ -22,20 +23,20 @@ def new(module: nn.Linear) -> Tensor:
     return randn(*weight.shape, seed=11, dtype=weight.dtype, device=weight.device)
 
 
-def no_grad(change: Write) -> Write:
-    def run(module: nn.Linear) -> None:
-        with torch.no_grad():
-            change(module)
+def within(mode: Callable[[], Any]) -> Callable[[Write], Write]:
+    """Change under ``mode``."""
 
-    return run
+    def wrap(change: Write) -> Write:
+        def run(module: nn.Linear) -> None:
+            with mode():
+                change(module)
+
+        return run
+
+    return wrap
 
 
-def inference(change: Write) -> Write:
-    def run(module: nn.Linear) -> None:
-        with torch.inference_mode():
-            change(module)
-
-    return run
+no_grad, inference = within(torch.no_grad), within(torch.inference_mode)
 
 
 def held(view: Callable[[Tensor], Tensor]) -> Write:
@@ -61,10 +62,6 @@ def as_vector(module: nn.Linear) -> None:
     nn.utils.vector_to_parameters(2 * vector, module.parameters())
 
 
-def set_data(module: nn.Linear) -> None:
-    module.weight.data = new(module)
-
-
 def swap_with_average(module: nn.Linear) -> None:
     average = (module.weight.detach() + new(module)) / 2
     module.weight.data, average = average, module.weight.data
@@ -77,16 +74,12 @@ def swap(module: nn.Linear) -> None:
     torch.utils.swap_tensors(module.weight, nn.Parameter(values))
 
 
-def of_master(module: nn.Linear) -> None:
-    getattr(module.weight, "master", module.weight.detach()).mul_(2)
-
-
 COUNTED: dict[str, Write] = {
     "copy_": no_grad(lambda m: m.weight.copy_(new(m))),
     "mul_": no_grad(lambda m: m.weight.mul_(2)),
     "data.mul_": lambda m: m.weight.data.mul_(2),
     "data.copy_": lambda m: m.weight.data.copy_(new(m)),
-    "data =": set_data,
+    "data =": lambda m: setattr(m.weight, "data", new(m)),
     "detach().mul_": lambda m: m.weight.detach().mul_(2),
     "view(-1).mul_": no_grad(lambda m: m.weight.view(-1).mul_(2)),
     "[:3].zero_": no_grad(lambda m: m.weight[:3].zero_()),
@@ -102,9 +95,7 @@ COUNTED: dict[str, Write] = {
     "as_strided": no_grad(lambda m: m.weight.as_strided((3, 3), (m.in_features, 1)).zero_()),
     "fill_diagonal_": no_grad(lambda m: m.weight.fill_diagonal_(9)),
     "index_put_": no_grad(
-        lambda m: m.weight.index_put_(
-            (torch.tensor([1], device=m.weight.device),), m.weight.new_ones(())
-        )
+        lambda m: m.weight.index_put_((ROW.to(m.weight.device),), m.weight.new_ones(()))
     ),
     "masked_fill_": no_grad(lambda m: m.weight.masked_fill_(new(m) > 0, 3)),
     "lerp_": no_grad(lambda m: m.weight.lerp_(new(m), 0.5)),
@@ -121,7 +112,7 @@ COUNTED: dict[str, Write] = {
     "vector_to_parameters": as_vector,
     "swap_tensors": swap,
     "swap with an average": swap_with_average,
-    "of the master": of_master,
+    "of the master": lambda m: getattr(m.weight, "master", m.weight.detach()).mul_(2),
     "in a thread": in_thread,
     "reset_parameters": lambda m: (torch.manual_seed(5), m.reset_parameters()),
     "load_state_dict": lambda m: m.load_state_dict({"weight": new(m)}),
@@ -146,11 +137,11 @@ SWAPS = {"swap_tensors"}
 """Routes that torch refuses while a graph holds the parameter."""
 
 
-def flattened(module: nn.Linear) -> Tensor:
+def flattened(module: nn.Linear) -> None:
     """As an optimizer that keeps all parameters in one buffer."""
     flat = module.weight.detach().clone().view(-1)
     module.weight.data = flat.view_as(module.weight)
-    return flat
+    flat.data.mul_(2)
 
 
 UNCOUNTED: dict[str, Write] = {
@@ -158,7 +149,7 @@ UNCOUNTED: dict[str, Write] = {
     "data of a part": lambda m: m.weight[3:].data.mul_(2),
     "data of a row": lambda m: m.weight.detach()[3].data.zero_(),
     "data of state_dict": lambda m: m.state_dict()["weight"].data.mul_(2),
-    "data of the flat buffer": lambda m: flattened(m).data.mul_(2),
+    "data of the flat buffer": flattened,
     "data of the master": lambda m: getattr(m.weight, "master", m.weight).data.mul_(2),
     "numpy": lambda m: m.state_dict()["weight"].numpy().__imul__(2),
     "dlpack": lambda m: torch.from_dlpack(m.state_dict()["weight"]).mul_(2),

@@ -1,4 +1,7 @@
-"""The FP8 form of a trainable weight: cast in every forward, held for the backwards that wait."""
+"""The FP8 form of a trainable weight: cast in every forward, held for the backwards that wait.
+
+With ``Recipe(cache_weight="step")``: one cast per version, released after its last backward.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, functional
 from blocktensor.ops import reference
@@ -22,7 +24,7 @@ from tests.support.models import Trace, assert_same_bytes, complaint, linear, pl
 N, K = 128, 192
 X = randn(5, K, dtype=torch.float32)
 FP8_BYTES = N * K + 4 * 2  # two blocks
-POLICIES = pytest.mark.parametrize("policy", ["backward", "step", False])
+policies = pytest.mark.parametrize("policy", ["backward", "step", False])
 MODIFIED = r"modified by an in-?place operation"
 
 
@@ -30,71 +32,62 @@ def fp32(policy: Any = "backward") -> Any:
     return linear(N, K, dtype=torch.float32, recipe=Recipe(cache_weight=policy))
 
 
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
 def leaf() -> Tensor:
     return X.clone().requires_grad_()
 
 
-# What a forward casts, and what its graph holds
+def casts_and_bytes(weight: Any) -> tuple[int, int]:
+    return weight.cache.casts, weight.cache.nbytes()
 
 
 @pytest.mark.parametrize("waiting", [1, 3])
 def test_every_forward_casts_and_those_that_wait_share_one_form(waiting: int) -> None:
     module = fp32()
-    cache = module.weight.cache
     for step in range(1, 3):
-        outputs = [module(leaf()) for _ in range(waiting)]
-        for y in outputs:
-            assert cache.nbytes() == FP8_BYTES
+        for y in [module(leaf()) for _ in range(waiting)]:
+            assert casts_and_bytes(module.weight) == (step * waiting, FP8_BYTES)
             y.sum().backward()
-        assert (cache.casts, cache.nbytes()) == (step * waiting, 0)
+        assert casts_and_bytes(module.weight) == (step * waiting, 0)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_graph_holds_the_form_that_its_dgrad_reads(is_transposed: bool) -> None:
-    """Of a weight's transpose, dgrad reads the rowwise form."""
+@pytest.mark.parametrize(
+    ("is_transposed", "one_read"), [(False, True), (True, True), (False, False)]
+)
+def test_a_graph_holds_the_form_that_its_dgrad_reads(
+    is_transposed: bool, one_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, of a large weight, that of fprop, so that a layer does not hold both."""
+    monkeypatch.setattr(weight_cache, "ONE_READ_BYTES", N * K - (not one_read))
     weight = linear(N, K).weight
     x = randn(5, N if is_transposed else K, grad=True)
     with Trace() as trace:
         y = F.linear(x, weight.t() if is_transposed else weight)
-    assert trace.count("quantize_with_transpose") == 1
-    held = weight.cache.held()
+    assert trace.count("quantize_with_transpose") == one_read
+    held, columnwise = weight.cache.held(), one_read and not is_transposed
+    assert [form is None for form in held] == [columnwise, not columnwise]
     wanted = reference.quantize_with_transpose(plain(weight), BLOCKS_128X128)
-    for form, want in zip(held, wanted, strict=True):
-        if form is not None:
-            assert_same_bytes(form.data, want.data)
-    assert [form is None for form in held] == [not is_transposed, is_transposed]
+    assert_same_bytes(held[columnwise].data, wanted[columnwise].data)
     with Trace() as trace:
         y.sum().backward()
-    assert trace.count("transpose") == 0
-
-
-@pytest.mark.parametrize("most", [N * K - 1, N * K])
-def test_forms_of_large_weights_are_made_one_by_one(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a layer does not hold both during its forward."""
-    monkeypatch.setattr(weight_cache, "ONE_READ_BYTES", most)
-    module = linear(N, K)
-    with Trace() as trace:
-        y = module(randn(5, K, grad=True))
-    held, both = module.weight.cache.held(), most == N * K
-    assert [form is None for form in held] == [both, not both]
-    assert trace.count("quantize_with_transpose") == both
-    with Trace() as trace:
-        y.sum().backward()
-    assert trace.count("blocktensor.transpose") == (not both)
-    assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (1, 0)
+    assert trace.count("transpose") == (not one_read)
+    assert casts_and_bytes(weight) == (1, 0)
 
 
 def test_graphs_of_a_weight_and_of_its_transpose_share_the_form_of_the_latest() -> None:
-    weight, x, z = linear(N, K).weight, randn(5, K, grad=True), randn(7, N, seed=1, grad=True)
-    runs = [lambda: F.linear(x, weight), lambda: F.linear(z, weight.t())]
-    wanted = [torch.autograd.grad(runs[i]().sum(), (x, z)[i])[0] for i in (0, 1)]
+    weight, inputs = linear(N, K).weight, [randn(5, K, grad=True), randn(7, N, seed=1, grad=True)]
+
+    def run(i: int) -> Tensor:
+        return F.linear(inputs[i], weight.t() if i else weight).sum()
+
+    wanted = [torch.autograd.grad(run(i), inputs[i])[0] for i in (0, 1)]
     for first in (0, 1):
-        outputs = {i: runs[i]() for i in (first, 1 - first)}
+        outputs = {i: run(i) for i in (first, 1 - first)}
         for i in (0, 1):
-            (got,) = torch.autograd.grad(outputs[i].sum(), (x, z)[i])
-            assert torch.equal(got, wanted[i])
+            assert torch.equal(torch.autograd.grad(outputs[i], inputs[i])[0], wanted[i])
         assert weight.cache.nbytes() == 0
 
 
@@ -102,20 +95,12 @@ def test_graphs_of_a_weight_and_of_its_transpose_share_the_form_of_the_latest() 
 def test_without_a_cache_backward_casts_the_form_that_it_reads(n: int) -> None:
     module = linear(n, K, recipe=Recipe(cache_weight=False))
     y = module(randn(5, K, grad=True)).sum()
-    assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (1, 0)
+    assert casts_and_bytes(module.weight) == (1, 0)
     with Trace() as trace:
         y.backward()
     casts = [op for op in trace.ops if "128x128" in op and "gemm" not in op]
     assert casts == ["blocktensor.quantize_transpose 128x128"]
-    assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (2, 0)
-
-
-def test_a_graph_that_is_dropped_frees_the_form() -> None:
-    module = fp32()
-    y = module(leaf())
-    assert module.weight.cache.nbytes() == FP8_BYTES
-    del y
-    assert module.weight.cache.nbytes() == 0
+    assert casts_and_bytes(module.weight) == (2, 0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -124,19 +109,21 @@ def test_without_gradients_nothing_is_held(mode: Callable[[], Any], view: Any) -
     module = fp32()
     with mode():
         F.linear(X, view(module.weight))
-    assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (1, 0)
+    assert casts_and_bytes(module.weight) == (1, 0)
 
 
 def test_only_a_dgrad_that_may_come_holds_the_form() -> None:
     module = fp32()
-    for casts in range(1, 4):
+    y = module(leaf())
+    assert casts_and_bytes(module.weight) == (1, FP8_BYTES)
+    del y
+    for casts in range(2, 4):
         y = module(X)
-        assert y.requires_grad
-        assert (module.weight.cache.casts, module.weight.cache.nbytes()) == (casts, 0)
+        assert (*casts_and_bytes(module.weight), y.requires_grad) == (casts, 0, True)
         y.sum().backward()
 
 
-@POLICIES
+@policies
 def test_a_transposed_view_is_cast_once_a_use(policy: Any) -> None:
     weight = fp32(policy).weight
     y = randn(5, N, dtype=torch.float32) @ weight
@@ -145,31 +132,17 @@ def test_a_transposed_view_is_cast_once_a_use(policy: Any) -> None:
     assert weight.cache.casts == 1
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_casts_again_and_releases(reentrant: bool) -> None:
-    module = fp32()
-    cache = module.weight.cache
-    y = checkpoint(module, leaf(), use_reentrant=reentrant)
-    assert (cache.casts, cache.nbytes()) == (1, 0 if reentrant else FP8_BYTES)
-    y.sum().backward()
-    assert (cache.casts, cache.nbytes()) == (2, 0)
-
-
-# What backward compares
-
-
 @pytest.mark.parametrize("write", ["none", "state_dict", "half"])
 def test_a_second_backward_of_a_retained_graph_reads_the_values_of_its_forward(write: str) -> None:
     module, x = fp32(), leaf()
-    y = module(x).sum()
+    cache, y = module.weight.cache, module(x).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)
-    assert module.weight.cache.nbytes() == 0
+    assert cache.nbytes() == 0
     if write == "state_dict":
         module.state_dict()["weight"].add_(1)
         with pytest.raises(RuntimeError, match=MODIFIED):
             torch.autograd.grad(y, x)
         return
-    cache = module.weight.cache
     if write == "half":
         module.half()
     assert torch.equal(*first, *torch.autograd.grad(y, x))
@@ -184,11 +157,11 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
     "state_dict": lambda m: m.state_dict()["weight"].add_(1),
     "view of state_dict": lambda m: m.state_dict()["weight"].view(-1).add_(1),
     "master": lambda m: m.weight.master.add_(1),
-    "optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=1.0).step(),
+    "optimizer": lambda m: sgd(m, lr=1.0).step(),
 }
 
 
-@POLICIES
+@policies
 @pytest.mark.parametrize("write", WRITES)
 def test_a_counted_write_between_forward_and_backward_raises(write: str, policy: Any) -> None:
     module = fp32(policy)
@@ -229,7 +202,7 @@ def test_a_part_shares_the_counter_of_its_weight(of_part: bool) -> None:
         y.backward()
 
 
-@POLICIES
+@policies
 def test_dgrad_reads_the_values_of_its_forward_after_new_data(policy: Any) -> None:
     """As in plain PyTorch, where F.linear saves a view of the old values."""
     for module in (fp32(policy), nn.Linear(K, N)):
@@ -246,14 +219,13 @@ def test_dgrad_reads_the_values_of_its_forward_after_new_data(policy: Any) -> No
             y.backward()
 
 
-@POLICIES
+@policies
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_forwards_backwards_evaluations_and_steps_is_right(
     seed: int, policy: Any
 ) -> None:
-    choice, uses = random.Random(seed), 0
-    module = fp32(policy)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    choice, uses, module = random.Random(seed), 0, fp32(policy)
+    optimizer = sgd(module)
     for _ in range(6):
         values = plain(module.weight).requires_grad_()
         waiting: list[tuple[Tensor, Tensor]] = []
@@ -263,22 +235,164 @@ def test_any_order_of_forwards_backwards_evaluations_and_steps_is_right(
             if what == "forward":
                 x, needs_dx = X * choice.random(), choice.random() < 0.7
                 a, b = (x.clone().requires_grad_(needs_dx) for _ in range(2))
-                pair = module(a), functional.linear(b, values)
-                assert torch.equal(*pair)
-                waiting.append(pair)
+                waiting.append((module(a), functional.linear(b, values)))
+                assert torch.equal(*waiting[-1])
             elif what == "evaluation":
                 with choice.choice([torch.no_grad, torch.inference_mode])():
                     assert torch.equal(module(X), functional.linear(X, values.detach()))
             elif waiting:
                 taken = waiting.pop(choice.randrange(len(waiting)))
-                if what == "backward":
-                    again = choice.random() < 0.2
-                    for output in taken:
-                        output.sum().backward(retain_graph=again)
-                        if again:
-                            output.sum().backward()
+                again = what == "backward" and choice.random() < 0.2
+                for output in taken if what == "backward" else ():
+                    output.sum().backward(retain_graph=again)
+                    if again:
+                        output.sum().backward()
         if values.grad is not None:
             assert torch.equal(module.weight.grad, values.grad)
         optimizer.step()
         optimizer.zero_grad()
     assert module.weight.cache.casts <= uses
+
+
+def assert_reads_present_values(module: Any) -> None:
+    assert torch.equal(module(X), functional.linear(X, plain(module.weight)))
+
+
+def test_one_cast_serves_microbatches_evaluations_and_views() -> None:
+    module = fp32("step")
+    weight = module.weight
+    for version in range(1, 4):
+        losses = []
+        for _ in range(3):  # as a pipeline does: all forwards, then all backwards
+            losses.append(module(leaf()).sum())
+            with torch.no_grad():
+                module(X), X @ weight.t(), X @ weight.detach().T
+            with torch.inference_mode():
+                module(X)
+        for loss in losses:
+            loss.backward()
+        assert weight.cache.casts == version
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+
+def test_tied_modules_share_one_cast() -> None:
+    a, b = fp32("step"), nn.Linear(K, N, bias=False)
+    b.weight = a.weight
+    single, x = plain(a.weight).requires_grad_(), leaf()
+    wanted = functional.linear(x, single)
+    for module in (a, b):
+        assert torch.equal(module(X), wanted)
+    (a(x) + b(x)).sum().backward()
+    wanted.sum().backward()
+    assert torch.equal(a.weight.grad, 2 * single.grad)
+    assert a.weight.cache.casts == 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_in_a_steady_state_nothing_rests_between_steps(microbatches: int) -> None:
+    module = fp32("step")
+    cache, optimizer = module.weight.cache, sgd(module)
+    for step in range(4):
+        for i in range(microbatches):
+            module(leaf()).sum().backward()
+            # the first version expects one, and learns better when a second comes
+            held_on = i > 0 if step == 0 else i < microbatches - 1
+            assert cache.nbytes() == (FP8_BYTES if held_on else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert cache.casts == step + 1 + (microbatches > 1)
+
+
+def test_a_changing_number_of_microbatches_costs_casts_no_more() -> None:
+    module = fp32("step")
+    optimizer = sgd(module)
+    for microbatches in (1, 3, 2, 5, 1, 0, 2):
+        for _ in range(microbatches):
+            assert_reads_present_values(module)
+            module(leaf()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.weight.cache.casts <= 15
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("evaluated_in", [0, 1])
+def test_evaluations_do_not_delay_the_release(mode: Any, evaluated_in: int) -> None:
+    """One whose graph is dropped does, in the first version alone."""
+    module, held = fp32("step"), []
+    optimizer = sgd(module)
+    for step in range(3):
+        if step == evaluated_in:
+            with mode():
+                module(X)
+        module(X).sum().backward()
+        held.append(module.weight.cache.nbytes() > 0)
+        optimizer.step()
+    assert held == [mode is torch.enable_grad and evaluated_in == 0, False, False]
+
+
+def steps_elsewhere(module: Any) -> None:
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    sgd(other).step()
+
+
+ENDS: dict[str, Callable[[Any], Any]] = {
+    "any optimizer's step": steps_elsewhere,
+    "a write that its author counts": lambda m: torch.autograd.graph.increment_version(m.weight),
+    "invalidate": lambda m: m.weight.invalidate(),
+    "other memory": lambda m: setattr(m.weight.master, "data", m.weight.master.clone()),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_the_reuse_whatever_wrote(end: str) -> None:
+    module = fp32("step")
+    for _ in range(2):
+        waiting = module(leaf())
+        before = module(X)
+        module.weight.detach().view(-1).data.mul_(2)
+        assert torch.equal(module(X), before)  # PyTorch does not count that write
+        ENDS[end](module)
+        assert_reads_present_values(module)
+        del waiting
+
+
+def test_a_compiled_linear_is_not_reused_by_eager_ones() -> None:
+    """A trace's casts belong to its graph."""
+    module = fp32("step")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        x = randn(5, K, seed=step, dtype=torch.float32, grad=True)
+        y = compiled(x)
+        forms = [form for form in module.weight.cache.held() if form is not None]
+        assert all(type(form.data) is Tensor for form in forms)
+        assert torch.equal(y, functional.linear(x, plain(module.weight)))
+        assert torch.equal(module(x), y)
+        y.sum().backward()
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+
+
+class Tagged(torch.Tensor):
+    """Linears of another type's inputs run as those that are traced."""
+
+
+def test_inputs_of_another_type_find_the_cast() -> None:
+    module = fp32("step")
+    cache = module.weight.cache
+
+    def loss() -> Tensor:
+        return module(X.as_subclass(Tagged).detach().requires_grad_()).sum()
+
+    for version in range(1, 3):
+        for _ in range(2):
+            loss().backward()
+        assert cache.casts == 1 + version  # the first version expects one backward
+        assert cache._reuse._pending == 0
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+    for each in [loss() for _ in range(3)]:
+        each.backward()
+    assert cache.casts == 4

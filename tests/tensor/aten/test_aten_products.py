@@ -10,28 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, freeze
-from tests.support.models import (
-    POWER_OF_TWO,
-    SQUARE,
-    both_kinds,
-    composed,
-    plain,
-    quantized,
-    randn,
-)
+from tests.support.models import POWER_OF_TWO, SQUARE, both_kinds, composed, plain, quantized, randn
 
 
 def test_below_autograd_products_are_fp8_too() -> None:
     """Callers that arrive there (DTensor's local ops) with plain or FP8 operands."""
-    x, values, bias = randn(5, 384), randn(256, 384, seed=1), randn(256, seed=4)
-    wanted = composed(x, values, randn(5, 256), bias=bias)[0]
-    bare = composed(x, values, randn(5, 256))[0]
-    for w in both_kinds(values).values():
+    x, bias, aten = randn(5, 384), randn(256, seed=4), torch.ops.aten
+    bare, wanted = (composed(x, W, randn(5, 256), bias=each)[0] for each in (None, bias))
+    for w in both_kinds(W).values():
         with torch.no_grad():
-            assert torch.equal(torch.ops.aten.mm(x, w.t()), bare)
-            assert torch.equal(torch.ops.aten.addmm(bias, x, w.t()), wanted)
-            assert torch.equal(torch.ops.aten.mm(w, x.t()).t(), bare)
-            scaled = torch.ops.aten.addmm(bias, x, w.t(), alpha=2, beta=3)
+            assert torch.equal(aten.mm(x, w.t()), bare)
+            assert torch.equal(aten.addmm(bias, x, w.t()), wanted)
+            assert torch.equal(aten.mm(w, x.t()).t(), bare)
+            scaled = aten.addmm(bias, x, w.t(), alpha=2, beta=3)
             torch.testing.assert_close(scaled, 2 * bare + 3 * bias, rtol=0.02, atol=0.05)
 
 
@@ -47,8 +38,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             torch.ops.aten.mm(a, b)
 
 
-B, A = randn(256, 4, seed=2), randn(4, 384, seed=3)
-
+W, B, A = randn(256, 384, seed=1), randn(256, 4, seed=2), randn(4, 384, seed=3)
 ADAPTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "w + b a": lambda w, b, a: w + b @ a,
     "b a + w": lambda w, b, a: torch.add(b @ a, w, alpha=2),
@@ -70,17 +60,17 @@ ADAPTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_a_weight_that_a_product_is_added_to_is_a_weight(name: str, kind: str) -> None:
     if kind == "tensor" and "baddbmm" in name:
         return  # stacks: below
-    held, x, grad = both_kinds(randn(256, 384, seed=1))[kind], randn(5, 384), randn(5, 256, seed=4)
+    held, grad = both_kinds(W)[kind], randn(5, 256, seed=4)
     values = (plain(held) if kind == "weight" else held.dequantize()).requires_grad_()
     b, a = (t.clone().requires_grad_() for t in (B, A))
-    sums = ADAPTED[name](held, b, a)
-    exact = ADAPTED[name](values, b, a)
+    sums, exact = (ADAPTED[name](w, b, a) for w in (held, values))
     assert isinstance(sums, BlockwiseFP8Weight)
     assert torch.equal(plain(sums), exact)
-    y = F.linear(x.to(sums.dtype), sums)
-    wanted, _, dw = composed(x.to(sums.dtype), exact.detach(), grad.to(sums.dtype))
+    x, grad = randn(5, 384).to(sums.dtype), grad.to(sums.dtype)
+    y = F.linear(x, sums)
+    wanted, _, dw = composed(x, exact.detach(), grad)
     assert torch.equal(y, wanted)
-    made = torch.autograd.grad(y, (b, a, *([held] if kind == "weight" else [])), grad.to(y.dtype))
+    made = torch.autograd.grad(y, (b, a, *([held] if kind == "weight" else [])), grad)
     for got, want in zip(made, torch.autograd.grad(exact, (b, a, values), dw), strict=False):
         assert torch.equal(got, want)
 
@@ -90,8 +80,9 @@ def test_a_stack_that_products_are_added_to_is_a_stack(frozen: bool) -> None:
     module = nn.ParameterDict({"w": BlockwiseFP8Weight(randn(3, 256, 384, seed=1))})
     if frozen:
         freeze(module)
-    w, values = module["w"], plain(module["w"]) if not frozen else module["w"].dequantize()
+    w = module["w"]
     b, a = (t.expand(3, *t.shape).clone().requires_grad_() for t in (B, A))
+    values = w.dequantize() if frozen else plain(w)
     sums, exact = (torch.baddbmm(t, b, a, alpha=2) for t in (w, values))
     assert isinstance(sums, BlockwiseFP8Weight)
     assert torch.equal(plain(sums), exact)
@@ -103,22 +94,14 @@ def test_a_stack_that_products_are_added_to_is_a_stack(frozen: bool) -> None:
     assert all(t.grad is not None and t.grad.count_nonzero() for t in (b, a))
 
 
-def test_sums_with_a_frozen_weight_are_weights_in_evaluation_too() -> None:
-    w = both_kinds(randn(256, 384, seed=1))["tensor"]
-    with torch.no_grad():
-        assert isinstance(torch.addmm(w, B, A), BlockwiseFP8Weight)
-        assert isinstance(w + B @ A, BlockwiseFP8Weight)
-
-
 def test_what_is_added_to_is_not_written_where_it_is_frozen() -> None:
-    w = both_kinds(randn(256, 384, seed=1))["tensor"]
-    for add in (lambda: w.addmm_(B, A), lambda: w.add_(B @ A)):
-        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
-            add()
+    w, master = both_kinds(W)["tensor"], both_kinds(W)["weight"]
+    with torch.no_grad():
+        for made in (torch.addmm(w, B, A), w + B @ A):
+            assert isinstance(made, BlockwiseFP8Weight)
+        for add in (lambda: w.addmm_(B, A), lambda: w.add_(B @ A)):
+            with pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
+                add()
+        assert torch.equal(plain(master.addmm_(B, A)), torch.addmm(W, B, A))
     with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):
         w + randn(2, 256, 384)  # no weight of its shape
-    master = both_kinds(randn(256, 384, seed=1))["weight"]
-    wanted = torch.addmm(plain(master), B, A)
-    with torch.no_grad():
-        master.addmm_(B, A)
-    assert torch.equal(plain(master), wanted)

@@ -1,16 +1,19 @@
-"""Views and copies of a BlockwiseFP8Weight, and what is computed from one: weights or plain."""
+"""Views and copies of a BlockwiseFP8Weight, its matrices, and what is computed from one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
-from tests.support.models import POWER_OF_TWO, linear, plain, randn
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from tests.support.models import POWER_OF_TWO, RECIPES, SQUARE, complaint, linear, plain, randn
+from tests.support.steps import assert_bits, step
 
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda w: w[:128],
@@ -44,39 +47,32 @@ def test_views_of_a_weight_are_views_of_its_master(name: str) -> None:
     assert type(got) is (BlockwiseFP8Weight if name in PARTS else Tensor)
     assert got.requires_grad
     assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
-    if name in PARTS:
-        assert got.recipe == w.recipe
-        assert got.main_grad is None
-        cast = BlockwiseFP8Tensor.from_values(wanted, (128, 128)).dequantize()
-        assert torch.equal(got._quantized().dequantize(), cast)
     assert got.data_ptr() == wanted.data_ptr()
     assert torch.equal(got, wanted)
-    got.sum().backward()
+    if name in PARTS:
+        assert (got.recipe, got.main_grad) == (w.recipe, None)
+        cast = BlockwiseFP8Tensor.from_values(wanted, SQUARE).dequantize()
+        assert torch.equal(got._quantized().dequantize(), cast)
     leaf = plain(w).requires_grad_()
-    view(leaf).sum().backward()
+    got.sum().backward(), view(leaf).sum().backward()
     assert torch.equal(w.grad, leaf.grad)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w[:],
-        lambda w: w.view(256, 256),
-        lambda w: w.reshape(-1, 256),
-        lambda w: w.view_as(w),
-        lambda w: w.expand(256, 256),
-        lambda w: w.narrow(0, 0, 256),
-        lambda w: w.as_strided((256, 256), (256, 1)),
-        lambda w: w.chunk(1)[0],
-        lambda w: w[None].squeeze(0)[:],
-    ],
-)
+WHOLES: list[Callable[[Tensor], Tensor]] = [
+    *(lambda w: w[:], lambda w: w.view(256, 256), lambda w: w.reshape(-1, 256)),
+    *(lambda w: w.view_as(w), lambda w: w.expand(256, 256), lambda w: w.narrow(0, 0, 256)),
+    *(lambda w: w.as_strided((256, 256), (256, 1)), lambda w: w.chunk(1)[0]),
+    lambda w: w[None].squeeze(0)[:],
+]
+
+
+@pytest.mark.parametrize("view", WHOLES)
 def test_a_view_of_all_of_a_weight_is_the_weight(view: Callable[[Tensor], Tensor]) -> None:
-    w = linear(256, 256).weight
+    w, x = linear(256, 256).weight, randn(3, 256)
     got = view(w)
     assert type(got) is BlockwiseFP8Weight
     assert got.master.data_ptr() == w.master.data_ptr()
-    assert torch.equal(F.linear(randn(3, 256), got), F.linear(randn(3, 256), w))
+    assert torch.equal(F.linear(x, got), F.linear(x, w))
     with torch.no_grad():
         got.mul_(2)
     assert torch.equal(w.master, got.master)
@@ -113,35 +109,24 @@ def test_ops_that_inference_mode_does_not_take_apart(name: str, frozen: bool) ->
 
 @pytest.mark.parametrize("name", ["rows", "rows off the grid", "columns", "of the transpose"])
 def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
-    w = linear(256, 256, dtype=torch.float32).weight
-    part = PARTS[name](w)
-    x, alone = randn(5, part.shape[1], dtype=torch.float32, grad=True), plain(PARTS[name](w.master))
-    alone.requires_grad_()
-    other = x.detach().clone().requires_grad_()
-    y, wanted = F.linear(x, part), functional.linear(other, alone)
-    assert torch.equal(y, wanted)
-    y.square().sum().backward(), wanted.square().sum().backward()
-    assert torch.equal(x.grad, other.grad)
-    leaf = plain(w).requires_grad_()
-    PARTS[name](leaf).backward(alone.grad)
-    assert torch.equal(w.grad, leaf.grad)
+    w, cut = linear(256, 256, dtype=torch.float32).weight, PARTS[name]
+    leaf, alone = plain(w).requires_grad_(), plain(cut(w.master)).requires_grad_()
+    x = randn(5, alone.shape[1], dtype=torch.float32)
+    y, dx, dw = step(lambda x: F.linear(x, cut(w)), x, of=[w])
+    wanted_y, wanted_dx, grad = step(lambda x: functional.linear(x, alone), x, of=[alone])
+    cut(leaf).backward(grad)
+    assert_bits([y, dx, dw], [wanted_y, wanted_dx, leaf.grad])
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda w: w + 1,
-        lambda w: 1 - w,
-        lambda w: w * (w > 0),
-        lambda w: torch.where(w > 0, w, 0.0),
-        lambda w: w.tril(),
-        lambda w: F.normalize(w),
-        lambda w: w.flip(0),
-        lambda w: torch.sort(w, 1).values,
-        lambda w: torch.cat([w[:100], w[100:]]),
-        lambda w: torch.stack([w, w])[1],
-    ],
-)
+COMPUTED: list[Callable[[Tensor], Tensor]] = [
+    *(lambda w: w + 1, lambda w: 1 - w, lambda w: w * (w > 0), lambda w: w.tril()),
+    *(lambda w: torch.where(w > 0, w, 0.0), F.normalize, lambda w: w.flip(0)),
+    *(lambda w: torch.sort(w, 1).values, lambda w: torch.cat([w[:100], w[100:]])),
+    lambda w: torch.stack([w, w])[1],
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
 def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., Tensor]) -> None:
     w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
     leaf = plain(w).requires_grad_()
@@ -155,38 +140,28 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
 
 
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
-    w = linear(256, 256, dtype=torch.float32).weight
-    assert type(w.sum(0)) is type(w.square().mean()) is type(w > 0) is Tensor
-    assert (
-        type(torch.zeros_like(w))
-        is type(w.new_zeros(w.shape))
-        is type(w.new_ones(w.shape))
-        is Tensor
-    )
-    ids = torch.arange(256)
-    assert type(F.embedding(ids, w)) is type(w[ids]) is type(w[ids > -1]) is Tensor
-    assert type(torch.zeros_like(w.detach())) is type(w.detach() * 2) is Tensor
+    w, other = (linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES)
+    ids, zeros = torch.arange(256), torch.zeros_like
+    made = [
+        *(w.sum(0), w.square().mean(), w > 0, w.detach() * 2, torch.cat([w, torch.ones(1, 256)])),
+        *(zeros(w), zeros(w.detach()), w.new_zeros(w.shape), w.new_ones(w.shape)),
+        *(F.embedding(ids, w), w[ids], w[ids > -1]),
+    ]
     with torch.no_grad():
-        assert type(w * 2) is type(w.detach().add(1)) is Tensor
-    assert type(torch.cat([w, torch.ones(1, 256)])) is Tensor
-    other = linear(256, 256, dtype=torch.float32, recipe=POWER_OF_TWO).weight
-    with torch.no_grad():
+        made += [w * 2, w.detach().add(1), torch.cat([w, other]), torch.stack([w[0], w[1]])]
         assert type(torch.cat([w, w.t()])) is BlockwiseFP8Weight
-        assert type(torch.cat([w, other])) is type(torch.stack([w[0], w[1]])) is Tensor
     optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.1)
     w.square().sum().backward()
     optimizer.step()
-    assert type(w.grad) is type(optimizer.state[w]["momentum_buffer"]) is Tensor
+    assert {type(x) for x in (*made, w.grad, optimizer.state[w]["momentum_buffer"])} == {Tensor}
 
 
 def test_high_precision_passes_the_gradient_on() -> None:
     w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
-    values = w.high_precision()
+    leaf, values = plain(w).requires_grad_(), w.high_precision()
     assert type(values) is Tensor
     assert values.data_ptr() == w.master.data_ptr()
-    F.linear(x, values).sum().backward()
-    leaf = plain(w).requires_grad_()
-    F.linear(x, leaf).sum().backward()
+    F.linear(x, values).sum().backward(), F.linear(x, leaf).sum().backward()
     assert torch.equal(w.grad, leaf.grad)
 
 
@@ -217,17 +192,14 @@ def test_copies_and_casts_of_a_weight_are_weights() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda w: w.t_(),
-        lambda w: w.transpose_(0, 1),
-        lambda w: w.unsqueeze_(0),
-        lambda w: w.squeeze_(),
-        lambda w: w.as_strided_((2, 3), (1, 2)),
+        *(lambda w: w.t_(), lambda w: w.transpose_(0, 1), lambda w: w.unsqueeze_(0)),
+        *(lambda w: w.squeeze_(), lambda w: w.as_strided_((2, 3), (1, 2))),
         lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
     ],
 )
 def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
     w = linear(128, 192).weight
-    before = w.master.clone()
+    before = plain(w)
     with torch.no_grad(), pytest.raises(NotImplementedError, match=r"layout of an FP8 weight"):
         change(w)
     assert w.shape == w.master.shape == (128, 192)
@@ -243,10 +215,158 @@ def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) ->
         lambda w: torch.linalg.qr(w)[1].square().sum(),
     ],
 )
-def test_derivatives_of_decompositions_are_in_high_precision(
-    penalty: Callable[[Tensor], Tensor],
-) -> None:
+def test_derivatives_of_decompositions_are_in_high_precision(penalty: Any) -> None:
     w = linear(128, 192, dtype=torch.float32).weight
     leaf = plain(w).requires_grad_()
     penalty(w).backward(), penalty(leaf).backward()
     torch.testing.assert_close(w.grad, leaf.grad)
+
+
+# Stacks of weights
+
+
+def stack(*shape: int, recipe: Recipe | None = None, frozen: bool = False) -> Any:
+    values = randn(*shape, dtype=torch.float32)
+    if frozen:
+        return nn.Parameter(BlockwiseFP8Tensor.from_values(values, SQUARE), requires_grad=False)
+    return nn.Parameter(BlockwiseFP8Weight(values, recipe or Recipe()))
+
+
+MATRICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "w[1]": lambda w: w[1],
+    "w[-2]": lambda w: w[-2],
+    "of an index in a tensor": lambda w: w[torch.tensor(1)],
+    "select": lambda w: w.select(0, 1),
+    "unbind": lambda w: w.unbind()[1],
+    "iterated": lambda w: list(w)[1],
+    "of the transpose": lambda w: w.transpose(-2, -1)[1].t(),
+    "of a slice": lambda w: w[1:3][0],
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_matrix_of_a_stack_is_an_fp8_weight_with_the_bytes_of_the_stack(
+    name: str, frozen: bool
+) -> None:
+    w = stack(3, 200, 130, frozen=frozen)
+    one = MATRICES[name](w)
+    assert isinstance(one, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert one.shape == (200, 130)
+    whole, part = (t if frozen else t._quantized() for t in (w, one))
+    for a, b in zip(whole.rowwise()[:2], part.rowwise()[:2], strict=True):
+        assert torch.equal(a[1].view(torch.uint8), b.view(torch.uint8))
+    if frozen:
+        assert one.rowwise_data.data_ptr() == w.rowwise_data[1].data_ptr()
+        return
+    x, values = randn(5, 130, dtype=torch.float32), plain(w).requires_grad_()
+    wanted = step(lambda x: functional.linear(x, values[1]), x, of=[values])
+    assert_bits(step(lambda x: F.linear(x, MATRICES[name](w)), x, of=[w]), wanted)
+
+
+@pytest.mark.parametrize("policy", ["backward", "step", False])
+def test_a_loop_over_experts_casts_each_once_in_a_forward(policy: Any) -> None:
+    w = stack(3, 128, 192, recipe=Recipe(cache_weight=policy))
+    x, optimizer = randn(5, 192, dtype=torch.float32, grad=True), torch.optim.SGD([w], lr=0.1)
+    for n in range(1, 4):
+        for _ in range(2):  # microbatches
+            y = [F.linear(x, w[e]) for e in (2, 0)]
+            assert torch.equal(y[0], functional.linear(x, plain(w)[2]))
+            assert w.cache.nbytes() == (0 if policy is False else 2 * (128 * 192 + 2 * 4))
+            sum(one.sum() for one in y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert w.cache.nbytes() == 0 or policy == "step"
+        # in the first step, "step" learns how many backwards follow
+        casts = {"backward": 2 * n, "step": n + 1, False: 4 * n}[policy]
+        of_each = [w.cache.part(e).casts for e in range(3)]
+        assert of_each == [of_each[0] if policy == "step" else casts, 0, casts]
+    assert w.cache.casts == 0
+
+
+@pytest.mark.parametrize("policy", ["backward", "step", False])
+def test_a_write_to_a_stack_is_seen_by_its_matrices(policy: Any) -> None:
+    w = stack(3, 128, 192, recipe=Recipe(cache_weight=policy))
+    x = randn(5, 192, dtype=torch.float32, grad=True)
+    writes: list[Callable[[], Any]] = [
+        *(lambda: w.mul_(2), lambda: w[1].mul_(2), lambda: w.mT[1].mul_(2)),
+        *(lambda: w.unbind()[1].mul_(2), lambda: w.detach().view(-1).mul_(2)),
+        lambda: setattr(w, "data", plain(w) * 2),
+    ]
+    if policy != "step":  # which does not promise to see it
+        writes.append(lambda: w.master.view(-1).data.mul_(2))
+    waiting = []
+    for write in writes:
+        waiting.append(F.linear(x, w[1]))
+        with torch.no_grad():
+            write()
+        for one in (w[1], w.unbind()[1]):
+            assert torch.equal(F.linear(x, one), functional.linear(x, plain(w)[1]))
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        waiting[0].sum().backward()
+
+
+def test_parts_share_what_the_stack_is_told() -> None:
+    w = stack(3, 128, 192, recipe=Recipe(cache_weight="step"))
+    x = randn(5, 192, dtype=torch.float32, grad=True)
+    F.linear(x, w[1]), F.linear(x, w[1])
+    assert w.cache.part(1).casts == 1
+    w.master.view(-1).data.mul_(2)
+    w.invalidate()
+    assert torch.equal(F.linear(x, w[1]), functional.linear(x, plain(w)[1]))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_slice_of_a_stack_is_a_stack(frozen: bool) -> None:
+    w = stack(4, 200, 130, frozen=frozen)
+    part = w[1:3]
+    assert isinstance(part, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert part.shape == (2, 200, 130)
+    values, of_part = (t.dequantize() if frozen else t._quantized().dequantize() for t in (w, part))
+    assert torch.equal(of_part, values[1:3])
+
+
+IDS = torch.tensor([2, 0, 2])
+COPYING: dict[str, Callable[[Tensor], Tensor]] = {
+    "w[ids]": lambda w: w[IDS],
+    "w[[0, 1]]": lambda w: w[[0, 1]],
+    "w[mask]": lambda w: w[torch.tensor([True, False, True])],
+    "rows": lambda w: w[IDS, IDS],
+    "index_select": lambda w: w.index_select(0, IDS),
+    "gather": lambda w: w.gather(0, torch.zeros(1, 128, 192, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", COPYING)
+def test_an_index_that_copies_matrices_of_a_stack_is_refused(
+    name: str, frozen: bool, mode: Callable[[], Any]
+) -> None:
+    w = stack(3, 128, 192, frozen=frozen)
+    with mode():
+        for weight in (w, w.detach()):
+            with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
+                COPYING[name](weight)
+        values = w.dequantize() if frozen else w.high_precision()
+        assert torch.equal(
+            COPYING[name](values), COPYING[name](w.dequantize() if frozen else plain(w))
+        )
+
+
+def test_the_text_of_such_an_index() -> None:
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: stack(3, 4, 5)[IDS]),
+        """\
+aten.index.Tensor of a stack of FP8 weights [3, 4, 5] would copy matrices in high
+precision, and products with them would run in it: multiply the whole stack by
+groups (torch.nn.functional.grouped_mm; in transformers
+experts_implementation='grouped_mm'), or one matrix at a time (w[i]); to read
+values, index .high_precision()""",
+    )
+
+
+def test_single_values_of_a_stack_can_be_picked() -> None:
+    w = stack(3, 4, 5)
+    assert torch.equal(w[w > 0.5], plain(w)[plain(w) > 0.5])
+    assert torch.equal(w[IDS, IDS, IDS], plain(w)[IDS, IDS, IDS])
