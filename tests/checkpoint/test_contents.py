@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,8 +30,19 @@ from blocktensor.checkpoint.on_disk import (
     tensor_digest,
 )
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
-from tests.support.checkpoint_folders import INDEX, NEW, OLD, SINGLE, edit_json, folder
-from tests.support.checkpoint_models import assert_refused, assert_same, filled, state
+from tests.support.checkpoint_models import (
+    INDEX,
+    OLD,
+    SINGLE,
+    TARGETS,
+    assert_refused,
+    assert_same,
+    edit_json,
+    folder,
+    seed_in,
+    state,
+    unchanged,
+)
 
 __all__ = ["folder"]
 
@@ -39,8 +51,7 @@ FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safete
 
 def test_what_a_checkpoint_holds(folder: Path) -> None:
     entries = entries_of(folder)
-    model = filled(OLD, frozen=True)
-    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    wanted = {name: tuple(x.shape) for name, x in unchanged(OLD).state_dict().items()}
     del wanted["head.weight"]
     wanted |= {"up.weight_scale_inv": (2, 3), "down.weight_scale_inv": (3, 2)}
     assert {name: entry.shape for name, entry in entries.items()} == wanted
@@ -61,9 +72,7 @@ PLACES: list[tuple[dict[str, Any], str]] = [
     ({"a": "x" * 100_000}, r"'xxx.{,40}xxx' is no file of its folder$"),
     ({"a": "\0", "b": "\ud800"}, NO_FILE),
     ({"a": "ü" * 255}, NO_FILE),  # too long in bytes
-    ({"a": ""}, "'' is no file of its"),
-    ({"a": "."}, "'.' is no file of its"),
-    ({"a": ".."}, "'..' is no file"),
+    *(({"a": name}, f"'{name}' is no file") for name in ("", ".", "..")),
     ({"more": "gone.safetensors"}, f"'gone.safetensors' {NO_FILE}"),
     ({"more": INDEX}, f"{INDEX}: truncated or corrupted"),
     ({"more": FIRST}, f"{FIRST}: tensor 'more' is missing"),
@@ -73,6 +82,8 @@ PLACES: list[tuple[dict[str, Any], str]] = [
 
 METADATA: list[tuple[str, Any, str]] = [
     ("header_sha256", [1], f"header_sha256 {NO_STRINGS}"),
+    ("header_sha256", {SECOND: "0" * 64},
+     f"{SECOND}: corrupted: its header is not the one that was written"),
     *(("tensor_sha256", value, f"{INDEX}: tensor_sha256 {NO_STRINGS}")
       for value in (None, [1], "x", {"up.weight": 1}, {"up.weight": None}, {"up.weight": ["x"]})),
     ("tensor_sha256", {}, "tensor 'down.weight' has no digest in tensor_sha256"),
@@ -108,8 +119,6 @@ INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (digest(lambda old: ""), CORRUPTED),
     (digest(lambda old: old[:-1]), CORRUPTED),
     (digest(lambda old: old[:-1] + ("1" if old[-1] == "0" else "0")), CORRUPTED),
-    (lambda i: i["metadata"]["header_sha256"].update({SECOND: "0" * 64}),
-     f"{SECOND}: corrupted: its header is not the one that was written"),
 ]  # fmt: skip
 
 
@@ -118,15 +127,13 @@ def test_an_index_that_does_not_fit(
     folder: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     edit_json(folder / INDEX, change)
-    assert_refused(folder, filled(NEW, convert=False), message)
+    assert_refused(folder, TARGETS["plain"](), message)
 
 
 @pytest.mark.parametrize("metadata", [None, [], "x", {}, {"total_size": -1}])
 def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) -> None:
     edit_json(folder / INDEX, lambda index: index.update(metadata=metadata))
-    model = filled(NEW, convert=False)
-    load_fp8(model, folder)
-    assert_same(state(model), state(filled(OLD, frozen=True)))
+    assert seed_in(folder) == OLD
 
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
@@ -138,7 +145,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     for place in (FIRST, SECOND):
         edit_json(folder / INDEX, lambda i, place=place: i["weight_map"].update({"up.bias": place}))
         message = r"has tensor 'up.bias': .* says that it is in"
-        assert_refused(folder, filled(NEW, convert=False), message)
+        assert_refused(folder, TARGETS["plain"](), message)
 
 
 def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -155,7 +162,7 @@ def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "folder", "'model.safetensors' is no file"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            load_fp8(filled(NEW, convert=False), path)
+            load_fp8(TARGETS["plain"](), path)
 
 
 def sparse(file: Path, shape: list[int], dtype: str, size: int) -> None:
@@ -199,7 +206,7 @@ def test_a_claim_to_be_huge_allocates_nothing(tmp_path: Path) -> None:
 
 
 def test_every_cut_is_noticed(folder: Path) -> None:
-    model = filled(5, convert=False)
+    model = TARGETS["plain"]()
     before = state(model)
     for file in folder.glob("*.safetensors"):
         whole = file.read_bytes()
@@ -214,89 +221,67 @@ def test_every_cut_is_noticed(folder: Path) -> None:
 
 # Descriptions of blocks
 
-FILE = Path("folder/config.json")
-
 
 def groups(structure: object) -> dict[str, Any]:
     return {"config_groups": {"g": {"weights": {"block_structure": structure}}}}
 
 
-@pytest.mark.parametrize(
-    "described",
-    [
-        None, {}, {"quant_method": "fp8"}, {"weight_block_size": None},
-        {"weight_block_size": [128, 128]}, {"config_groups": None}, {"config_groups": {"g": None}},
-        {"config_groups": {"g": {"weights": None}}}, groups([128, 128]), groups("128x128"),
-    ],
-)  # fmt: skip
-def test_blocks_of_128_pass(described: object) -> None:
-    check_blocks({"quantization_config": described}, FILE)
-    check_blocks({}, FILE)
+def both_ways(*sizes: object) -> list[Any]:
+    """Sizes of blocks as either format describes them."""
+    return [way for size in sizes for way in ({"weight_block_size": size}, groups(size))]
 
 
-@pytest.mark.parametrize("size", [[128, 64], [64, 128], [1, 128], [128, 1], [256, 256]])
-def test_other_blocks_are_not_supported(size: list[int]) -> None:
-    for described in ({"weight_block_size": size}, groups(size)):
-        with pytest.raises(NotImplementedError, match=r"config.json: .* blocks of \[\d+, \d+\]"):
-            check_blocks({"quantization_config": described}, FILE)
+OTHERS: tuple[Any, ...] = ([], "fp8", 8, True, [1, 2], ["fp8"])
+DESCRIPTIONS: dict[str, tuple[type[Exception] | None, str, list[Any]]] = {
+    "blocks of 128": (None, "", [
+        None, {}, {"quant_method": "fp8"}, *both_ways([128, 128], None), {"config_groups": None},
+        {"config_groups": {"g": None}}, {"config_groups": {"g": {"weights": None}}},
+        groups("128x128"),
+    ]),
+    "other blocks": (NotImplementedError, r"blocks of \[\d+, \d+\], expected \[128, 128\]",
+        both_ways([128, 64], [64, 128], [1, 128], [128, 1], [256, 256])),
+    "no size": (CheckpointError, r"expected \[128, 128\]", [
+        *both_ways(128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128]),
+        *both_ways([-128, 128], [128.0, 128.0], {"rows": 128}, [[128, 128]], True)]),
+    "no object": (CheckpointError, r"'\w+' is .*: expected a JSON object", [
+        *OTHERS, *({"config_groups": x} for x in OTHERS),
+        *({"config_groups": {"g": x}} for x in OTHERS),
+        *({"config_groups": {"g": {"weights": x}}} for x in OTHERS)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "size",
-    [128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128], [-128, 128],
-     [128.0, 128.0], {"rows": 128}, [[128, 128]], True],
-)  # fmt: skip
-def test_what_is_no_size_is_malformed(size: object) -> None:
-    for described in ({"weight_block_size": size}, groups(size)):
-        with pytest.raises(CheckpointError, match=r"config.json: .* expected \[128, 128\]"):
-            check_blocks({"quantization_config": described}, FILE)
-
-
-@pytest.mark.parametrize("other", [[], "fp8", 8, True, [1, 2], ["fp8"]])
-def test_what_is_no_object_is_malformed(other: object) -> None:
-    for config in (
-        {"quantization_config": other},
-        {"quantization_config": {"config_groups": other}},
-        {"quantization_config": {"config_groups": {"g": other}}},
-        {"quantization_config": {"config_groups": {"g": {"weights": other}}}},
-    ):
-        with pytest.raises(CheckpointError, match=r"config.json: '\w+' is .*: expected a JSON obj"):
-            check_blocks(config, FILE)
+@pytest.mark.parametrize(("error", "message", "described"), DESCRIPTIONS.values(), ids=DESCRIPTIONS)
+def test_descriptions_of_blocks(
+    folder: Path, error: type[Exception] | None, message: str, described: list[Any]
+) -> None:
+    file = folder / "config.json"
+    for one in described:
+        file.write_text(json.dumps({"quantization_config": one}))
+        raises = contextlib.nullcontext()
+        with pytest.raises(error, match=f"{file}: .*{message}") if error else raises:
+            load_fp8(TARGETS["plain"](), folder)
 
 
 # JSON, scales, digests
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "not readable as JSON"),
-        (b"{", "not readable as JSON"),
-        (b"\xff\xff{}", "not readable as JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not readable as JSON"),
-        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not readable as JSON"),
-        (b"[]", "expected a JSON object, got list"),
-        (b"null", "expected a JSON object, got NoneType"),
-    ],
-    ids=range(7),
-)
-def test_malformed_json(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "x.json"
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        read_json(file)
-    assert str(file) in str(caught.value)
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_malformed_json(tmp_path: Path) -> None:
+    file, start = tmp_path / "x.json", b'{"a": '
+    deep = b"[" * 200_000 + b"]" * 200_000
+    for content in (b"", b"{", b"\xff\xff{}", start + b"9" * 5000 + b"}", start + deep + b"}"):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{file}: not readable as JSON"):
+            read_json(file)
+    for content, kind in ((b"[]", "list"), (b"null", "NoneType")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{file}: expected a JSON object, got {kind}"):
+            read_json(file)
     with pytest.raises(CheckpointError, match="no such file"):
         read_json(tmp_path / "gone")
     os.mkfifo(tmp_path / "pipe")
-    for other in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+    for other in (tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / ("x" * 5000)):
         with pytest.raises(CheckpointError, match="not readable as JSON"):
             read_json(other)
-    with pytest.raises(CheckpointError, match="not readable as JSON"):
-        read_json(tmp_path / ("x" * 5000))
 
 
 def test_huge_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,23 +313,17 @@ def test_libraries_that_are_missing(library: str, monkeypatch: pytest.MonkeyPatc
         require_safetensors()
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")])
-def test_scales_are_finite_and_above_0(value: float) -> None:
+def test_scales_are_finite_and_above_0_and_of_some_recipes_powers_of_two() -> None:
+    powers, odd = torch.tensor([2.0**-130, 2.0**-126, 0.5, 1, 2.0**127]), torch.tensor([1, 0.75])
     for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
-        assert bad_scale(torch.tensor([[0.5, 2.0**-126]]), format) is None
-        found = bad_scale(torch.tensor([[0.5, 1.0], [0.5, value]]), format)
-        assert found == f"the scale of block [1, 1] is {value}: expected a finite number above 0"
-        assert bad_scale(torch.ones(0, 3), format) is None
-
-
-def test_scales_of_a_power_of_two_recipe_are_powers_of_two() -> None:
-    scale = torch.tensor([2.0**-130, 2.0**-126, 0.5, 1, 2.0**127])
-    assert bad_scale(scale, BLOCKS_128X128_POW2) is None
-    scale[2] = 0.75
-    assert bad_scale(scale, BLOCKS_128X128) is None
-    found = bad_scale(scale, BLOCKS_128X128_POW2)
-    assert found is not None
-    assert found.startswith("the scale of block [2] is 0.75: expected a power of two, as Recipe(")
+        assert bad_scale(powers, format) is bad_scale(torch.ones(0, 3), format) is None
+        for value in (0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")):
+            assert bad_scale(torch.tensor([[0.5, 1.0], [0.5, value]]), format) == (
+                f"the scale of block [1, 1] is {value}: expected a finite number above 0"
+            )
+    assert bad_scale(odd, BLOCKS_128X128) is None
+    message = "the scale of block [1] is 0.75: expected a power of two, as Recipe("
+    assert (bad_scale(odd, BLOCKS_128X128_POW2) or "").startswith(message)
 
 
 def test_the_digest_covers_length_and_header(tmp_path: Path) -> None:
@@ -372,10 +351,3 @@ def test_the_digest_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> N
     content = bytes(x.view(-1).view(torch.uint8).tolist())
     wanted = hashlib.sha256(f"{dtype} {list(shape)}".encode() + content).hexdigest()
     assert tensor_digest(x) == wanted
-
-
-def test_the_digest_covers_dtype_and_shape() -> None:
-    """Bytes that are the same have other values in another dtype."""
-    x = torch.zeros(2, 3, dtype=torch.bfloat16)
-    alike = [x, x.half(), x.view(3, 2), x.view(6), x.view(torch.uint8)]
-    assert len({tensor_digest(y) for y in alike}) == len(alike)

@@ -18,8 +18,7 @@ from blocktensor import Recipe, iter_fp8, load_fp8, save_fp8
 from blocktensor.checkpoint.files import ShardFile
 from tests.support.arranged import ARRANGEMENTS, arrange, net, same_bits
 from tests.support.checkpoint_experts import layer, read
-from tests.support.checkpoint_folders import SHARD, content
-from tests.support.checkpoint_models import filled
+from tests.support.checkpoint_models import SHARD, content, filled
 from tests.support.ranks import on_ranks, shared_mesh
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

@@ -28,9 +28,10 @@ from blocktensor import (
 from blocktensor.checkpoint import load as module
 from blocktensor.recipe import DEFAULT_RECIPE
 from blocktensor.reports import LoadReport
-from tests.support.checkpoint_experts import read
-from tests.support.checkpoint_folders import INDEX, blank
+from tests.support.checkpoint_experts import Tensors, rewrite
 from tests.support.checkpoint_models import (
+    OLD,
+    TARGETS,
     VOCABULARY,
     K,
     Model,
@@ -38,22 +39,37 @@ from tests.support.checkpoint_models import (
     assert_refused,
     assert_same,
     bits,
+    blank,
     filled,
+    folder,
     on_meta,
     state,
+    unchanged,
 )
 
+__all__ = ["folder"]
+
 TOKENS = torch.arange(VOCABULARY)[None]
+E4M3, NAN, INF = torch.float8_e4m3fn, float("nan"), float("inf")
+BAD_SCALES = {
+    torch.float32: (0.0, -0.0, -1.0, NAN, INF, -INF),
+    torch.bfloat16: (0.0, -1.0, NAN, INF),
+    torch.float16: (0.0, -1.0, NAN, INF),
+    torch.float8_e8m0fnu: (NAN,),
+}
+"""By the dtypes that stored scales may have."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_fp8(filled(frozen=True), tmp_path / "fp8", max_shard_bytes=60_000)
+def plain_with(folder: Path, **tensors: Tensor) -> Tensors:
+    """Write a model in high precision, of which up may be FP8; return its tensors.
 
-
-def stored(model: Model) -> dict[str, Tensor]:
-    """The tensors of a model to store, in high precision: the head is the embedding."""
-    return {name: x for name, x in model.state_dict().items() if name != "head.weight"}
+    The head is the embedding.
+    """
+    stored = dict(filled(2, convert=False).state_dict())
+    del stored["head.weight"]
+    stored |= {f"up.{name}": x for name, x in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
+    return stored
 
 
 def on_meta_in(recipe: Recipe = DEFAULT_RECIPE, frozen: bool = False) -> Model:
@@ -67,13 +83,9 @@ def on_meta_in(recipe: Recipe = DEFAULT_RECIPE, frozen: bool = False) -> Model:
 
 
 @pytest.mark.parametrize("format", ["deepseek", "compressed-tensors"])
-@pytest.mark.parametrize(
-    "make",
-    [lambda: filled(5, convert=False), lambda: filled(5, frozen=True), on_meta, on_meta_in],
-    ids=["plain", "frozen", "meta", "converted on meta"],
-)
-def test_there_and_back(tmp_path: Path, format: str, make: Callable[[], Model]) -> None:
-    source, model = filled(frozen=True), make()
+@pytest.mark.parametrize("target", [*TARGETS, "converted on meta"])
+def test_there_and_back(tmp_path: Path, format: str, target: str) -> None:
+    source, model = filled(frozen=True), TARGETS.get(target, on_meta_in)()
     save_fp8(source, tmp_path / "fp8", format=format)
     report = load_fp8(model, tmp_path / "fp8")
     blank(tmp_path / "fp8")
@@ -84,7 +96,7 @@ def test_there_and_back(tmp_path: Path, format: str, make: Callable[[], Model]) 
     assert model.head.weight is model.embed.weight
     assert not model.up.weight.requires_grad
     assert model.norm.weight.requires_grad
-    if make is not on_meta and make is not on_meta_in:  # buffers that are not saved
+    if "meta" not in target:  # buffers that are not saved
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
@@ -94,55 +106,39 @@ def test_a_trained_model_is_saved_as_its_forward_reads_it(tmp_path: Path) -> Non
     assert torch.equal(model(TOKENS), source(TOKENS))
 
 
-def test_frozen_parameters_stay_frozen(folder: Path) -> None:
-    model = filled(5, convert=False)
-    model.norm.requires_grad_(False)
-    load_fp8(model, folder)
-    assert not (model.norm.weight.requires_grad or model.norm.bias.requires_grad)
-    assert model.up.bias.requires_grad
-
-
-def test_the_models_dtypes_are_kept(folder: Path) -> None:
-    for model in (filled(5, convert=False).float(), on_meta(torch.float32)):
+def test_what_is_frozen_stays_frozen_and_keeps_its_dtype(folder: Path) -> None:
+    for model in (TARGETS["plain"]().float(), on_meta(torch.float32)):
+        model.norm.requires_grad_(False)
         load_fp8(model, folder)
+        assert not (model.norm.weight.requires_grad or model.norm.bias.requires_grad)
+        assert model.up.bias.requires_grad
         assert model.norm.weight.dtype == model.up.weight.dtype == torch.float32
-        assert torch.equal(model.norm.weight, filled().norm.weight.float())
+        assert torch.equal(model.norm.weight, unchanged(OLD).norm.weight.float())
 
 
-def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", BAD_SCALES)
+def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path, dtype: torch.dtype) -> None:
     """One file, no index, no digest; scales that are no plain cast's."""
-    data = torch.randn(N, K).to(torch.float8_e4m3fn)
-    scale = torch.rand(2, 3) + 0.5
-    plain = filled(2, convert=False)
-    tensors = stored(plain)
-    tensors |= {"up.weight": data, "up.weight_scale_inv": scale}
-    save_file(tensors, tmp_path / "model.safetensors")
+    data = torch.randn(N, K).to(E4M3)
+    wanted = torch.tensor([[1.0, 2**-14, 2.0**9], [0.5, 2**-3, 4.0]])
+    if dtype == torch.float32:
+        wanted += torch.rand(2, 3)
+    tensors = plain_with(tmp_path, weight=data, weight_scale_inv=wanted.to(dtype))
     described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
     model = on_meta()
     report = load_fp8(model, tmp_path)
     assert report.fp8 == ("up.weight",)
-    wide = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    held, scale, _ = model.up.weight.rowwise()
+    assert torch.equal(bits(held), bits(data))
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, wanted)
+    wide = wanted.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     assert torch.equal(model.up.weight.dequantize(), (data.float() * wide).bfloat16())
-    assert torch.equal(model.down.weight, plain.down.weight)
+    assert torch.equal(model.down.weight, tensors["down.weight"])
     x = torch.randn(4, K, dtype=torch.bfloat16, requires_grad=True)
     model.up(x).sum().backward()
     assert x.grad is not None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
-def test_scales_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = stored(filled(convert=False))
-    tensors["up.weight"] = torch.randn(N, K).to(torch.float8_e4m3fn)
-    wanted = torch.tensor([[1.0, 2**-14, 2.0**9], [0.5, 2**-3, 4.0]])
-    tensors["up.weight_scale_inv"] = wanted.to(dtype)
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = on_meta()
-    load_fp8(model, tmp_path)
-    data, scale, _ = model.up.weight.rowwise()
-    assert torch.equal(bits(data), bits(tensors["up.weight"]))
-    assert scale.dtype == torch.float32
-    assert torch.equal(scale, wanted)
 
 
 def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +158,13 @@ def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_trainable_weights_are_loaded_from_high_precision_only(folder: Path) -> None:
+    message = r"is an FP8 weight, the model's is .* torch.float64"
+    assert_refused(folder, TARGETS["plain"]().double(), message)
     assert_refused(folder, filled(5), r"'\w+\.weight' is stored in FP8, .* is trainable")
-    plain = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
-    save_file(dict(plain.state_dict()), folder.parent / "model.safetensors")
-    target = nn.ModuleDict({"up": nn.Linear(K, N)}).bfloat16()
-    convert(target, skip_small=False)
-    load_fp8(target, folder.parent)
-    assert isinstance(target["up"].weight, BlockwiseFP8Weight)
-    assert torch.equal(target["up"].weight.master, plain["up"].weight)
+    model, tensors = filled(5), plain_with(folder.parent)
+    load_fp8(model, folder.parent)
+    assert isinstance(model.up.weight, BlockwiseFP8Weight)
+    assert torch.equal(model.up.weight.master, tensors["up.weight"])
 
 
 POWERS = Recipe(scale="power_of_two")
@@ -177,8 +172,7 @@ POWERS = Recipe(scale="power_of_two")
 
 def test_a_converted_model_keeps_its_recipe(tmp_path: Path) -> None:
     """Trainable weights on meta, from a checkpoint in high precision, and frozen ones."""
-    tensors = stored(filled(convert=False))
-    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = plain_with(tmp_path)
     model = on_meta_in(POWERS, frozen=False)
     load_fp8(model, tmp_path)
     assert isinstance(model.up.weight, BlockwiseFP8Weight)
@@ -203,7 +197,7 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
     """They would be saved as powers of two, which transformers rounds them to."""
     message = "expected a power of two, as Recipe"
     assert_refused(folder, on_meta_in(POWERS, frozen=True), message)
-    assert_refused(folder, filled(5, convert=False), message, recipe=POWERS)
+    assert_refused(folder, TARGETS["plain"](), message, recipe=POWERS)
     model = on_meta_in(POWERS, frozen=True)
     load_fp8(model, folder, recipe=Recipe())
     assert model.up.weight.recipe == Recipe()
@@ -222,30 +216,11 @@ def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
 # What does not
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change the tensors of a checkpoint, which becomes one file without index and digest."""
-    tensors = read(folder)
-    for file in (*folder.glob("*.safetensors"), folder / INDEX):
-        file.unlink()
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-Tensors = dict[str, Tensor]
-
-
 def with_(**tensors: Tensor) -> Callable[[Tensors], object]:
     """Replaces tensors; ``__`` stands for a dot."""
     return lambda stored: stored.update({k.replace("__", "."): x for k, x in tensors.items()})
 
 
-E4M3 = torch.float8_e4m3fn
-BAD_SCALES = {
-    torch.float32: (0.0, -1.0, float("nan"), float("inf"), -float("inf")),
-    torch.bfloat16: (0.0, -1.0, float("nan"), float("inf")),
-    torch.float16: (0.0, -1.0, float("nan"), float("inf")),
-    torch.float8_e8m0fnu: (float("nan"),),
-}
 MISFITS: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.pop("up.weight_scale_inv"),
      r"'up.weight' is FP8 and has 0 scales: expected one of up.weight_scale_inv or"),
@@ -272,23 +247,7 @@ def test_what_does_not_fit_says_what_and_where(
     folder: Path, change: Callable[[Tensors], object], message: str
 ) -> None:
     rewrite(folder, change)
-    assert_refused(folder, filled(5, convert=False), message)
-
-
-def test_a_model_in_fp64_is_refused(folder: Path) -> None:
-    message = r"is an FP8 weight, the model's is .* torch.float64"
-    assert_refused(folder, filled(5, convert=False).double(), message)
-
-
-def test_other_blocks_are_refused(folder: Path) -> None:
-    for described in (
-        {"weight_block_size": [64, 128]},
-        {"weight_block_size": [128, 64]},
-        {"config_groups": {"g": {"weights": {"block_structure": [1, 128]}}}},
-    ):
-        (folder / "config.json").write_text(json.dumps({"quantization_config": described}))
-        with pytest.raises(NotImplementedError, match="blocks of"):
-            load_fp8(filled(5, convert=False), folder)
+    assert_refused(folder, TARGETS["plain"](), message)
 
 
 def test_a_file_that_breaks_while_it_is_read_changes_nothing(
@@ -303,7 +262,7 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
         return tensor(entry, *at)
 
     monkeypatch.setattr(module, "_tensor", breaks)
-    assert_refused(folder, filled(5, convert=False), "cannot be read")
+    assert_refused(folder, TARGETS["plain"](), "cannot be read")
 
 
 # The report

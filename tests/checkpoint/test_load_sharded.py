@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 from blocktensor import CheckpointError, Recipe, iter_fp8, load_fp8, save_fp8
 from blocktensor.checkpoint import load
 from tests.support.arranged import ARRANGEMENTS, arrange, net, same_bits
-from tests.support.checkpoint_folders import SHARD
+from tests.support.checkpoint_models import SHARD
 from tests.support.models import complaint
 from tests.support.ranks import on_ranks, shared_mesh
 

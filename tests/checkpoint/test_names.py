@@ -1,35 +1,54 @@
-"""The names that transformers' save_pretrained writes, as it itself says."""
+"""The names that transformers' save_pretrained writes, as it itself says, and other names.
+
+``CHECKPOINT_NAMES_FUZZ`` is the number of random histories; ``CHECKPOINT_FUZZ_SEED`` the first
+seed.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers", minversion="5.17")
 
+import transformers
+from safetensors.torch import save_file
 from transformers import core_model_loading
 
+from blocktensor import BlockwiseFP8Tensor, CheckpointError, convert, load_fp8, save_fp8
 from blocktensor.checkpoint.names import Names, possible_names, pretrained_names, whole
-from tests.support.checkpoint_experts import read
+from blocktensor.ops.formats import BLOCKS_128X128
+from tests.support.checkpoint_experts import Tensors, read
+from tests.support.checkpoint_models import edit_json
 from tests.support.moe_models import transformers_moe
+from tests.support.pretrained import choices, llama, quiet, values
+from tests.support.vision_models import qwen
 
-KINDS = ("qwen3", "mixtral", "deepseek", "gpt_oss", "llama4")
+CASES = int(os.environ.get("CHECKPOINT_NAMES_FUZZ", "25"))
+FIRST = int(os.environ.get("CHECKPOINT_FUZZ_SEED", "25"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek", "gpt_oss", "llama4"])
 def test_they_are_those_it_writes(tmp_path: Path, kind: str) -> None:
     model = transformers_moe(kind)
     model.save_pretrained(tmp_path)
-    written = set()
-    for ways in possible_names(model).values():
-        written |= set(ways[0].all)
-    assert written == set(read(tmp_path))
+    wanted = possible_names(model)
+    written = {name for ways in wanted.values() for name in ways[0].all}
+    assert written == read(tmp_path).keys()
+    model._weight_conversions = []  # what it was loaded from does not matter
+    assert possible_names(model) == wanted
+    assert model._weight_conversions == []
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
@@ -67,15 +86,8 @@ def test_one_expert() -> None:
     assert pretrained_names(model, {stack})[stack] == Names((template,), 1)
 
 
-def test_what_it_was_loaded_from_does_not_matter() -> None:
-    model = transformers_moe("mixtral")
-    wanted = possible_names(model)
-    model._weight_conversions = []
-    assert possible_names(model) == wanted
-    assert model._weight_conversions == []
-
-
-STACK, GATE = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.gate.weight"
+STACK, OTHER = (f"model.layers.{i}.mlp.experts.down_proj" for i in range(2))
+GATE, NORM = "model.layers.0.mlp.gate.weight", "model.norm.weight"
 
 
 def test_without_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,68 +100,242 @@ def test_operations_that_need_other_shapes(monkeypatch: pytest.MonkeyPatch) -> N
     model, revert = transformers_moe("mixtral"), core_model_loading.revert_weight_conversion
     refused = {GATE}
 
-    def fail(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    def fail(model: nn.Module, state: Tensors) -> Tensors:
         if refused & state.keys():
             raise RuntimeError("shape '[2, 64]' is invalid for input of size 1")
-        made: dict[str, Any] = revert(model, dict(state))
+        made: Tensors = revert(model, state)
         return made
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", fail)
-    found = pretrained_names(model, {STACK})
-    assert found.keys() == {STACK}
+    assert pretrained_names(model, {STACK}).keys() == {STACK}
     refused.add(STACK)
     assert pretrained_names(model, {STACK}) == {}
 
 
-def renaming(names: Mapping[str, str]) -> Callable[..., dict[str, Tensor]]:
-    """A function in place of transformers', which renames some tensors."""
-
-    def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {names.get(name, name): x for name, x in state.items()}
-
-    return revert
+def renaming(names: Mapping[str, str]) -> Callable[[Tensors], Tensors]:
+    return lambda state: {names.get(name, name): x for name, x in state.items()}
 
 
-NORM = "model.norm.weight"
+def halves_of_all_experts(state: Tensors) -> Tensors:
+    first, second = state.pop(STACK).chunk(2)
+    return {**state, "a.0.weight": first, "a.1.weight": second}
 
 
-def test_names_with_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with the norm's name would hold the norm or the gate: all keep their own."""
-    model = transformers_moe("mixtral")
-    names = {GATE: "gate", NORM: "norm"}
-    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
-    assert pretrained_names(model, {STACK}) == {name: whole(other) for name, other in names.items()}
-    names[GATE] = NORM
-    assert pretrained_names(model, {STACK}) == {}
+def halves_of_two_experts(state: Tensors) -> Tensors:
+    first, second = state.pop(STACK), state.pop(OTHER)
+    return {**state, "a.0.weight": torch.cat([first[:, :1], second[:, 1:]])}
 
 
-def test_one_name_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {GATE: "x", NORM: "x"}
-    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", renaming(names))
-    assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {NORM: whole("x")}
+REVERTED: dict[str, tuple[int, Callable[[Tensors], Tensors], dict[str, Names]]] = {
+    "other names": (4, renaming({GATE: "g", NORM: "n"}), {GATE: whole("g"), NORM: whole("n")}),
+    # a file with the norm's name would hold the norm or the gate: all keep their own
+    "names with two readings": (4, renaming({GATE: NORM, NORM: "n"}), {}),
+    "one name of two tensors": (4, renaming({GATE: "x", NORM: "x"}), {NORM: whole("x")}),
+    # as of a model whose experts are of two kinds
+    "stacks that are cut otherwise": (4, halves_of_all_experts, {}),
+    # half an expert of one and half an expert of another are no expert of either
+    "matrices of several stacks": (1, halves_of_two_experts, {}),
+}
 
 
-def test_stacks_that_are_cut_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of all experts, as of a model whose experts are of two kinds."""
-
-    def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = dict(state)
-        first, second = made.pop(STACK).chunk(2)
-        return {**made, "a.0.weight": first, "a.1.weight": second}
-
-    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
-    assert pretrained_names(transformers_moe("mixtral"), {STACK}) == {}
+@pytest.mark.parametrize("case", REVERTED)
+def test_other_functions_in_place_of_its_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, revert, wanted = REVERTED[case]
+    monkeypatch.setattr(
+        core_model_loading, "revert_weight_conversion", lambda model, state: revert(dict(state))
+    )
+    model = transformers_moe("qwen3", num_experts=experts, num_experts_per_tok=1)
+    assert pretrained_names(model, {STACK, OTHER}) == wanted
 
 
-def test_matrices_of_several_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an expert of one and half an expert of another are no expert of either."""
-    other = "model.layers.1.mlp.experts.down_proj"
+# Random histories of names: every load gives the values of the files, or a CheckpointError. Beside
+# each FP8 checkpoint lies the same with plain values in place of bytes and scales. It tells what a
+# load must give: that of the same names by transformers, or by load_fp8.
 
-    def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = dict(state)
-        first, second = made.pop(STACK), made.pop(other)
-        return {**made, "a.0.weight": torch.cat([first[:, :1], second[:, 1:]])}
+SUFFIXES = ("_scale_inv", "_scale")
+ROOTS = ("model.", "language_model.", "model.language_model.", "transformer.", "module.")
+PAIRS = (
+    *(("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "o_proj"), ("w1", "w3")),
+    *(("up_proj", "down_proj"), ("layers.0.", "layers.1.")),
+)
+MODULES = (("mlp.", "block_sparse_moe."), ("mlp.", "ffn."), ("self_attn.", "attention."))
 
-    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
-    model = transformers_moe("qwen3", num_experts=1, num_experts_per_tok=1)
-    assert pretrained_names(model, {STACK, other}) == {}
+
+def write(folder: Path, tensors: Tensors) -> None:
+    """One file, without an index."""
+    for file in folder.glob("model*"):
+        file.unlink()
+    made = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def plain(tensors: Tensors) -> Tensors:
+    """FP8 weights as the values of bytes and scales; NaN where a weight has no scales."""
+    made, block = {}, BLOCKS_128X128.block_shape
+    for name, x in tensors.items():
+        if any(name.endswith(s) and name.removesuffix(s) in tensors for s in SUFFIXES):
+            continue
+        if x.dtype == torch.float8_e4m3fn:
+            scales = [tensors[name + s].float() for s in SUFFIXES if name + s in tensors]
+            if len(scales) == 1:
+                fp8 = BlockwiseFP8Tensor.from_data(
+                    x, scales[0], block_shape=block, dtype=torch.float32
+                )
+                x = fp8.dequantize()
+            else:
+                x = torch.full(x.shape, torch.nan)
+        made[name] = x
+    return made
+
+
+HISTORY = (
+    *("rooted", "unrooted", "moved", "swapped", "other modules", "other suffix", "lost"),
+    *("no scales", "doubled"),
+)
+
+
+def changed(draw: random.Random, kind: str, tensors: Tensors) -> Tensors:
+    root, other = draw.sample(ROOTS, 2)
+    if kind == "lost":
+        gone = draw.choice(sorted(tensors))
+        return {name: x for name, x in tensors.items() if name != gone}
+    if kind == "no scales":
+        return {name: x for name, x in tensors.items() if not name.endswith(SUFFIXES)}
+    if kind == "doubled":  # a part under a second root, with other values
+        part = draw.choice(["layers.0.", "up_proj", "norm", "lm_head"])
+        return {root + name: x.flip(0) for name, x in tensors.items() if part in name} | tensors
+    a, b = draw.choice(PAIRS)  # weights of one shape or of two
+    old, new = draw.choice(MODULES)
+    suffix = draw.choice(["_scale", "_scale_inv", ".scale", "_scales"])
+    names: dict[str, Callable[[str], str]] = {
+        "rooted": lambda name: root + name,
+        "unrooted": lambda name: name.removeprefix(root),
+        "moved": lambda name: other + name[len(root) :] if name.startswith(root) else name,
+        "swapped": lambda name: name.replace(a, "@").replace(b, a).replace("@", b),
+        "other modules": lambda name: name.replace(old, new),
+        "other suffix": lambda name: name.replace("_scale_inv", suffix),
+    }
+    return {names[kind](name): x for name, x in tensors.items()}
+
+
+def pair(draw: random.Random, source: Path, folder: Path) -> tuple[Path, Path, list[str]]:
+    """A changed copy of a checkpoint, the same in plain values, and what was changed."""
+    fp8, wanted = folder / "fp8", folder / "plain"
+    shutil.copytree(source, fp8)
+    history = draw.choices(HISTORY, k=draw.choice([0, 1, 1, 1, 2, 3]))
+    tensors = read(fp8)
+    for kind in history:
+        tensors = changed(draw, kind, tensors)
+    if history or draw.random() < 0.5:
+        write(fp8, tensors)
+    # each of these entries says nothing that the tensors do not say
+    forgotten = ("quantization_config", "architectures", "dtype")
+    drop(fp8 / "config.json", [name for name in forgotten if draw.random() < 0.6])
+    shutil.copytree(fp8, wanted)
+    write(wanted, plain(tensors))
+    drop(wanted / "config.json", ["quantization_config"])
+    return fp8, wanted, history
+
+
+def drop(config: Path, names: list[str]) -> None:
+    edit_json(config, lambda content: [content.pop(name, None) for name in names])
+
+
+# What each of them gives
+
+SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "llama": (llama, ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification")),
+    "tied": (lambda: llama(tied=True), ("LlamaForCausalLM", "LlamaModel")),
+    "body": (lambda: llama().model, ("LlamaModel", "LlamaForCausalLM")),
+    "mixtral": (lambda: transformers_moe("mixtral"), ("MixtralForCausalLM", "MixtralModel")),
+    "qwen3": (lambda: transformers_moe("qwen3"), ("Qwen3MoeForCausalLM", "Qwen3MoeModel")),
+    **{
+        kind: (partial(qwen, kind), (f"{kind}ForConditionalGeneration", f"{kind}ForCausalLM"))
+        for kind in ("Qwen3_5", "Qwen3_5Moe")
+    },
+}
+"""Models, and the classes that load them."""
+
+MAPPINGS: tuple[Any, ...] = (
+    *(None, None, None, {"up_proj": "down_proj"}, {r"^model\.": ""}),
+    {"gate_proj": "upproj", "up_proj": "gate_proj", "upproj": "up_proj"},
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sound checkpoints in FP8, under the names that save_pretrained would write and others."""
+    root, made = tmp_path_factory.mktemp("sources"), {}
+    for kind, (make, _) in SOURCES.items():
+        for names in ("auto", "fused"):
+            model = make().bfloat16().requires_grad_(False)
+            convert(model, skip_small=False)
+            config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
+            config["dtype"] = "bfloat16"
+            folder = root / f"{kind}, {names}"
+            made[folder.name] = save_fp8(model, folder, config=config, expert_names=names)
+    return made
+
+
+def assert_equal(found: nn.Module, wanted: nn.Module, without: set[str]) -> None:
+    """The same values, but for those that no file has."""
+    those, these = values(wanted), values(found)
+    for name in these.keys() - without:
+        assert torch.equal(these[name], those[name]), name
+
+
+def by_from_pretrained(draw: random.Random, name: str, fp8: Path, plain: Path) -> str:
+    kind = getattr(transformers, draw.choice(SOURCES[name.partition(",")[0]][1]))
+    options = {"dtype": torch.bfloat16, "key_mapping": draw.choice(MAPPINGS)}
+    config = choices(frozen=draw.random() < 0.5)
+    try:
+        wanted, info = kind.from_pretrained(plain, output_loading_info=True, **options)
+    except Exception as error:  # transformers itself cannot load it
+        with pytest.raises((type(error), CheckpointError)):
+            kind.from_pretrained(fp8, quantization_config=config, **options)
+        return "refused by transformers"
+    try:
+        made = kind.from_pretrained(fp8, quantization_config=config, **options)
+    except CheckpointError:
+        return "CheckpointError"
+    assert_equal(made, wanted, set(info["missing_keys"]))
+    return "equal"
+
+
+def by_load_fp8(draw: random.Random, name: str, fp8: Path, plain: Path) -> str:
+    config = transformers.AutoConfig.from_pretrained(plain)
+    kind = getattr(transformers, draw.choice(SOURCES[name.partition(",")[0]][1]))
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config()
+    made, wanted = (kind(config).bfloat16() for _ in range(2))
+    strict = draw.random() < 0.3
+    try:
+        report = load_fp8(made, fp8, strict=strict)
+    except CheckpointError:
+        return "CheckpointError"
+    other = load_fp8(wanted, plain, strict=strict)
+    assert {*report.fp8, *report.plain} == {*other.fp8, *other.plain}
+    assert_equal(made, wanted, set(report.missing))
+    return "equal" if report.fp8 else "nothing"
+
+
+def test_random_histories(sources: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
+    with quiet():
+        for seed in range(FIRST, FIRST + CASES):
+            draw, folder = random.Random(seed), tmp_path / str(seed)
+            name = draw.choice(sorted(sources))
+            fp8, plain, history = pair(draw, sources[name], folder)
+            for load in (by_from_pretrained, by_load_fp8):
+                try:
+                    outcomes[f"{load.__name__}: {load(draw, name, fp8, plain)}"] += 1
+                except Exception as error:
+                    what = f"{type(error).__name__}: {error}"[:300]
+                    failures.append(f"seed {seed}, {name}, {history}, {load.__name__}: {what}")
+            shutil.rmtree(folder)
+    print(dict(outcomes))
+    assert failures == []
+    for load in (by_from_pretrained, by_load_fp8):
+        assert outcomes[f"{load.__name__}: equal"] > CASES // 8

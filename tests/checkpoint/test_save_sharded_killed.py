@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from blocktensor import save_fp8
-from tests.support.checkpoint_folders import NEW, NEXT, OLD, files, found, save, seed_in
-from tests.support.checkpoint_models import filled
+from tests.support.checkpoint_models import NEW, NEXT, OLD, files, filled, found, save, seed_in
 
 def save_for_ever(folder, rank, ready):
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)

@@ -26,10 +26,7 @@ from tests.support.moe_models import TOKENS, transformers_moe
 
 LLAMAS, MOES = ("llama", "tied"), ("qwen3", "mixtral", "deepseek")
 FP8_WEIGHTS = {"llama": 14, "tied": 14, "qwen3": 12, "mixtral": 12, "deepseek": 18}
-LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
-ROPE = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
 FP32, POW2 = Recipe(), Recipe(scale="power_of_two")
-each_recipe = pytest.mark.parametrize("recipe", [FP32, POW2], ids=["fp32", "pow2"])
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +38,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps FP8 layers on a GPU, and on a CPU if it does not look for a GPU."""
-    monkeypatch.setattr(
-        FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None
-    )
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -57,10 +52,10 @@ def model_of(kind: str, n: int = 256, seed: int = 0) -> Any:
     if kind in LLAMAS:
         model = pretrained.llama(hidden=256, intermediate=n, tied=kind == "tied")
     else:
-        options: dict[str, Any] = {"moe_intermediate_size": n, "hidden_size": 256}
-        options["intermediate_size"] = n if kind == "mixtral" else 256
-        options |= LATENT | ROPE if kind == "deepseek" else {}
-        model = transformers_moe(kind, **options)
+        sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": n}
+        sizes["intermediate_size"] = n if kind == "mixtral" else 256
+        sizes |= pretrained.LATENT if kind == "deepseek" else {}
+        model = transformers_moe(kind, **sizes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,16 +84,15 @@ def scaled(data: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> 
     return (data.float() * wide[..., :rows, :cols]).bfloat16()
 
 
-def assert_tied(model: nn.Module, kind: str) -> None:
-    head: Any = model
-    assert (head.lm_head.weight is head.model.embed_tokens.weight) == (kind == "tied")
+def assert_tied(model: Any, kind: str) -> None:
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
 
 
 # It reads what we write
 
 
 @pytest.mark.parametrize("kind", FP8_WEIGHTS)
-@each_recipe
+@pytest.mark.parametrize("recipe", [FP32, POW2], ids=["fp32", "pow2"])
 @pytest.mark.usefixtures("dequantizing")
 def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, kind: str, recipe: Recipe) -> None:
     """It multiplies in fp32 and rounds once to the model's dtype, as we do: bit for bit."""
@@ -120,11 +114,10 @@ def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, kind: str, recipe: Re
     assert read(again).keys() == read(folder).keys()
 
 
+DEVICES: Any = (("cpu", ()), ("cuda", pytest.mark.gpu))
 LAYERS: list[Any] = [
-    *[(kind, n, "auto", recipe, "cpu") for kind in LLAMAS for n in (384, 320, 200)
-      for recipe in (FP32, POW2)],
-    *[pytest.param(kind, n, "auto", recipe, "cuda", marks=pytest.mark.gpu) for kind in LLAMAS
-      for n in (384, 320, 200) for recipe in (FP32, POW2)],
+    *[pytest.param(kind, n, "auto", recipe, device, marks=marks) for kind in LLAMAS
+      for n in (384, 320, 200) for recipe in (FP32, POW2) for device, marks in DEVICES],
     *[(kind, n, names, FP32, "cpu") for kind in MOES for n in (256, 128, 192)
       for names in ("auto", "fused")],
 ]  # fmt: skip
@@ -135,18 +128,16 @@ LAYERS: list[Any] = [
 def test_its_fp8_layers_hold_our_bytes(
     tmp_path: Path, kind: str, n: int, expert_names: str, recipe: Recipe, device: str
 ) -> None:
-    """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit.
-
-    Stacks in which gate and up share blocks are stored whole.
-    """
+    """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit."""
     source = converted(model_of(kind, n), recipe, frozen=True)
     folder = save_fp8(source, tmp_path / "fp8", expert_names=expert_names)
     whole = "model.layers.1.mlp.experts.down_proj_scale_inv" in read(folder)
+    # where gate and up share blocks, too
     assert whole == (kind in MOES and (expert_names == "fused" or n == 192))
     model = theirs(source, folder, device_map=device)
     mlp = model.model.layers[1].mlp
-    kinds = ("FP8Linear", mlp.down_proj) if kind in LLAMAS else ("FP8Experts", mlp.experts)
-    assert type(kinds[1]).__name__ == kinds[0]
+    fp8 = mlp.down_proj if kind in LLAMAS else mlp.experts
+    assert type(fp8).__name__ == ("FP8Linear" if kind in LLAMAS else "FP8Experts")
     assert type(model.lm_head) is nn.Linear
     assert {x.device.type for x in model.parameters()} == {device}
     held = {name: x.detach().cpu() for name, x in model.named_parameters()}
@@ -172,11 +163,7 @@ def test_its_fp8_layers_hold_our_bytes(
 
 @pytest.mark.usefixtures("dequantizing")
 def test_what_it_cannot_dequantize(tmp_path: Path) -> None:
-    """What save_fp8's docstring warns of.
-
-    It takes sizes over numbers of scales for the block's: an error, or without one other values.
-    It leaves out the scales of stacks that are stored whole.
-    """
+    """It takes sizes over numbers of scales for the block's; it leaves out scales of stacks."""
     source = model_of("llama", 320)
     folder = save_fp8(converted(source), tmp_path / "320")
     with pytest.raises(RuntimeError, match="conversion"):
@@ -212,18 +199,8 @@ def test_experts_that_stay_in_bf16(tmp_path: Path, kind: str) -> None:
 # We read what it writes
 
 
-def quantized(source: Any, folder: Path, scale_fmt: str, device: str) -> Any:
-    """A model that transformers has cast to FP8, and saved in ``folder / "installed"``."""
-    source.save_pretrained(folder / "bf16")
-    config = FineGrainedFP8Config(scale_fmt=scale_fmt)
-    model = theirs(source, folder / "bf16", quantization_config=config, device_map=device)
-    model.save_pretrained(folder / "installed")
-    return model
-
-
 READ: list[Any] = [
-    *[(kind, 384, device) for kind in LLAMAS for device in ("cpu",)],
-    *[pytest.param(kind, 384, "cuda", marks=pytest.mark.gpu) for kind in LLAMAS],
+    *[pytest.param(kind, 384, device, marks=marks) for kind in LLAMAS for device, marks in DEVICES],
     *[(kind, n, "cpu") for kind in MOES for n in (256, 128)],
 ]
 
@@ -235,7 +212,10 @@ def test_we_read_what_it_quantizes(
     tmp_path: Path, kind: str, scale_fmt: str, n: int, device: str
 ) -> None:
     """As the installed one saves it, and as 5.23 does: with scales of stacks beside matrices."""
-    model = quantized(model_of(kind, n), tmp_path, scale_fmt, device)
+    source, config = model_of(kind, n), FineGrainedFP8Config(scale_fmt=scale_fmt)
+    source.save_pretrained(tmp_path / "bf16")
+    model = theirs(source, tmp_path / "bf16", quantization_config=config, device_map=device)
+    model.save_pretrained(tmp_path / "installed")
     held = {name: x.detach().cpu() for name, x in model.named_parameters()}
     folders = [tmp_path / "installed"]
     stored = read(folders[0])
@@ -246,9 +226,8 @@ def test_we_read_what_it_quantizes(
         experts = "block_sparse_moe.experts" if kind == "mixtral" else "mlp.experts"
         assert f"model.layers.1.{experts}.3.w1.weight_scale_inv" not in stored
         assert f"model.layers.1.{experts}.gate_up_proj_scale_inv" in stored
-        folders.append(tmp_path / "5.23")
-        folders[1].mkdir()
-        save_file(stored, folders[1] / "model.safetensors")
+        folders.append(tmp_path)
+        save_file(stored, tmp_path / "model.safetensors")
     for folder in folders:
         plain = model_of(kind, n, seed=1)
         kinds = set(map(type, plain.modules()))

@@ -1,9 +1,11 @@
-"""Models converted in place: by apply and by convert, frozen, on meta, and what must survive."""
+"""Models converted in place by apply and by convert; trainable FP8 weights made frozen and back."""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,25 +15,34 @@ from torch import Tensor, nn
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
+    Recipe,
     convert,
+    freeze,
     functional,
-    to_blockwise_fp8_weights,
+    unfreeze,
 )
+from blocktensor import to_blockwise_fp8_weights as apply
+from blocktensor.ops import reference
 from tests.support.models import (
     DIM,
     LINEARS,
     POWER_OF_TWO,
+    RECIPES,
     TOKENS,
     Model,
     complaint,
     converted_names,
+    linear,
     plain,
     randn,
     reasons,
 )
+from tests.support.reference_ops import replace_op
 
-WAYS: dict[str, Callable[[nn.Module], object]] = {
-    "apply": lambda model: model.apply(to_blockwise_fp8_weights),
+N, K = 200, 300
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "apply": lambda model: model.apply(apply),
     "convert": lambda model: convert(model, skip_small=False),
 }
 either_way = pytest.mark.parametrize("use", WAYS)
@@ -39,7 +50,7 @@ either_way = pytest.mark.parametrize("use", WAYS)
 
 def test_apply_converts_every_linear_whatever_its_size_or_name() -> None:
     model = Model()
-    assert model.apply(to_blockwise_fp8_weights) is model
+    assert model.apply(apply) is model
     assert converted_names(model) == [*LINEARS, "lm_head"]
     assert all(type(p.data) is Tensor for n, p in model.named_parameters() if "bias" in n)
 
@@ -52,15 +63,20 @@ def test_tied_linears_stay_tied(frozen: bool, use: str) -> None:
     report = WAYS[use](model)
     if use == "convert":
         first = "frozen: high-precision copy dropped" if frozen else "trainable"
-        assert [e.reason for e in report.converted] == [first, "tied to '0'"]  # type: ignore[attr-defined]
-        assert report.bytes_before == 4 * DIM * DIM  # type: ignore[attr-defined]
-    assert model[0].weight is model[1].weight
-    assert isinstance(model[0].weight, BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
-    assert len(list(model.parameters())) == 3
+        assert [e.reason for e in report.converted] == [first, "tied to '0'"]
+        assert report.bytes_before == 4 * DIM * DIM
+    kinds = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
+    for kind, change in ((kinds[not frozen], freeze), (kinds[0], unfreeze), (kinds[1], None)):
+        assert model[0].weight is model[1].weight
+        assert isinstance(model[0].weight, kind)
+        assert len(list(model.parameters())) == 3
+        if change is not None:
+            already = frozen and change is freeze
+            assert change(model) == ([] if already else ["0", "1"])
 
 
 def test_apply_to_a_head_tied_to_an_embedding() -> None:
-    model = Model(tied=True).apply(to_blockwise_fp8_weights)
+    model = Model(tied=True).apply(apply)
     assert model.lm_head.weight is model.embed.weight
     assert isinstance(model.embed.weight, BlockwiseFP8Weight)
     rows = model.embed(TOKENS)
@@ -80,7 +96,7 @@ def test_a_linear_subclass_is_converted_and_other_modules_are_not() -> None:
             "norm": nn.LayerNorm(DIM),
             "attention": nn.MultiheadAttention(DIM, 2),
         }
-    ).apply(to_blockwise_fp8_weights)
+    ).apply(apply)
     assert converted_names(model) == ["mine"]
     x = randn(3, 1, DIM, dtype=torch.float32)
     assert model["attention"](x, x, x)[0].shape == x.shape
@@ -93,7 +109,7 @@ def test_a_frozen_weight_drops_its_high_precision_copy(device: torch.device) -> 
     module = nn.Linear(DIM, 3 * DIM, device=device).requires_grad_(False)
     wanted = plain(module.weight)
     x = randn(5, DIM, dtype=torch.float32, device=device, grad=True)
-    to_blockwise_fp8_weights(module, POWER_OF_TWO)
+    apply(module, POWER_OF_TWO)
     assert type(module.weight) is BlockwiseFP8Tensor
     assert isinstance(module.weight, nn.Parameter)
     assert not module.weight.requires_grad
@@ -129,14 +145,13 @@ def test_a_frozen_weight_on_meta_keeps_its_master(use: str) -> None:
     model["alias"].of_linear = model["linear"].weight
     report = WAYS[use](model.requires_grad_(False))
     if use == "convert":
-        why = [e.reason for e in report.converted]  # type: ignore[attr-defined]
-        assert why == ["initialised later", "tied to 'linear'"]
+        assert [e.reason for e in report.converted] == ["initialised later", "tied to 'linear'"]
     assert isinstance(model["linear"].weight, BlockwiseFP8Weight)
 
 
 def test_a_meta_module_can_run_for_its_shapes() -> None:
     with torch.device("meta"):
-        model = Model().apply(to_blockwise_fp8_weights)
+        model = Model().apply(apply)
         y = model(TOKENS.to("meta"))
     assert (y.shape, y.device.type) == ((2, 6, 50), "meta")
     y.sum().backward()
@@ -150,8 +165,149 @@ def test_a_model_in_float64() -> None:
     assert reasons(report)["blocks.0.up"] == "dtype torch.float64"
     assert report.converted == ()
     assert_expected_inline(
-        complaint(TypeError, lambda: model.apply(to_blockwise_fp8_weights)),
+        complaint(TypeError, lambda: model.apply(apply)),
         """\
 the weight has dtype torch.float64: blocktensor casts torch.bfloat16, torch.float16
 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)""",
     )
+
+
+# Freezing
+
+
+def linears(recipe: Recipe | None = None) -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, K, bias=False)).bfloat16()
+    if recipe is not None:
+        convert(made, recipe, skip_small=False)
+    return made
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_freezing_keeps_the_bits_of_forward_and_data_gradient(recipe: Recipe) -> None:
+    trained = linears(recipe)
+    x, grad = randn(5, K, grad=True), randn(5, K, seed=2)
+    y = trained(x)
+    y.backward(grad)
+    wanted, x.grad = (y.detach(), x.grad), None
+    del y  # its graph holds the weights' caches
+    weights = [trained[0].weight, trained[2].weight]
+    masters = [weakref.ref(weight.master) for weight in weights]
+    assert freeze(trained) == ["0", "2"]
+    again = trained(x)
+    again.backward(grad)
+    assert torch.equal(again, wanted[0])
+    assert torch.equal(x.grad, wanted[1])
+    for weight, layer in zip(weights, (trained[0], trained[2]), strict=True):
+        assert layer.weight is weight
+        assert isinstance(weight, BlockwiseFP8Tensor)
+        assert weight.recipe is recipe
+        assert not weight.requires_grad
+        assert weight.grad is None
+    assert trained[0].bias.requires_grad
+    assert [ref() for ref in masters] == [None, None]
+    assert freeze(trained) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("told", [False, True], ids=["", "told to require a gradient"])
+def test_an_unfrozen_weight_trains_from_the_values_it_had(dtype: torch.dtype, told: bool) -> None:
+    trained = linears(RECIPES[0]).to(dtype)
+    freeze(trained)
+    if told:
+        trained.requires_grad_(True)
+    values = [layer.weight.dequantize() for layer in (trained[0], trained[2])]
+    assert unfreeze(trained) == ["0", "2"]
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    for layer, value in zip((trained[0], trained[2]), values, strict=True):
+        assert isinstance(layer.weight, BlockwiseFP8Weight)
+        assert torch.equal(layer.weight.master, value)
+    trained(randn(5, K, dtype=dtype)).square().sum().backward()
+    torch.optim.SGD(trained.parameters(), lr=0.5).step()
+    last, h = trained[2], randn(5, N, dtype=dtype)
+    assert not torch.equal(last.weight.master, values[1])
+    assert torch.equal(last(h), functional.linear(h, plain(last.weight)))
+    assert all(type(x) is torch.Tensor for x in trained.state_dict().values())
+    assert unfreeze(trained) == []
+
+
+def test_the_columnwise_form_of_a_frozen_weight_is_made_for_each_dgrad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, calls = linears(Recipe()), []
+    freeze(made)
+    transpose = reference.transpose
+    replace_op(monkeypatch, "transpose", lambda q: calls.append(1) or transpose(q))
+    grads = []
+    for _ in range(3):
+        x = randn(5, K, grad=True)
+        made[0](x).sum().backward()
+        grads.append(x.grad)
+    assert len(calls) == 3
+    assert made[0].weight.columnwise_data is None
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_a_linear_itself_is_frozen_again_with_another_recipe() -> None:
+    module = linear(N, K)
+    assert freeze(module) == unfreeze(module) == [""]
+    convert(module, POWER_OF_TWO, skip_small=False)
+    wanted, x = module(randn(5, K)), randn(5, K)
+    freeze(module)
+    assert module.weight.format == POWER_OF_TWO.weight_format
+    assert torch.equal(module(x), wanted)
+
+
+def test_a_stack_that_two_modules_hold() -> None:
+    model = nn.Sequential(nn.Module(), nn.Module())
+    model[0].w = model[1].w = nn.Parameter(torch.randn(2, 256, 256))
+    convert(model, skip_small=False, stacks={"0": ["w"], "1": ["w"]})
+    assert freeze(model) == ["0.w", "1.w"]
+
+
+def test_what_is_not_fp8_is_left_alone() -> None:
+    made = linears()
+    reference = weakref.ref(made[0].weight)  # it could not be exchanged
+    assert freeze(made) == unfreeze(made) == []
+    del reference
+    with torch.device("meta"):
+        on_meta = nn.Linear(K, N)
+    convert(on_meta, skip_small=False)
+    assert freeze(on_meta) == []
+
+
+def test_a_weight_that_an_embedding_holds_too_is_not_frozen() -> None:
+    model = Model(tied=True).apply(apply)
+    weight = model.lm_head.weight
+    with pytest.raises(ValueError, match=r"'lm_head' cannot be frozen.* \(Embedding\)"):
+        freeze(model)
+    assert isinstance(weight, BlockwiseFP8Weight)
+    assert model.embed.weight is weight
+
+
+def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> None:
+    module = linear(128, 192, frozen=True)
+    assert unfreeze(module) == [""]
+    values = randn(128, 192, seed=5)
+    module.load_state_dict({"weight": values}, assign=True)
+    assert isinstance(module.weight, BlockwiseFP8Weight)
+    assert module.weight.master.data_ptr() == values.data_ptr()
+
+
+def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
+    """That of a first layer, say: its gradient is dropped, as after requires_grad_(False)."""
+    made, wanted = linear(DIM, DIM, bias=True), nn.Linear(DIM, DIM).bfloat16()
+    for module, change in ((made, freeze), (wanted, lambda m: m.weight.requires_grad_(False))):
+        kept = module(randn(5, DIM)).sum()
+        kept.backward()  # a loss that is kept for its value
+        waiting = module(randn(5, DIM, seed=2)).sum()
+        change(module)
+        assert module.weight.grad is None or module is wanted
+        module.weight.grad = module.bias.grad = None
+        waiting.backward()
+        assert module.weight.grad is None
+        assert module.bias.grad is not None
+    assert isinstance(made.weight, BlockwiseFP8Tensor)
+    assert isinstance(made.weight, nn.Parameter)
+    unfreeze(made)
+    made(randn(5, DIM)).sum().backward()
+    assert made.weight.grad is not None

@@ -35,33 +35,27 @@ def silent() -> Any:
         yield
 
 
-def frozen_but_for_head(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    model.requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    convert(model, skip_small=False)
-    return model
-
-
 # save_pretrained
 
 
 def test_trainer_saves_and_resumes_a_frozen_body(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "source", llama().bfloat16())
+    folder, out = saved(tmp_path / "source", llama().bfloat16()), tmp_path / "out"
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
-    found = {}
-    for steps, resume in ((3, None), (3, str(tmp_path / "out" / "checkpoint-2"))):
-        model = frozen_but_for_head(folder)
+    ways = []
+    for resume in (None, str(out / "checkpoint-2")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        convert(model, skip_small=False)
         arguments = TrainingArguments(
-            str(tmp_path / "out"), max_steps=steps, save_steps=1, report_to=[], use_cpu=True,
+            str(out), max_steps=3, save_steps=1, report_to=[], use_cpu=True,
             per_device_train_batch_size=2, disable_tqdm=True, logging_steps=10,
         )  # fmt: skip
         Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=resume)
         assert sum(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters()) == 14
-        found[resume] = values(model)
-    ways = list(found.values())
+        ways.append(values(model))
     assert all(torch.equal(ways[0][name], ways[1][name]) for name in ways[0])
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-3", dtype="auto")
+    plain = AutoModelForCausalLM.from_pretrained(out / "checkpoint-3", dtype="auto")
     assert all(torch.equal(x, ways[0][name]) for name, x in plain.named_parameters())
 
 
@@ -86,34 +80,26 @@ def test_weights_that_load_fp8_has_frozen_are_saved(tmp_path: Path) -> None:
 # get_memory_footprint
 
 
-def test_a_frozen_weight_takes_a_byte() -> None:
-    model = llama().bfloat16()
-    before = model.get_memory_footprint()
-    frozen = model.requires_grad_(False)
-    convert(frozen, skip_small=False)
-    in_fp8 = [x for x in model.parameters() if isinstance(x, BlockwiseFP8Tensor)]
+def test_a_frozen_weight_takes_a_byte_and_a_trainable_one_what_its_master_does() -> None:
+    models = [llama().bfloat16() for _ in range(2)]
+    before = models[0].get_memory_footprint()
+    models[0].requires_grad_(False)
+    for model in models:
+        convert(model, skip_small=False)
+    in_fp8 = [x for x in models[0].parameters() if isinstance(x, BlockwiseFP8Tensor)]
     assert len(in_fp8) == 14
-    assert before - model.get_memory_footprint() == sum(x.numel() for x in in_fp8)
+    assert before - models[0].get_memory_footprint() == sum(x.numel() for x in in_fp8)
     assert {x.element_size() for x in in_fp8} == {1}
-
-
-def test_a_trainable_weight_takes_what_its_master_does() -> None:
-    model = llama().bfloat16()
-    before = model.get_memory_footprint()
-    convert(model, skip_small=False)
-    assert model.get_memory_footprint() == before
+    assert models[1].get_memory_footprint() == before
 
 
 # resize_token_embeddings
 
 
 @pytest.mark.parametrize("size", [VOCABULARY, VOCABULARY + 8, VOCABULARY - 24])
-@pytest.mark.parametrize(
-    ("tied", "frozen"),
-    [(False, False), (False, True), (True, False)],
-    ids=["trainable", "frozen", "tied"],
-)
-def test_a_resized_head_stays_in_fp8(tied: bool, frozen: bool, size: int) -> None:
+@pytest.mark.parametrize("kind", ["trainable", "frozen", "tied"])
+def test_a_resized_head_stays_in_fp8(kind: str, size: int) -> None:
+    tied, frozen = kind == "tied", kind == "frozen"
     model, wanted = (llama(tied=tied).requires_grad_(not frozen) for _ in range(2))
     if frozen:  # the values that the head has in FP8
         with torch.no_grad():
@@ -140,8 +126,7 @@ def test_a_resized_head_stays_in_fp8(tied: bool, frozen: bool, size: int) -> Non
     assert (embedding is made) == tied
     assert torch.equal(value_of(embedding), wanted.get_input_embeddings().weight)
     assert model.config.vocab_size == size == model(TOKENS % size).logits.shape[-1]
-    state = model.state_dict()["lm_head.weight"]
-    assert isinstance(state, BlockwiseFP8Tensor) == frozen
+    assert isinstance(model.state_dict()["lm_head.weight"], BlockwiseFP8Tensor) == frozen
 
 
 def test_a_resize_that_fails_changes_nothing() -> None:

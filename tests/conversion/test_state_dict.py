@@ -21,27 +21,10 @@ from blocktensor import (
     to_blockwise_fp8_weights,
     unfreeze,
 )
-from tests.support.models import DIM, POWER_OF_TWO, TOKENS, Model, linear, plain, randn
+from tests.support.models import POWER_OF_TWO, Model, linear, plain, randn
 
 N, K = 128, 192
 X = randn(5, K, dtype=torch.float32)
-
-
-def test_state_dicts_cross_between_plain_and_converted() -> None:
-    ordinary, converted = Model(), Model().apply(to_blockwise_fp8_weights)
-    with torch.no_grad():
-        for p in converted.parameters():
-            p.mul_(3)
-    state = {key: value.clone() for key, value in converted.state_dict().items()}
-    for target in (ordinary, Model().apply(to_blockwise_fp8_weights)):
-        assert target.load_state_dict(state).missing_keys == []
-        assert target.load_state_dict(state).unexpected_keys == []
-        for p, wanted in zip(target.parameters(), converted.parameters(), strict=True):
-            assert torch.equal(plain(p), plain(wanted))
-    converted(TOKENS)  # fills the caches
-    converted.load_state_dict(Model().state_dict())
-    wanted = Model().apply(to_blockwise_fp8_weights)(TOKENS)
-    assert torch.equal(converted(TOKENS), wanted)
 
 
 @pytest.mark.parametrize("use", ["apply", "convert", "both"])
@@ -66,27 +49,6 @@ def test_a_state_dict_holds_plain_tensors(use: str) -> None:
     assert mine.data_ptr() == twin.blocks[1].up.weight.master.data_ptr() != up.master.data_ptr()
 
 
-def test_assigning_a_state_dict_keeps_weights_fp8() -> None:
-    with torch.device("meta"):
-        model = Model()
-    model.apply(lambda m: to_blockwise_fp8_weights(m, POWER_OF_TWO))
-    state = {key: value.clone() for key, value in Model().state_dict().items()}
-    before = dict(state)
-    model.load_state_dict(state, assign=True)
-    for name, p in model.named_parameters():
-        assert p.requires_grad
-        assert isinstance(p, nn.Parameter)
-        assert torch.equal(plain(p), state[name])
-        assert state[name] is before[name]
-    up = model.blocks[0].up
-    assert isinstance(up.weight, BlockwiseFP8Weight)
-    assert up.weight.recipe == POWER_OF_TWO
-    assert up.weight.master.data_ptr() == state["blocks.0.up.weight"].data_ptr()
-    x = randn(3, DIM, dtype=torch.float32)
-    wanted = functional.linear(x, plain(up.weight), up.bias, recipe=POWER_OF_TWO)
-    assert torch.equal(up(x), wanted)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_linear_that_takes_over_an_fp8_weight_keeps_it_fp8(frozen: bool) -> None:
     """Also if it was no linear of the model when that was converted."""
@@ -101,8 +63,7 @@ def test_a_linear_that_takes_over_an_fp8_weight_keeps_it_fp8(frozen: bool) -> No
 
 
 def test_assigning_a_converted_models_weights() -> None:
-    source = linear(N, K, dtype=torch.float32)
-    target = linear(N, K, dtype=torch.float32)
+    source, target = (linear(N, K, dtype=torch.float32) for _ in range(2))
     target.load_state_dict(source.state_dict(keep_vars=True), assign=True)
     assert isinstance(target.weight, BlockwiseFP8Weight)
     assert target.weight.master is source.weight.master
@@ -122,36 +83,24 @@ def test_saving_and_loading_a_state_dict(weights_only: bool) -> None:
     assert torch.equal(fresh.weight.master, module.weight.master)
 
 
-def test_a_module_that_has_run_can_be_pickled_and_shared() -> None:
+def test_a_module_that_has_run_can_be_pickled() -> None:
     module = linear(N, K, bias=True, dtype=torch.float32)
     y = module(X)
     again = pickle.loads(pickle.dumps(module))
     assert again.weight.cache.master.data_ptr() == again.weight.master.data_ptr()
     assert again.weight.cache.nbytes() == 0
     assert torch.equal(again(X), y)
-    module.share_memory()
-    assert module.weight.master.is_shared()
-    assert torch.equal(module(X), y)
-
-
-class Aliases(nn.Module):
-    """One weight under the names of an embedding, a linear and an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(N, K)
-        self.head = nn.Linear(K, N, bias=False)
-        self.head.weight = self.embedding.weight
-        self.alias = self.head.weight
-        self.register_buffer("table", torch.ones(3))
 
 
 def test_whichever_module_holds_a_weight_its_state_is_plain() -> None:
     """Also in modules that were made from converted ones later."""
-    model = Aliases().apply(to_blockwise_fp8_weights)
+    model = Model(tied=True)
+    model.alias = model.lm_head.weight
+    model.register_buffer("table", torch.ones(3))
+    model.apply(to_blockwise_fp8_weights)
     assert isinstance(model.alias, BlockwiseFP8Weight)
-    assert isinstance(model.embedding.weight, BlockwiseFP8Weight)
-    prune.l1_unstructured(model.head, "weight", 0.5)
+    assert isinstance(model.embed.weight, BlockwiseFP8Weight)
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
     later = nn.Module()
     later.register_parameter("taken", model.alias)
     later.register_buffer("kept", model.alias.detach())
@@ -179,8 +128,7 @@ def test_assigned_weights_keep_their_main_grad() -> None:
 def of_kind(kind: str, seed: int = 3) -> nn.Linear:
     """A weight of 200x192 in one of its forms."""
     module = nn.Linear(192, 200, bias=False, dtype=torch.float32)
-    with torch.no_grad():
-        module.weight.copy_(randn(200, 192, seed=seed, dtype=torch.float32))
+    nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(seed))
     module.requires_grad_(kind != "frozen")
     if kind != "plain":
         to_blockwise_fp8_weights(module, POWER_OF_TWO)
@@ -200,7 +148,13 @@ KINDS = ("plain", "trainable", "frozen")
 def test_the_state_of_each_kind_loads_into_each(kind: str, target: str, assign: bool) -> None:
     made, given = of_kind(target), of_kind(kind, seed=4)
     wanted, kept, before = values(given.weight).clone(), made.weight, type(made.weight)
-    made.load_state_dict(given.state_dict(), assign=assign)
+    state, x = given.state_dict(), randn(5, 192, dtype=torch.float32)
+    of_state = state["weight"]
+    made(x)  # fills the caches
+    made.load_state_dict(state, assign=assign)
+    assert state["weight"] is of_state
+    if assign and target == "trainable" and kind != "frozen":
+        assert made.weight.master.data_ptr() == of_state.data_ptr()
     if target == "frozen":
         wanted = BlockwiseFP8Tensor.from_values(wanted, (128, 128), POWER_OF_TWO).dequantize()
     assert torch.equal(values(made.weight), wanted)
@@ -208,25 +162,27 @@ def test_the_state_of_each_kind_loads_into_each(kind: str, target: str, assign: 
     assert type(made.weight) is (BlockwiseFP8Tensor if takes_type else before)
     assert made.weight is kept or assign
     assert made.weight.requires_grad == (target != "frozen")
-    x = randn(5, 192, dtype=torch.float32)
     if target != "plain" or takes_type:
         assert torch.equal(made(x), functional.linear(x, wanted, recipe=POWER_OF_TWO))
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-def test_a_frozen_state_is_assigned_to_a_model_on_meta(frozen: bool) -> None:
-    given = of_kind("frozen")
+@pytest.mark.parametrize(
+    ("kind", "frozen"), [("frozen", False), ("frozen", True), ("plain", False)]
+)
+def test_a_state_is_assigned_to_a_model_on_meta(kind: str, frozen: bool) -> None:
+    given = of_kind(kind)
     with torch.device("meta"):
         made = nn.Linear(192, 200, bias=False).requires_grad_(not frozen)
         to_blockwise_fp8_weights(made, POWER_OF_TWO)
     made.load_state_dict(given.state_dict(), assign=True)
     assert torch.equal(values(made.weight), values(given.weight))
     assert type(made.weight) is (BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
+    assert isinstance(made.weight, nn.Parameter)
     assert made.weight.requires_grad is not frozen
     x = randn(5, 192, dtype=torch.float32).requires_grad_()
     made(x).sum().backward()
     assert (made.weight.grad is None) == frozen and x.grad is not None
-    assert torch.equal(made(x), given(x))
+    assert torch.equal(made(x), functional.linear(x, values(given.weight), recipe=POWER_OF_TWO))
 
 
 class OwnState(nn.Linear):
@@ -261,8 +217,8 @@ def test_what_is_copied_is_no_weight() -> None:
 
 
 def test_a_tied_layer_takes_a_plain_weight_and_stays_in_fp8() -> None:
-    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model = nn.Sequential(nn.Linear(K, K, bias=False), nn.Linear(K, K, bias=False))
     model[1].weight = model[0].weight
     convert(model, skip_small=False)
-    model[1].load_state_dict({"weight": torch.randn(256, 256)}, assign=True)
+    model[1].load_state_dict({"weight": torch.randn(K, K)}, assign=True)
     assert isinstance(model[1].weight, BlockwiseFP8Weight)

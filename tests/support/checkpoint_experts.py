@@ -40,24 +40,22 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     """A router that stays in bf16, and experts."""
 
-    def __init__(self, n: int = 128, is_transposed: bool = False, experts: int = E) -> None:
+    def __init__(self, **sizes: Any) -> None:
         super().__init__()
-        self.router = nn.Parameter(torch.empty(experts, K, dtype=torch.bfloat16))
-        self.experts = Experts(n, is_transposed, experts)
+        self.router = nn.Parameter(torch.empty(sizes.get("experts", E), K, dtype=torch.bfloat16))
+        self.experts = Experts(**sizes)
 
 
 def layer(
     seed: int = 0,
     *,
-    n: int = 128,
-    is_transposed: bool = False,
-    experts: int = E,
     convert: bool = True,
     frozen: bool = False,
     recipe: Recipe | None = None,
+    **sizes: Any,
 ) -> Layer:
     """One with values that follow from ``seed``."""
-    model = Layer(n, is_transposed, experts)
+    model = Layer(**sizes)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(randn(*parameter.shape, seed=10 * seed + i, dtype=torch.bfloat16))
@@ -74,26 +72,30 @@ def on_meta() -> Layer:
 
 def split_experts(seed: int) -> nn.Module:
     """The frozen experts of a layer as torchtitan has them: stacks of gate and of up."""
-
-    class GroupedExperts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            experts = layer(seed, frozen=True).experts
-            gate_up = experts.gate_up_proj
-            self.w1_EFD, self.w3_EFD = (nn.Parameter(x, False) for x in gate_up.chunk(2, 1))
-            self.w2_EDF = experts.down_proj
-
-    return GroupedExperts()
+    experts, split = layer(seed, frozen=True).experts, nn.Module()
+    split.w1_EFD, split.w3_EFD = (nn.Parameter(x, False) for x in experts.gate_up_proj.chunk(2, 1))
+    split.w2_EDF = experts.down_proj
+    return split
 
 
-def read(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def read(folder: Path) -> Tensors:
+    tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
 
 
-def stack_scales(tensors: dict[str, Tensor]) -> None:
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    """Change the tensors of a checkpoint, which becomes one file without index and digests."""
+    made = read(folder)
+    change(made)
+    for file in folder.glob("model*"):
+        file.unlink()
+    tensors = {name: x.contiguous().clone() for name, x in made.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def stack_scales(tensors: Tensors) -> None:
     """Replace the scales of matrices of experts by those of stacks, as transformers 5.23 does."""
     found: dict[str, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(tensors, key=lambda name: "up_proj" in name or "w3" in name):
@@ -108,13 +110,9 @@ def stack_scales(tensors: dict[str, Tensor]) -> None:
         tensors[name] = torch.stack([torch.cat(experts[e]) for e in range(len(experts))])
 
 
-def written(folder: Path, change: Callable[[dict[str, Tensor]], object], **kwargs: Any) -> Path:
+def written(folder: Path, change: Callable[[Tensors], object], **kwargs: Any) -> Path:
     """A checkpoint in matrices of experts, without index, after a change to its tensors."""
-    made = read(save_fp8(layer(frozen=True, **kwargs), folder, expert_names="separate"))
-    change(made)
-    for file in folder.iterdir():
-        file.unlink()
-    save_file({name: x.clone() for name, x in made.items()}, folder / "model.safetensors")
+    rewrite(save_fp8(layer(frozen=True, **kwargs), folder, expert_names="separate"), change)
     return folder
 
 
@@ -126,16 +124,17 @@ SCALES: dict[str, Callable[[Tensors], None]] = {"own": own_scales, "stack": stac
 each_scales = pytest.mark.parametrize("scales", SCALES)
 
 
-def sharing(folder: Path) -> Path:
-    """144 rows of gate and of up: the second block of the stack has rows of both."""
-    made = read(save_fp8(layer(n=144, frozen=True), folder))
+def split_stacks(made: Tensors) -> None:
+    """Store the matrices of experts one by one, and leave the scales of their stacks."""
     for stack, parts in (("gate_up_proj", MATRICES[:2]), ("down_proj", MATRICES[2:])):
         for e, expert in enumerate(made.pop(f"experts.{stack}")):
             for part, x in zip(parts, expert.chunk(len(parts)), strict=True):
-                made[f"experts.{e}.{part}.weight"] = x.clone()
-    for file in folder.iterdir():
-        file.unlink()
-    save_file(made, folder / "model.safetensors")
+                made[f"experts.{e}.{part}.weight"] = x
+
+
+def sharing(folder: Path) -> Path:
+    """144 rows of gate and of up: the second block of the stack has rows of both."""
+    rewrite(save_fp8(layer(n=144, frozen=True), folder), split_stacks)
     return folder
 
 

@@ -24,28 +24,3 @@ class Conv1D(nn.Module):
 
 
 Conv1D.__module__ = "transformers.pytorch_utils"
-
-
-class Gpt2(nn.Module):
-    """A language model with the names and the shapes of GPT-2: vocabulary 96, 64 positions."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        block = nn.ModuleDict(
-            {
-                "ln_1": nn.LayerNorm(dim),
-                "attn": nn.ModuleDict({"c_attn": Conv1D(3 * dim, dim), "c_proj": Conv1D(dim, dim)}),
-                "mlp": nn.ModuleDict(
-                    {"c_fc": Conv1D(4 * dim, dim), "c_proj": Conv1D(dim, 4 * dim)}
-                ),
-            }
-        )
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(96, dim),
-                "wpe": nn.Embedding(64, dim),
-                "h": nn.ModuleList([block]),
-            }
-        )
-        self.lm_head = nn.Linear(dim, 96, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight

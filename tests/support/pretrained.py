@@ -36,16 +36,9 @@ def llama(
 ) -> Any:
     """Two layers in fp32."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        **options,
-    )
+    options |= {"hidden_size": hidden, "intermediate_size": intermediate}
+    options |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, **options)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -58,12 +51,12 @@ def gpt2(seed: int = 0) -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ends))
 
 
-def deepseek() -> Any:
-    """Of whole blocks."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
-    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
-    rope = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64}
-    return transformers_moe("deepseek", **sizes, **latent, **rope)
+SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+LATENT = {
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64},
+    **{"qk_rope_head_dim": 128, "qk_nope_head_dim": 64},
+}
+"""Ranks and sizes of DeepSeek's attention with which its weights are whole blocks."""
 
 
 MODELS: dict[str, Any] = {
@@ -71,7 +64,7 @@ MODELS: dict[str, Any] = {
     "tied": lambda: llama(tied=True),
     "gpt2": gpt2,
     "qwen3": lambda: transformers_moe("qwen3"),
-    "deepseek": deepseek,
+    "deepseek": lambda: transformers_moe("deepseek", **dict.fromkeys(SIZES, 256), **LATENT),
 }
 
 
