@@ -18,7 +18,6 @@ from ..sharding.ranks import Ranks
 from ..sharding.whole import format_of, fp8_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .export import Unit, exported, stored_in_turn
-from .files import Layout, ShardFile
 from .in_place import flush, holds_nothing, naming, put_in_place, staging, write_json
 from .names import module_names
 from .on_disk import (
@@ -29,6 +28,8 @@ from .on_disk import (
     SCALE_SUFFIXES,
     SINGLE,
     TENSORS,
+    Layout,
+    ShardFile,
     header_digest,
     require_safetensors,
     tensor_digest,
@@ -58,7 +59,7 @@ def save_fp8(
 
     On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
     CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
-    without an error (seen in 5.17 and 5.23); :func:`load_fp8` with ``dequantize`` does not. Of
+    without an error (seen in 5.17 and 5.23); :func:`load_fp8` and ``.dequantize()`` do not. Of
     stacks of experts that are stored whole it then leaves out the scales, without an error.
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous

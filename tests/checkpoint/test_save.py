@@ -40,7 +40,7 @@ from tests.support.checkpoint_models import (
 )
 from tests.support.models import complaint
 
-FILES = "blocktensor.checkpoint.files.ShardFile"
+FILES = "blocktensor.checkpoint.on_disk.ShardFile"
 SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 
 
