@@ -1,9 +1,9 @@
-"""What users do around a model: data parallelism, loss scaling, sharing, checkpoint policies."""
+"""What users do around a model: data parallelism, loss scaling, sharing, checkpoints, old files."""
 
 from __future__ import annotations
 
-import copy
 import functools
+import io
 from collections import Counter
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from blocktensor import convert, freeze
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze
 from blocktensor.ops import reference
-from tests.support.models import randn
+from blocktensor.tensor.base import FP8Base
+from tests.support.models import RECIPES, ROW, SQUARE, assert_same, quantized, randn
 from tests.support.ranks import forking, on_ranks
 from tests.support.reference_ops import replace_op
+from tests.support.steps import assert_bits, step
 
 K = 192
 
@@ -41,8 +43,8 @@ def values(model: nn.Module) -> list[Tensor]:
 # Data parallelism
 
 
-def batch(rank: int, step: int) -> Tensor:
-    return randn(6, K, seed=100 * rank + step, dtype=torch.float32)
+def batch(rank: int, number: int) -> Tensor:
+    return randn(6, K, seed=100 * rank + number, dtype=torch.float32)
 
 
 @on_ranks(2, gpus=())
@@ -50,10 +52,10 @@ def test_ddp_trains_as_one_process_with_the_mean_gradient(world: int, device: st
     model = nn.parallel.DistributedDataParallel(mlp(torch.float32))
     alone = mlp(torch.float32)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, alone)]
-    for step in range(3):
-        model(batch(dist.get_rank(), step)).square().mean().backward()
+    for number in range(3):
+        model(batch(dist.get_rank(), number)).square().mean().backward()
         for rank in range(world):
-            (alone(batch(rank, step)).square().mean() / world).backward()
+            (alone(batch(rank, number)).square().mean() / world).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -68,24 +70,24 @@ def test_ddp_trains_as_one_process_with_the_mean_gradient(world: int, device: st
 
 
 def test_loss_scaling_skips_what_overflows() -> None:
-    model = mlp(torch.float32)
-    twin = copy.deepcopy(model)
+    model, twin = mlp(torch.float32), mlp(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     x = randn(5, K, dtype=torch.float32)
-    scaler.scale(model(x).square().mean()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
+
+    def scaled_step(loss: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return values(model)
+
+    before = scaled_step(model(x).square().mean())
     twin(x).square().mean().backward()
-    optimizers[1].step()
-    for a, b in zip(values(model), values(twin), strict=True):
-        torch.testing.assert_close(a, b)
-    before = values(model)
-    optimizers[0].zero_grad()
-    scaler.scale(model(x * torch.inf).sum()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+    plain.step()
+    torch.testing.assert_close(before, values(twin))
+    after = scaled_step(model(x * torch.inf).sum())
+    assert all(map(torch.equal, after, before))
     assert scaler.get_scale() == 2.0**9
 
 
@@ -107,23 +109,18 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
     if frozen:
         freeze(model)
     x, out = randn(5, K), torch.zeros(5, K, dtype=torch.bfloat16).share_memory_()
-    want, before = model(x).detach(), values(model)
+    want, bias = model(x).detach(), model[2].bias.detach().clone()
     model.share_memory()
     forking()  # with torch imported
     mp.start_processes(run_shared, (model, x, out), nprocs=1, start_method="forkserver")
     assert torch.equal(out, want)
-    bias = [name for name in model.state_dict()].index("2.bias")
-    assert torch.equal(values(model)[bias], 2 * before[bias])
+    assert torch.equal(model[2].bias, 2 * bias)
     if not frozen:  # written by another process, which no counter here can tell
         model[0].weight.invalidate()
         model[2].weight.invalidate()
-        assert torch.equal(model(x), mlp_of(values(model))(x))
-
-
-def mlp_of(state: list[Tensor]) -> nn.Sequential:
-    made = mlp()
-    made.load_state_dict(dict(zip(made.state_dict(), state, strict=True)))
-    return made
+        again = mlp()
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(model(x), again(x))
 
 
 # Checkpointing by policy
@@ -131,7 +128,7 @@ def mlp_of(state: list[Tensor]) -> nn.Sequential:
 
 @pytest.mark.parametrize("saved", ["gemm", "quantize_both", "nothing"])
 def test_selective_checkpointing_names_our_ops(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, grad = mlp(), randn(8, K), randn(8, K, seed=3)
+    model, x = mlp(), randn(8, K)
     kept = {getattr(torch.ops.blocktensor, saved).default} if saved != "nothing" else set()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -147,19 +144,48 @@ def test_selective_checkpointing_names_our_ops(saved: str, monkeypatch: pytest.M
         op = getattr(reference, name)
         replace_op(monkeypatch, name, functools.partial(counted, name, op))
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    results = []
-    for selective in (False, True):
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        if selective:
-            y = checkpoint(model, leaf, use_reentrant=False, context_fn=contexts)
-        else:
-            y = model(leaf)
-        calls.clear()
-        y.backward(grad)
-        results.append([y.detach(), leaf.grad, *[p.grad.clone() for p in model.parameters()]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # dgrad and wgrad of two layers, two casts of gradients; the rest is made again
-    again = {name: calls[name] - expected for name, expected in (("gemm", 4), ("quantize_both", 2))}
-    assert again["gemm"] == (0 if saved == "gemm" else 2)
-    assert again["quantize_both"] == (0 if saved == "quantize_both" else 2)
+
+    def selective(x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        return made
+
+    wanted = step(model, x)
+    in_plain = Counter(calls)
+    calls.clear()
+    assert_bits(step(selective, x, of=[model]), wanted)
+    again = {name: calls[name] - in_plain[name] for name in in_plain}
+    # of two layers; what is not saved is made again
+    assert again == {name: 2 * (name != saved) for name in ("gemm", "quantize_both")}
+
+
+# Frozen weights in files from before the modules moved load as if saved today
+
+
+def saved_as_before(x: BlockwiseFP8Tensor) -> io.BytesIO:
+    """A file of ``x`` as it was before the move."""
+    formats, file = x.formats, io.BytesIO()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BlockwiseFP8Tensor, "__module__", "blocktensor.tensor")
+        patched.delattr(FP8Base, "__reduce_ex__")
+        x.__dict__["block_shape"] = x.block_shape
+        del x.rowwise_format, x.columnwise_format
+        torch.save({"w": x}, file)
+    del x.__dict__["block_shape"]
+    x.rowwise_format, x.columnwise_format = formats
+    assert b"blocktensor.tensor." not in file.getvalue()
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("block", [ROW, SQUARE], ids=str)
+def test_frozen_tensors(block: tuple[int, int], recipe: Recipe, weights_only: bool) -> None:
+    x = quantized(200, 300, block=block, recipe=recipe)
+    for saved in (x, x.t()):
+        file = saved_as_before(saved)
+        assert b"cblocktensor.tensor\nBlockwiseFP8Tensor\n" in file.getvalue()
+        loaded = torch.load(file, weights_only=weights_only)["w"]
+        assert_same(loaded, saved)
+        assert loaded.format is saved.format
+        assert vars(loaded).keys() == vars(saved).keys()

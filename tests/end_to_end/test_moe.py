@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, freeze, functional
-from tests.support.models import plain, randn
+from tests.support.models import randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
+from tests.support.ranks import on_ranks
+from tests.support.sharded import mesh_of
 from tests.support.steps import assert_bits, step
 
+needs_transformers = pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="needs transformers"
+)
 KINDS = ("qwen3", "mixtral", "deepseek", "gpt_oss", "llama4")
 
 
@@ -28,72 +35,64 @@ def stacks(model: nn.Module) -> dict[str, Any]:
     return {name: p for name, p in model.named_parameters() if p.ndim == 3}
 
 
-class OneByOne(nn.Module):
-    """The experts of a :class:`GroupedExperts`, one dense FP8 linear for each."""
-
-    def __init__(self, experts: GroupedExperts) -> None:
-        super().__init__()
-        self.stacks = nn.ParameterList(nn.Parameter(plain(w)) for w in experts.parameters())
+class ByFunctional(GroupedExperts):
+    """Experts of ``grouped_linear``, which ``tests/autograd`` compares with dense linears."""
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        up, down, gate = self.stacks
+        offs = sizes.cumsum(0, dtype=torch.int32)
+        with torch.autocast("cpu", torch.bfloat16):
+            gate, up = (functional.grouped_linear(x, w, offs) for w in (self.w1_EFD, self.w3_EFD))
+            y = functional.grouped_linear(F.silu(gate) * up, self.w2_EDF, offs)
+        return y.type_as(x)
 
-        def linear(x: Tensor, w: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return functional.linear(x, w)
 
-        parts = []
-        for e, rows in enumerate(x.split(sizes.tolist())):
-            hidden = F.silu(linear(rows, up[e])) * linear(rows, gate[e])
-            parts.append(linear(hidden, down[e]))
-        return torch.cat(parts).type_as(x)
+X = randn(60, 128, dtype=torch.float32)
+
+
+def converted(before: bool = False) -> TitanMoE:
+    model = TitanMoE(before=before)
+    convert(model, skip_small=False, skip=["gate"])
+    return model
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["", "transposed before the cast"])
-def test_torchtitan_s_experts_are_dense_fp8_linears(before: bool) -> None:
-    model = TitanMoE(before=before)
-    convert(model, skip_small=False, skip=["gate"])
-    one_by_one = copy.deepcopy(model)
-    one_by_one.experts = OneByOne(model.experts)
-    x = randn(60, 128, dtype=torch.float32)
-    assert_bits(step(model, x)[:2], step(one_by_one, x)[:2])
-    for w, leaf in zip(model.experts.parameters(), one_by_one.experts.stacks, strict=True):
+def test_torchtitan_s_experts_are_fp8_linears(before: bool) -> None:
+    model = converted(before)
+    twin = copy.deepcopy(model)
+    twin.experts.__class__ = ByFunctional
+    made, wanted = step(model, X), step(twin, X)
+    assert_bits(made[:2], wanted[:2])
+    for w, other in zip(model.experts.parameters(), twin.experts.parameters(), strict=True):
         assert isinstance(w, BlockwiseFP8Weight)
         assert w.grad.dtype == torch.float32
-        torch.testing.assert_close(w.grad, leaf.grad, rtol=2**-7, atol=1e-6)  # via bf16
+        torch.testing.assert_close(w.grad, other.grad, rtol=2**-7, atol=1e-6)  # via bf16
         assert w.cache.casts == 1
         assert w.cache.nbytes() == 0
 
 
 def test_evaluation_has_the_bits_of_training() -> None:
-    model = TitanMoE()
-    convert(model, skip_small=False, skip=["gate"])
-    x = randn(60, 128, dtype=torch.float32)
-    wanted = model(x)
+    model = converted()
+    wanted = model(X)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(model(x), wanted)
+            assert torch.equal(model(X), wanted)
     freeze(model)
-    assert torch.equal(model(x), wanted)
+    assert torch.equal(model(X), wanted)
 
 
 def test_an_audit_changes_no_bit_and_finds_every_product() -> None:
-    model = TitanMoE()
-    convert(model, skip_small=False, skip=["gate"])
-    outputs: list[Tensor] = []
+    model, outputs = converted(), list[Tensor]()
     model.register_forward_hook(lambda *args: outputs.append(args[-1]))
-    x = randn(60, 128, dtype=torch.float32)
-    report = audit(model, x)
-    model(x)
+    report = audit(model, X)
+    model(X)
     assert torch.equal(*outputs)
     assert report.marked == ()
-    kinds = [(e.kind, e.precision) for e in report.entries if e.module == "experts"]
-    sizes = {(e.kind, e.m, e.n, e.k) for e in report.entries if e.module == "experts"}
-    assert sizes == {
-        *(("fprop", 120, 256, 128), ("fprop", 120, 128, 256), ("dgrad", 120, 256, 128)),
-        *(("wgrad", 256, 128, 120), ("wgrad", 128, 256, 120)),
-    }
-    assert sorted(kinds) == [("dgrad", "FP8"), *[("fprop", "FP8")] * 3, *[("wgrad", "FP8")] * 3]
+    of_experts = [e for e in report.entries if e.module == "experts"]
+    assert {e.precision for e in of_experts} == {"FP8"}
+    assert sorted((e.kind, e.m, e.n, e.k) for e in of_experts) == [
+        *(("dgrad", 120, 256, 128), ("fprop", 120, 128, 256), *[("fprop", 120, 256, 128)] * 2),
+        *(("wgrad", 128, 256, 120), *[("wgrad", 256, 128, 120)] * 2),
+    ]
 
 
 def test_main_grad_of_an_fp32_master() -> None:
@@ -111,12 +110,12 @@ def test_main_grad_of_an_fp32_master() -> None:
         torch.testing.assert_close(with_buffer.main_grad, w.grad, rtol=2**-7, atol=1e-5)
 
 
+@needs_transformers
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None:
     if (kind, implementation) == ("llama4", "grouped_mm"):
         pytest.skip("it has one implementation")
-    pytest.importorskip("transformers")
     ordinary = transformers_moe(kind, implementation)
     model = copy.deepcopy(ordinary)
     report = convert(model, filter=lambda _, name: ".experts." in name, skip_small=False)
@@ -141,13 +140,15 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
     assert {p.kind for p in of_experts} == {"fprop", "dgrad", "wgrad"}
 
 
+@needs_transformers
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
 def test_implementations_of_transformers_agree(kind: str) -> None:
-    pytest.importorskip("transformers")
+    model = transformers_moe(kind, "grouped_mm")
+    convert(model, skip_small=False)
     losses, gradients = [], []
     for implementation in ("grouped_mm", "eager"):
-        model = transformers_moe(kind, implementation)
-        convert(model, skip_small=False)
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
         loss = model(TOKENS, labels=TOKENS).loss
         loss.backward()
         losses.append(loss.item())
@@ -157,9 +158,9 @@ def test_implementations_of_transformers_agree(kind: str) -> None:
         assert sqnr(a, b) > 25  # sums in another order may round to another e4m3 number
 
 
+@needs_transformers
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any]) -> None:
-    pytest.importorskip("transformers")
     model = transformers_moe("qwen3", "batched_mm")
     convert(model, skip_small=False)
     with mode(), pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
@@ -167,3 +168,56 @@ def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any
     model.set_experts_implementation("grouped_mm")
     with mode():
         model(TOKENS)
+
+
+# Expert parallelism: FP8 on every rank, as in one process
+
+_OF_5_17 = {
+    "model.layers.*.mlp.gate": "ep_router",
+    "model.layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+    "model.layers.*.mlp.experts.down_proj": "grouped_gemm",
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+}
+"""The ``base_model_ep_plan`` of Qwen3-MoE in transformers 5.17."""
+
+
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
+    """As transformers does, whose functions for it moved."""
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        model.tp_plan = _OF_5_17
+        apply_tensor_parallelism(model, mesh)
+    else:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        plan = model._expand_parallel_plan(model.ep_plan)
+        apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="all_reduce")
+
+
+@needs_transformers
+@on_ranks(2, gpus=())
+def test_transformers_experts_on_two_ranks(world: int, device: str) -> None:
+    mesh = mesh_of(world, device)
+    plain = transformers_moe("qwen3").bfloat16().to(device)
+    single = copy.deepcopy(plain)
+    convert(single, skip_small=False)
+    wanted = single(input_ids=TOKENS, labels=TOKENS).loss
+    wanted.backward()
+    of_single = dict(single.named_parameters())
+    for before in (True, False):
+        model = copy.deepcopy(plain)
+        if before:
+            convert(model, skip_small=False)
+        parallelize(model, mesh)
+        if not before:
+            convert(model, skip_small=False)
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        # a token's two experts are summed alike on one rank and over two
+        assert torch.equal(loss.detach(), wanted.detach())
+        for name, p in model.named_parameters():
+            if "experts" in name:
+                assert type(p._local_tensor) is BlockwiseFP8Weight
+                assert torch.equal(p.grad.full_tensor(), of_single[name].grad), name
+        assert not audit(model, input_ids=TOKENS, labels=TOKENS).marked

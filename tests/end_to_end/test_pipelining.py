@@ -21,6 +21,7 @@ from tests.support.models import FP32_SCALES
 from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks
 from tests.support.split_backward import needs_halves
+from tests.support.steps import assert_bits
 
 HIDDEN, VOCABULARY = 264, 300
 MICROBATCHES = 4  # as many as stages: DualPipeV takes no fewer
@@ -31,7 +32,7 @@ SCHEDULES = [
     *(pytest.param(name, marks=needs_halves) for name in ("InterleavedZeroBubble", *OF_A_V)),
 ]
 
-Results = tuple[list[Tensor], dict[str, tuple[Tensor | None, Tensor | None]]]
+Results = tuple[list[Tensor], dict[str, list[Tensor | None]]]
 """The loss of each microbatch; of each parameter the gradient and the ``main_grad``."""
 
 
@@ -101,7 +102,7 @@ def batch(tokens: int, seed: int) -> Tensor:
 
 
 def results(model: nn.Module, losses: list[Tensor]) -> Results:
-    found = {name: (p.grad, getattr(p, "main_grad", None)) for name, p in model.named_parameters()}
+    found = {name: [p.grad, getattr(p, "main_grad", None)] for name, p in model.named_parameters()}
     return [loss.detach() for loss in losses], found
 
 
@@ -124,12 +125,11 @@ class Pipeline:
 
     def __init__(self, name: str, model: Any, **options: Any) -> None:
         self.model, rank = model, dist.get_rank()
-        stages = {rank: [rank]}
         if name in OF_ONE_STAGE:
             stages = {rank: [2 * rank, 2 * rank + 1]}
         else:
             second = 3 - rank if name in OF_A_V else rank + 2
-            stages[second] = [second]
+            stages = {rank: [rank], second: [second]}
         count = 2 * len(stages)
         self.prefixes = tuple(f"{block}." for blocks in stages.values() for block in blocks)
         self.is_first, self.is_last = 0 in stages, count - 1 in stages
@@ -156,14 +156,11 @@ class Pipeline:
     def assert_same(self, found: Results, wanted: Results) -> None:
         """The same losses, gradients and buffers of the stages of this rank, bit for bit."""
         if self.is_last:
-            assert all(map(torch.equal, *(losses for losses, _ in (found, wanted))))
+            assert_bits(found[0], wanted[0])
             assert len(found[0]) == MICROBATCHES
         for name, pair in wanted[1].items():
             if name.startswith(self.prefixes):
-                for a, b in zip(found[1][name], pair, strict=True):
-                    assert (a is None) == (b is None), name
-                    if a is not None and b is not None:
-                        assert a.dtype == b.dtype and torch.equal(a, b), name
+                assert_bits(found[1][name], pair)
 
 
 @pytest.mark.parametrize(

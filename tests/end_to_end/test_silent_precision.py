@@ -7,7 +7,6 @@ in FP8, raises an error that names a remedy, or is in the list of docs/guides/li
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,43 +40,12 @@ def jagged(x: Tensor) -> Tensor:
 
 
 def nested(x: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its API is a prototype
-        return torch.nested.nested_tensor([x[:2], x[2:]])
-
-
-def jit_traced(m: nn.Linear, x: Tensor) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        return torch.jit.trace(m, x)
-
-
-def pruned(m: nn.Linear, x: Tensor) -> Tensor:
-    prune.l1_unstructured(m, "weight", 0.5)
-    return m(x)
-
-
-def weight_normed(m: nn.Linear, x: Tensor) -> Tensor:
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        return weight_norm(m)(x)
-
-
-def orthogonal(way: str) -> Way:
-    def run(m: nn.Linear, x: Tensor) -> Tensor:
-        parametrizations.orthogonal(m, orthogonal_map=way)
-        return m(x)
-
-    return run
+    return torch.nested.nested_tensor([x[:2], x[2:]])
 
 
 class Symmetric(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return w.triu() + w.triu(1).transpose(-1, -2)
-
-
-def symmetric(m: nn.Linear, x: Tensor) -> Tensor:
-    parametrize.register_parametrization(m, "weight", Symmetric())
-    return m(x)
 
 
 def stacked(m: nn.Linear, x: Tensor) -> Tensor:
@@ -166,9 +134,9 @@ FP8: dict[str, Way] = {
     "cat of parts": lambda m, x: F.linear(x, torch.cat(m.weight.chunk(2))),
     "stack": lambda m, x: F.linear(x, torch.stack([m.weight, m.weight])[1]),
     "weight_norm": lambda m, x: parametrizations.weight_norm(m)(x),
-    "weight_norm of old": weight_normed,
-    "prune": pruned,
-    "symmetric": symmetric,
+    "weight_norm of old": lambda m, x: weight_norm(m)(x),
+    "prune": lambda m, x: prune.l1_unstructured(m, "weight", 0.5)(x),
+    "symmetric": lambda m, x: parametrize.register_parametrization(m, "weight", Symmetric())(x),
     "tied": lambda m, x: Tied(m)(x),
     "weight as input": lambda m, x: F.linear(m.weight, linear(N, K, dtype=torch.float32).weight),
     "checkpoint": lambda m, x: checkpoint(m, x, use_reentrant=False),
@@ -199,7 +167,7 @@ FP8: dict[str, Way] = {
 ERRORS: dict[str, Way] = {
     "jagged": lambda m, x: m(jagged(x)),
     "nested": lambda m, x: m(nested(x.detach())),
-    "jit.trace": jit_traced,
+    "jit.trace": lambda m, x: torch.jit.trace(m, x),
     "aten.linear": lambda m, x: torch.ops.aten.linear(x, m.weight),
     "aten.mm": lambda m, x: torch.ops.aten.mm(x, m.weight),
     "aten.mm, detached": lambda m, x: torch.ops.aten.mm(x, m.weight.detach()),
@@ -214,9 +182,12 @@ ERRORS: dict[str, Way] = {
     "corrcoef": lambda m, x: torch.corrcoef(m.weight),
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
-    "orthogonal, Cayley": orthogonal("cayley"),
-    "orthogonal, exponential": orthogonal("matrix_exp"),
-    "orthogonal, Householder": orthogonal("householder"),
+    **{
+        f"orthogonal, {way}": lambda m, x, way=way: parametrizations.orthogonal(  # type: ignore[misc]
+            m, orthogonal_map=way
+        )(x)
+        for way in ("cayley", "matrix_exp", "householder")
+    },
     "vmap": lambda m, x: vmap(m)(x),
     "torch.func.grad": lambda m, x: grad(lambda t: m(t).sum())(x),
     "torch.func.grad of weights": lambda m, x: grad(lambda p: functional_call(m, p, (x,)).sum())(
@@ -259,12 +230,14 @@ def assert_in_fp8(report: AuditReport) -> None:
     assert not report.notes
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("policy", ["backward", "step"])
 @pytest.mark.parametrize("name", FP8)
 def test_in_fp8(name: str, policy: Any) -> None:
     assert_in_fp8(audited(FP8[name], Recipe(cache_weight=policy)))
 
 
+@pytest.mark.filterwarnings("ignore")  # prototypes, and what is deprecated
 @pytest.mark.parametrize("name", ERRORS)
 def test_refused(name: str) -> None:
     with pytest.raises(NotImplementedError, match=r"FP8"):

@@ -51,30 +51,20 @@ def logged(
     return [float(entry[name]) for entry in made.state.log_history if name in entry]
 
 
-def first(*args: Any, **options: Any) -> float:
-    """Return the log of the first step."""
-    (value,) = logged(*args, **options)
-    return value
-
-
 def dpo(folder: Path, model: Any, more: Any = None, **options: Any) -> float:
+    """Return the first loss."""
     arguments = DPOConfig(str(folder / "out"), **COMMON, **(more or {}))
-    return first(DPOTrainer, arguments, "loss", model, **options)
+    (value,) = logged(DPOTrainer, arguments, "loss", model, **options)
+    return value
 
 
 def policy(folder: Path) -> Any:
     return loaded(folder, dtype=torch.bfloat16)
 
 
-def with_copy(folder: Path) -> float:
-    model = policy(folder)
-    return dpo(folder, model, ref_model=copy.deepcopy(model))
-
-
 KWARGS = {"model_init_kwargs": {"quantization_config": choices()}}
 
 WAYS: dict[str, Callable[[Path], float]] = {
-    "a copy": with_copy,
     "precomputed": lambda x: dpo(x, policy(x), {"precompute_ref_log_probs": True}),
     "arguments": lambda x: dpo(x, policy(x), KWARGS),
     "a path": lambda x: dpo(x, str(x), quantization_config=choices()),
@@ -86,19 +76,21 @@ def test_the_first_loss_of_dpo(way: str, folder: Path) -> None:
     assert WAYS[way](folder) == pytest.approx(math.log(2), abs=2e-6)
 
 
+def test_a_plain_reference_warns(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="DPOTrainer has made a reference model in high"):
+        assert abs(dpo(folder, policy(folder)) - math.log(2)) > 1e-4
+
+
 def lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+GROUPS = {**COMMON, "num_generations": 4, "max_completion_length": 4}
+
+
 def test_the_first_divergence_of_grpo(folder: Path) -> None:
-    numbers = {"num_generations": 4, "max_completion_length": 4, "beta": 0.1, "learning_rate": 0.0}
-    arguments = GRPOConfig(str(folder / "out"), **COMMON, **numbers, **KWARGS)
-    assert first(GRPOTrainer, arguments, "kl", policy(folder), reward_funcs=lengths) == 0
-
-
-def test_a_plain_reference_warns(folder: Path) -> None:
-    with pytest.warns(UserWarning, match="DPOTrainer has made a reference model in high"):
-        assert abs(dpo(folder, policy(folder)) - math.log(2)) > 1e-4
+    arguments = GRPOConfig(str(folder / "out"), **GROUPS, **KWARGS, beta=0.1, learning_rate=0.0)
+    assert logged(GRPOTrainer, arguments, "kl", policy(folder), reward_funcs=lengths) == [0]
 
 
 # A head in FP8, by which trl multiplies chunks of its rows
@@ -130,8 +122,9 @@ def test_supervised(dtype: torch.dtype, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_preferences_with_a_head_in_fp8(dtype: torch.dtype, folder: Path) -> None:
-    model = with_head(folder, True, dtype)
+@pytest.mark.parametrize("head", [False, True])
+def test_preferences_beside_a_copy(head: bool, dtype: torch.dtype, folder: Path) -> None:
+    model = with_head(folder, head, dtype)
     steps = {**COMMON, "max_steps": 2}
     arguments = DPOConfig(str(folder / "out"), **steps, learning_rate=1e-2)
     found = logged(DPOTrainer, arguments, "loss", model, ref_model=copy.deepcopy(model))
@@ -140,8 +133,7 @@ def test_preferences_with_a_head_in_fp8(dtype: torch.dtype, folder: Path) -> Non
 
 
 def test_rewards_with_a_head_in_fp8(folder: Path) -> None:
-    numbers = {"num_generations": 4, "max_completion_length": 4, "learning_rate": 1e-2}
-    arguments = GRPOConfig(str(folder / "out"), **{**COMMON, "max_steps": 2}, **numbers)
+    arguments = GRPOConfig(str(folder / "out"), **{**GROUPS, "max_steps": 2}, learning_rate=1e-2)
     model = with_head(folder, True, torch.float32)
     before = model.lm_head.weight.detach().clone()
     rewards: Any = lambda completions, **_: [float(i) for i in range(len(completions))]  # noqa: E731

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from blocktensor import fuse, unfuse
 from blocktensor.fusion.forward_reads import Reads, reads_of
 from tests.support.compiling import afresh
+from tests.support.fused_kinds import count_runs
 from tests.support.gated import assert_bits
 from tests.support.mlps import MLP, Model, X, converted, fused_in, results
 from tests.support.model_changes import TwiceMLP, twice
-from tests.support.models import Trace
 
 __all__ = ["afresh"]
 
@@ -33,8 +33,8 @@ def hidden(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class Varied(MLP):
-    """SwiGLU by way of all that a forward may read."""
+class Traced(MLP):
+    """SwiGLU by way of all that a forward may read and Dynamo may guard."""
 
     of_class, of_tuple = 1.0, (1.0, "x")
 
@@ -43,10 +43,6 @@ class Varied(MLP):
         self.of_instance, self.is_on = 1, False
         self.config = SimpleNamespace(scale=1.0, other=3)
         self.unread = 1
-
-    @property
-    def computed(self) -> float:
-        return self.of_class
 
     def method(self, x: Tensor) -> Tensor:
         return hidden(self.gate_proj(x), self.up_proj(x))
@@ -59,10 +55,21 @@ class Varied(MLP):
         y: Tensor = self.down_proj(self.method(self.alone(x)))
         if self.is_on:
             y = -y
-        factors = self.of_instance, self.computed, self.of_tuple[0], self.config.scale, FACTOR
+        factors = self.of_instance, self.of_class, self.of_tuple[0], self.config.scale, FACTOR
         for factor in factors:
             y = y * factor if factor != 1 else y
         return y
+
+
+class Varied(Traced):
+    """And by way of a property."""
+
+    @property
+    def computed(self) -> float:
+        return self.of_class
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.computed
 
 
 def times(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -73,12 +80,12 @@ def with_code(patch: Any, m: Any) -> None:
     def method(self: Any, x: Tensor) -> Tensor:
         return hidden(self.gate_proj(x), self.up_proj(x)) * 2
 
-    patch.setattr(Varied.method, "__code__", method.__code__)
+    patch.setattr(Traced.method, "__code__", method.__code__)
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
-    "an attribute of the class": lambda patch, m: patch.setattr(Varied, "of_class", 2.0),
-    "a tuple": lambda patch, m: patch.setattr(Varied, "of_tuple", (2.0, "x")),
+    "an attribute of the class": lambda patch, m: patch.setattr(Traced, "of_class", 2.0),
+    "a tuple": lambda patch, m: patch.setattr(Traced, "of_tuple", (2.0, "x")),
     "an attribute": lambda patch, m: patch.setattr(m, "of_instance", 2),
     "a flag": lambda patch, m: patch.setattr(m, "is_on", True),
     "an attribute of the class, on the instance": lambda patch, m: patch.setattr(
@@ -87,10 +94,10 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
     "a setting": lambda patch, m: patch.setattr(m.config, "scale", 2.0),
     "a global": lambda patch, m: patch.setattr(HERE, "FACTOR", 2.0),
     "a function": lambda patch, m: patch.setattr(HERE, "hidden", times(hidden)),
-    "a method": lambda patch, m: patch.setattr(Varied, "method", times(Varied.method)),
+    "a method": lambda patch, m: patch.setattr(Traced, "method", times(Traced.method)),
     "a method of the instance": lambda patch, m: patch.setattr(m, "method", times(m.method)),
     "a static method": lambda patch, m: patch.setattr(
-        Varied, "alone", staticmethod(times(Varied.alone))
+        Traced, "alone", staticmethod(times(Traced.alone))
     ),
     "a property": lambda patch, m: patch.setattr(Varied, "computed", property(lambda m: 2.0)),
     "the code of a method": with_code,
@@ -105,14 +112,8 @@ OF_INSTANCES = {
 }
 
 
-UNSEEN = {"the code of a method", "F.silu"}
-"""Changes that Dynamo does not see; it takes a replaced F.silu for torch's."""
-
-
 def runs_fused(model: nn.Module) -> bool:
-    with Trace() as trace, torch.no_grad():
-        model(X.bfloat16())
-    return trace.count("blocktensor.gated ") > 0
+    return count_runs(model, X.bfloat16()) > 0
 
 
 def fused() -> tuple[Any, Any]:
@@ -124,7 +125,7 @@ def fused() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_forward_reads_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, twin), x = fused(), X.bfloat16()
+    model, twin = fused()
     before, copied = results(twin), copy.deepcopy(model)
     with monkeypatch.context() as patch:
         for each in (model, twin, copied) if name in OF_INSTANCES else (model,):
@@ -135,10 +136,6 @@ def test_what_a_forward_reads_counts(name: str, monkeypatch: pytest.MonkeyPatch)
         for each in (model, copied, late):
             assert_bits(results(each), wanted)
             assert not runs_fused(each)
-        if name not in UNSEEN:
-            torch._dynamo.reset()
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            assert torch.equal(compiled(x), wanted[0])
     for each in (model, copied):
         assert_bits(results(each), before)
         assert runs_fused(each)
@@ -167,7 +164,7 @@ def test_a_pickle_of_other_settings_runs_as_written(monkeypatch: pytest.MonkeyPa
     model, twin = fused()
     pickled = pickle.dumps(model)
     assert runs_fused(pickle.loads(pickled))
-    monkeypatch.setattr(Varied, "of_class", 2.0)
+    monkeypatch.setattr(Traced, "of_class", 2.0)
     made = pickle.loads(pickled)
     assert not runs_fused(made)
     assert_bits(results(made), results(twin))
@@ -213,6 +210,32 @@ def test_compilers_see_the_fused_function(make: type[MLP]) -> None:
     fuse(model)
     torch.compile(model, fullgraph=True, backend=backend)(X.bfloat16())
     assert ("_gated_mlp_whole" in seen[0]) == (make is MLP)
+
+
+UNSEEN = {"a property", "the code of a method", "F.silu"}
+"""Changes of which Dynamo is not shown, or does not see; it takes a replaced F.silu for torch's."""
+
+
+def test_compiled_forwards_see_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = converted(Traced()), []
+    twin, x = copy.deepcopy(model), X.bfloat16()
+
+    def backend(graph: Any, example: Any) -> Any:
+        seen.append("_gated_mlp_whole" in str(graph.graph))
+        return graph
+
+    fuse(model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        before = compiled(x)
+        assert seen == [True]
+        for name in (name for name in CHANGES if name not in UNSEEN):
+            with monkeypatch.context() as patch:
+                for each in (model, twin) if name in OF_INSTANCES else (model,):
+                    CHANGES[name](patch, each)
+                assert torch.equal(compiled(x), twin(x)), name
+                assert not seen[-1], name
+            assert torch.equal(compiled(x), before), name
 
 
 @pytest.mark.parametrize("later", ["unfuse", "another class"])

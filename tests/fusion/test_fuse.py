@@ -10,7 +10,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import Recipe, convert, fuse, share_inputs, unfuse, unshare_inputs
+from blocktensor.fusion.fused_class import fused_modules
 from blocktensor.overrides import dynamo
+from tests.support import fused_experts
 from tests.support.gated import assert_bits
 from tests.support.mlps import (
     MLP,
@@ -23,12 +25,12 @@ from tests.support.mlps import (
     results,
 )
 from tests.support.models import Trace, complaint
-from tests.support.norms import runs_fused
+from tests.support.norms import blocks, runs_fused
 from tests.support.numeric import relative_error
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3", "Olmo2"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3", "Olmo2", "Phi3"]
 NORMS = {
     "": ("input_layernorm", "post_attention_layernorm"),
     "Gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
@@ -39,6 +41,11 @@ NORMS = {
         "post_attention_layernorm",
     ),
     "Olmo2": (),  # its norms are added to the residual stream
+}
+OPS = {
+    "silu": ("gated silu 1x128", "gated_backward_with_h silu 1x128 1x128 1x128"),
+    "gelu_tanh": ("gated gelu_tanh 1x128 1x128", "gated_backward gelu_tanh 1x128 1x128"),
+    "Phi3": ("gated silu 1x128 1x128", "joint_gated_backward silu 1x128 1x128"),
 }
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -68,6 +75,11 @@ def test_transformers(family: str) -> None:
     model = language_model(family)
     wanted = results(model, run=loss(model))
     report = fuse(model)
+    act = "gelu_tanh" if family.startswith("Gemma") else "silu"
+    formula = f"down_proj({act}(gate_proj(x)) * up_proj(x))"
+    if family == "Phi3":
+        formula = f"down_proj({act}(gate) * up), both of gate_up_proj(x)"
+    assert [entry.computes for entry in report.fused[:2]] == [formula] * 2
     names = [entry.name for entry in report.fused]
     assert names[:2] == fused_in(model) == [f"model.layers.{i}.mlp" for i in range(2)]
     norms = [f"model.layers.{i}.{name}" for i in range(2) for name in NORMS.get(family, NORMS[""])]
@@ -76,13 +88,8 @@ def test_transformers(family: str) -> None:
     assert_bits(results(model, run=loss(model)), wanted)
     with Trace() as trace:
         results(model, run=loss(model))
-    act = "gelu_tanh" if family.startswith("Gemma") else "silu"
-    if act == "silu":
-        assert trace.count("blocktensor.gated silu 1x128") == 2
-        assert trace.count("blocktensor.gated_backward_with_h silu 1x128 1x128 1x128") == 2
-    else:
-        assert trace.count(f"blocktensor.gated {act} 1x128 1x128") == 2
-        assert trace.count(f"blocktensor.gated_backward {act} 1x128 1x128") == 2
+    for op in OPS.get(family, OPS[act]):
+        assert trace.count(f"blocktensor.{op}") == 2
     assert runs_fused(model, run=loss(model)) == len(norms)
 
 
@@ -103,15 +110,6 @@ def test_gate_and_up_stored_in_fp8(recompute: bool) -> None:
     assert_bits(results(model), wanted)
 
 
-@pytest.mark.parametrize("make", [Torchtitan, lambda: renamed("gate", "up", "down")])
-def test_names(make: Any) -> None:
-    model = converted(Model(make))
-    wanted = results(model)
-    fuse(model)
-    assert fused_in(model) == ["layers.0.mlp", "layers.1.mlp"]
-    assert_bits(results(model), wanted)
-
-
 def renamed(*names: str) -> nn.Module:
     class Renamed(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +118,15 @@ def renamed(*names: str) -> nn.Module:
 
     Renamed.names = names  # type: ignore[assignment]
     return Renamed()
+
+
+@pytest.mark.parametrize("make", [Torchtitan, lambda: renamed("gate", "up", "down")])
+def test_known_names(make: Any) -> None:
+    model = converted(Model(make))
+    wanted = results(model)
+    fuse(model)
+    assert fused_in(model) == ["layers.0.mlp", "layers.1.mlp"]
+    assert_bits(results(model), wanted)
 
 
 def test_the_report() -> None:
@@ -155,49 +162,79 @@ def test_other_names(act: str | None) -> None:
     assert fused_in(model) == ["layers.0.mlp"]
 
 
+BAD_NAMES: list[dict[str, Any]] = [
+    {"mlp": {"*.MLP": ("w1", "w3", "w2", None)}},
+    {"norm": {"nothing": ("a",)}},
+    {"experts": {"none": ("w1", "w3", "w2", "silu")}},
+    {"mlp": {"*.mlp": ("w1", "w3", "w2", None)}},
+    {"norm": {"layers.0.input_layernorm": ("mlp.no",)}},
+    {"experts": {"experts": ("w1", "w3", "w4", None)}},
+    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "down_proj", "acts")}},
+    {"experts": {"experts": ("w1", "w3", "w2", "tanh")}},
+    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "down_proj")}},
+    {"experts": {"experts": ("w1", "w3", "w2")}},
+    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "gate_proj", "silu")}},
+    {"experts": {"experts": ("w1", "w2", "w2", None)}},
+]
+
+
 def test_bad_input() -> None:
+    models = {
+        "mlp": converted(Model()),
+        "norm": blocks(),
+        "experts": nn.ModuleDict({"experts": fused_experts.converted(fused_experts.Sizes())}),
+    }
+    messages = [complaint(ValueError, lambda: fuse(Model()))]
+    for options in BAD_NAMES:
+        (kind,) = options
+        messages.append(complaint(ValueError, lambda: fuse(models[kind], **options)))  # noqa: B023
+    norm = {"layers.0.input_layernorm": "mlp"}
+    messages.append(complaint(TypeError, lambda: fuse(models["norm"], norm=norm)))  # type: ignore
+    assert not any(dict(fused_modules(model)) for model in models.values())
     assert_expected_inline(
-        complaint(ValueError, lambda: fuse(Model())),
+        "\n\n".join(messages),
         """\
 no linear of this Model is in FP8, so there is no cast to fuse: convert it first
-with blocktensor.convert(model)""",
-    )
-    model = converted(Model())
+with blocktensor.convert(model)
 
-    def run(pattern: str, *names: str | None) -> str:
-        text = complaint(ValueError, lambda: fuse(model, mlp={pattern: names}))  # type: ignore
-        assert fused_in(model) == []
-        return text
-
-    assert_expected_inline(
-        run("*.MLP", "w1", "w3", "w2", None),
-        """\
 mlp pattern '*.MLP' matches no module of this Model: expected a pattern of module
-names, e.g. '*.mlp'""",
-    )
-    assert_expected_inline(
-        run("*.mlp", "w1", "w3", "w2", None),
-        """\
+names, e.g. '*.mlp'
+
+norm pattern 'nothing' matches no module of this Blocks: expected a pattern of
+module names, e.g. '*.attention_norm'
+
+experts pattern 'none' matches no module of this ModuleDict: expected a pattern of
+module names, e.g. '*.experts'
+
 mlp pattern '*.mlp' names 'layers.0.mlp', a MLP without 'w1'; it has 'gate_proj',
-'up_proj', 'down_proj', 'act_fn'""",
-    )
-    assert_expected_inline(
-        run("*.mlp", "gate_proj", "up_proj", "down_proj", "acts"),
-        """\
+'up_proj', 'down_proj', 'act_fn'
+
+norm pattern 'layers.0.input_layernorm' names 'layers.0.input_layernorm', whose
+parent, a Block, lacks a linear: MLP has no attribute `no`
+
+experts pattern 'experts' names 'experts', a Sizes without a stack 'w4'; it has
+'w1', 'w3', 'w2'
+
 mlp pattern '*.mlp': 'layers.0.mlp' has no attribute 'acts', and no activation is
-called so: expected one of silu, gelu, gelu_tanh, relu2""",
-    )
-    assert_expected_inline(
-        run("*.mlp", "gate_proj", "up_proj", "down_proj"),
-        """\
+called so: expected one of silu, gelu, gelu_tanh, relu2
+
+experts pattern 'experts': 'experts' has no attribute 'tanh', and no activation is
+called so: expected one of silu, gelu, gelu_tanh, relu2
+
 mlp={'*.mlp': ('gate_proj', 'up_proj', 'down_proj')}: expected (gate, up, down,
-activation), e.g. ('w1', 'w3', 'w2', 'silu')""",
-    )
-    assert_expected_inline(
-        run("*.mlp", "gate_proj", "up_proj", "gate_proj", "silu"),
-        """\
+activation), e.g. ('w1', 'w3', 'w2', 'silu')
+
+experts={'experts': ('w1', 'w3', 'w2')}: expected (gate, up, down, activation), e.g.
+('w1', 'w3', 'w2', 'silu')
+
 mlp pattern '*.mlp': down is 'gate_proj', as gate is: expected another; gate and up
-alone may be one""",
+alone may be one
+
+experts pattern 'experts': down is 'w2', as up is: expected another; gate and up
+alone may be one
+
+norm={'layers.0.input_layernorm': 'mlp'}: expected patterns of module names, each
+with names in a tuple, e.g. {'*.norm': ('attn.q', 'attn.k', 'attn.v')}""",
     )
 
 
@@ -230,12 +267,10 @@ def test_options_of_other_types(options: Any) -> None:
 def test_with_shared_inputs(first: str) -> None:
     model = language_model("Llama")
     wanted = results(model, run=loss(model))
-    if first == "fuse":
-        fuse(model)
-        sharing = share_inputs(model)
-    else:
-        sharing = share_inputs(model)
-        assert fuse(model).left_alone == ()
+    if first == "share":
+        share_inputs(model)
+    assert fuse(model).left_alone == ()
+    sharing = share_inputs(model)
     for _ in range(2):
         assert_bits(results(model, run=loss(model)), wanted)
     with Trace() as trace:

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from blocktensor import Recipe, convert, fuse
-from tests.support.fused_experts import EXPERTS, ROWS, Ends, Sizes, fused_in, groups_of, results
+from blocktensor import Recipe, convert, fuse, unfuse
+from blocktensor.fusion.fused_class import fused_modules
+from tests.support.expert_parallel import cut
+from tests.support.fused_experts import EXPERTS, ROWS, Ends, K, Sizes, converted, results
+from tests.support.fused_kinds import KINDS, count_runs, why_left_alone
 from tests.support.gated import WeightShapes, assert_bits
-from tests.support.models import complaint, plain
-from tests.support.moe_models import GroupedExperts
-
-NAMES = {"*": ("w1", "w3", "w2")}
-
-
-def converted(model: nn.Module, recipe: Recipe | None = None, names: Any = None) -> nn.Module:
-    convert(model, recipe or Recipe(), skip_small=False, stacks=names)
-    return model
-
-
-HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "clamped": lambda gate, up: F.silu(gate).clamp(max=7.0) * up,
-    "swapped": lambda gate, up: F.silu(up) * gate,
-    "rounded once less": lambda gate, up: (F.silu(gate.float()) * up.float()).to(up.dtype),
-    "a stopped gradient": lambda gate, up: F.silu(gate) * up.detach(),
-}
-"""h of gate and up, in other ways."""
-
-
-def planted(name: str) -> type[Sizes]:
-    class Planted(Sizes):
-        def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-            return HIDDEN[name](gate, up)
-
-    return Planted
+from tests.support.models import Trace, plain, randn
+from tests.support.moe_models import TOKENS, GroupedExperts, transformers_moe
+from tests.support.ranks import on_ranks
+from tests.support.sharded import mesh_of
 
 
 class Biased(Sizes):
@@ -57,141 +42,266 @@ class AllRows(Sizes):
         return torch.cat([offs[:-1], offs.new_full((1,), ROWS)])
 
 
-PLANTED = {**{name: planted(name) for name in HIDDEN}, "a bias": Biased, "all rows": AllRows}
+HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clamped": lambda gate, up: F.silu(gate).clamp(max=7.0) * up,
+    "swapped": lambda gate, up: F.silu(up) * gate,
+    "rounded once less": lambda gate, up: (F.silu(gate.float()) * up.float()).to(up.dtype),
+    "a stopped gradient": lambda gate, up: F.silu(gate) * up.detach(),
+}
+"""h of gate and up, in other ways."""
+
+
+def planted(name: str) -> Sizes:
+    class Planted(Sizes):
+        def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+            return HIDDEN[name](gate, up)
+
+    return Planted()
+
+
+HIGH = Recipe(wgrad_input="high_precision")
 
 
 def test_planted_differences() -> None:
-    reasons = []
-    for planted_one, make in PLANTED.items():
-        model = converted(make(), names=NAMES).train()
-        before = {name: plain(p).clone() for name, p in model.named_parameters()}
-        torch.manual_seed(4)
-        state = torch.get_rng_state()
-        (entry,) = fuse(model).entries
-        reasons.append(f"{planted_one}: {entry.reason}")
-        assert fused_in(model) == []
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(torch.equal(plain(p), before[name]) for name, p in model.named_parameters())
-        assert model.training
+    models = {name: converted(planted(name)) for name in HIDDEN}
+    models |= {"a bias": converted(Biased()), "all rows": converted(AllRows())}
+    models["a recipe"] = converted(Sizes(), HIGH)
     assert_expected_inline(
-        "\n".join(reasons),
+        "\n".join(f"{name}: {why_left_alone(model)}" for name, model in models.items()),
         """\
 clamped: differs in its output
 swapped: differs in its output
 rounded once less: differs in its output
 a stopped gradient: differs in the gradient of its input
 a bias: has more than stacks and an activation: bias
-all rows: differs in its output""",
+all rows: differs in its output
+a recipe: weight gradients read high precision (wgrad_input='high_precision')""",
     )
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two", wgrad_input="128x128")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", [Sizes, Ends, GroupedExperts])
-def test_sizes_and_ends_of_groups(kind: Any, dtype: torch.dtype, recipe: Recipe) -> None:
-    model = kind(EXPERTS, 192, 320) if kind is GroupedExperts else kind()
-    model = converted(model.to(dtype), recipe, None if kind is GroupedExperts else NAMES)
+@pytest.mark.parametrize(
+    "make", [Sizes, lambda: Ends("gelu"), lambda: GroupedExperts(EXPERTS, K, 320)]
+)
+def test_bits(make: Callable[[], Any], dtype: torch.dtype, recipe: Recipe) -> None:
+    model = converted(make().to(dtype), recipe)
     twin = copy.deepcopy(model)
-    (entry,) = fuse(model).entries
-    assert entry.reason == "" and entry.computes.endswith(" by expert")
-    assert "silu" in entry.computes
-    assert model._fused_pattern.ends == (kind is Ends)
-    groups = groups_of(kind is Ends)
-    assert_bits(results(model, groups), results(twin, groups))
-
-
-@pytest.mark.parametrize("activation", ["gelu", "relu2"])
-def test_activations_are_found(activation: str) -> None:
-    model = converted(Sizes(activation), names=NAMES)
-    twin = copy.deepcopy(model)
-    assert fuse(model).fused[0].computes == f"w2({activation}(w1(x)) * w3(x)) by expert"
+    (entry,) = fuse(model).fused
+    w1, w2, w3 = sorted(dict(model.named_parameters()))
+    act = getattr(model, "act_name", "silu")
+    assert entry.computes == f"{w2}({act}({w1}(x)) * {w3}(x)) by expert"
+    assert model._fused_pattern.ends == isinstance(model, Ends)
     assert_bits(results(model), results(twin))
 
 
-def test_experts_by_hand() -> None:
-    class Own(Sizes):
-        NAMES = ("wg", "wu", "wd")
+class Joint(Sizes):
+    """One stack makes gate and up."""
 
-    model = nn.ModuleDict({"experts": Own()})
-    converted(model, names={"experts": Own.NAMES})
-    twin = copy.deepcopy(model)
-    assert fuse(model).entries == ()
-    report = fuse(model, experts={"exp*": ("wg", "wu", "wd", "silu")})
-    assert fused_in(model) == ["experts"]
-    assert_expected_inline(
-        str(report),
-        """\
-module   class  computes                           result
--------  -----  ---------------------------------  ------
-experts  Own    wd(silu(wg(x)) * wu(x)) by expert  fused
-1 fused, 0 left alone""",
-    )
-    assert_bits(results(model["experts"]), results(twin["experts"]))
+    NAMES = ("gate_up", "w2")
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        whole, self.act_name = Sizes(), "silu"
+        both = torch.cat([plain(whole.w1), plain(whole.w3)], 1)
+        for name, stack in zip(self.NAMES, (both, whole.w2), strict=True):
+            self.register_parameter(name, nn.Parameter(stack))
+
+    def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+        offs = self.offs(groups)
+        first, last = (self._parameters[name] for name in self.NAMES)
+        both = torch._grouped_mm(x, first.transpose(1, 2), offs)
+        h = self.hidden(*both.chunk(2, -1))
+        return torch._grouped_mm(h, last.transpose(1, 2), offs)
+
+
+class Flagged(Joint):
+    """Names and two flags of transformers' classes, which route rows."""
+
+    NAMES = ("gate_up_proj", "down_proj")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_gate, self.is_transposed = True, False
+
+
+class Own(Sizes):
+    NAMES = ("wg", "wu", "wd")
+
+
+OF_BOTH = "{}(silu(gate) * up), both of {}(x) by expert"
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "computes"),
+    [
+        (Own("relu2"), ("wg", "wu", "wd", "relu2"), "wd(relu2(wg(x)) * wu(x)) by expert"),
+        (Joint(), ("gate_up", "gate_up", "w2", None), OF_BOTH.format("w2", "gate_up")),
+        (Flagged(), None, OF_BOTH.format("down_proj", "gate_up_proj")),
+    ],
+)
+def test_other_names(model: Sizes, names: Any, computes: str) -> None:
+    twin, held = copy.deepcopy(converted(model)), nn.ModuleDict({"experts": model})
+    if names is not None:
+        assert fuse(held).fused == ()
+    (entry,) = fuse(held, experts=names and {"exp*": names}).entries
+    assert (entry.name, entry.computes, entry.reason) == ("experts", computes, "")
+    assert [name for name, _ in fused_modules(held)] == ["experts"]
+    assert_bits(results(model), results(twin))
 
 
 def test_large_experts_are_verified_with_fewer_features() -> None:
-    model = converted(Sizes(experts=6, hidden=704), names=NAMES)
+    model = converted(Sizes(experts=6, hidden=704))
     with WeightShapes() as stacks:
         assert fuse(model).left_alone == ()
     assert stacks.seen == {(4, 192, 656), (4, 656, 192)}
 
 
-def test_stacks_of_gate_and_up() -> None:
-    """Of experts that are given rows and their groups."""
+# Stacks that ranks have cut: the report says what runs
 
-    class Joint(Sizes):
-        def __init__(self) -> None:
-            super().__init__()
-            both = torch.cat([plain(self.w1), plain(self.w3)], 1)
-            del self.w1, self.w3
-            self.gate_up = nn.Parameter(both)
+NAMES = {"": ("w1", "w3", "w2", "silu")}
 
-        def forward(self, x: Tensor, groups: Tensor) -> Tensor:
-            offs = self.offs(groups)
-            both = torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs)
-            h = self.hidden(*both.chunk(2, -1))
-            return torch._grouped_mm(h, self.w2.transpose(1, 2), offs)
 
-    model = converted(Joint(), names={"*": ("gate_up", "w2")})
+class Local(Sizes):
+    """This rank's experts."""
+
+    def plain(self, stack: Any) -> Any:
+        return stack.to_local() if isinstance(stack, DTensor) else stack
+
+
+class Whole(Sizes):
+    """The experts of all ranks."""
+
+    def plain(self, stack: Any) -> Any:
+        return stack.full_tensor() if isinstance(stack, DTensor) else stack
+
+
+class Doubled(Sizes):
+    """Something else, where they are cut."""
+
+    def plain(self, stack: Any) -> Any:
+        return stack.to_local() * 2 if isinstance(stack, DTensor) else stack
+
+
+def built(kind: type[Sizes]) -> Any:
+    return converted(kind(experts=4, hidden=256))
+
+
+def run(model: Sizes) -> tuple[list[Tensor], bool]:
+    """The output and all gradients; whether it ran as one function."""
+    x = randn(90, K, seed=dist.get_rank(), grad=True)
+    sizes = (30, 0, 20, 40) if isinstance(model, Whole) else (40, 50)
+    with Trace() as trace:
+        y = model(x, torch.tensor(sizes, dtype=torch.int32))
+    y.backward(randn(*y.shape, seed=9))
+    grads = [p.grad.to_local() for p in model.parameters()]
+    return [y.detach(), x.grad, *grads], trace.count("blocktensor.gated ") == 1
+
+
+@pytest.mark.parametrize("kind", [Local, Whole, Doubled], ids=lambda kind: kind.__name__)
+@on_ranks(2, gpus=())
+def test_stacks_that_are_cut(world: int, device: str, kind: type[Sizes]) -> None:
+    mesh = mesh_of(world, device)
+    model, twin = (cut(built(kind), mesh) for _ in range(2))
+    report = fuse(model, experts=NAMES)
+    assert len(report.fused) == (kind is Local)
+    for entry in report.left_alone:
+        assert entry.reason.startswith("with stacks that are DTensors it ")
+    (made, runs_fused), (wanted, _) = run(model), run(twin)
+    assert runs_fused == (kind is Local)
+    assert_bits(made, wanted)
+    if kind is not Whole:  # as well after the fusion
+        later = built(kind)
+        assert fuse(later, experts=NAMES).left_alone == ()
+        made, runs_fused = run(cut(later, mesh))
+        assert runs_fused == (kind is Local)
+        assert_bits(made, wanted)
+
+
+@on_ranks(2, gpus=())
+def test_stacks_that_fsdp_alone_has_cut(world: int, device: str) -> None:
+    """It gathers them: a forward that takes no local parts of DTensors gets none."""
+    model, twin = built(Sizes), built(Sizes)
+    for each in (model, twin):
+        fully_shard(each, mesh=mesh_of(world, device))
+    assert fuse(model, experts=NAMES).left_alone == ()
+    batch = randn(20, K), torch.tensor([5, 0, 3, 12], dtype=torch.int32)
+    assert count_runs(model, *batch) == 1
+    with torch.no_grad():
+        assert torch.equal(model(*batch), twin(*batch))
+
+
+# Experts of transformers route tokens; gate and up are one weight, also in MLPs
+
+needs_transformers = pytest.mark.skipif(
+    not importlib.util.find_spec("transformers"), reason="needs transformers"
+)
+
+
+def step(model: nn.Module) -> list[Tensor | None]:
+    """The loss and all gradients."""
+    model.zero_grad()
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek"])
+def test_bits_of_transformers_experts(kind: str, dtype: torch.dtype) -> None:
+    model = transformers_moe(kind).to(dtype)
+    convert(model, Recipe(wgrad_input="128x128"), skip_small=False)
     twin = copy.deepcopy(model)
-    report = fuse(
-        nn.ModuleDict({"own": model}), experts={"own": ("gate_up", "gate_up", "w2", None)}
-    )
-    assert report.fused[0].computes == "w2(silu(gate) * up), both of gate_up(x) by expert"
-    assert_bits(results(model), results(twin))
+    report = fuse(model, recompute=kind == "mixtral")
+    assert report.left_alone == ()
+    formula = "down_proj(silu(gate) * up), both of gate_up_proj(x) by expert"
+    assert formula in [x.computes for x in report.fused]
+    runs = len(report.fused) if dtype == torch.bfloat16 else 3 if kind == "deepseek" else 2
+    assert count_runs(model, TOKENS) == runs  # an MLP and shared experts
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert_bits(step(model), step(twin))
+    unfuse(model)
+    assert count_runs(model, TOKENS) == 0
+    assert_bits(step(model), step(twin))
 
 
-def test_bad_input() -> None:
-    model = nn.ModuleDict({"experts": converted(Sizes(), names=NAMES)})
-    cases: list[Any] = [
-        {"none": ("w1", "w3", "w2", "silu")},
-        {"experts": ("w1", "w3", "w2")},
-        {"experts": ("w1", "w3", "w4", None)},
-        {"experts": ("w1", "w3", "w2", "tanh")},
-        {"experts": ("w1", "w2", "w2", None)},
-    ]
-    messages = [complaint(ValueError, lambda e=e: fuse(model, experts=e)) for e in cases]
-    assert_expected_inline(
-        "\n\n".join(messages),
-        """\
-experts pattern 'none' matches no module of this ModuleDict: expected a pattern of
-module names, e.g. '*.experts'
+class Swapped(nn.Module):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        up, gate = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
 
-experts={'experts': ('w1', 'w3', 'w2')}: expected (gate, up, down, activation), e.g.
-('w1', 'w3', 'w2', 'silu')
 
-experts pattern 'experts' names 'experts', a Sizes without a stack 'w4'; it has
-'w1', 'w3', 'w2'
+class Interleaved(nn.Module):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        return F.silu(gate_up[:, ::2]) * gate_up[:, 1::2]
 
-experts pattern 'experts': 'experts' has no attribute 'tanh', and no activation is
-called so: expected one of silu, gelu, gelu_tanh, relu2
 
-experts pattern 'experts': down is 'w2', as up is: expected another; gate and up
-alone may be one""",
-    )
-    assert fused_in(model) == []
-    high = Recipe(wgrad_input="high_precision")
-    assert_expected_inline(
-        fuse(converted(Sizes(), high, NAMES)).left_alone[0].reason,
-        """weight gradients read high precision (wgrad_input='high_precision')""",
-    )
+class Weighted(nn.Module):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+        return super().forward(x, index, weights * 0.5)  # type: ignore[misc]
+
+
+class Once(nn.Module):
+    """Leaves out the second expert of each token."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+        return super().forward(x, index[:, :1], weights[:, :1])  # type: ignore[misc]
+
+
+@needs_transformers
+@pytest.mark.parametrize("other", [Swapped, Interleaved, Weighted, Once])
+def test_planted_differences_of_routed_experts(other: type) -> None:
+    experts: Any = KINDS["routed"].make(torch.bfloat16).experts
+    experts.__class__ = type("Own", (other, type(experts)), {})
+    assert why_left_alone(experts) == "differs in its output"
+    assert experts.num_experts == 4
+
+
+@needs_transformers
+def test_another_implementation_of_routed_experts() -> None:
+    experts: Any = KINDS["routed"].make(torch.bfloat16).experts
+    experts.config._experts_implementation = "batched_mm"
+    reason = "its experts_implementation is 'batched_mm': expected 'grouped_mm'"
+    assert why_left_alone(experts) == reason

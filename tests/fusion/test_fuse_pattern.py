@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Weight, Recipe, convert, fuse
-from tests.support.fused_kinds import KINDS, Kind
+from blocktensor import Recipe, convert, fuse
+from blocktensor.fusion.fused_class import fused_modules
+from tests.support.fused_kinds import KINDS, Kind, unchanged, why_left_alone
 from tests.support.gated import WeightShapes, assert_bits
 from tests.support.mlps import HIDDEN, MLP, PLANTED, K, X, converted, fused_in, planted, results
-from tests.support.models import plain
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -43,74 +47,45 @@ def test_a_changed_forward_of_every_kind(kind: Kind, change: str) -> None:
         return changed(self, own.forward(self, *args, **kwargs))
 
     module.__class__ = type(own.__name__, (own,), {"forward": forward})
-    before = {name: plain(p) for name, p in model.named_parameters()}
-    torch.manual_seed(4)
-    state = torch.get_rng_state()
-    report = fuse(model)
-    (entry,) = [x for x in report.left_alone if x.name == kind.module]
-    assert entry.reason == reason
-    assert len(report.fused) == kind.runs - 1
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(plain(p), before[name]) for name, p in model.named_parameters())
-    assert all(each.training for each in model.modules())
+    assert why_left_alone(model, kind.module) == reason
+    assert len(dict(fused_modules(model))) == kind.runs - 1
+
+
+REASONS = {
+    "a clamp far away": "differs in its output",
+    "a gradient stopped at up": "differs in the gradient of its input",
+    "two inputs": (
+        "raised AttributeError on one tensor: 'Planted' object has no attribute 'missing'"
+    ),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_difference_is_found(name: str, dtype: torch.dtype) -> None:
     model = converted(planted(name), dtype=dtype)
-    report = fuse(model, mlp={"": (*MLP.names, "silu")})
-    (entry,) = report.entries
-    assert entry.reason.startswith(("differs in ", "raised "))
-    assert fused_in(model) == []
+    reason = why_left_alone(model, mlp={"": (*MLP.names, "silu")})
+    assert reason.startswith(REASONS.get(name, "differs in "))
     assert type(model).__name__ == "Planted"
     if name in ("GELU for SiLU", "another beta"):  # beside an activation that is not called
-        (entry,) = fuse(converted(planted(name), dtype=dtype)).entries
-        assert "differs in " in entry.reason
-
-
-def test_reasons() -> None:
-    reasons = [
-        fuse(converted(planted(name))).entries[0].reason
-        for name in ("a clamp far away", "a gradient stopped at up", "two inputs")
-    ]
-    assert_expected_inline(
-        "\n".join(reasons),
-        """\
-differs in its output
-differs in the gradient of its input
-raised AttributeError on one tensor: 'Planted' object has no attribute 'missing'""",
-    )
+        assert "differs in " in why_left_alone(converted(planted(name), dtype=dtype))
 
 
 def test_a_difference_that_weights_of_zeros_would_hide() -> None:
     model = converted(planted("GELU for SiLU"))
     with torch.no_grad():
         model.down_proj.weight.zero_()
-    (entry,) = fuse(model).entries
-    assert "its output" in entry.reason
+    assert "its output" in why_left_alone(model)
 
 
-@pytest.mark.parametrize("name", ["a clamp far away", None])
-def test_a_verified_model_is_as_it_was(name: str | None) -> None:
-    model = converted(MLP() if name is None else planted(name))
-    x = X.bfloat16()
-    model(x).sum().backward()
+@pytest.mark.parametrize("make", [MLP, lambda: planted("a clamp far away")])
+def test_a_verified_model_is_as_it_was(make: Callable[[], nn.Module]) -> None:
+    model: Any = converted(make())
+    model(X.bfloat16()).sum().backward()
     model.up_proj.eval()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    grads = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-    held = list(model.parameters())
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    fuse(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [each.training for each in model.modules()] == [True, True, False, True, True]
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
-    for p, same, grad in zip(model.parameters(), held, grads, strict=True):
-        assert p is same and isinstance(p, BlockwiseFP8Weight)
-        assert p.grad is not None and torch.equal(p.grad, grad)
-        assert p.cache.casts == 1
+    with unchanged(model):
+        fuse(model)
+    assert [p.cache.casts for p in model.parameters()] == [1, 1, 1]
 
 
 class Own(MLP):
@@ -128,35 +103,31 @@ class Own(MLP):
             self.drop = nn.Dropout(0.0)
 
 
-def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
-    def reason(model: nn.Module) -> str:
-        (entry,) = fuse(model).entries
-        assert fused_in(model) == []
-        return entry.reason
+def with_(change: Callable[[Any], Any]) -> Any:
+    model = converted(MLP())
+    change(model)
+    return model
 
-    reasons = [reason(converted(Own(x))) for x in ("parameter", "buffer", "module", "activation")]
-    model = converted(MLP())
-    model.up_proj = nn.Linear(K, HIDDEN, bias=False, dtype=torch.bfloat16)
-    reasons.append(reason(model))
-    model = converted(MLP())
-    model.up_proj = nn.Identity()
-    reasons.append(reason(model))
-    model = converted(MLP())
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    reasons.append(reason(model))
-    model = converted(MLP())
-    other = converted(MLP(), Recipe(scale="power_of_two"))
-    model.down_proj = other.down_proj
-    reasons.append(reason(model))
-    reasons.append(reason(converted(MLP(), Recipe(wgrad_input="high_precision"))))
-    model = converted(MLP())
-    model.gate_proj.register_forward_hook(lambda *_: None)
-    reasons.append(reason(model))
-    model = converted(MLP())
-    model.act_fn.register_forward_hook(lambda *_: None)
-    reasons.append(reason(model))
-    reasons.append(reason(converted(MLP(act=nn.Tanh()))))
-    reasons.append(reason(converted(MLP(act=torch.sigmoid))))
+
+def other_recipe(mlp: Any) -> None:
+    mlp.down_proj = converted(MLP(), Recipe(scale="power_of_two")).down_proj
+
+
+def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
+    plain_linear = nn.Linear(K, HIDDEN, bias=False, dtype=torch.bfloat16)
+    models = [
+        *(converted(Own(x)) for x in ("parameter", "buffer", "module", "activation")),
+        with_(lambda mlp: setattr(mlp, "up_proj", plain_linear)),
+        with_(lambda mlp: setattr(mlp, "up_proj", nn.Identity())),
+        with_(lambda mlp: setattr(mlp, "forward", lambda x: x)),
+        with_(other_recipe),
+        converted(MLP(), Recipe(wgrad_input="high_precision")),
+        with_(lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None)),
+        with_(lambda mlp: mlp.act_fn.register_forward_hook(lambda *_: None)),
+        converted(MLP(act=nn.Tanh())),
+        converted(MLP(act=torch.sigmoid)),
+    ]
+    reasons = [why_left_alone(model) for model in models]
     assert_expected_inline(
         "\n".join(reasons),
         """\
@@ -176,27 +147,30 @@ its act_fn, sigmoid, is none of silu, gelu, gelu_tanh, relu2""",
     )
 
 
+def relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+ACTIVATIONS = {
+    "silu": (nn.SiLU(), nn.SiLU(inplace=True)),
+    "gelu": (nn.GELU(),),
+    "gelu_tanh": (nn.GELU("tanh"),),
+    "relu2": (relu2,),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_is_a_gated_mlp_passes(bias: bool, dtype: torch.dtype) -> None:
-    for act in (nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(inplace=True), torch.relu):
-        model = converted(MLP(bias=bias, act=act), dtype=dtype)
-        wanted = results(model)
-        if act is torch.relu:
-            assert "none of silu" in fuse(model).entries[0].reason
-            continue
-        assert fuse(model).left_alone == ()
-        assert_bits(results(model), wanted)
-
-
-def test_relu_squared() -> None:
-    def relu2(x: Tensor) -> Tensor:
-        return torch.relu(x).square()
-
-    model = converted(MLP(act=relu2))
-    wanted = results(model)
-    assert fuse(model).fused[0].computes == "down_proj(relu2(gate_proj(x)) * up_proj(x))"
-    assert_bits(results(model), wanted)
+    for name, activations in ACTIVATIONS.items():
+        for act in activations:
+            model = converted(MLP(bias=bias, act=act), dtype=dtype)
+            wanted = results(model)
+            (entry,) = fuse(model).fused
+            assert entry.computes == f"down_proj({name}(gate_proj(x)) * up_proj(x))"
+            assert_bits(results(model), wanted)
+    relu = converted(MLP(bias=bias, act=torch.relu), dtype=dtype)
+    assert "none of silu" in why_left_alone(relu)
 
 
 class Wide(nn.Module):
@@ -227,3 +201,110 @@ def test_large_modules_are_verified_with_fewer_features(
     assert entry.reason == ("" if limit is None else "differs in its output")
     assert fused_in(model) == ([""] if limit is None else [])
     assert weights.seen == ({(768, 704), (704, 768)} if reads_sizes else {(656, 656)})
+
+
+# Verification leaves the state of forwards as it was, and tells which forwards have any
+
+SEEN: list[float] = []
+
+
+class Tried(MLP):
+    """Changes something in every forward."""
+
+    amax, calls = 0.0, 0
+
+    def __init__(self, held: Any, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.held, self.change = held, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return super().forward(x)
+
+
+class Slots:
+    __slots__ = ("calls", "later")
+
+    def __init__(self) -> None:
+        self.calls = [0]
+
+
+def of_closure() -> Callable[[Any, Tensor], Any]:
+    seen: list[int] = []
+    return lambda m, x: seen.append(1)
+
+
+class Case(NamedTuple):
+    """What an MLP holds, how its forward changes that, what tells, and the name in the reason."""
+
+    change: Callable[[Any, Tensor], Any]
+    state: Callable[[Any], Any]
+    held: Callable[[], Any] = lambda: None
+    name: str = "held"
+
+
+def shown(m: Any) -> str:
+    return repr(m.held)
+
+
+CASES = {
+    "an attribute": Case(
+        lambda m, x: setattr(m, "amax", max(m.amax, x.detach().abs().max().item())),
+        lambda m: m.amax, name="amax"),
+    "a new attribute": Case(
+        lambda m, x: setattr(m, "latest", x), lambda m: "latest" in vars(m), name="latest"),
+    "a tensor of an object": Case(
+        lambda m, x: m.held[0].sum.add_(1), shown, lambda: (SimpleNamespace(sum=torch.zeros(())),)),
+    "a list in a dictionary": Case(
+        lambda m, x: m.held["rows"].append(len(x)), shown, lambda: {"rows": [0]}),
+    "a deque": Case(lambda m, x: m.held.append(len(x)), shown, lambda: deque([0], 2)),
+    "a set": Case(lambda m, x: m.held.add(len(m.held)), shown, lambda: {0}),
+    "a counter": Case(lambda m, x: m.held.update(["forward"]), shown, Counter[str]),
+    "a list in a slot": Case(lambda m, x: m.held.calls.append(1), lambda m: [*m.held.calls], Slots),
+    "a new slot": Case(
+        lambda m, x: setattr(m.held, "later", len(x)), lambda m: hasattr(m.held, "later"), Slots),
+    "an array": Case(
+        lambda m, x: np.add(m.held, 1, out=m.held), shown, lambda: np.zeros((2, 3))[:, ::2]),
+    "generators": Case(  # its own and Python's
+        lambda m, x: (torch.rand(3, generator=m.held), random.random()),
+        lambda m: (m.held.get_state().tolist(), random.getstate()),
+        lambda: torch.Generator().manual_seed(3)),
+    "its class": Case(
+        lambda m, x: setattr(type(m), "calls", type(m).calls + 1),
+        lambda m: Tried.calls, name="calls"),
+    "a global": Case(lambda m, x: SEEN.append(1.0), lambda m: [*SEEN], name="SEEN"),
+    "a closure": Case(
+        of_closure(), lambda m: [*m.change.__closure__[0].cell_contents], name="seen"),
+    "a weight": Case(
+        lambda m, x: m.up_proj.weight.detach().clamp_(-0.1, 0.1),
+        lambda m: m.up_proj.weight.detach().abs().max().item(), name="weight"),
+    "its activation": Case(
+        lambda m, x: setattr(m.act_fn, "calls", 1 + vars(m.act_fn).get("calls", 0)),
+        lambda m: vars(m.act_fn).get("calls"), name="calls"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forward_with_state_is_left_alone_and_keeps_it(name: str) -> None:
+    case = CASES[name]
+    model: Any = converted(Tried(case.held(), case.change))
+    before, keys = case.state(model), list(vars(model))
+    (entry,) = fuse(model).entries
+    assert entry.reason == f"its forward changes {case.name}"
+    assert fused_in(model) == []
+    assert case.state(model) == before
+    assert list(vars(model)) == keys
+    model(X.bfloat16())
+    assert case.state(model) != before
+
+
+def test_attributes_that_a_forward_reads_are_no_state() -> None:
+    class Reads(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.table, self.parent = {"by": [1]}, torch.ones(3), [nn.Linear(2, 2)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale["by"][0] * len([*SEEN[:0], 1]))
+
+    assert fuse(converted(Reads())).left_alone == ()

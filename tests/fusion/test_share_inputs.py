@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +11,19 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, share_inputs, unshare_inputs
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    share_inputs,
+    unshare_inputs,
+)
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.fused_kinds import COPIES
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
+from tests.support.moe_models import GroupedExperts
 from tests.support.reference_ops import replace_op
 from tests.support.siblings import (
     Casts,
@@ -30,6 +37,7 @@ from tests.support.siblings import (
     converted,
     results,
 )
+from tests.support.steps import assert_bits, step
 
 __all__ = ["casts"]
 
@@ -141,83 +149,69 @@ def test_a_different_recipe_is_cast_by_itself() -> None:
         converted(model)
         to_fp8(model.k, POWER_OF_TWO)
         assert (model.k.weight.recipe, model.v.weight.recipe) == (POWER_OF_TWO, FP32_SCALES)
-    wanted = results(unshared, X)
     share_inputs(shared)
-    assert_same(results(shared, X), wanted)
+    assert_same(results(shared, X), results(unshared, X))
 
 
-@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("first", [None, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", ["", "q", "qkv"])
 def test_a_cast_without_gradients_does_not_serve_one_with(
-    first: Callable[[], Any], learned: bool, frozen: bool
+    first: Callable[[], Any] | None, learned: bool, frozen: str
 ) -> None:
     shared, unshared = Qkv(), Qkv()
-    for model in (shared, unshared):
-        for linear in (model.q, model.k, model.v):
-            linear.weight.requires_grad_(not frozen)
-        converted(model)
-        model.between = lambda x, model=model: without(model, x)
 
     def without(model: nn.Module, x: Tensor) -> None:
-        with first():
-            model.k(x), model.v(x)
+        if first is not None:
+            with first():
+                model.k(x), model.v(x)
 
+    for model in (shared, unshared):
+        for name in frozen:
+            getattr(model, name).weight.requires_grad_(False)
+        converted(model)
+        assert isinstance(model.q.weight, BlockwiseFP8Tensor) == ("q" in frozen)
+        model.between = functools.partial(without, model)
     share_inputs(shared)
     for _ in range(1 + learned):
         assert_same(results(shared, X), results(unshared, X))
 
 
-def test_a_frozen_linear_first() -> None:
-    shared, unshared = Qkv(), Qkv()
-    for model in (shared, unshared):
-        model.q.weight.requires_grad_(False)
-        converted(model)
-        assert type(model.q.weight) is BlockwiseFP8Tensor
-    share_inputs(shared)
-    assert_same(results(shared, X), results(unshared, X))
-
-
 def test_autocast_within_the_module() -> None:
+    outputs: list[Tensor] = []
+
     def other(x: Tensor) -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            outputs.append((model.k(x), model.v(x)))
+            outputs.append(torch.cat([model.k(x), model.v(x)]))
 
-    outputs: list[tuple[Tensor, Tensor]] = []
     for share in (False, True):
         model = converted(Qkv(between=other))
         if share:
             share_inputs(model)
         model(X)
-    assert outputs[0][0].dtype == torch.bfloat16
-    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert outputs[0].dtype == torch.bfloat16
+    assert torch.equal(*outputs)
 
 
 # Around it
 
 
-def test_copies_share_for_themselves(casts: Casts) -> None:
-    model, file = converted(Qkv()), io.BytesIO()
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_share_for_themselves(how: str, casts: Casts) -> None:
+    model = converted(Qkv())
     report = share_inputs(model)
     y = model(X)
-    torch.save(model, file)
-    file.seek(0)
-    copies = (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(file, weights_only=False),
-    )
-    for twin in copies:
-        casts.clear()
-        mine = share_inputs(twin)
-        assert mine.groups[0] is not report.groups[0]
-        assert torch.equal(twin(X), y)
-        assert len(casts) == 2
-        assert (mine.casts, report.casts) == (4, 2)
-        unshare_inputs(twin)
-        casts.clear()
-        twin(X)
-        assert len(casts) == 4
+    twin = COPIES[how](model)
+    casts.clear()
+    mine = share_inputs(twin)
+    assert mine.groups[0] is not report.groups[0]
+    assert torch.equal(twin(X), y)
+    assert len(casts) == 2
+    assert (mine.casts, report.casts) == (4, 2)
+    unshare_inputs(twin)
+    casts.clear()
+    twin(X)
+    assert len(casts) == 4
     model(X)
     assert report.casts == 4
 
@@ -302,3 +296,68 @@ no linear of this Qkv is in FP8, so there is no cast to share: convert it first 
 blocktensor.convert(model)""",
     )
     assert share_inputs(converted(nn.Linear(K, N))).groups == ()
+
+
+# Experts: the stacks of a module
+
+
+SIZES = torch.tensor([3, 0, 129, 8])
+TOKENS = randn(140, 128, grad=True)
+REPORT = """\
+module   linears                 given one input  casts  saved
+-------  ----------------------  ---------------  -----  -----
+(model)  w1_EFD, w2_EDF, w3_EFD  2 products       6      3
+1 groups; 6 casts made, 3 saved"""
+
+
+def experts(recipe: Recipe | None = None) -> GroupedExperts:
+    module = GroupedExperts(4, 128, 256)
+    convert(module, recipe, skip_small=False)
+    return module
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+def test_gate_and_up_share_one_cast_and_keep_their_bits(wgrad_input: Any) -> None:
+    alone, module = (experts(Recipe(wgrad_input=wgrad_input)) for _ in range(2))
+    report = share_inputs(module)
+    for turn in range(1, 4):
+        assert_bits(step(module, TOKENS, SIZES), step(alone, TOKENS, SIZES))
+        assert (report.casts, report.saved) == (2 * turn, turn)
+    assert str(report) == REPORT
+    assert unshare_inputs(module) == [""]
+    step(module, TOKENS, SIZES)
+    assert report.casts == 6
+
+
+def test_rows_that_are_fp8_already_are_cast_again_once() -> None:
+    alone, module = experts(), experts()
+    report = share_inputs(module)
+    rows = BlockwiseFP8Tensor.from_values(TOKENS.detach(), columnwise=False)
+    for turn in range(1, 3):
+        made = []
+        for each in (alone, module):
+            each.zero_grad()
+            each(rows, SIZES).backward(randn(140, 128, seed=9))
+            made.append([p.grad for p in each.parameters()])
+        assert_bits(*made)
+        assert (report.casts, report.saved) == (2 * turn, turn)
+
+
+@pytest.mark.parametrize("other", ["1x128", "high_precision"])
+def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
+    alone, module = (experts(Recipe(wgrad_input="128x128")) for _ in range(2))
+    for made in (alone, module):
+        weight = made.w3_EFD
+        made.w3_EFD = nn.Parameter(BlockwiseFP8Weight(weight.master, Recipe(wgrad_input=other)))
+    report = share_inputs(module)
+    for _ in range(2):
+        assert_bits(step(module, TOKENS, SIZES), step(alone, TOKENS, SIZES))
+    assert report.saved == 0
+
+
+def test_offs_that_changed_are_another_input() -> None:
+    module, alone = experts(), experts()
+    share_inputs(module)
+    for sizes in (SIZES, torch.tensor([140, 0, 0, 0]), torch.tensor([0, 70, 0, 0])):
+        with torch.no_grad():
+            assert torch.equal(module(TOKENS, sizes), alone(TOKENS, sizes))

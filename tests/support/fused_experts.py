@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktensor.fusion.experts import Experts
-from blocktensor.fusion.fused_class import fused_modules
+from blocktensor import Recipe, convert
 from tests.support.gated import EAGER
 from tests.support.models import randn
 
@@ -21,14 +20,14 @@ COUNTS = (1, 0, 127, 100, 13)
 class Sizes(nn.Module):
     """Gated experts in bf16, as torchtitan writes them; subclasses differ from them."""
 
-    NAMES = ("w1", "w3", "w2")
+    NAMES: tuple[str, ...] = ("w1", "w3", "w2")
 
     def __init__(
-        self, activation: str = "silu", experts: int = EXPERTS, hidden: int = HIDDEN
+        self, activation: str = "silu", experts: int = EXPERTS, hidden: int = HIDDEN, k: int = K
     ) -> None:
         super().__init__()
         self.act_name = activation
-        shapes = ((experts, hidden, K), (experts, hidden, K), (experts, K, hidden))
+        shapes = ((experts, hidden, k), (experts, hidden, k), (experts, k, hidden))
         for seed, (name, shape) in enumerate(zip(self.NAMES, shapes, strict=True)):
             values = torch.empty(shape, dtype=torch.bfloat16)
             if values.device.type != "meta":
@@ -44,9 +43,12 @@ class Sizes(nn.Module):
     def offs(self, groups: Tensor) -> Tensor:
         return groups.cumsum(0, dtype=torch.int32)
 
+    def plain(self, stack: Any) -> Any:
+        return stack
+
     def forward(self, x: Tensor, groups: Tensor) -> Any:
         offs = self.offs(groups)
-        gate, up, down = (self._parameters[name] for name in self.NAMES)
+        gate, up, down = (self.plain(self._parameters[name]) for name in self.NAMES)
 
         def by(x: Tensor, w: Any) -> Tensor:
             return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(-2, -1), offs=offs)
@@ -61,26 +63,24 @@ class Ends(Sizes):
         return groups
 
 
-def groups_of(ends: bool = False) -> Tensor:
-    """What the forward of :class:`Sizes` or :class:`Ends` is given."""
+def converted(model: nn.Module, recipe: Recipe | None = None) -> Any:
+    stacks = {"*": model.NAMES} if isinstance(model, Sizes) else None
+    convert(model, recipe, skip_small=False, stacks=stacks)
+    return model
+
+
+def groups_for(model: nn.Module) -> Tensor:
+    """What the forward of such a module is given beside rows."""
     sizes = torch.tensor(COUNTS, dtype=torch.int32)
-    return sizes.cumsum(0, dtype=torch.int32) if ends else sizes
+    return sizes.cumsum(0, dtype=torch.int32) if isinstance(model, Ends) else sizes
 
 
-def results(
-    model: nn.Module, groups: Tensor | None = None, run: Any = None, dtype: Any = torch.bfloat16
-) -> list[Tensor | None]:
+def results(model: nn.Module) -> list[Tensor | None]:
     """The output and the gradients of x and of all parameters, from scratch."""
     for p in model.parameters():
         p.grad = None
-    x = randn(ROWS, K, seed=5, dtype=dtype)
+    x = randn(ROWS, K, seed=5)
     x[sum(COUNTS) :] = float("nan")  # of no group
-    x.requires_grad_()
-    y = (model if run is None else run)(x, groups_of() if groups is None else groups)
+    y = model(x.requires_grad_(), groups_for(model))
     y.backward(randn(*y.shape, seed=6, dtype=y.dtype))
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def fused_in(model: nn.Module) -> list[str]:
-    """The names of its modules of experts that are fused."""
-    return [name for name, _ in fused_modules(model, Experts)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 
 from blocktensor import convert, fuse
 from blocktensor.fusion.experts import Experts, RoutedExperts
+from blocktensor.fusion.fused_class import fused_modules
 from blocktensor.fusion.mlp import MLP
 from blocktensor.fusion.norm import Norm
 from tests.support import fused_experts, mlps, norms
-from tests.support.models import randn
+from tests.support.models import plain, randn
 from tests.support.moe_models import transformers_moe
 
 
@@ -58,7 +61,7 @@ class Kind(NamedTuple):
         p = next(model.parameters())
         if isinstance(model, fused_experts.Sizes):  # which multiply in bf16
             x = self.x.to(p.device, copy=True).requires_grad_(grad)
-            return x, fused_experts.groups_of().to(p.device)
+            return x, fused_experts.groups_for(model).to(p.device)
         return (self.x.to(p.device, p.dtype, copy=True).requires_grad_(grad),)
 
     def results(self, model: nn.Module, run: Any = None) -> list[Tensor | None]:
@@ -72,33 +75,61 @@ class Kind(NamedTuple):
 
     def fused_runs(self, model: nn.Module) -> int:
         """How many modules run fused in a forward."""
-        with watched_runs() as seen, torch.no_grad():
-            model(*self.args(model, grad=False))
-        return len(seen)
+        return count_runs(model, *self.args(model, grad=False))
+
+
+def _saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": _saved,
+}
+
+
+def count_runs(run: Callable[..., Any], *args: Any) -> int:
+    """How many modules run fused in ``run(*args)``, without gradients."""
+    with ExitStack() as patches, torch.no_grad():
+        runs = [
+            patches.enter_context(
+                mock.patch.object(pattern, "run", autospec=True, side_effect=pattern.run)
+            )
+            for pattern in (MLP, Experts, RoutedExperts, Norm)
+        ]
+        run(*args)
+    return sum(each.call_count for each in runs)
 
 
 @contextmanager
-def watched_runs() -> Iterator[list[str]]:
-    """The patterns that run until the end."""
-    seen: list[str] = []
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Check that random numbers and all that a model holds stay as they are."""
+    before = [(p, plain(p), None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [x.clone() for x in model.buffers()]
+    training = [each.training for each in model.modules()]
+    torch.manual_seed(4)
+    state = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [each.training for each in model.modules()] == training
+    assert all(map(torch.equal, model.buffers(), buffers))
+    for p, (same, values, grad) in zip(model.parameters(), before, strict=True):
+        assert p is same
+        assert torch.equal(plain(p), values)
+        assert p.grad is grad or torch.equal(p.grad, grad)
 
-    def watched(run: Any) -> Any:
-        def and_run(self: Any, *args: Any) -> Any:
-            seen.append(type(self).__name__)
-            return run(self, *args)
 
-        return and_run
-
-    with ExitStack() as patches:
-        for kind in (MLP, Experts, RoutedExperts, Norm):
-            patches.enter_context(mock.patch.object(kind, "run", watched(kind.run)))
-        yield seen
-
-
-def _experts(dtype: torch.dtype) -> nn.Module:
-    model = fused_experts.Sizes().to(dtype)
-    convert(model, skip_small=False, stacks={"*": ("w1", "w3", "w2")})
-    return model
+def why_left_alone(model: nn.Module, name: str = "", **options: Any) -> str:
+    """The reason for which ``fuse`` leaves a module alone, and as it was."""
+    with unchanged(model):
+        report = fuse(model, **options)
+    assert name not in dict(fused_modules(model))
+    (entry,) = [x for x in report.left_alone if x.name == name]
+    return entry.reason
 
 
 def _routed(dtype: torch.dtype) -> nn.Module:
@@ -114,7 +145,8 @@ KINDS = {
                  4, 6, 4),
     "torch's norm": Kind(lambda dtype: norms.blocks(norms.OfTorch, dtype=dtype), mlps.X,
                          "layers.0.mlp", 2, 2, others=4),
-    "experts": Kind(_experts, randn(fused_experts.ROWS, fused_experts.K), "", 1, 1),
+    "experts": Kind(lambda dtype: fused_experts.converted(fused_experts.Sizes().to(dtype)),
+                    randn(fused_experts.ROWS, fused_experts.K), "", 1, 1),
     "routed": Kind(_routed, randn(2, 12, 128), "experts", 1, 1),
 }  # fmt: skip
 """MLPs; MLPs and norms, also of torch; experts; and experts of transformers."""

@@ -1,18 +1,22 @@
-"""torch.compile of grouped linears: no breaks, few graphs, eager's bits, any groups."""
+"""Gated MLPs, fused norms and grouped linears under torch.compile: one graph, eager's bits."""
 
 from __future__ import annotations
 
+import functools
 import shutil
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor.overrides import dynamo
+from tests.support import mlps
 from tests.support.compiling import (
     afresh,
     assert_as_eager,
@@ -21,11 +25,127 @@ from tests.support.compiling import (
     instantiates,
     ops_in,
 )
+from tests.support.gated import results, unfused, weights
 from tests.support.groups import ends
 from tests.support.models import SQUARE, plain, randn
+from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
+from tests.support.steps import assert_bits
 
 pytestmark = instantiates
 __all__ = ["afresh"]
+dynamo.announce()
+compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+
+
+def fused(*operands: Tensor) -> Tensor:
+    return functional.gated_mlp(*operands)
+
+
+def recomputed(*operands: Tensor) -> Tensor:
+    return functional.gated_mlp(*operands, recompute=True)
+
+
+def checkpointed(*operands: Tensor) -> Tensor:
+    made: Tensor = checkpoint(fused, *operands, use_reentrant=False)
+    return made
+
+
+FROZEN = {"kind": "tensor", "frozen": (0, 1, 2)}
+WAYS: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "one cast": (fused, {"recipe": Recipe(cache_weight="step")}, torch.enable_grad),
+    "autocast": (fused, {"dtype": torch.float32}, lambda: torch.autocast("cpu")),
+    "no_grad": (fused, {}, torch.no_grad),
+    "checkpoint": (checkpointed, {}, torch.enable_grad),
+    "frozen": (fused, FROZEN, torch.enable_grad),
+    "frozen, recomputed": (recomputed, FROZEN, torch.enable_grad),
+    "plain": (fused, {}, torch.enable_grad),
+    "plain, recomputed": (recomputed, {}, torch.enable_grad),
+}
+"""FP8 weights that train: tests/autograd/test_gated.py."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits(way: str) -> None:
+    run, options, mode = WAYS[way]
+    x = randn(2, 70, 192, dtype=options.get("dtype", torch.bfloat16), grad=True)
+    operands = weights(**options)
+    with mode():
+        wanted = results(unfused, x, operands)
+        if way.startswith("plain"):
+            operands = [plain(w).requires_grad_() for w in operands]
+        assert_bits(results(compiled(run), x, operands), wanted)
+    assert graphs() == 1
+
+
+def ops_that_run(run: Any, operands: list[Any]) -> list[str]:
+    """The package's ops in the graphs of a forward and of its backward, and others of silu."""
+    found = compiled_graphs(run, randn(9, 192), *operands, of=operands)
+    names = [name.removeprefix("blocktensor.") for graph in found for name in ops_in(graph)]
+    assert not any("silu" in name for name in names)
+    return names
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_registered_ops_run(recompute: bool) -> None:
+    made = ops_that_run(recomputed if recompute else fused, weights())
+    # with recompute, h is made again and the gradient of up is a gated product, too
+    assert made.count("gated") == (3 if recompute else 1)
+    assert made.count("gated_backward" if recompute else "gated_backward_with_h") == 1
+    assert made.count("quantize_both") == 2
+
+
+def saved_by(graph: torch.fx.Graph) -> list[Tensor]:
+    """What a graph of a forward returns, its output among it."""
+    made = [getattr(x, "meta", {}).get("val") for x in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [x for x in made if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_stored_in_fp8(recompute: bool) -> None:
+    """Compiled graphs save the bytes of gate and up, and no high precision beside them."""
+    operands, x = weights(), randn(80, 192, grad=True)
+    run = functools.partial(functional.gated_mlp, store_fp8=True, recompute=recompute)
+    assert_bits(results(compiled(run), x, operands), results(run, x, operands))
+    forward, _ = compiled_graphs(run, x, *operands, of=operands)
+    rows = [t.dtype for t in saved_by(forward) if 320 in t.shape and 80 in t.shape]
+    assert rows == [torch.float8_e4m3fn] * (2 if recompute else 3)  # gate, up and h
+
+
+@pytest.mark.parametrize("norm", [Norm, OfTorch])
+def test_fused_norms_save_one_form_of_each_input(norm: Any) -> None:
+    model, twin = fused_blocks(norm, fused=NAMES if norm is Norm else [])
+    forward, _ = compiled_graphs(
+        model,
+        call=lambda run: assert_bits(mlps.results(model, run=run), mlps.results(twin)),
+    )
+    assert graphs() == 1
+    # Of each layer: the input of o_proj and two norms. That of down_proj is made by backward.
+    assert [x.dtype for x in saved_by(forward)].count(torch.float8_e4m3fn) == 6
+
+
+def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:
+    stacks = [BlockwiseFP8Weight(torch.stack([plain(w)] * 2)).requires_grad_() for w in weights()]
+    run = functools.partial(functional.gated_experts, offs=ends(4, 5))
+    seen = ops_that_run(run, stacks)
+    assert seen.count("gated") == 2  # the gradient of up is one, too
+    assert seen.count("gated_backward") == 1
+    assert seen.count("quantize_grouped") == 2
+
+
+def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears then run one by one; and nothing is announced that would import Dynamo."""
+    monkeypatch.setattr(dynamo, "_announced", False)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch._dynamo")
+        dynamo.announce_if_loaded()
+    assert not dynamo._announced
+    monkeypatch.setattr(dynamo, "announce_if_loaded", lambda: None)
+    x, operands = randn(9, 192, grad=True), weights()
+    assert_bits(results(compiled(fused), x, operands), results(unfused, x, operands))
+    assert not dynamo._announced
+
+
+# Grouped linears: few graphs for any groups
 
 E, N, K = 4, 144, 192
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -47,8 +167,13 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
     w, kn, other = stack(), stack(kn=True), stack()
     squares, high = (stack(recipe=Recipe(wgrad_input=x)) for x in ("128x128", "high_precision"))
     leaf, bias = plain(w).requires_grad_(), randn(E, N, seed=2, grad=True)
-    frozen = BlockwiseFP8Tensor.from_values(plain(w), SQUARE)
+    frozen, master = BlockwiseFP8Tensor.from_values(plain(w), SQUARE), stack(dtype=torch.float32)
     linear = functional.grouped_linear
+
+    def autocast(x: Tensor, offs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.grouped_mm(x, master.mT, offs=offs)
+
     return {
         "F.grouped_mm": (lambda x, o: F.grouped_mm(x, w.transpose(-2, -1), offs=o), [w]),
         "F.grouped_mm of [E, K, N]": (lambda x, o: F.grouped_mm(x, kn, offs=o), [kn]),
@@ -58,6 +183,7 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
         "frozen": (lambda x, o: F.grouped_mm(x, frozen.mT, offs=o), []),
         "x in squares": (lambda x, o: linear(x, squares, o), [squares]),
         "wgrad in high precision": (lambda x, o: linear(x, high, o), [high]),
+        "autocast": (autocast, [master]),
         "checkpointed": (lambda x, o: checkpoint(linear, x, w, o, use_reentrant=False), [w]),
     }
 
@@ -70,7 +196,8 @@ def test_tokens_and_groups_of_changing_sizes(way: str) -> None:
         [(1, 0, 129, 20), (0, 0, 0, 0), (150, 0, 0, 0), (127, 1, 100, 60), (3, 2, 1, 0)]
     ):
         rows = max(sum(sizes), 10) if number > 2 else 160  # first one number of tokens, then others
-        given = randn(rows, K, seed=number), ends(*sizes)
+        dtype = torch.float32 if way == "autocast" else torch.bfloat16
+        given = randn(rows, K, seed=number, dtype=dtype), ends(*sizes)
         assert_as_eager(run, given, of=leaves, strides=True, compiled=compiled)
         # scales of 128x128 blocks need no padding for 4, 8, ... blocks
         assert graphs() == (1 if number <= 2 else 2 + (way == "x in squares" and number == 4))
@@ -135,17 +262,6 @@ def test_batched_products() -> None:
     assert graphs() == 2
 
 
-def test_autocast() -> None:
-    w = stack(dtype=torch.float32)
-
-    def run(x: Tensor, offs: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.grouped_mm(x, w.mT, offs=offs)
-
-    given = randn(160, K, dtype=torch.float32), ends(1, 0, 129, 20)
-    assert_as_eager(run, given, of=[w], strides=True)
-
-
 def test_compiled_graphs_save_no_form_of_the_weight() -> None:
     """Its dgrad is one op with the cast: nothing the size of the weight waits for backward.
 
@@ -164,14 +280,3 @@ def test_compiled_graphs_save_no_form_of_the_weight() -> None:
             compiled(randn(160, K, grad=True), ends(1, 0, 129, 20))
         shapes = [tuple(t.shape) for t in saved if t.dtype == torch.float8_e4m3fn]
         assert sorted(shapes) == sorted([of_x, *of_weight])
-
-
-def test_main_grad_is_refused() -> None:
-    w = stack()
-    w.main_grad = torch.zeros(w.shape)
-    compiled = torch.compile(
-        lambda x, o: functional.grouped_linear(x, w, o), fullgraph=True, backend="aot_eager"
-    )
-    with pytest.raises(Exception, match=r"weight\.main_grad under torch\.compile"):
-        compiled(randn(160, K), ends(1, 0, 129, 20))
-    assert not counters["stats"]["unique_graphs"]
