@@ -119,6 +119,9 @@ class Experts(Gated):
             return "its groups are no vector"
         if self.ends and groups.dtype != torch.int32:
             return "the ends of its groups are not int32"
+        dtype = autocast_dtype(x)
+        if dtype not in (None, torch.bfloat16):  # it may convert to a dtype of its own in between
+            return f"it was not verified under an autocast to {dtype}"
         return self._why_other_stacks(module, x.dtype)
 
     def _why_other_stacks(self, module: nn.Module, rows: torch.dtype) -> str | None:

@@ -52,7 +52,9 @@ WAYS = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for autocast in (None, torch.bfloat16, torch.float16)
     # torch's layer norm mixes no dtypes, and other experts convert to bf16
-    if name in ("norm", "routed") or torch.float16 not in (dtype, autocast)
+    if name in ("norm", "routed")
+    or torch.float16 not in (dtype, autocast)
+    or (name == "experts" and dtype != torch.float16)
 ]
 
 
@@ -63,6 +65,8 @@ def test_dtypes_and_autocast(name: str, dtype: torch.dtype, autocast: Any) -> No
     runs = kind.runs - (kind.in_bf16 if autocast or dtype == torch.float32 else 0)
     if name == "routed" and autocast and dtype not in (autocast, torch.float32):
         runs = 0  # h is rounded to the dtype of the stacks
+    if name == "experts" and autocast == torch.float16:
+        runs = 0  # h is rounded to bf16
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         assert_bits(kind.results(model), kind.results(twin))
         assert kind.fused_runs(model) == runs
