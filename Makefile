@@ -12,7 +12,9 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # More arguments for pytest or for the demo: make test ARGS="-m gpu"
 ARGS   ?=
-# Modules are compiled as they are imported: most never are.
+# Modules are compiled as they are imported: most never are. What is compiled is kept, for the many
+# processes of tests that import torch, wherever the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE =
 INSTALL = $(PY) -m pip install --no-compile
 # Versions that `make kernels` compiles with.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0

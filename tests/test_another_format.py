@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.ops import formats
 from blocktensor.ops.cast.ops import dequantize, quantize_both, quantize_rowwise, transpose
 from blocktensor.ops.formats import BLOCKS_128X128, BlockFormat, Quantized
-from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS
+from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS, GemmProblem
 from blocktensor.ops.gemm.ops import gemm
+from tests.support.numeric import E4M3, cast_by_blocks, expand
 
 TOY_ROWS = BlockFormat("toy 1x64", (1, 64))
 TOY_SQUARES = BlockFormat("toy 64x64", (64, 64))
@@ -41,12 +42,10 @@ RECIPES = (ToyRecipe(), ToySquaresRecipe())
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
     for toy in (TOY_ROWS, TOY_SQUARES):
         formats.register(toy)
-    yield
-    for toy in (TOY_ROWS, TOY_SQUARES):
-        del formats._FORMATS[toy.name]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -58,15 +57,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def by_hand(x: Tensor, format: BlockFormat) -> Tensor:
     """Values after a cast, block by block."""
-    rows, cols = format.block_shape
-    out = torch.empty_like(x)
-    for i in range(0, x.shape[0], rows):
-        for j in range(0, x.shape[1], cols):
-            block = x[i : i + rows, j : j + cols]
-            scale = block.abs().max() / 448
-            cast = (block / scale).to(torch.float8_e4m3fn)
-            out[i : i + rows, j : j + cols] = cast.float() * scale
-    return out
+    data, scale = map(torch.from_numpy, cast_by_blocks(x, format.block_shape, power_of_two=False))
+    return expand(Quantized(data.view(E4M3), scale, format)).float()
 
 
 def values(q: Quantized) -> Tensor:
@@ -102,13 +94,10 @@ def test_gemm(b_format: BlockFormat) -> None:
 
 
 @pytest.mark.parametrize("backend", GEMM_BACKENDS[:-1], ids=lambda backend: backend.name)
-def test_kernels_decline_it(backend: object) -> None:
-    from blocktensor.ops.gemm.choose_backend import GemmProblem
-
-    problem = GemmProblem(
-        8, 8, 8, TOY_ROWS, BLOCKS_128X128, torch.bfloat16, torch.device("cuda", 0)
-    )
-    assert backend.declines(problem) == "no kernels for format toy 1x64"  # type: ignore[attr-defined]
+def test_kernels_decline_it(backend: Any) -> None:
+    gpu = torch.device("cuda", 0)
+    problem = GemmProblem(8, 8, 8, TOY_ROWS, BLOCKS_128X128, torch.bfloat16, gpu)
+    assert backend.declines(problem) == "no kernels for format toy 1x64"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.weight_format.name)
@@ -122,11 +111,8 @@ def test_linear_forward_and_backward(recipe: Recipe, tokens: int) -> None:
     x_row, x_col = (values(q).double() for q in quantize_both(x.detach(), TOY_ROWS))
     g_row, g_col = (values(q).double() for q in quantize_both(grad, TOY_ROWS))
     w_fp8 = values(quantize_rowwise(w.detach(), recipe.weight_format)).double()
-    for got, want in (
-        (y, x_row @ w_fp8.t()),
-        (x.grad, g_row @ w_fp8),
-        (w.grad, g_col @ x_col.t()),
-    ):
+    wanted = x_row @ w_fp8.t(), g_row @ w_fp8, g_col @ x_col.t()
+    for got, want in zip((y, x.grad, w.grad), wanted, strict=True):
         assert got is not None
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-4 * want.abs().max())
 

@@ -10,8 +10,10 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +92,7 @@ OWNED = {
 }
 """Names that one module alone may use."""
 
+Rule = Callable[[Any], list[str]]
 # The rules: each returns its violations as lines to print
 
 
@@ -184,6 +187,9 @@ def open_rooms(modules: dict[str, Path]) -> list[str]:
     ]
 
 
+OF_GRAPHS: tuple[Rule, ...] = (import_circles, modules_without_room, upward_arrows)
+RULES = {rule.__name__: rule for rule in (*OF_GRAPHS, block_sizes, duck_typing, open_rooms)}
+
 IMPORT_ALONE = f"""
 import sys
 sys.modules["triton"] = None
@@ -220,6 +226,13 @@ def graph(modules: dict[str, Path]) -> Graph:
     return import_graph(modules)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_package_keeps_the_rules(rule: str, modules: dict[str, Path], graph: Graph) -> None:
+    """A new folder needs a place in ``RANKS``."""
+    given = graph if RULES[rule] in OF_GRAPHS else modules
+    assert RULES[rule](given) == [], RULES[rule].__doc__
+
+
 def test_no_file_is_long() -> None:
     assert long_files(ROOT) == [], f"one concept a file, at most {MAX_LINES} lines"
 
@@ -227,30 +240,6 @@ def test_no_file_is_long() -> None:
 def test_the_root_is_small(modules: dict[str, Path]) -> None:
     below = {name.split(".")[1] for name in modules if name != PACKAGE} - {"__main__"}
     assert len(below) + 1 <= MAX_ROOT_MODULES, f"{sorted(below)} and __init__"
-
-
-def test_imports_make_no_circle(graph: Graph) -> None:
-    assert import_circles(graph) == []
-
-
-def test_every_module_has_a_room(graph: Graph) -> None:
-    assert modules_without_room(graph) == [], f"add a folder to RANKS in {Path(__file__).name}"
-
-
-def test_imports_point_down(graph: Graph) -> None:
-    assert upward_arrows(graph) == []
-
-
-def test_formats_alone_know_the_size_of_a_block(modules: dict[str, Path]) -> None:
-    assert block_sizes(modules) == []
-
-
-def test_calls_can_be_followed(modules: dict[str, Path]) -> None:
-    assert duck_typing(modules) == []
-
-
-def test_internal_rooms_say_so(modules: dict[str, Path]) -> None:
-    assert open_rooms(modules) == []
 
 
 def test_import_needs_neither_triton_nor_extras() -> None:
@@ -313,10 +302,7 @@ def test_a_circle_is_found(tmp_path: Path, back: str) -> None:
     files = {"a.py": "from .b import y", "b.py": "import blocktensor.c", "c.py": back}
     (circle,) = import_circles(graph_of(tmp_path, files))
     assert {f"blocktensor.{name}" for name in "abc"} == set(circle.split(" imported by "))
-
-
-def test_a_type_checking_import_closes_no_circle(tmp_path: Path) -> None:
-    files = {"a.py": "from .b import y", "b.py": "if TYPE_CHECKING:\n    from .a import x"}
+    files["c.py"] = "if TYPE_CHECKING:\n    from .a import x"
     assert import_circles(graph_of(tmp_path, files)) == []
 
 
@@ -344,41 +330,33 @@ def test_an_upward_arrow_is_found(tmp_path: Path, module: str, source: str, allo
     assert bool(upward_arrows(graph)) != allowed
 
 
-def test_a_module_without_a_room_is_found(tmp_path: Path) -> None:
-    graph = graph_of(tmp_path, {"helpers.py": "", "ops/cast/anything.py": "", "tensor/x.py": ""})
-    assert modules_without_room(graph) == ["blocktensor.helpers"]
-
-
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("rule", "file", "source", "found"),
     [
-        ("edge = 128", "blocktensor.tensor.x:1: 128"),
-        ("shape = (1, 128)", "blocktensor.tensor.x:1: 128"),
-        ("def f(power_of_two: bool): ...", "blocktensor.tensor.x:1: power_of_two"),
-        ('"""128x128 blocks."""\nedge = 1280', None),
-        ("import triton\n@triton.jit\ndef f(): return 128", None),
+        ("modules_without_room", "helpers.py", "", "helpers"),
+        ("modules_without_room", "ops/cast/anything.py", "", None),
+        ("modules_without_room", "tensor/x.py", "", None),
+        ("open_rooms", "tensor/__init__.py", "", "tensor"),
+        ("open_rooms", "ops/__init__.py", '"""Internal: ops."""', None),
+        ("block_sizes", "ops/formats.py", "BLOCK = 128", None),
+        ("block_sizes", "tensor/x.py", "edge = 128", "tensor.x:1: 128"),
+        ("block_sizes", "tensor/x.py", "shape = (1, 128)", "tensor.x:1: 128"),
+        ("block_sizes", "tensor/x.py", "def f(power_of_two): ...", "tensor.x:1: power_of_two"),
+        ("block_sizes", "tensor/x.py", '"""128x128 blocks."""\nedge = 1280', None),
+        ("block_sizes", "tensor/x.py", "import triton\n@triton.jit\ndef f(): return 128", None),
+        ("duck_typing", "sharding/dtensor.py", "x._local_tensor", None),
+        ("duck_typing", "model/x.py", "x._local_tensor", "model.x:1: _local_tensor"),
+        ("duck_typing", "model/x.py", "getattr(x, '_local_tensor')", "model.x:1: _local_tensor"),
+        ("duck_typing", "model/x.py", "sys._getframe(1)", "model.x:1: _getframe"),
+        ("duck_typing", "model/x.py", "def __getattr__(self, x): ...", "model.x:1: __getattr__"),
     ],
 )
-def test_a_block_size_is_found(tmp_path: Path, source: str, found: str | None) -> None:
-    modules = modules_of(make_tree(tmp_path, {"tensor/x.py": source, "ops/formats.py": "B = 128"}))
-    assert block_sizes(modules) == ([found] if found else [])
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        *("x._local_tensor", "getattr(x, '_local_tensor')", "sys._getframe(1)"),
-        "class A:\n def __getattr__(self, x): ...",
-    ],
-)
-def test_duck_typing_is_found(tmp_path: Path, source: str) -> None:
-    files = {"model/x.py": source, "sharding/dtensor.py": "x._local_tensor"}
-    assert len(duck_typing(modules_of(make_tree(tmp_path, files)))) == 1
-
-
-def test_an_open_room_is_found(tmp_path: Path) -> None:
-    files = {"tensor/__init__.py": "", "ops/__init__.py": '"""Internal: ops."""', "__init__.py": ""}
-    assert open_rooms(modules_of(make_tree(tmp_path, files))) == ["blocktensor.tensor"]
+def test_a_violation_is_found(
+    tmp_path: Path, rule: str, file: str, source: str, found: str | None
+) -> None:
+    modules = modules_of(make_tree(tmp_path, {"__init__.py": "", file: source}))
+    given = import_graph(modules) if RULES[rule] in OF_GRAPHS else modules
+    assert RULES[rule](given) == ([f"{PACKAGE}.{found}"] if found else [])
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:

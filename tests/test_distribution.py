@@ -1,16 +1,24 @@
-"""What the source distribution and the wheel contain, and that the wheel runs on its own."""
+"""What a stranger sees first: the distributions, the public names, and three lines of usage."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import blocktensor
 
 ROOT = Path(__file__).parents[1]
 FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
@@ -88,3 +96,59 @@ def test_the_wheel_runs_without_the_repository(built: tuple[Path, Path], tmp_pat
     where, *_, check = run(["-c", program], tmp_path, **environment).splitlines()
     assert Path(where) == tmp_path / "installed" / "blocktensor" / "__main__.py"
     assert check.startswith("self-check on cpu: ok")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_all_lists_names_that_exist() -> None:
+    assert blocktensor.__all__ == sorted(blocktensor.__all__)
+    namespace: dict[str, object] = {}
+    exec("from blocktensor import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(blocktensor.__all__)
+
+
+@pytest.mark.parametrize("name", ["functional", "distributed", "reports"])
+def test_dir_shows_the_public_names_alone(name: str) -> None:
+    module = getattr(blocktensor, name)
+    assert dir(module) == sorted(module.__all__)
+    assert set(dir(blocktensor)) == {*blocktensor.__all__, "__version__"}
+
+
+@pytest.mark.parametrize("name", blocktensor.__all__)
+def test_everything_public_is_documented(name: str) -> None:
+    value = getattr(blocktensor, name)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        methods = [m for n, m in vars(value).items() if inspect.isfunction(m) and n[0] != "_"]
+        assert [m.__qualname__ for m in methods if not inspect.getdoc(m)] == []
+
+
+def test_the_version_is_the_one_declared() -> None:
+    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    assert blocktensor.__version__ == declared[1]
+    with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
+        assert metadata.version("blocktensor") == declared[1]
+
+
+def test_importing_touches_neither_cuda_nor_the_clock_nor_torchs_state() -> None:
+    state = "(torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())"
+    program = f"import torch; before = {state}; import blocktensor; assert before == {state}"
+    run(["-W", "error", "-c", f"{program} and not torch.cuda.is_initialized()"], ROOT)
+
+
+def test_three_lines_train_a_model(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(192, 256), nn.SiLU(), nn.Linear(256, 192)).to(device)
+    model.apply(blocktensor.to_blockwise_fp8_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x = torch.randn(64, 192, device=device)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]

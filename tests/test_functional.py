@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from tests.support.models import (
     POWER_OF_TWO,
     RECIPES,
+    SQUARE,
     composed,
     linear,
     plain,
     randn,
     with_outliers,
 )
+from tests.support.steps import assert_bits, step
 
 # Accuracy
 
@@ -33,19 +33,19 @@ LARGE_KN = [(2048, 1100), (7168, 2112), (2048, 10944)]
 TOKENS = [1, 3, 127, 128, 300]
 
 
-def accuracy_cases() -> list[Any]:
-    cpu = [pytest.param("cpu", kn, m) for kn in SMALL_KN for m in TOKENS]
-    gpu = [
+CASES = [
+    *(pytest.param("cpu", kn, m) for kn in SMALL_KN for m in TOKENS),
+    *(
         pytest.param("cuda", kn, m, marks=pytest.mark.gpu)
         for kn in SMALL_KN + LARGE_KN
         for m in [*TOKENS, 4096]
-    ]
-    return cpu + gpu
+    ),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize(("where", "kn", "m"), accuracy_cases())
+@pytest.mark.parametrize(("where", "kn", "m"), CASES)
 def test_signal_to_quantization_noise(
     where: str, kn: tuple[int, int], m: int, outliers: bool, recipe: Recipe
 ) -> None:
@@ -76,14 +76,9 @@ def test_signal_to_quantization_noise(
 def test_equals_a_converted_module(bias: bool, recipe: Recipe, device: torch.device) -> None:
     module = linear(256, 384, bias=bias, recipe=recipe, device=device)
     parameters = [plain(p).requires_grad_() for p in module.parameters()]
-    x, grad = randn(2, 5, 384, device=device), randn(2, 5, 256, seed=3, device=device)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, z = module(a), functional.linear(b, *parameters, recipe=recipe)
-    y.backward(grad), z.backward(grad)
-    assert torch.equal(y, z)
-    assert torch.equal(a.grad, b.grad)
-    for converted, stateless in zip(module.parameters(), parameters, strict=True):
-        assert torch.equal(converted.grad, stateless.grad)
+    stateless = functools.partial(functional.linear, recipe=recipe)
+    got = step(lambda x: stateless(x, *parameters), randn(2, 5, 384, device=device), of=parameters)
+    assert_bits(got, step(module, randn(2, 5, 384, device=device)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -122,25 +117,15 @@ def viewed(view: str, shape: tuple[int, ...]) -> Tensor:
     return randn(*shape)
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [
-        lambda w: BlockwiseFP8Weight(w, POWER_OF_TWO),
-        lambda w: BlockwiseFP8Tensor.from_values(w, (128, 128), POWER_OF_TWO),
-    ],
-)
-def test_the_recipe_comes_with_the_weight(weight: Callable[[Tensor], Tensor]) -> None:
+def test_the_recipe_comes_with_an_operand() -> None:
     x, w = randn(5, 384), randn(256, 384, seed=1)
     wanted = functional.linear(x, w, recipe=POWER_OF_TWO)
-    assert torch.equal(functional.linear(x, weight(w)), wanted)
-    assert torch.equal(F.linear(x, weight(w)), wanted)
     assert not torch.equal(functional.linear(x, w), wanted)  # the recipes do differ here
-
-
-def test_the_recipe_comes_with_the_input() -> None:
-    x, w = randn(5, 384), randn(256, 384, seed=1)
-    y = functional.linear(blocktensor.quantize(x, POWER_OF_TWO), w)
-    assert torch.equal(y, functional.linear(x, w, recipe=POWER_OF_TWO))
+    assert torch.equal(functional.linear(quantize(x, POWER_OF_TWO), w), wanted)
+    trained = BlockwiseFP8Weight(w, POWER_OF_TWO)
+    for weight in (trained, BlockwiseFP8Tensor.from_values(w, SQUARE, POWER_OF_TWO)):
+        assert torch.equal(functional.linear(x, weight), wanted)
+        assert torch.equal(F.linear(x, weight), wanted)
 
 
 # What is no tensor, no recipe, or of a dtype that does not fit

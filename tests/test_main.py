@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,40 +111,33 @@ def test_the_self_check_runs_the_devices_kernels(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
-def test_a_wrong_product_fails(
+def test_a_wrong_product_fails_and_nan_does(
     cpu_only: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     product: str,
 ) -> None:
-    linear = blocktensor.functional.linear
+    linear, wrong = blocktensor.functional.linear, {product: 1.01}
 
     class Wrong(torch.autograd.Function):
         """A linear of which one product is one in a hundred too large."""
 
         @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, w: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
             ctx.save_for_backward(x, w)
-            return linear(x, w) * (1.01 if product == "fprop" else 1)
+            return linear(x, w) * wrong.get("fprop", 1)
 
         @staticmethod
-        def backward(
-            ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
-        ) -> tuple[Tensor, ...]:
-            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]  # type: ignore[attr-defined]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             with torch.enable_grad():
                 y = linear(*leaves)
-            dx, dw = torch.autograd.grad(y, leaves, grads[0])
-            return dx * (1.01 if product == "dgrad" else 1), dw * (
-                1.01 if product == "wgrad" else 1
-            )
+            dx, dw = torch.autograd.grad(y, leaves, grad)
+            return dx * wrong.get("dgrad", 1), dw * wrong.get("wgrad", 1)
 
     monkeypatch.setattr(blocktensor.functional, "linear", Wrong.apply)
     assert command.main() == 1
     assert "self-check on cpu: FAILED, errors" in capsys.readouterr().out
-
-
-def test_nan_fails() -> None:
     assert not command._holds({"fprop": (float("nan"), 0.04)})
 
 

@@ -1,4 +1,4 @@
-"""The FSDP2 benchmark: which commands it runs, and what it makes of their results."""
+"""Benchmarks of several ranks: commands and rows of FSDP2, and variants that compute alike."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ import torch
 
 pytest.importorskip("rich")
 
+import importlib
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from benchmarks import __main__ as cli
 from benchmarks import fsdp2
+from benchmarks.timing import Call
+from blocktensor import BlockwiseFP8Weight
+from tests.support.numeric import assert_same
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.scripts import examples
 
 
@@ -44,38 +54,23 @@ def test_one_gpu_is_too_few(
 
 
 def test_rows_are_compared_on_as_many_ranks() -> None:
-    def row(
-        variant: str,
-        ranks: int,
-        speed: float,
-        peak: int | None,
-        dry: bool = False,
-        microbatches: int = 1,
-    ) -> Any:
-        result = {
-            "world_size": ranks,
-            "model": {"parameters": 8_000_000_000},
-            "tokens_per_second_per_gpu": speed,
-            "mfu": 0.56789,
-            "max_memory_allocated": peak,
-            "step_seconds": 0.5,
-        }
-        run = fsdp2.Run(variant, microbatches, dry, ["python", "x.py"])
-        return fsdp2.row_of(run, result, {} if dry else {"gemms": 1.26})
-
     rows: list[Any] = []
-    for made in (
-        row("bf16", 2, 1000, 2**30),
-        row("fp8", 2, 1250, 2**29),
-        row("fp8, gathered in bf16", 2, 1200, 2**30),
-        row("bf16", 2, 5000, 2**20, dry=True),
-        row("fp8", 2, 6000, 2**20, dry=True),
-        row("bf16", 4, 900, None),
-        row("fp8", 4, 1080, None),
-        row("bf16", 2, 1100, 2**30, microbatches=16),
-        row("fp8, fused, head in fp8", 2, 1430, 2**30, microbatches=16),
+    for variant, ranks, speed, peak, is_dry, microbatches in (
+        ("bf16", 2, 1000, 2**30, False, 1),
+        ("fp8", 2, 1250, 2**29, False, 1),
+        ("fp8, gathered in bf16", 2, 1200, 2**30, False, 1),
+        ("bf16", 2, 5000, 2**20, True, 1),
+        ("fp8", 2, 6000, 2**20, True, 1),
+        ("bf16", 4, 900, None, False, 1),
+        ("fp8", 4, 1080, None, False, 1),
+        ("bf16", 2, 1100, 2**30, False, 16),
+        ("fp8, fused, head in fp8", 2, 1430, 2**30, False, 16),
     ):
-        rows.append(fsdp2.compared(made, rows))
+        result = {"world_size": ranks, "model": {"parameters": 8_000_000_000}, "mfu": 0.56789}
+        result |= {"tokens_per_second_per_gpu": speed, "max_memory_allocated": peak}
+        run = fsdp2.Run(variant, microbatches, is_dry, ["python", "x.py"])
+        parts = {} if is_dry else {"gemms": 1.26}
+        rows.append(fsdp2.compared(fsdp2.row_of(run, {**result, "step_seconds": 0.5}, parts), rows))
     assert [r["speed_of_bf16"] for r in rows] == [1, 1.25, 1.2, 1, 1.2, 1, 1.2, 1, 1.3]
     assert [r.get("speed_of_fp8") for r in rows] == [None, None, 0.96, *[None] * 6]
     assert [r.get("peak_of_bf16") for r in rows] == [1, 0.5, 1, 1, 1, None, None, 1, 1]
@@ -92,13 +87,23 @@ def test_variants_are_options_of_the_example() -> None:
 
 
 def test_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One real run and a dry one, of the first variant, to which others are compared.
+    """One real run, and a dry one in this process, of the first variant.
 
     It has the flags of FP8 here; that other variants' flags are known is tested above.
     """
-    made = fsdp2.runs
+    made, run_to_end = fsdp2.runs, fsdp2.run_to_end
+
+    def run(words: list[str], timeout: float) -> None:
+        if words[0] == "torchrun":
+            run_to_end(words, timeout)
+        else:
+            assert words[:2] == ["python", "examples/fsdp2_llama.py"]
+            with examples() as load:
+                assert load("fsdp2_llama").main(words[2:]) == 0
+
+    monkeypatch.setattr(fsdp2, "run_to_end", run)
     monkeypatch.setattr(
-        fsdp2, "runs", lambda *args: [run for run in made(*args) if run.variant == "bf16"]
+        fsdp2, "runs", lambda *args: [r for r in made(*args) if r.variant == "bf16"]
     )
     fp8 = fsdp2.VARIANTS["fp8"]
     monkeypatch.setattr(fsdp2, "VARIANTS", {"bf16": fp8, "fp8": fp8})
@@ -115,3 +120,67 @@ def test_what_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "runs", lambda *_: [fsdp2.Run("bf16", 1, True, words)])
     with pytest.raises(RuntimeError, match="out of memory"):
         list(fsdp2.measure(gpus=2))
+
+
+def calls_of(name: str, *arguments: Any) -> tuple[list[nn.Module], dict[str, Call]]:
+    """The models of a benchmark's variants, and its ``calls`` of the shape "tiny"."""
+    models: list[nn.Module] = []
+    with examples(), pytest.MonkeyPatch.context() as patch:
+        worker = importlib.import_module(f"benchmarks.{name}")
+        made = worker.variant
+
+        def variant(*args: Any) -> nn.Module:
+            models.append(made(*args))
+            return models[-1]
+
+        patch.setattr(worker, "variant", variant)
+        calls = worker.calls(worker.SHAPES["tiny"], *arguments)
+        assert tuple(calls) == worker.VARIANTS
+        return models, calls
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+@on_ranks(2, gpus=())
+def test_tensor_parallel_variants_compute_alike(world: int, device: str) -> None:
+    mesh = shared_mesh(device, world, names=("tensor",))
+    blocks, calls = calls_of("tensor_parallel", 256, mesh)
+    computed = []
+    for block, call in zip(blocks, calls.values(), strict=True):
+        call()
+        call()
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
+        casts = [w.cache.casts for w in local if isinstance(w, BlockwiseFP8Weight)]
+        assert casts in ([], [2] * 7)
+        computed.append(torch.cat([grad.flatten() for grad in gradients(block).values()]))
+    bf16, ours, fp8, square = computed
+    assert torch.equal(bf16, ours)
+    assert not torch.equal(fp8, square)
+    for gradient in (fp8, square):
+        assert 0 < (gradient - bf16).norm() < 0.1 * bf16.norm()
+
+
+@on_ranks(2, gpus=())
+def test_expert_parallel_variants_compute_alike(world: int, device: str) -> None:
+    mesh = shared_mesh(device, world, names=("experts",))
+    models, calls = calls_of("expert_parallel", 256, 1, mesh)
+    computed = {}
+    for model, (name, call) in zip(models, calls.items(), strict=True):
+        call()
+        call()
+        computed[name] = gradients(model)
+    for name, parameters in computed.items():
+        reference = computed["bf16, gathered" if "gathered" in name else "bf16"]
+        for parameter, grad in parameters.items():
+            error = (grad - reference[parameter]).norm() / reference[parameter].norm()
+            if name.startswith("bf16"):
+                assert error == 0
+            elif "router" not in parameter:  # small differences send tokens elsewhere
+                assert 0 < error < 0.15, (name, parameter)
+    for parameter, grad in computed["fp8, fused"].items():
+        assert_same(grad, computed["fp8"][parameter])
+    sent = "fp8, fused, tokens sent in fp8", "fp8, fused, tokens and gradients sent in fp8"
+    assert not torch.equal(*(computed[name]["0.q.weight"] for name in sent))

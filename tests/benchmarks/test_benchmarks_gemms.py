@@ -1,27 +1,30 @@
-"""Benchmarks of GEMMs, of one matrix and of groups, without a GPU: operands, rows, peers."""
+"""Benchmarks of GEMMs without a GPU: operands, rows, peers, and the tiles that they choose."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gemm, grouped, peers, shapes, toolchain
+from benchmarks import gemm, grouped, peers, shapes, tiles, toolchain
 from benchmarks.grouped import GROUPS, KINDS, Case
 from blocktensor.ops import devices
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
+from blocktensor.ops.devices import Card
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm import choose_backend
+from blocktensor.ops.gemm.hopper.tiles import FILE
 from blocktensor.ops.registry import Backend
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
 EXPERTS, TOKENS, N, K = 3, 1280, 144, 160
 
 
-def sqnr(got: Tensor, wanted: Tensor) -> float:
-    """In decibels."""
+def decibels(got: Tensor, wanted: Tensor) -> float:
     wanted = wanted.float()
     return (20 * torch.log10(wanted.norm() / (got.float() - wanted).norm())).item()
 
@@ -47,22 +50,26 @@ def test_sizes_that_cannot_add_up_are_an_error() -> None:
         shapes.group_sizes(4, 100, 128)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "cast" not in kind])
-def test_all_candidates_of_a_product_compute_it(kind: str) -> None:
+def computed(kind: str) -> tuple[grouped.Inputs, dict[str, Any]]:
+    """The operands of a case, and what each candidate makes of them."""
     torch.manual_seed(0)
     inputs = grouped.make_inputs(case(kind), "cpu")
-    found: dict[str, Any] = {}
-    for name, maker in {**grouped.ours(case(kind)), **grouped.others(case(kind))}.items():
-        found[name] = maker(inputs)()
+    makers = {**grouped.ours(case(kind)), **grouped.others(case(kind))}
+    return inputs, {name: maker(inputs)() for name, maker in makers.items()}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "cast" not in kind])
+def test_all_candidates_of_a_product_compute_it(kind: str) -> None:
+    inputs, found = computed(kind)
     assert set(found) >= {"blocktensor", "dense", "bf16"}
     assert found["blocktensor"].dtype == case(kind).out_dtype
-    assert sqnr(found["blocktensor"], found["bf16"]) > 25
+    assert decibels(found["blocktensor"], found["bf16"]) > 25
     if kind == "fprop":
         first = slice(0, inputs.offs[0])
         assert torch.equal(found["dense"][first], found["blocktensor"][first])
         assert found["dense"].shape == found["blocktensor"].shape, "as much work"
     else:
-        assert sqnr(found["dense"], found["blocktensor"].float().sum(0)) > 25
+        assert decibels(found["dense"], found["blocktensor"].float().sum(0)) > 25
 
 
 def test_a_product_that_adds_adds_to_its_own_output() -> None:
@@ -78,17 +85,13 @@ def test_a_product_that_adds_adds_to_its_own_output() -> None:
 
 @pytest.mark.parametrize("kind", ["cast", "square_cast"])
 def test_casts_are_of_the_same_rows(kind: str) -> None:
-    torch.manual_seed(0)
-    inputs = grouped.make_inputs(case(kind), "cpu")
-    found: dict[str, Any] = {
-        name: maker(inputs)() for name, maker in grouped.ours(case(kind)).items()
-    }
+    _, found = computed(kind)
+    assert found.keys() == {"blocktensor", "dense"}
     (rows, columns), (dense_rows, dense_columns) = found["blocktensor"], found["dense"]
     assert torch.equal(rows.data.view(torch.uint8), dense_rows.data.view(torch.uint8))
     assert columns.data.shape[0] == dense_columns.data.shape[0] == K
     assert columns.format is dense_columns.format is case(kind).x_columnwise
     assert columns.format.transposes == (kind == "square_cast")
-    assert grouped.others(case(kind)) == {}
 
 
 def test_amounts_of_work() -> None:
@@ -174,7 +177,7 @@ def test_operands_of_wgrad_are_cast_by_group() -> None:
     assert first % 128, "the blocks of the second group begin anew"
     form = Quantized(inputs.b.data[:, :128], inputs.b.scale[:, :1], inputs.b.format)
     back = dequantize(form, torch.bfloat16)
-    assert sqnr(back, inputs.right[:128].t()) > 25
+    assert decibels(back, inputs.right[:128].t()) > 25
     end = inputs.b.data[:, first : -(-first // 128) * 128]
     assert not end.float().any()
 
@@ -249,12 +252,8 @@ def test_every_backend_that_takes_a_shape_is_measured(kind: str) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_cublas_is_the_peer_of_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fp32 product without the addition."""
-    asked = []
-
-    def fake(*args: Any) -> Any:
-        asked.append(args[-1])
-
-    monkeypatch.setattr(Backend, "function", lambda backend, name: fake)
+    asked: list[Any] = []
+    monkeypatch.setattr(Backend, "function", lambda *_: lambda *args: asked.append(args[-1]))
     maker = gemm.ours(gemm.Case("wgrad_add", 4096, 2048, 7168))["cublas"]
     form = Quantized(torch.zeros(1), torch.zeros(1), BLOCKS_1X128)
     maker(gemm.Inputs(form.data, form.data, form, form, form.data, form))()
@@ -272,19 +271,19 @@ def test_a_row_of_one_matrix_has_rates_and_ratios() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_flops_and_problems() -> None:
-    """A weight gradient contracts tokens."""
-    fprop, wgrad, adds = (
-        gemm.Case(kind, 4096, 2048, 7168) for kind in ("fprop", "wgrad", "wgrad_add")
-    )
-    assert adds.flops == 2 * 4096 * 2048 * 7168
-    assert adds.out_dtype == torch.float32
-    for case, sizes in (
-        (fprop, (4096, 2048, 7168, BLOCKS_128X128)),
-        (wgrad, (2048, 7168, 4096, BLOCKS_1X128)),
-    ):
-        problem = case.problem(False)
-        assert (problem.m, problem.n, problem.k, problem.b_format) == sizes
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("fprop", (4096, 2048, 7168, BLOCKS_128X128, torch.bfloat16)),
+        ("wgrad", (2048, 7168, 4096, BLOCKS_1X128, torch.bfloat16)),  # contracts tokens
+        ("wgrad_add", (2048, 7168, 4096, BLOCKS_1X128, torch.float32)),
+    ],
+)
+def test_flops_and_problems(kind: str, sizes: tuple[Any, ...]) -> None:
+    made = gemm.Case(kind, 4096, 2048, 7168)
+    assert made.flops == 2 * 4096 * 2048 * 7168
+    problem = made.problem(False)
+    assert (problem.m, problem.n, problem.k, problem.b_format, made.out_dtype) == sizes
 
 
 def test_rows_are_ratios_to_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +301,30 @@ def test_rows_are_ratios_to_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert over == {("cublas", 1.1), ("bf16", 1.5)}
     assert {rounds for _, rounds in asked} == {2}
     assert len(list(toolchain.measure(**toolchain.QUICK))) == 1
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the file, in place of it; an H100 measures."""
+    made = tmp_path / "tiles.json"
+    made.write_text(FILE.read_text())
+    monkeypatch.setattr(tiles, "FILE", made)
+    monkeypatch.setattr(tiles, "card", lambda device: Card("H100", 132))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    return made
+
+
+def test_a_card_writes_its_part_alone_and_a_kernel_has_a_line(copy: Path) -> None:
+    before = json.loads(copy.read_text())
+    speeds = before["H100"]["speeds"]
+    measured = {"block_us": 0.5, "mean_error": 0.1}
+    tiles.publish([{"kernel": name, **speed, **measured} for name, speed in speeds.items()])
+    after = json.loads(copy.read_text())
+    assert list(after) == list(before)
+    assert after["H200"] == before["H200"]
+    assert after["H100"]["gpu"] == "NVIDIA H100 80GB HBM3"
+    assert after["H100"]["command"] == "python -m benchmarks tiles"
+    wanted = {name: {**speed, "block_us": 0.5} for name, speed in speeds.items()}
+    assert after["H100"]["speeds"] == wanted
+    lines = [line for line in copy.read_text().splitlines() if "block_us" in line]
+    assert len(lines) == sum(len(part["speeds"]) for part in after.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,17 +11,22 @@ from torch import Tensor, nn
 
 from benchmarks import block, experts, head, hf_llama, memory, microbatches, shards
 from benchmarks.llama import Shape, stack, step
+from benchmarks.routing import combined, inverse, on_host, permuted, rows_of_tokens
 from benchmarks.timing import Call
 from blocktensor import (
+    BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     MinSizes,
+    Recipe,
     convert,
     share_inputs,
     to_blockwise_fp8_weights,
 )
+from tests.support.compiling import assert_as_eager, fresh, graphs
 from tests.support.mlps import fused_in
 from tests.support.models import randn
 from tests.support.norms import fused_norms
+from tests.support.numeric import assert_same
 
 TINY = Shape(dim=64, hidden=160, heads=4, kv_heads=2)
 SHARD = Shape(dim=256, hidden=1024, heads=16, kv_heads=8)
@@ -42,10 +46,8 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiler() -> Iterator[None]:
-    torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    with fresh():
+        yield
 
 
 class Kind(NamedTuple):
@@ -66,18 +68,22 @@ def same_base(make: Callable[[], nn.Module], variant: Callable[..., nn.Module]) 
     return made
 
 
+def run_whole(model: nn.Module, x: Tensor, grad: Tensor) -> Call:
+    return step(model, model, x, grad)
+
+
 KINDS = {
     "block": Kind(
         block.VARIANTS,
         same_base(lambda: stack(TINY, 2, "cpu"), block.variant),
-        lambda model, x, grad: step(model, model, x, grad),
+        run_whole,
         (2, 8, TINY.dim),
         14,
     ),
     "shards": Kind(
         shards.VARIANTS,
         same_base(lambda: shards.Shard(SHARD).to(torch.bfloat16), shards.variant),
-        lambda model, x, grad: step(model, model, x, grad),
+        run_whole,
         (24, SHARD.dim),
         7,
     ),
@@ -135,14 +141,8 @@ def test_what_is_shared_and_fused() -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_a_block_compiles_in_one_graph() -> None:
-    model: nn.Module = block.variant("fp8", stack(TINY, 1, "cpu"))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
-    got = []
-    for run in (model, compiled):
-        step(model, run, x, grad)()
-        got.append([x.grad, *[p.grad for p in model.parameters()]])
-    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+    assert_as_eager(block.variant("fp8", stack(TINY, 1, "cpu")), randn(2, 8, TINY.dim))
+    assert graphs() == 1
 
 
 def test_policies_of_the_microbatches_compute_alike_and_cast_as_they_say() -> None:
@@ -160,7 +160,7 @@ def test_policies_of_the_microbatches_compute_alike_and_cast_as_they_say() -> No
         results.append([p.grad for p in model.parameters()])
     assert casts == {"backward": 4, "step": 1, False: 8}
     for grads in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
+        assert all(map(torch.equal, grads, results[0]))
 
 
 @pytest.mark.parametrize("name", experts.VARIANTS)
@@ -226,11 +226,9 @@ TRANSFORMERS = [
 @pytest.mark.parametrize(("family", "name"), TRANSFORMERS)
 def test_models_of_transformers_train(family: str, name: str) -> None:
     pytest.importorskip("transformers")
-    made = {
-        "qwen3": partial(experts.make_qwen3, shape=QWEN3),
-        "llama": partial(hf_llama.make_model, shape=LLAMA),
-    }
-    model: Any = made[family](name, device="cpu")
+    shape: Any = {"qwen3": QWEN3, "llama": LLAMA}[family]
+    make: Any = {"qwen3": experts.make_qwen3, "llama": hf_llama.make_model}[family]
+    model = make(name, shape=shape, device="cpu")
     assert isinstance(model.lm_head.weight, BlockwiseFP8Weight) == ("head" in name)
     if family == "llama":
         assert len(fused_in(model)) == (2 if "fused" in name else 0)
@@ -302,3 +300,55 @@ def test_what_is_compiled_saves_no_fp8_weight() -> None:
 
     assert saved("fp8", wrap) > 0
     assert (torch.float8_e4m3fn, torch.Size([MEMORY.hidden, TOKENS])) in types
+
+
+ROUTED, TOP_K, DIM = 9, 3, 256
+
+
+def test_rows_and_their_way_back() -> None:
+    order = torch.randperm(ROUTED * TOP_K)
+    back = inverse(order)
+    assert torch.equal(back[order], torch.arange(ROUTED * TOP_K))
+    found = torch.randn(ROUTED, DIM, requires_grad=True)
+    wanted = found.detach().clone().requires_grad_()
+    grad = torch.randn(ROUTED * TOP_K, DIM)
+
+    rows = rows_of_tokens(found, order, back, TOP_K, None)
+    assert torch.equal(rows, wanted[order // TOP_K])
+    permuted(rows, back, order).backward(grad)
+    wanted[order // TOP_K][back].backward(grad)
+    torch.testing.assert_close(found.grad, wanted.grad)
+    assert torch.equal(permuted(rows, back, order), found.repeat_interleave(TOP_K, 0))
+
+
+def test_rows_that_are_cast_before_they_are_picked() -> None:
+    recipe, order = Recipe(scale="power_of_two"), torch.randperm(ROUTED * TOP_K)
+    x = torch.randn(ROUTED, DIM, dtype=torch.bfloat16).requires_grad_()
+    rows = rows_of_tokens(x, order, inverse(order), TOP_K, recipe)
+    assert isinstance(rows, BlockwiseFP8Tensor)
+    wanted = BlockwiseFP8Tensor.from_values(x[order // TOP_K].detach(), recipe=recipe)
+    assert_same(rows.dequantize(), wanted.dequantize())
+    picked = permuted(rows, inverse(order), order)
+    picked.backward(torch.ones(ROUTED * TOP_K, DIM, dtype=torch.bfloat16))
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, TOP_K))
+
+
+def test_the_weighted_sum_of_a_tokens_rows() -> None:
+    order = torch.randperm(ROUTED * TOP_K)
+    operands = torch.randn(ROUTED * TOP_K, DIM), torch.rand(ROUTED, TOP_K)
+    found = [x.clone().requires_grad_() for x in operands]
+    wanted = [x.double().requires_grad_() for x in operands]
+    grad = torch.randn(ROUTED, DIM)
+    got = combined(*found, order, inverse(order))
+    y, weights = wanted
+    reference = (y[inverse(order)].view(ROUTED, TOP_K, DIM) * weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(got, reference.float())
+    got.backward(grad)
+    reference.backward(grad.double())
+    for a, b in zip(found, wanted, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad.float())
+
+
+def test_numbers_on_the_host() -> None:
+    assert on_host(torch.tensor([[1, 2], [3, 4]]))() == [[1, 2], [3, 4]]

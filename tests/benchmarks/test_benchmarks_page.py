@@ -1,15 +1,16 @@
-"""The generated parts of README.md and docs/results.md."""
+"""The generated parts of README.md and docs/results.md, and plots, from results on disk."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import page_parts, plots, results, results_page, shapes
+from benchmarks import page_parts, plots, results, results_page
 from benchmarks.results import Row
 from benchmarks.results_page import END, PAGES, README, RESULTS, START, Page
 
@@ -17,7 +18,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.na
 
 
 def rows_shown(folder: Path) -> list[str]:
-    """The lines of tables on the page of results."""
     return [line for line in RESULTS.render(folder).splitlines() if line.startswith("|")]
 
 
@@ -84,18 +84,16 @@ def test_plots_are_linked_once_they_are_drawn(
     assert link in copy.render(tmp_path).splitlines()
 
 
-def gemm_row(kind: str, shape: shapes.Shape, ours: float, cublas: float | None) -> Row:
-    m, n, k = shape
-    sizes = {"kind": kind, "m": m, "n": n, "k": k}
-    return {**sizes, "blocktensor": ours, "cublas": cublas, "tensorwise": 1250.0}
-
-
 @pytest.mark.usefixtures("no_plots")
 def test_gemms(tmp_path: Path) -> None:
-    rows = [
-        gemm_row("fprop", (4096, 2048, 7168), 1200.0, 1000.0) | {"bf16": 600.0, "deepgemm": 1200.0},
-        gemm_row("fprop", (4096, 2048, 2048), 1000.0, 1000.0),
-        gemm_row("wgrad", (4096, 2048, 7168), 900.0, None),
+    peers = {"bf16": 600.0, "deepgemm": 1200.0}
+    rows: list[Row] = [
+        {"kind": kind, "m": 4096, "n": 2048, "k": k, "tensorwise": 1250.0, **speeds}
+        for kind, k, speeds in (
+            ("fprop", 7168, {"blocktensor": 1200.0, "cublas": 1000.0, **peers}),
+            ("fprop", 2048, {"blocktensor": 1000.0, "cublas": 1000.0}),
+            ("wgrad", 7168, {"blocktensor": 900.0, "cublas": None}),
+        )
     ]
     results.write("gemm", rows, tmp_path, absent={"torchao": "No module", "deepgemm": "No module"})
     lines, table = RESULTS.render(tmp_path).splitlines(), rows_shown(tmp_path)
@@ -116,20 +114,17 @@ def test_host_times(tmp_path: Path) -> None:
 
 
 def test_losses_of_both_demos(tmp_path: Path) -> None:
-    runs = [
-        {"seed": 3, "precision": precision, "heldout_loss": loss}
-        for precision, loss in (("bf16", 2.0), ("fp8", 2.01))
-    ]
+    losses = {"bf16": 2.0, "fp8": 2.01}
+    runs = [{"seed": 3, "precision": p, "heldout_loss": loss} for p, loss in losses.items()]
     for name, model in (("train_lm", {}), ("train_moe", {"experts": 8})):
         config = {"parameters": 1.1e8, "steps": 400, "model": model}
         demo = {"runs": runs, "config": config, "device": {"name": "CPU"}, "date": "2026-01-02T3"}
         (tmp_path / f"{name}.json").write_text(json.dumps(demo))
     text = RESULTS.render(tmp_path)
     assert text.count("| 3 | 2.0000 | 2.0100 | +0.50% |") == 2
-    assert "**The demo's model, 110M parameters, 400 steps**" in text
-    assert "(`python examples/train_lm.py --seeds 1`, CPU, 2026-01-02)" in text
-    assert "**The demo's mixture of experts, 110M parameters, 400 steps**" in text
-    assert "(`python examples/train_lm.py --experts 8 --seeds 1`, CPU, 2026-01-02)" in text
+    for what, flags in (("model", ""), ("mixture of experts", "--experts 8 ")):
+        assert f"**The demo's {what}, 110M parameters, 400 steps**" in text
+        assert f"(`python examples/train_lm.py {flags}--seeds 1`, CPU, 2026-01-02)" in text
 
 
 @pytest.mark.parametrize(
@@ -143,3 +138,100 @@ def test_results_of_a_card_have_a_folder(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: device)
     assert results.here() == tmp_path / folder
+
+
+SHAPE = {"m": 4096, "n": 2048, "k": 2048}
+GROUPS = {"experts": 4, "tokens": 512, "n": 8, "k": 16, "dense": 1200.0, "bf16": 600.0}
+LAYER = {"what": "layer", "experts": 8, "tokens": 64}
+MEASURED: dict[str, list[Row]] = {
+    "gemm": [
+        {**SHAPE, "kind": "fprop", "blocktensor": 1050.0, "cublas": 930.0, "tensorwise": 1120.0},
+        {**SHAPE, "kind": "wgrad", "blocktensor": 930.0, "cublas": None, "deepgemm": 900.0},
+    ],
+    "linear": [{**SHAPE, "eager_speedup": 0.8, "graph_speedup": 1.0}],
+    "cast": [
+        {"op": "rowwise", "dtype": "bfloat16", "m": 4096, "k": 2048, "share_of_copy": 0.5},
+        {"op": "rowwise", "dtype": "float32", "m": 4096, "k": 2048, "share_of_copy": 0.6},
+        {"op": "transpose", "dtype": "float8_e4m3fn", "m": 4096, "k": 2048, "share_of_copy": 0.4},
+    ],
+    "memory": [
+        {"policy": p, "mode": "eager", "weights_mib": w, "saved_mib": 5.0, "peak_mib": 20.0}
+        for p, w in (("bf16", 8.0), ("fp8, frozen", 4.0))
+    ],
+    "grouped": [
+        {**GROUPS, "kind": "fprop", "groups": "ragged", "blocktensor": 1100.0},
+        {**GROUPS, "kind": "fprop", "groups": "aligned", "blocktensor": 1150.0},
+        {**GROUPS, "kind": "wgrad", "groups": "ragged", "blocktensor": 900.0},
+        {**GROUPS, "kind": "wgrad", "groups": "aligned", "blocktensor": 950.0},
+        {**GROUPS, "kind": "cast", "groups": "ragged", "blocktensor": 3000.0},
+    ],
+    "experts": [
+        {**LAYER, "variant": "bf16", "gemms_us": 3000.0, "elementwise_us": 500.0},
+        {**LAYER, "variant": "fp8", "gemms_us": 2000.0, "elementwise_us": 250.0},
+        {**LAYER, "variant": "fp8", "what": "Qwen3-MoE, 2 layers"},
+    ],
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    for name, rows in MEASURED.items():
+        results.write(name, rows, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def is_drawing(path: Path) -> bool:
+    """Whether the file is a PNG that has more than a background."""
+    from matplotlib.image import imread
+
+    return bool(imread(path)[..., :3].std() > 0.01)
+
+
+def test_every_plot_is_drawn(source: Path, tmp_path: Path) -> None:
+    written = plots.draw(source, tmp_path / "plots")
+    assert [path.name for path in written] == [plot.file for plot in plots.PLOTS]
+    assert all(is_drawing(path) for path in written)
+    assert plots.missing(source) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "heights"),
+    [
+        ("gemm_fprop", [1050.0, 930.0]),
+        ("gemm_wgrad", [930.0, 900.0]),  # a kernel without a number has no bar
+        ("cast_roofline", [50.0, 40.0]),  # not from fp32
+        ("memory_peak", [8.0, 4.0, 5.0, 5.0, 7.0, 11.0]),  # parts of the peak
+        ("grouped_wgrad", [900.0, 600.0, 1200.0]),  # ragged groups of one kind
+        ("experts_time", [3.0, 2.0, 0.5, 0.25]),  # layers alone
+    ],
+)
+def test_bars(file: str, heights: list[float]) -> None:
+    axes: Any = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    (plot,) = (plot for plot in plots.PLOTS if plot.file == f"{file}.png")
+    plot.draw(axes, MEASURED[plot.result])
+    assert [bar.get_height() for bar in axes.patches] == heights
+    if file == "gemm_fprop":
+        (line,) = axes.collections
+        assert [y for _, y in line.get_segments()[0]] == [1120.0, 1120.0], "the limit"
+    if file == "experts_time":
+        assert [bar.get_y() for bar in axes.patches] == [0.0, 0.0, 3.0, 2.0], "on each other"
+    if file == "grouped_wgrad":
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
+
+
+def test_missing_results_are_named_and_the_rest_is_drawn(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (source / "gemm.json").unlink()
+    monkeypatch.setattr(plots, "FOLDER", tmp_path / "plots")
+    assert cli.main(["plot", "--out", str(source)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    drawn = ["linear_speedup.png", "cast_roofline.png", "memory_peak.png"]
+    drawn += ["grouped_fprop.png", "grouped_wgrad.png", "experts_time.png"]
+    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:6]] == drawn
+    assert shown[6:] == ["gemm.json is missing: python -m benchmarks gemm"]
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(drawn)

@@ -28,19 +28,14 @@ SPENT = {
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>": 8.0,
     "Memcpy DtoD (Device -> Device)": 6.0,
 }
+ATTENTION = "pytorch_flash::flash_fwd_kernel"
 
 
 def test_kernels_belong_to_parts_and_none_is_lost() -> None:
     parts = profiled.by_part(SPENT)
     assert parts == {
-        "gemms": 400.0,
-        "attention": 150.0,
-        "activation_casts": 10.0,
-        "weight_casts": 4.0,
-        "weight_transposes": 2.0,
-        "norms": 8.0,
-        "swiglu": 8.0,
-        "rest": 14.0,
+        **{"gemms": 400.0, "attention": 150.0, "norms": 8.0, "swiglu": 8.0, "rest": 14.0},
+        **{"activation_casts": 10.0, "weight_casts": 4.0, "weight_transposes": 2.0},
     }
     assert sum(parts.values()) == sum(SPENT.values())
 
@@ -49,19 +44,10 @@ def test_a_row() -> None:
     busy = profiled.Busy(SPENT, wall=640.04, idle=44.0)
     row = layer.row_of("fp8", "compiled", 0.65, busy, {"gemms": 200.04})
     assert row == {
-        "variant": "fp8",
-        "mode": "compiled",
-        "step_us": 650.0,
-        "wall_us": 640.0,
-        "gemms_us": 400.0,
-        "attention_us": 150.0,
-        "casts_us": 16.0,
-        "norms_us": 8.0,
-        "swiglu_us": 8.0,
-        "rest_us": 14.0,
-        "idle_us": 44.0,
-        "gemms_limit_us": 200.0,
-        "attention_kernel": "pytorch_flash::flash_fwd_kernel",
+        **{"variant": "fp8", "mode": "compiled", "attention_kernel": ATTENTION},
+        **{"step_us": 650.0, "wall_us": 640.0, "idle_us": 44.0, "gemms_limit_us": 200.0},
+        **{"gemms_us": 400.0, "attention_us": 150.0, "casts_us": 16.0, "norms_us": 8.0},
+        **{"swiglu_us": 8.0, "rest_us": 14.0},
     }
     assert profiled.attention_kernel({"gemm_kernel": 1.0}) == "none"
 
@@ -85,27 +71,6 @@ def test_limits_of_llama_8b() -> None:
     assert bf16["casts"] == 0.0 < fp8["casts"] < 2000
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("grouped_kernel", "gemms"),
-        ("void cutlass::device_kernel<at::cuda::detail::enable_3x<cutlass::gemm", "gemms"),
-        ("void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>", "gemms"),
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "gemms"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::silu>", "elementwise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::sum_kernel>", "elementwise"),
-        ("cast_columnwise_kernel", "activation_casts"),
-        ("cast_ahead_kernel", "activation_casts"),
-        ("cast_128x128_kernel", "weight_casts"),
-        ("cast_with_transpose_kernel", "weight_casts"),
-        ("transpose_128x128_kernel", "weight_transposes"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-    ],
-)  # fmt: skip
-def test_kernels_are_told_apart_by_their_names(kernel: str, kind: str) -> None:
-    assert profiled.kind_of(kernel) == kind
-
-
 def test_every_kernel_of_the_package_has_a_kind() -> None:
     ops = Path(__file__).parents[2] / "blocktensor" / "ops"
     source = "".join(path.read_text() for path in ops.rglob("*.py"))
@@ -127,27 +92,41 @@ def test_a_profile_is_summed_by_kind() -> None:
     assert profiled.by_kind(events) == {"gemms": 7.0}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<LpNormFunctor<float>>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<CopyFunctor<float, float>>", "shards"),
-        ("void at::native::detail::split_with_sizes_copy_out_kernel<char>", "shards"),
-        ("void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>", "shards"),
-        ("void cunn_SoftMaxForward<8, float>", "loss"),
-        ("cross_entropy_kernel", "loss"),
-        ("sum_losses_kernel", "loss"),
-        ("nvjet_tst_128x256", "gemms"),
-        ("cast_128x128_kernel", "casts"),
-        ("cudnn_generated_fort_native_sdpa", "attention"),
-        ("void at::native::vectorized_elementwise_kernel", "rest"),
-    ],
-)
-def test_kernels_belong_to_parts_of_a_step(kernel: str, part: str) -> None:
-    assert profiled.part_in_step(kernel) == part
-    assert part in profiled.SHOWN
+KINDS = {
+    "grouped_kernel": "gemms",
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x<cutlass::gemm": "gemms",
+    "void at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>": "gemms",
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTN": "gemms",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::silu>": "elementwise",
+    "void at::native::reduce_kernel<512, 1, at::native::sum_kernel>": "elementwise",
+    "cast_columnwise_kernel": "activation_casts",
+    "cast_ahead_kernel": "activation_casts",
+    "cast_128x128_kernel": "weight_casts",
+    "cast_with_transpose_kernel": "weight_casts",
+    "transpose_128x128_kernel": "weight_transposes",
+    "Memcpy DtoD (Device -> Device)": "copies",
+}
+PARTS = {
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<LpNormFunctor<float>>": "optimizer",
+    "void at::native::multi_tensor_apply_kernel<CopyFunctor<float, float>>": "shards",
+    "void at::native::detail::split_with_sizes_copy_out_kernel<char>": "shards",
+    "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>": "shards",
+    "void cunn_SoftMaxForward<8, float>": "loss",
+    "cross_entropy_kernel": "loss",
+    "sum_losses_kernel": "loss",
+    "nvjet_tst_128x256": "gemms",
+    "cast_128x128_kernel": "casts",
+    "cudnn_generated_fort_native_sdpa": "attention",
+    "void at::native::vectorized_elementwise_kernel": "rest",
+}
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    assert {kernel: profiled.kind_of(kernel) for kernel in KINDS} == KINDS
+    assert {kernel: profiled.part_in_step(kernel) for kernel in PARTS} == PARTS
+    assert set(PARTS.values()) <= set(profiled.SHOWN)
 
 
 def test_a_trace_is_summed(tmp_path: Path) -> None:
@@ -186,15 +165,11 @@ def test_the_last_step_begins_after_an_update() -> None:
     assert profiled.last_step(begun) == found[4:]
 
 
-def test_nothing_ran() -> None:
-    assert profiled.parts_of([]) == dict.fromkeys(profiled.SHOWN, 0.0)
-
-
 def test_what_runs_beside_another_kernel_counts_twice() -> None:
-    parts = profiled.parts_of(
-        [Kernel("gemm", 0.0, 2000.0), Kernel("cast_1x128_kernel", 0.0, 1000.0)]
-    )
-    assert (parts["gemms"], parts["casts"], parts["idle"]) == (2.0, 1.0, 0.0)
+    kernels = [Kernel("gemm", 0.0, 2000.0), Kernel("cast_1x128_kernel", 0.0, 1000.0)]
+    nothing = profiled.parts_of([])
+    assert nothing == dict.fromkeys(profiled.SHOWN, 0.0)
+    assert profiled.parts_of(kernels) == {**nothing, "gemms": 2.0, "casts": 1.0}
 
 
 def test_time_beside_other_kernels() -> None:

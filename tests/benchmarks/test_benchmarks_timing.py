@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,10 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_round_robin_gives_milliseconds_a_call(clock: Clock) -> None:
-    calls = {
-        "fast": [lambda: clock.spend(0.5), lambda: clock.spend(1.5)],
-        "slow": [lambda: clock.spend(40.0)],
-    }
+    spend = partial(partial, clock.spend)
+    calls: Any = {"fast": [spend(0.5), spend(1.5)], "slow": [spend(40.0)]}
     times = timing.round_robin(calls, rounds=5, block_ms=12.0)
     assert times == pytest.approx({"fast": 1.0, "slow": 40.0})
 
@@ -62,15 +61,10 @@ def test_blocks_are_equally_long_and_inputs_rotate(clock: Clock) -> None:
 
 
 def test_warm_up_rounds_do_not_count_and_outliers_do_not_show(clock: Clock) -> None:
-    calls_made = 0
-
-    def call() -> None:
-        nonlocal calls_made
-        calls_made += 1
-        clock.spend(100.0 if calls_made in (5, 6, 9) else 10.0)
-
     # 1 call, 3 to estimate, then one a round: calls 5 and 6 warm up, 9 is one of five that count
-    assert timing.round_robin({"x": [call]}, rounds=5, block_ms=10.0) == {"x": 10.0}
+    ms = iter([10.0] * 4 + [100.0] * 2 + [10.0] * 2 + [100.0] + [10.0] * 2)
+    calls = {"x": [lambda: clock.spend(next(ms))]}
+    assert timing.round_robin(calls, rounds=5, block_ms=10.0) == {"x": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,6 @@ def test_candidates_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None
             raise RuntimeError
         return lambda: None
 
-    def timed(calls: dict[str, Any], rounds: int, block_ms: float) -> dict[str, float]:
-        return {name: 12.0 for name in calls}
-
     def maker(name: str) -> timing.Maker:
         return lambda i: lambda: seen.append(name)
 
@@ -122,7 +113,7 @@ def test_candidates_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     seen: list[str] = []
     monkeypatch.setattr(timing, "graphed", graphed)
-    monkeypatch.setattr(timing, "round_robin", timed)
+    monkeypatch.setattr(timing, "round_robin", lambda calls, **_: dict.fromkeys(calls, 12.0))
     options: dict[str, Any] = {"repeats": 2, "rounds": 1}
     ms, note = timing.times(
         [1, 2, 3], {"ours": maker("ours")}, {"eager": maker("eager"), "x": broken}, **options
@@ -136,21 +127,16 @@ def test_candidates_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sets_of_inputs_of_a_case_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def makers(name: str) -> Any:
-        return lambda case: {name: case}
-
+    makers: Any = [partial(dict.fromkeys, [name]) for name in ("set", "ours", "others")]
     monkeypatch.setattr(timing, "times", lambda *args, **options: (args, options))
     case = gemm.Case("fprop", 4096, 4096, 8192)  # 64 MiB are read: four sets rotate
-    made: Any = timing.times_of(case, makers("set"), makers("ours"), makers("others"), 5)
     operands = [{"set": case}] * 4, {"ours": case}, {"others": case}
-    assert made == (operands, {"repeats": 1, "rounds": 5})
+    assert timing.times_of(case, *makers, 5) == (operands, {"repeats": 1, "rounds": 5})
     assert [timing.sets_of(read) for read in (1, 100 * 2**20, 2**40)] == [8, 2, 1]
 
 
 def test_columns_by_mode() -> None:
     ms = {"bf16/eager": 3.0, "bf16/compiled": 2.0, "shared/eager": 1.5}
-    assert timing.by_mode(ms, "bf16") == {
-        **{"eager_ms": 3.0, "eager_speedup": 1.0, "compiled_ms": 2.0, "compiled_speedup": 1.0}
-    }
-    shared = timing.by_mode(ms, "shared")
-    assert list(shared.values()) == [1.5, 2.0, None, None]
+    columns = "eager_ms", "eager_speedup", "compiled_ms", "compiled_speedup"
+    assert timing.by_mode(ms, "bf16") == dict(zip(columns, (3.0, 1.0, 2.0, 1.0), strict=True))
+    assert list(timing.by_mode(ms, "shared").values()) == [1.5, 2.0, None, None]

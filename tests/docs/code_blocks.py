@@ -13,13 +13,9 @@ NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+?) -->\n+\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block: what stands behind the opening fence, its lines, the number of the first.
 
-    Attributes:
-        language: what stands behind the opening fence, or "".
-        code: its lines.
-        line: the number of its first line on the page.
-        not_run: the reason in the comment ``<!-- not run: reason -->`` above it, or None.
+    ``not_run``: the reason in the comment ``<!-- not run: reason -->`` above it, or None.
     """
 
     language: str

@@ -93,16 +93,9 @@ class MyTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.lm_head(x).float()
-        loss = F.cross_entropy(
-            logits.flatten(0, -2), (input_ids if labels is None else labels).flatten()
-        )
+        labels = input_ids if labels is None else labels
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
         return SimpleNamespace(loss=loss, logits=logits)
-
-
-class ExpertBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = TitanMoE(2, DIM, DIM)
 
 
 class MyMixtureOfExperts(nn.Module):
@@ -110,20 +103,18 @@ class MyMixtureOfExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([ExpertBlock()])
+        block = nn.Module()
+        block.moe = TitanMoE(2, DIM, DIM)
+        self.blocks = nn.ModuleList([block])
 
 
 def common() -> dict[str, object]:
     """What every page has."""
     torch.manual_seed(0)
     return {
-        "torch": torch,
-        "nn": nn,
-        "F": F,
-        "blocktensor": blocktensor,
+        **{"torch": torch, "nn": nn, "F": F, "blocktensor": blocktensor},
+        **{"MyTransformer": MyTransformer, "MyMixtureOfExperts": MyMixtureOfExperts},
         "fully_shard": fully_shard,
-        "MyTransformer": MyTransformer,
-        "MyMixtureOfExperts": MyMixtureOfExperts,
         "model": MyTransformer().bfloat16(),
         "tokens": torch.arange(16).view(2, 8),
     }
@@ -137,8 +128,7 @@ def _converted() -> dict[str, object]:
 
 
 def _head() -> dict[str, object]:
-    hidden = randn(16, DIM, grad=True)
-    return {**common(), "hidden": hidden, "targets": torch.arange(16)}
+    return {**common(), "hidden": randn(16, DIM, grad=True), "targets": torch.arange(16)}
 
 
 def _checkpoint() -> dict[str, object]:
@@ -153,16 +143,11 @@ def _meshes() -> dict[str, object]:
 
 def _experts() -> dict[str, object]:
     """A model of experts, and the tensors of a layer of one's own."""
-    w1, w3, w2 = (randn(4, 128, 128, seed=seed, grad=True) for seed in range(3))
-    return {
-        **common(),
-        "model": TitanMoE(2, DIM, DIM),
-        "x": randn(24, 128),
-        "chosen": torch.arange(48).view(24, 2) % 4,
-        "E": 4,
-        "top_k": 2,
-        **{"w1": w1, "w2": w2, "w3": w3},
+    stacks = {
+        name: randn(4, 128, 128, seed=i, grad=True) for i, name in enumerate(("w1", "w3", "w2"))
     }
+    tokens = {"x": randn(24, 128), "chosen": torch.arange(48).view(24, 2) % 4}
+    return {**common(), "model": TitanMoE(2, DIM, DIM), **stacks, **tokens, "E": 4, "top_k": 2}
 
 
 def _mlps() -> dict[str, object]:

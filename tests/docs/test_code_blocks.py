@@ -7,7 +7,6 @@ A block that cannot run here has ``<!-- not run: reason -->`` above it, and its 
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,6 @@ def test_the_blocks_of_a_page_run(
 def test_blocks_that_do_not_run_are_counted() -> None:
     found = {page: sum(b.not_run is not None for b in blocks) for page, blocks in PAGES.items()}
     assert {page: count for page, count in found.items() if count} == NOT_RUN
-
-
-def test_setups_are_of_pages_with_code() -> None:
     assert set(SETUPS) <= set(WITH_CODE)
 
 
@@ -54,44 +50,39 @@ def test_python_is_marked_as_python() -> None:
 
 # The reader itself, on made-up pages
 
-PAGE = textwrap.dedent(
-    """\
-    # Page
+PAGE = """\
+# Page
 
-    ```python
-    x = 1
-    ```
+```python
+x = 1
+```
 
-    Text.
+Text.
 
-    <!-- not run: needs two GPUs -->
-    ```python
-    x = 1 / 0
-    ```
+<!-- not run: needs two GPUs -->
+```python
+x = 1 / 0
+```
 
-    ```python
-    assert x == 1
-    y = x + 1
-    ```
+```python
+assert x == 1
+y = x + 1
+```
 
-    ```
-    y
-    ```
-    """
-)
+```
+y
+```
+"""
 
 
-def test_blocks_are_read() -> None:
-    found = [(b.language, b.code, b.line, b.not_run) for b in blocks_of(PAGE)]
-    assert found == [
+def test_blocks_are_read_and_share_a_namespace() -> None:
+    blocks = blocks_of(PAGE)
+    assert [(b.language, b.code, b.line, b.not_run) for b in blocks] == [
         ("python", "x = 1\n", 4, None),
         ("python", "x = 1 / 0\n", 11, "needs two GPUs"),
         ("python", "assert x == 1\ny = x + 1\n", 15, None),
         ("", "y\n", 20, None),
     ]
-
-
-def test_blocks_share_a_namespace_and_marked_ones_do_not_run() -> None:
     namespace: dict[str, object] = {}
-    run_blocks(blocks_of(PAGE), "page.md", namespace)
+    run_blocks(blocks, "page.md", namespace)
     assert namespace["y"] == 2

@@ -1,9 +1,10 @@
-"""What tests of the demo share: importing its files, and a small text to train on."""
+"""What tests of examples share: importing scripts, and a small text to train on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +16,12 @@ def load() -> Iterator[Load]:
     """Import a file of examples/ the way a script there would, leaving no trace afterwards."""
     with examples() as load:
         yield load
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, load: Load) -> ModuleType:
+    """The script that ``EXAMPLE`` in the module of the test names."""
+    return load(request.module.EXAMPLE)
 
 
 @pytest.fixture

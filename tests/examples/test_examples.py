@@ -1,5 +1,6 @@
 """The demo: its model, its data, its command line, and what it leaves on disk."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -20,31 +21,19 @@ TINY = [
 ]
 
 
-def test_model_is_causal(load: Load) -> None:
+def test_model_is_causal_and_tells_positions_apart(load: Load) -> None:
     gpt = load("common.gpt")
     torch.manual_seed(0)
-    model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
+    config = gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12)
+    model = gpt.GPT(config)
+    assert gpt.GPT.count_parameters(config) == sum(p.numel() for p in model.parameters())
     tokens = torch.randint(256, (3, 12))
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 256
-    a, b = model(tokens), model(changed)
+    a, b, swapped = model(tokens), model(changed), model(tokens[:, [1, 0, *range(2, 12)]])
     torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-6)
     assert not torch.allclose(a[:, 7:], b[:, 7:], atol=1e-3)
-
-
-def test_model_tells_positions_apart(load: Load) -> None:
-    gpt = load("common.gpt")
-    torch.manual_seed(0)
-    model = gpt.GPT(gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12))
-    tokens = torch.randint(256, (1, 12))
-    swapped = tokens[:, [1, 0, *range(2, 12)]]
-    assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1], atol=1e-5)
-
-
-def test_count_parameters(load: Load) -> None:
-    gpt = load("common.gpt")
-    config = gpt.ModelConfig(dim=24, layers=2, heads=2, seq=12)
-    assert gpt.GPT.count_parameters(config) == sum(p.numel() for p in gpt.GPT(config).parameters())
+    assert not torch.allclose(a[:, -1], swapped[:, -1], atol=1e-5)
 
 
 def test_generate_continues_the_prompt_past_the_context(load: Load) -> None:
@@ -66,9 +55,7 @@ def test_corpus_split_is_deterministic_and_disjoint(stdlib: Path, load: Load) ->
     assert torch.equal(corpus.heldout, again.heldout)
 
     train, heldout = set(corpus.train_files), set(corpus.heldout_files)
-    assert train
-    assert heldout
-    assert not train & heldout
+    assert train and heldout and not train & heldout
     assert len(train) + len(heldout) == 40
     assert not any("skipped" in name for name in train | heldout)
     assert corpus.train.numel() == sum((stdlib / name).stat().st_size + 1 for name in train)
@@ -109,14 +96,10 @@ def test_run_writes_json_and_plot(
     assert load("train_lm").main(arguments) == 0
 
     record = json.loads((out / "train_lm.json").read_text())
-    assert record["status"] == "complete"
+    assert (record["status"], record["device"]["type"]) == ("complete", "cpu")
     assert record["command"].endswith(" ".join(arguments))
-    assert record["config"]["steps"] == 6
-    assert record["config"]["model"]["dim"] == 16
-    assert record["versions"]["torch"]
-    assert record["device"]["type"] == "cpu"
-    assert record["date"]
-    assert record["data"]["train_files"]
+    assert (record["config"]["steps"], record["config"]["model"]["dim"]) == (6, 16)
+    assert record["versions"]["torch"] and record["date"] and record["data"]["train_files"]
     assert [(run["seed"], run["precision"]) for run in record["runs"]] == [
         *((0, "bf16"), (0, "fp8"), (1, "bf16"), (1, "fp8")),
     ]
@@ -152,8 +135,10 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("completed", [3, 9])
-def test_interrupt_keeps_what_was_done(
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("completed", [0, 3, 9])
+def test_a_run_that_stops_keeps_what_was_done(
+    error: type[BaseException],
     completed: int,
     stdlib: Path,
     load: Load,
@@ -161,57 +146,34 @@ def test_interrupt_keeps_what_was_done(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    interrupt_after(completed, load, monkeypatch)
-    assert load("train_lm").main([*TINY, "--out", str(tmp_path)]) == 130
-
-    record = json.loads((tmp_path / "train_lm.json").read_text())
-    assert record["status"] == "interrupted"
-    assert sum(len(run["losses"]) for run in record["runs"]) == completed
-    assert len(record["runs"]) == (1 if completed < 6 else 2)
-    assert record["runs"][-1]["heldout_loss"] is None
-    assert (tmp_path / "train_lm.png").read_bytes().startswith(b"\x89PNG")
-    assert "interrupted" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_interrupt_before_the_first_step_keeps_the_earlier_result(
-    stdlib: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train_lm.json").write_text("earlier")
-    interrupt_after(0, load, monkeypatch)
-    assert load("train_lm").main([*TINY, "--out", str(tmp_path)]) == 130
-    assert (tmp_path / "train_lm.json").read_text() == "earlier"
-
-
-def test_failure_keeps_what_was_done_and_is_raised(
-    stdlib: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt_after(2, load, monkeypatch, error=MemoryError())
-    with pytest.raises(MemoryError):
-        load("train_lm").main([*TINY, "--out", str(tmp_path)])
-    record = json.loads((tmp_path / "train_lm.json").read_text())
-    assert record["status"] == "failed"
-    assert len(record["runs"][0]["losses"]) == 2
-
-
-def interrupt_after(
-    completed: int,
-    load: Load,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException | None = None,
-) -> None:
-    """Let that many steps succeed; the next one is hit by Ctrl-C, or by ``error``."""
+    """Ctrl-C, or an error, hits the step after so many; a result of no step replaces no other."""
     training = load("common.training")
     real, left = training.train_step, iter(range(completed))
 
     def train_step(*args: object) -> torch.Tensor:
         if next(left, None) is None:
-            raise error or KeyboardInterrupt
+            raise error
         loss: torch.Tensor = real(*args)
         return loss
 
     monkeypatch.setattr(training, "train_step", train_step)
+    file = tmp_path / "train_lm.json"
+    file.write_text("earlier")
+    with contextlib.suppress(MemoryError):
+        assert load("train_lm").main([*TINY, "--out", str(tmp_path)]) == 130
+        assert error is KeyboardInterrupt
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if completed == 0:
+        assert file.read_text() == "earlier"
+        return
+    record = json.loads(file.read_text())
+    status = "interrupted" if error is KeyboardInterrupt else "failed"
+    assert record["status"] == status
+    assert status in capsys.readouterr().out
+    assert sum(len(run["losses"]) for run in record["runs"]) == completed
+    assert len(record["runs"]) == (1 if completed < 6 else 2)
+    assert record["runs"][-1]["heldout_loss"] is None
+    assert (tmp_path / "train_lm.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_divergence_is_shown_and_still_makes_valid_json(

@@ -17,15 +17,17 @@ pytest.importorskip("transformers", minversion="5.17")
 from transformers import AutoModelForCausalLM
 
 from tests.support.pretrained import quiet
-from tests.support.scripts import examples
 
 TINY = ["--dim", "64", "--layers", "1", "--seq", "32", "--batch", "4", "--device", "cpu"]
 
 
-@pytest.fixture
-def example() -> Iterator[ModuleType]:
-    with quiet(), examples() as load:
-        yield load("finetune_hf")
+EXAMPLE = "finetune_hf"
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    with quiet():
+        yield
 
 
 def test_both_ways_learn(example: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The FSDP2 example on two CPU ranks: its losses, its checkpoints, and what it writes down."""
+"""The FSDP2 and the tensor parallel example on CPU ranks: losses, checkpoints, results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean
@@ -20,26 +19,28 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("rich")
+
+
+import pytest
+
+from tests.support.ranks import on_ranks
+from tests.support.scripts import Load, examples
+
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
+from blocktensor import convert, fuse
 from tests.support import ranks
-from tests.support.scripts import EXAMPLES, examples
+from tests.support.scripts import EXAMPLES
 
+EXAMPLE = "fsdp2_llama"
 TINY = ["--device", "cpu", "--layers", "2", "--seq", "32", "--batch", "2", "--warmup-steps", "2"]
 STEPS = 12
 FEW = 4
 """Steps of the runs whose losses have to be those of another run, to the bit."""
 
 
-def run(example: ModuleType, out: Path, *flags: str, steps: int = STEPS) -> Any:
-    """Run the example in this rank; what rank 0 wrote."""
-    assert example.main([*TINY, "--steps", str(steps), *flags, "--out", str(out)]) == 0
-    return json.loads((out / "result.json").read_text()) if dist.get_rank() == 0 else None
-
-
 def weights(example: ModuleType) -> dict[str, str]:
-    """Digests of the whole initial weights."""
     llama: Any = sys.modules["common.llama"]
     llama.INIT_ELEMENTS = 30 * 128  # runs that begin and end within ranks
     options, shape = example.parse([*TINY, "--precision", "fp8", "--vocab", "51"])
@@ -52,42 +53,45 @@ def weights(example: ModuleType) -> dict[str, str]:
 
 
 def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Every run with two ranks: processes start once."""
+    """Every run with two ranks: processes start once. Rank 0 returns what it wrote, by name."""
     sys.path.insert(0, str(EXAMPLES))
-    example = importlib.import_module("fsdp2_llama")
-    where = Path(folder)
+    example: Any = importlib.import_module("fsdp2_llama")
+    found: dict[str, Any] = {}
+    saved = Path(folder, "saved")
+
+    def run(name: str, *flags: str, steps: int = FEW) -> None:
+        out = Path(folder, name)
+        assert example.main([*TINY, "--steps", str(steps), *flags, "--out", str(out)]) == 0
+        found[name] = json.loads((out / "result.json").read_text()) if rank == 0 else None
+
     bf16 = ["--master-dtype", "bf16"]
     fp8 = [*bf16, "--precision", "fp8"]
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        of_fp8 = run(example, where / "fp8", *fp8)
-    found = {
-        "printed": printed.getvalue(),
-        "bf16": run(example, where / "bf16", *bf16),
-        "fp8": of_fp8,
-        "fused": run(example, where / "fused", *fp8, "--fuse", steps=FEW),
-        "gather": run(example, where / "gather", *fp8, "--gather", "bf16", steps=FEW),
-        "ac": run(example, where / "ac", *fp8, "--ac", "--no-reshard-after-forward", steps=FEW),
-        "fp32": run(example, where / "fp32", "--precision", "fp8", "--loss-chunk", "50"),
-    }
+    with redirect_stdout(io.StringIO()) as printed:
+        run("fp8", *fp8, steps=STEPS)
+    found["printed"] = printed.getvalue()
+    example.plot = lambda *_: False  # drawn once
+    run("bf16", *bf16, steps=STEPS)
+    run("fused", *fp8, "--fuse")
+    run("gather", *fp8, "--gather", "bf16")
+    run("ac", *fp8, "--ac", "--no-reshard-after-forward")
+    run("fp32", "--precision", "fp8", "--loss-chunk", "50", steps=STEPS)
     more = [*fp8, "--accumulate", "3", "--wgrad-input", "128x128"]
-    found["accumulated"] = run(example, where / "accumulated", *more, steps=FEW)
-    found["kept"] = run(example, where / "kept", *more, "--no-reshard-after-forward", steps=FEW)
-    once = [*more, "--cache-weight", "step"]
-    found["cast once"] = run(example, where / "cast_once", *once, steps=FEW)
-    found["head"] = run(example, where / "head", *fp8, "--head", "fp8")
-    saving = [*fp8, "--checkpoint", str(where / "saved"), "--checkpoint-every", "4"]
-    found["stopped"] = run(example, where / "stopped", *saving, steps=6)
+    run("accumulated", *more)
+    run("kept", *more, "--no-reshard-after-forward")
+    run("cast once", *more, "--cache-weight", "step")
+    run("head", *fp8, "--head", "fp8", steps=STEPS)
+    saving = [*fp8, "--checkpoint", str(saved), "--checkpoint-every", "4"]
+    run("stopped", *saving, steps=6)
     if rank == 0:  # as runs leave it that are killed while they write
         for name in ("step-00000008", ".step-00000007.tmp"):
-            shutil.copytree(where / "saved" / "step-00000006", where / "saved" / name)
-            (where / "saved" / name / ".metadata").unlink()
+            shutil.copytree(saved / "step-00000006", saved / name)
+            (saved / name / ".metadata").unlink()
     dist.barrier()
-    found["resumed"] = run(example, where / "resumed", *saving)
-    found["names"] = sorted(path.name for path in (where / "saved").iterdir())
-    found["again"] = run(example, where / "again", *saving)
+    run("resumed", *saving, steps=STEPS)
+    found["names"] = sorted(path.name for path in saved.iterdir())
+    run("again", *saving, steps=STEPS)
     try:
-        run(example, where / "other", *saving, "--seed", "7")
+        run("other", *saving, "--seed", "7", steps=STEPS)
     except SystemExit as error:
         found["other"] = str(error)
     found["weights"] = weights(example)
@@ -101,12 +105,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert results[0]["other"] == results[1]["other"]
     assert "result.json" not in results[1]["printed"], "rank 0 alone speaks"
     return {"folder": folder, **results[0]}
-
-
-@pytest.fixture
-def example() -> Iterator[ModuleType]:
-    with examples() as load:
-        yield load("fsdp2_llama")
 
 
 def test_both_precisions_learn_alike(runs: dict[str, Any]) -> None:
@@ -140,44 +138,38 @@ def test_the_way_to_the_weights_changes_no_bit(runs: dict[str, Any], other: str)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(runs: dict[str, Any]) -> None:
+    """A finished one is not run again, and one of another setting is refused."""
     assert runs["stopped"]["losses"] == runs["fp8"]["losses"][:6]
     assert runs["resumed"]["resumed_at"] == 6
     assert runs["resumed"]["losses"] == runs["fp8"]["losses"]
     # what was begun and never finished was not taken, and made way
     assert runs["names"] == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
 
-
-def test_a_finished_run_is_not_run_again(runs: dict[str, Any]) -> None:
     assert runs["again"]["resumed_at"] == STEPS
     assert runs["again"]["losses"] == runs["fp8"]["losses"]
     assert runs["again"]["tokens_per_second_per_gpu"] is None
 
-
-def test_a_checkpoint_of_another_setting_is_refused(runs: dict[str, Any]) -> None:
     assert "step-00000012 was made with --seed 0, this run has 7" in runs["other"]
     assert "another --checkpoint DIR" in runs["other"]
 
 
 def test_result_is_written_down(runs: dict[str, Any]) -> None:
-    record = runs["gather"]
-    assert record["options"]["gather"] == "bf16"
-    assert record["options"]["steps"] == FEW
-    assert record["model"]["layers"] == 2
-    assert record["model"]["fp8_linears"] == 14
-    assert runs["fp8"]["model"] == record["model"]
-    assert runs["bf16"]["model"] == {**record["model"], "fp8_linears": 0}
+    record, fp8 = runs["gather"], runs["fp8"]
+    options, model = record["options"], record["model"]
+    assert (options["gather"], options["steps"]) == ("bf16", FEW)
+    assert (model["layers"], model["fp8_linears"]) == (2, 14)
+    assert fp8["model"] == model
+    assert runs["bf16"]["model"] == {**model, "fp8_linears": 0}
     assert runs["bf16"]["options"]["gather"] is None
     assert record["versions"]["torch"] == torch.__version__
-    assert record["device"] == "CPU"
+    assert (record["device"], record["world_size"]) == ("CPU", 2)
     assert "tokens/s per GPU" in runs["printed"]
     assert runs["printed"].count("result.json") == 1
-    assert record["world_size"] == 2
     assert record["max_memory_allocated"] is None
-    assert record["tokens_per_second_per_gpu"] == pytest.approx(64 / record["step_seconds"])
-    shape = record["model"]
-    weights = shape["parameters"] - shape["vocab"] * shape["dim"] - 5 * shape["dim"]
-    flops = 6 * weights + 12 * shape["layers"] * shape["dim"] * 32
     rate = record["tokens_per_second_per_gpu"]
+    assert rate == pytest.approx(64 / record["step_seconds"])
+    weights = model["parameters"] - model["vocab"] * model["dim"] - 5 * model["dim"]
+    flops = 6 * weights + 12 * model["layers"] * model["dim"] * 32
     assert record["mfu"] == pytest.approx(flops * rate / 989e12)
 
 
@@ -242,6 +234,17 @@ def test_blocks_compile_whole(precision: str, example: ModuleType, tmp_path: Pat
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+def test_what_is_fused(load: Load) -> None:
+    llama = load("common.llama")
+    block = llama.Block(llama.SHAPES["tiny"]).bfloat16()
+    convert(block, skip_small=False)
+    assert [f"{x.name}: {x.reason or x.computes}" for x in fuse(block).entries] == [
+        "mlp: down(silu(gate(x)) * up(x))",
+        "attention_norm: torch computes it in one kernel",
+        "mlp_norm: torch computes it in one kernel",
+    ]
+
+
 def test_a_sequence_longer_than_the_text_is_explained(example: ModuleType) -> None:
     with pytest.raises(SystemExit, match="--seq 999999999 is longer than the text"):
         example.main([*TINY, "--seq", "999999999"])
@@ -256,3 +259,36 @@ def test_no_flag_is_the_beginning_of_one_of_torchruns(example: ModuleType) -> No
         for name in action.option_strings:
             if name not in ("-h", "--help"):
                 assert not [other for other in theirs if other.startswith(name)], name
+
+
+TINY_TP = ["--seq", "128", "--batch", "1", "--steps", "4", "--warmup-steps", "1", "--device", "cpu"]
+
+
+@on_ranks(4, gpus=())
+def test_precisions_and_cuts_learn_alike(world: int, device: str, tmp_path: Path) -> None:
+    def run(name: str, *flags: str) -> dict[str, Any]:
+        out = tmp_path / name
+        assert example.main([*TINY_TP, *flags, "--out", str(out)]) == 0
+        dist.barrier()
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        assert result["losses"][-1] < result["losses"][0] and result["tokens_per_second"] > 0
+        return result
+
+    with examples() as load:
+        example = load("tp_llama")
+        bf16 = run("bf16", "--sp")
+        cut = run("fp8", "--sp", "--precision", "fp8")
+        whole = run("without sp", "--precision", "fp8")
+        both = run("fsdp2", "--tp", "2", "--sp", "--precision", "fp8")
+        with pytest.raises(SystemExit, match="--tp 3 must divide the 4 ranks"):
+            example.main([*TINY_TP, "--tp", "3"])
+    assert [x["fp8_linears"] for x in (bf16, cut, whole, both)] == [0, 14, 14, 14]
+    for result in (bf16, whole):
+        assert result["losses"] == pytest.approx(cut["losses"], rel=0.01)
+    assert both["losses"][0] == pytest.approx(cut["losses"][0], rel=0.05)  # of other tokens, too
+    key = "all_gather_into_tensor_coalesced"
+    assert key not in whole["wire_bytes"]
+    # of 4 inputs and 4 gradients: e4m3 and scales rowwise, bf16 for the columnwise form of tokens
+    # that are no multiple of 128 a rank
+    tokens, dim = 128 // 4, 256
+    assert cut["wire_bytes"][key] == 8 * tokens * dim * (1 + 4 / 128 + 2)

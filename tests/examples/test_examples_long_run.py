@@ -160,10 +160,9 @@ def test_the_report_compares_runs_of_one_model_and_seed(load: Load, tmp_path: Pa
         planted("fp8", 1, 2.997, speed=130),
         planted("fp8", 0, 2.5, experts=8),
     ]
-    files = []
-    for i, run in enumerate(runs):
-        files.append(tmp_path / f"{i}.json")
-        files[-1].write_text(json.dumps(run))
+    files = [tmp_path / f"{i}.json" for i in range(len(runs))]
+    for file, run in zip(files, runs, strict=True):
+        file.write_text(json.dumps(run))
     report.main([*map(str, files), "--out", str(tmp_path / "evidence.md")])
     lines = (tmp_path / "evidence.md").read_text().splitlines()
     assert [line for line in lines if line.startswith(("| bf16", "| fp8", "- fp8", "- bf16"))] == [

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +21,21 @@ TINY = [
 ]
 
 
-def small(load: Load) -> torch.nn.Module:
+def small(load: Load) -> Any:
     gpt = load("common.gpt")
     torch.manual_seed(0)
-    config = gpt.ModelConfig(dim=32, layers=1, heads=2, seq=16, experts=4)
-    model: torch.nn.Module = gpt.GPT(config)
-    return model
+    return gpt.GPT(gpt.ModelConfig(dim=32, layers=1, heads=2, seq=16, experts=4))
 
 
 def test_experts_begin_like_linears(load: Load) -> None:
-    experts = small(load).blocks[0].mlp.experts  # type: ignore[union-attr, index]
+    experts = small(load).blocks[0].mlp.experts
     residual = 2**-0.5  # of one layer with two branches
     for w, scale in ((experts.w1, 1.0), (experts.w2, residual), (experts.w3, 1.0)):
         assert w.std().item() == pytest.approx(scale / w.shape[-1] ** 0.5, rel=0.05)
 
 
 def test_each_token_gets_the_weighted_sum_of_its_experts(load: Load) -> None:
-    moe = small(load).blocks[0].mlp  # type: ignore[union-attr, index]
+    moe = small(load).blocks[0].mlp
     # Chooses other experts than the scores, and weighs nothing.
     moe.bias.copy_(torch.tensor([0.3, -0.3, 0.0, 0.3]))
     moe.eval()
@@ -54,7 +53,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(load: Load) -> None:
 
 
 def test_training_raises_the_bias_of_experts_with_few_tokens(load: Load) -> None:
-    moe = small(load).blocks[0].mlp  # type: ignore[union-attr, index]
+    moe = small(load).blocks[0].mlp
     with torch.no_grad():
         moe.router.weight.copy_(torch.tensor([0.3, 0.2, 0.1, 0.0])[:, None].expand(4, 32))
     x = torch.ones(6, 32)  # every token goes to the first two
@@ -69,16 +68,15 @@ def test_training_raises_the_bias_of_experts_with_few_tokens(load: Load) -> None
 def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> None:
     model = small(load)
     convert(model, skip=["*.router"], skip_small=False)
-    experts = model.blocks[0].mlp.experts  # type: ignore[union-attr, index]
+    experts = model.blocks[0].mlp.experts
     assert all(isinstance(w, BlockwiseFP8Weight) for w in experts.parameters())
     report = audit(model, torch.zeros(2, 16, dtype=torch.long))
     assert report.marked == ()
     found = {(e.module.split(".")[-1], e.precision) for e in report.entries if "mlp" in e.module}
     assert found == {("experts", "FP8"), ("router", "fp32")}
-    (rows,) = {
-        p.m for p in explain(model, tokens=32).products if p.groups > 1 and p.kind == "fprop"
-    }
-    assert rows == 64, "of two experts for every token"
+    products = explain(model, tokens=32).products
+    rows = {p.m for p in products if p.groups > 1 and p.kind == "fprop"}
+    assert rows == {64}, "of two experts for every token"
 
 
 @pytest.mark.gpu
@@ -86,7 +84,7 @@ def test_a_step_never_waits_for_the_gpu(load: Load) -> None:
     torch.use_deterministic_algorithms(False)
     model = small(load).cuda()
     convert(model, skip=["*.router"], skip_small=False)
-    moe = model.blocks[0].mlp  # type: ignore[union-attr, index]
+    moe = model.blocks[0].mlp
     x = randn(4, 16, 32, dtype=torch.float32).cuda().requires_grad_()
     for _ in range(3):  # kernels are compiled, and what is decided once is decided
         moe(x).backward(x.detach())

@@ -88,16 +88,11 @@ def start() -> None:
     logging.disable(logging.WARNING)
 
 
-def debug_config(model: str, folder: str, steps: int = 3, layers: int = 2) -> Any:
-    """A short run of a debug model of torchtitan, of fewer layers, on made-up text.
+def debug_config(model: str, folder: str, steps: int) -> Any:
+    """A short run of a debug model of torchtitan, "llama3" or "deepseek_v3", on made-up text.
 
-    Attention is SDPA, because a CPU compiles FlexAttention for a minute.
-
-    Args:
-        model: "llama3" or "deepseek_v3".
-        folder: where checkpoints go.
-        steps: of training.
-        layers: of the model.
+    It has two layers. Attention is SDPA, because a CPU compiles FlexAttention for a minute.
+    ``folder``: where checkpoints go.
     """
     patch_torchtitan()
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
@@ -106,7 +101,7 @@ def debug_config(model: str, folder: str, steps: int = 3, layers: int = 2) -> An
 
     config = {"llama3": llama3_debugmodel, "deepseek_v3": deepseek_v3_debugmodel}[model]()
     assert config.model_spec is not None
-    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for _, _, parent, attribute in config.model_spec.model.traverse(FlexAttention.Config):
         setattr(parent, attribute, ScaledDotProductAttention.Config())
     data, tokenizer = made_up_data()
@@ -190,13 +185,9 @@ def made_up_data() -> tuple[Any, Any]:
         def __init__(self, config: Config, **run: Any) -> None:
             super().__init__()
 
-        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-            raise NotImplementedError
-
-        def decode(self, *args: Any, **kwargs: Any) -> str:
-            raise NotImplementedError
-
         def get_vocab_size(self) -> int:
             return 2048
+
+        encode = decode = None  # nothing calls them
 
     return Counting, NoTokenizer

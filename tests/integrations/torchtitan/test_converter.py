@@ -19,10 +19,7 @@ from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from blocktensor import BlockwiseFP8Weight
-from blocktensor.integrations.torchtitan import (
-    BlockwiseFP8Converter,
-    with_blockwise_fp8,
-)
+from blocktensor.integrations.torchtitan import BlockwiseFP8Converter, with_blockwise_fp8
 
 
 def built(config: Any) -> nn.Module:
@@ -35,10 +32,10 @@ def convert(config: Any, **options: Any) -> Any:
     return BlockwiseFP8Converter.Config(**options).build().convert(config)
 
 
-def converted(registry: Any, size: str = "debugmodel", layers: int = 2, **options: Any) -> Any:
-    """A model of torchtitan in FP8, on the meta device."""
+def converted(registry: Any, size: str = "debugmodel", **options: Any) -> Any:
+    """A model of torchtitan in FP8, of two layers (llama3: one) on the meta device."""
     config = registry(size).model
-    config.layers = config.layers[:layers]
+    config.layers = config.layers[: 1 if registry is llama3 else 2]
     return built(convert(config, **{"skip_small": False, **options}))
 
 
@@ -46,9 +43,14 @@ def in_fp8(model: nn.Module) -> set[str]:
     return {n for n, p in model.named_parameters() if isinstance(p, BlockwiseFP8Weight)}
 
 
-def kinds(model: nn.Module) -> list[str]:
+def kinds(model: nn.Module) -> set[str]:
     """The last parts of the names of weights in FP8, without the numbers of layers."""
-    return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in in_fp8(model)})
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in in_fp8(model)}
+
+
+LLAMA = {"w1", "w2", "w3", "wo", "wqkv"}
+DENSE = {"w1", "w2", "w3", "wkv_a", "wkv_b", "wo", "wq"}
+EXPERTS = {"w1_EFD", "w2_EDF", "w3_EFD"}
 
 
 def test_converters_go_to_model_registry() -> None:
@@ -58,61 +60,60 @@ def test_converters_go_to_model_registry() -> None:
     assert len(in_fp8(model)) == 5 * 6
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "found"),
+    [
+        (deepseek_v3, {}, DENSE | EXPERTS),  # no router
+        (deepseek_v3, {"experts": False}, DENSE),
+        (llama3, {"convert_head": True}, LLAMA | {"lm_head"}),
+        (llama3, {"size": "8B", "skip_small": True}, LLAMA),
+    ],
+)
+def test_what_is_in_fp8(model: Any, options: dict[str, Any], found: set[str]) -> None:
+    assert kinds(converted(model, **options)) == found
+
+
 def test_the_model_is_the_one_in_high_precision() -> None:
     plain = llama3("debugmodel").model
     want = built(plain)
     config = convert(llama3("debugmodel").model, skip_small=False)
     model = built(config)
-    shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-    assert shapes == {name: (p.shape, p.dtype) for name, p in want.named_parameters()}
+    got, wanted = (
+        {name: (p.shape, p.dtype) for name, p in each.named_parameters()} for each in (model, want)
+    )
+    assert got == wanted
     assert model.state_dict().keys() == want.state_dict().keys()
     assert config.get_nparams_and_flops(model, 64) == plain.get_nparams_and_flops(want, 64)
     assert type(model).__name__ == type(want).__name__ and isinstance(model, type(want))
     model.verify_module_protocol()
 
 
-LLAMA = ["w1", "w2", "w3", "wo", "wqkv"]
-EXPERTS = {"w1_EFD", "w2_EDF", "w3_EFD"}
-
-
-def test_experts_are_in_fp8_and_routers_are_not() -> None:
-    found = set(kinds(converted(deepseek_v3)))
-    assert found > {*EXPERTS, "wkv_a", "wkv_b", "wq"} and "gate" not in found
-    found = set(kinds(converted(deepseek_v3, experts=False)))
-    assert "wq" in found and not found & EXPERTS
-
-
 def test_filters() -> None:
-    model = converted(llama3, filter_fqns=["feed_forward", "layers.1.attention.wo"])
-    names = {f"layers.{i}.attention.qkv_linear.wqkv.weight" for i in (0, 1)}
-    assert in_fp8(model) == {*names, "layers.0.attention.wo.weight"}
+    model = converted(deepseek_v3, filter_fqns=["feed_forward", "moe", "wkv", "layers.1.attention"])
+    assert in_fp8(model) == {f"layers.0.attention.{name}.weight" for name in ("wq", "wo")}
 
 
 def test_small_weights_are_left_alone_by_default() -> None:
     for options in ({"skip_small": True}, {"filter_fqns": ["auto_filter_small_kn"]}):
         with pytest.warns(UserWarning, match="skip_small=False converts small weights"):
             assert not in_fp8(converted(llama3, **options))
-    assert kinds(converted(llama3, "8B", layers=1, skip_small=True)) == LLAMA
 
 
-def test_the_head() -> None:
-    assert "lm_head.weight" in in_fp8(converted(llama3, convert_head=True))
-    model = converted(llama3, "1B", layers=1, convert_head=True)  # tied to the embedding
+def test_a_head_that_is_tied_to_the_embedding() -> None:
+    model: Any = converted(llama3, "1B", convert_head=True)
     assert model.lm_head.weight is model.tok_embeddings.weight
     assert kinds(model) == LLAMA
 
 
-def test_recipe() -> None:
-    choices = {"scale": "power_of_two", "cache_weight": False}
+def test_recipe_and_fusion() -> None:
+    choices: dict[str, Any] = {"scale": "power_of_two", "cache_weight": False}
     choices["wgrad_input"] = "128x128"
-    recipe = converted(llama3, layers=1, **choices).layers["0"].attention.wo.weight.recipe
+    layer = converted(llama3, **choices).layers["0"]
+    recipe = layer.attention.wo.weight.recipe
     assert {name: getattr(recipe, name) for name in choices} == choices
-
-
-def test_fuse() -> None:
-    model = converted(llama3, layers=1, fuse=True)
-    assert model.layers["0"].feed_forward._fused_pattern.linears == ("w1", "w3", "w2")
-    assert not hasattr(converted(llama3, layers=1).layers["0"].feed_forward, "_fused_pattern")
+    assert not hasattr(layer.feed_forward, "_fused_pattern")
+    fused = converted(llama3, fuse=True).layers["0"].feed_forward
+    assert fused._fused_pattern.linears == ("w1", "w3", "w2")
 
 
 def test_weights_of_a_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +121,16 @@ def test_weights_of_a_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="cache_weight='step' in a CUDA graph: every"):
-        converted(llama3, layers=1, cache_weight="step")(tokens)
-    assert not converted(llama3, layers=1)._forward_pre_hooks
+        converted(llama3, cache_weight="step")(tokens)
+    assert not converted(llama3)._forward_pre_hooks
 
 
-def test_the_report_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_is_logged_and_configs_show_the_choices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO):
-        converted(llama3, layers=1)
+        converted(llama3)
     assert "layers.0.attention.wo" in caplog.text and "5 converted, 2 skipped" in caplog.text
-
-
-def test_configs_show_the_choices() -> None:
     shown = convert(llama3("debugmodel").model, wgrad_input="128x128").to_dict()
     assert shown["blockwise_fp8"]["wgrad_input"] == "128x128"
     assert shown["dim"] == 256 and len(shown["layers"]) == 6

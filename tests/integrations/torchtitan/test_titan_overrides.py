@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.docs.code_blocks import pages
 from tests.support import titan_cpu
+from tests.support.models import Trace
 
 titan_cpu.skip_without_torchtitan()
 titan_cpu.patch_torchtitan()
@@ -27,14 +27,11 @@ from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC, with_bl
 
 HERE = "blocktensor.integrations.torchtitan"
 
-MM = torch.ops.aten.mm.default
-GEMM = torch.ops.blocktensor.gemm.default
+MM, GEMM = "aten.mm", "blocktensor.gemm"
 SIZES = (256, 384, 512, 128, 640)
 
 
 class Blocks(nn.Module):
-    """A model of one block: linears one after the other."""
-
     def __init__(self, fp8: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -48,19 +45,7 @@ class Blocks(nn.Module):
         return out
 
 
-class Counting(TorchDispatchMode):
-    """Counts the ops that run below checkpointing, which answers for those it has saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[op] += 1
-        return op(*args, **(kwargs or {}))
-
-
-def backward_of(policy: Any, fp8: bool, **options: Any) -> tuple[Counter[Any], list[Any]]:
+def backward_of(policy: Any, fp8: bool, **options: Any) -> tuple[Counter[str], list[Any]]:
     """The ops of a backward with checkpointing by ``policy``; the output and all gradients."""
     model = Blocks(fp8)
     options.setdefault("force_recompute_mm_shapes_by_fqns", [])
@@ -68,12 +53,12 @@ def backward_of(policy: Any, fp8: bool, **options: Any) -> tuple[Counter[Any], l
         policy.Config(**options).build().apply(model)
     x = torch.randn(64, SIZES[0], generator=torch.Generator().manual_seed(1))
     x = x.bfloat16().requires_grad_()
-    with Counting() as counting:
+    with Trace() as trace:  # below checkpointing, which answers for the ops it has saved
         y = model(x)
-        counting.calls.clear()
+        trace.ops.clear()
         y.float().square().sum().backward()
     grads = [p.grad for p in model.parameters()]
-    return counting.calls, [y.detach(), x.grad, *grads]
+    return Counter(op.split()[0] for op in trace.ops), [y.detach(), x.grad, *grads]
 
 
 @pytest.mark.parametrize(
@@ -87,27 +72,22 @@ def test_as_many_products_run_again_as_in_high_precision(
     options: dict[str, Any], again: int
 ) -> None:
     gradients = 2 * 4  # dgrad and wgrad
-    calls, _ = backward_of(SelectiveAC, fp8=False, **options)
-    assert calls[MM] == gradients + again
-    calls, _ = backward_of(BlockwiseFP8SelectiveAC, fp8=False, **options)
-    assert calls[MM] == gradients + again
+    for policy in (SelectiveAC, BlockwiseFP8SelectiveAC):
+        calls, _ = backward_of(policy, fp8=False, **options)
+        assert calls[MM] == gradients + again
     calls, got = backward_of(BlockwiseFP8SelectiveAC, fp8=True, **options)
     assert calls[GEMM] == gradients + again and calls[MM] == 0
     _, want = backward_of(None, fp8=True)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_torchtitans_own_policy_runs_all_fp8_products_again() -> None:
+    # torchtitan's own policy runs all FP8 products again
     calls, _ = backward_of(SelectiveAC, fp8=True)
     assert calls[GEMM] == 2 * 4 + 4
 
 
 def test_names_must_be_those_of_linears() -> None:
-    names = ["layers.0"]
+    names = {"force_recompute_mm_shapes_by_fqns": ["layers.0"]}
     with pytest.raises(ValueError, match=r"expected to match a nn.Linear, but got: Sequential"):
-        BlockwiseFP8SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(
-            Blocks(fp8=True)
-        )
+        backward_of(BlockwiseFP8SelectiveAC, fp8=True, **names)
 
 
 # Configs of runs

@@ -1,19 +1,30 @@
-"""torchtitan's trainer on its debug models, in bf16 and in FP8: one process, and two ranks."""
+"""torchtitan's trainer and the example on debug models, in bf16 and FP8, on one rank and on two."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import ranks, titan_cpu
+from tests.support import ranks, scripts, titan_cpu
 from tests.support.titan_cpu import Losses, debug_config, in_fp8, train
 
 titan_cpu.skip_without_torchtitan()
 
+pytest.importorskip("rich")
+
 pytestmark = pytest.mark.slow
+
+
+MODELS = {
+    "llama3": {"wqkv", "wo", "w1", "w2", "w3"},
+    "deepseek_v3": {"wq", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3", "inner_experts"},
+}
+"""The linears that are in FP8."""
 
 
 def compiled(config: Any) -> Any:
@@ -63,28 +74,39 @@ def audited(trainer: Any) -> Counter[tuple[str, str, str]]:
     )
 
 
+def example(model: str, folder: str) -> Any:
+    """What the example writes about its runs of a model, by their names."""
+    small = ["--layers", "2", "--steps", "4", "--batch", "2", "--seq", "64"]
+    with scripts.examples() as load:
+        main = load("torchtitan_fp8").main
+        assert main(["--model", f"{model}_debugmodel", *small, "--out", folder]) == 0
+    return json.loads(Path(folder, "result.json").read_text())["runs"]
+
+
 def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
     """All runs of one process, which imports torchtitan once."""
     titan_cpu.start()
 
-    def config(model: str, **others: Any) -> Any:
-        return debug_config(model, folder, **others)
+    def config(model: str, steps: int = 2) -> Any:
+        return debug_config(model, folder, steps)
 
     def fp8(model: str = "llama3", steps: int = 2, **options: Any) -> Any:
-        return in_fp8(config(model, steps=steps), **options)
+        return in_fp8(config(model, steps), **options)
 
-    spmd = {"spmd_backend": "spmd_types"}
+    def both(model: str) -> tuple[Losses, Losses, Any]:
+        return train(config(model, 4))[0], *train(fp8(model, 4), audited)
+
+    def spmd(**options: Any) -> Any:
+        return parallel(fp8(**options), spmd_backend="spmd_types")
+
     return {
-        "llama3": (train(config("llama3", steps=4))[0], *train(fp8(steps=4), audited)),
-        "deepseek_v3": (
-            train(config("deepseek_v3", steps=4))[0],
-            *train(fp8("deepseek_v3", steps=4), audited),
-        ),
+        **{model: both(model) for model in MODELS},
+        **{f"{model}, example": example(model, f"{folder}/{model}") for model in MODELS},
         "compiled": train(compiled(fp8()))[0],
         "compiled experts": train(compiled(fp8("deepseek_v3")))[0],
         "fused": train(fp8(fuse=True))[0],
-        "spmd_types": train(parallel(fp8(), **spmd))[0],
-        "fused spmd_types": error_of(parallel(fp8(fuse=True), **spmd)),
+        "spmd_types": train(spmd())[0],
+        "fused spmd_types": error_of(spmd(fuse=True)),
         "four steps": train(saved(fp8(), f"{folder}/whole", 4))[0],
         "two steps": train(saved(fp8(), f"{folder}/parts", 2))[0],
         "two more": train(saved(fp8(), f"{folder}/parts", 4))[0],
@@ -94,7 +116,6 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """All runs of two ranks."""
     titan_cpu.start()
 
     def config(model: str, **degrees: Any) -> Any:
@@ -143,13 +164,6 @@ def assert_all_in_fp8(products: Counter[tuple[str, str, str]], linears: set[str]
         assert len(set(of_it.values())) == 1
 
 
-LLAMA = {"wqkv", "wo", "w1", "w2", "w3"}
-DEEPSEEK = {"wq", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3", "inner_experts"}
-
-
-MODELS = {"llama3": LLAMA, "deepseek_v3": DEEPSEEK}
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_alone(alone: dict[str, Any], model: str) -> None:
     plain, fp8, products = alone[model]
@@ -162,6 +176,19 @@ def test_fsdp2_and_expert_parallel(on_two: dict[str, Any], model: str) -> None:
     plain, fp8, products = on_two[model]
     assert_close(fp8, plain, steps=2)
     assert_all_in_fp8(products, MODELS[model])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_of_the_example_fall_alike(alone: dict[str, Any], model: str) -> None:
+    runs = alone[f"{model}, example"]
+    assert list(runs) == ["bf16", "fp8", "fp8, fused"]
+    losses = [made["losses"] for made in runs.values()]
+    bf16, fp8, fused = losses
+    assert [len(each) for each in losses] == [4] * 3
+    assert all(made["tokens_per_second"] > 0 for made in runs.values())
+    assert fused == fp8 != bf16
+    assert fp8 == pytest.approx(bf16, rel=0.01)
+    assert bf16[-1] < bf16[0]
 
 
 @pytest.mark.parametrize("run", ["compiled", "fused", "spmd_types"])
@@ -179,10 +206,8 @@ def test_what_takes_fused_mlps_apart(alone: dict[str, Any]) -> None:
 
 
 def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
+    """And in FP8 from a checkpoint in bf16."""
     assert alone["two steps"] + alone["two more"] == alone["four steps"]
-
-
-def test_a_checkpoint_in_bf16_goes_on_in_fp8(alone: dict[str, Any]) -> None:
     assert_close(alone["two in bf16"] + alone["two more in fp8"], alone["four steps"], steps=4)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
-import expecttest
 import pytest
+from expecttest import assert_expected_inline
 
 from blocktensor import MinSizes, Recipe
 from blocktensor.integrations.transformers import BlockwiseFP8Config
@@ -28,14 +28,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def test_the_options_are_all() -> None:
-    default = BlockwiseFP8Config()
-    given = BlockwiseFP8Config(**OPTIONS)
-    assert OPTIONS.keys() == {x.name for x in fields(given) if x.init}
-    assert all(getattr(given, name) != getattr(default, name) for name in OPTIONS)
-    assert all(getattr(given, name) == value for name, value in OPTIONS.items())
-
-
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["default", "all options"])
 def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     config = BlockwiseFP8Config(**options)
@@ -45,10 +37,14 @@ def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     assert BlockwiseFP8Config.from_dict(there) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
-    for name in OPTIONS:  # each counts
-        assert BlockwiseFP8Config(**{**OPTIONS, name: getattr(BlockwiseFP8Config(), name)}) != (
-            BlockwiseFP8Config(**OPTIONS)
-        )
+
+
+def test_each_option_counts() -> None:
+    default, given = BlockwiseFP8Config(), BlockwiseFP8Config(**OPTIONS)
+    assert OPTIONS.keys() == {x.name for x in fields(given) if x.init}
+    for name, value in OPTIONS.items():
+        assert getattr(given, name) == value != getattr(default, name)
+        assert BlockwiseFP8Config(**{**OPTIONS, name: getattr(default, name)}) != given
 
 
 def test_arguments_replace_the_entries_of_a_file() -> None:
@@ -77,20 +73,19 @@ BAD_FILES: tuple[dict[str, Any], ...] = (
 )
 
 
-class TestMessages(expecttest.TestCase):
-    def said(self, makes: Callable[[dict[str, Any]], object], bad: Iterable[dict[str, Any]]) -> str:
-        messages = []
-        for options in bad:
-            with pytest.raises((TypeError, ValueError)) as raised:
-                makes(options)
-            messages.append(textwrap.fill(str(raised.value), 90))
-        return "\n".join(messages) + "\n"
+def said(makes: Callable[[dict[str, Any]], object], bad: Iterable[dict[str, Any]]) -> str:
+    messages = []
+    for options in bad:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            makes(options)
+        messages.append(textwrap.fill(str(raised.value), 90))
+    return "\n".join(messages)
 
-    def test_bad_options(self) -> None:
-        said = self.said(lambda options: BlockwiseFP8Config(**options), BAD)
-        self.assertExpectedInline(
-            said,
-            """\
+
+def test_bad_options_and_files() -> None:
+    assert_expected_inline(
+        said(lambda options: BlockwiseFP8Config(**options), BAD),
+        """\
 recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g.
 Recipe(scale='power_of_two')
 skip='lm_head': expected a list of patterns of module names
@@ -99,21 +94,16 @@ skip_small=1: expected True, False or a blocktensor.MinSizes
 experts='*.moe': expected True, False, or the names of stacks by patterns of module names,
 e.g. {'*.moe': ['w_up', 'w_down']}
 convert_head='fp8': expected True or False
-frozen=1: expected True or False
-""",
-        )
-
-    def test_bad_files(self) -> None:
-        said = self.said(BlockwiseFP8Config.from_dict, BAD_FILES)
-        self.assertExpectedInline(
-            said,
-            """\
+frozen=1: expected True or False""",
+    )
+    assert_expected_inline(
+        said(BlockwiseFP8Config.from_dict, BAD_FILES),
+        """\
 quantization_config has the unknown entries ['skipp']: expected some of ['convert_head',
 'experts', 'frozen', 'fuse', 'mark', 'recipe', 'skip', 'skip_small']; they may be those of
 a later version of blocktensor
 recipe of quantization_config has the unknown entries ['scales']: expected some of
 ['cache_weight', 'scale', 'wgrad_input']; they may be those of a later version of
 blocktensor
-Recipe(scale='e8'): expected one of 'fp32', 'power_of_two'
-""",
-        )
+Recipe(scale='e8'): expected one of 'fp32', 'power_of_two'""",
+    )

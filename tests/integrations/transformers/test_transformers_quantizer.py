@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.trainer_utils import validate_quantization_for_training
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert, unfuse
-from blocktensor.integrations.transformers import (
-    BlockwiseFP8Quantizer,
-    save_pretrained_fp8,
-)
+from blocktensor.integrations.transformers import BlockwiseFP8Quantizer, save_pretrained_fp8
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import (
@@ -47,7 +45,10 @@ def kinds(model: nn.Module) -> dict[str, tuple[type, torch.dtype, bool]]:
     return {n: (type(x), x.dtype, x.requires_grad) for n, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+frozen_or_not = pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+
+
+@frozen_or_not
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_converts_as_convert_does(kind: str, frozen: bool, tmp_path: Path) -> None:
     folder = saved(tmp_path, MODELS[kind]())
@@ -66,27 +67,36 @@ def test_it_converts_as_convert_does(kind: str, frozen: bool, tmp_path: Path) ->
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", torch.bfloat16, torch.float16])
-def test_dtypes(llama_folder: Path, dtype: Any) -> None:
-    model, wanted = loaded(llama_folder, dtype=dtype), by_hand(llama_folder, dtype=dtype)
-    assert kinds(model) == kinds(wanted)
-    assert torch.equal(logits(model), logits(wanted))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "recipe": {"recipe": Recipe(scale="power_of_two", wgrad_input="128x128")},
-    "skip": {"skip": ["*.q_proj", "model.layers.1"]},
-    "sizes": {"skip_small": MinSizes(n=200, k=1, size=1)},
-    "head": {"convert_head": True},
+# name: options of convert, and of from_pretrained
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto": ({}, {"dtype": "auto"}),
+    "fp32": ({}, {"dtype": "float32"}),
+    "bf16": ({}, {"dtype": torch.bfloat16}),
+    "fp16": ({}, {"dtype": torch.float16}),
+    "recipe": ({"recipe": Recipe(scale="power_of_two", wgrad_input="128x128")}, {}),
+    "skip": ({"skip": ["*.q_proj", "model.layers.1"]}, {}),
+    "sizes": ({"skip_small": MinSizes(n=200, k=1, size=1)}, {}),
+    "head": ({"convert_head": True}, {}),
+    "some device": ({}, {"device_map": "auto"}),
+    "cpu": ({}, {"device_map": "cpu"}),
+    "one entry": ({}, {"device_map": {"": "cpu"}}),
+    "entries": ({}, {"device_map": {"model": "cpu", "lm_head": "cpu"}}),
+    "low memory": ({}, {"low_cpu_mem_usage": True}),
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options_are_those_of_convert(llama_folder: Path, option: str) -> None:
-    model = loaded(llama_folder, choices(**OPTIONS[option]))
-    wanted = by_hand(llama_folder, **OPTIONS[option])
+@pytest.mark.parametrize("way", WAYS)
+def test_options_are_those_of_convert_and_from_pretrained(
+    llama_folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options, others = WAYS[way]
+    model = loaded(llama_folder, choices(**options), **others)
+    wanted = by_hand(llama_folder, dtype=others.get("dtype"), **options)
     assert kinds(model) == kinds(wanted)
-    assert option == "recipe" or kinds(model) != kinds(by_hand(llama_folder))
+    assert torch.equal(logits(model), logits(wanted))
+    counts = way in ("bf16", "fp16", "skip", "sizes", "head")
+    assert (kinds(model) != kinds(by_hand(llama_folder))) == counts
     for name, x in model.named_parameters():
         if isinstance(x, BlockwiseFP8Weight):
             assert x.recipe == wanted.get_parameter(name).recipe
@@ -94,30 +104,12 @@ def test_options_are_those_of_convert(llama_folder: Path, option: str) -> None:
 
 def test_experts_are_an_option(tmp_path: Path) -> None:
     folder = saved(tmp_path, transformers_moe("qwen3"))
-    found = {}
-    for experts in (True, False, {"*.experts": ["down_proj"]}):
+    stacks = {"gate_up_proj", "down_proj"}
+    for experts, wanted in ((True, stacks), (False, set()), ({"*.experts": ["down_proj"]}, stacks)):
         model = loaded(folder, choices(experts=experts))
         names = {name.rpartition(".")[2] for name in fp8_names(model) if "experts" in name}
-        found[str(experts)] = names, type(model.model.layers[0].self_attn.q_proj.weight)
-    stacks = {"gate_up_proj", "down_proj"}
-    assert [names for names, _ in found.values()] == [stacks, set(), stacks]
-    assert {kind for _, kind in found.values()} == {BlockwiseFP8Weight}
-
-
-PLACES: dict[str, dict[str, Any]] = {
-    "auto": {"device_map": "auto"},
-    "cpu": {"device_map": "cpu"},
-    "one entry": {"device_map": {"": "cpu"}},
-    "entries": {"device_map": {"model": "cpu", "lm_head": "cpu"}},
-    "low memory": {"low_cpu_mem_usage": True},
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_places(llama_folder: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    model = loaded(llama_folder, **PLACES[place])
-    assert torch.equal(logits(model), logits(by_hand(llama_folder)))
+        assert names == wanted
+        assert type(model.model.layers[0].self_attn.q_proj.weight) is BlockwiseFP8Weight
 
 
 def test_offloading_is_refused(
@@ -130,10 +122,9 @@ def test_offloading_is_refused(
             loaded(llama_folder, device_map=device_map, **some)
     with pytest.raises(NotImplementedError, match="'disk'"):
         loaded(llama_folder, device_map="auto", max_memory={"cpu": "600KB"}, **some)
-    with torch.device("meta"):
-        model = llama()
-    with pytest.raises(NotImplementedError, match="weight' is not on a device"):
-        BlockwiseFP8Quantizer(choices()).postprocess_model(model)
+    quantizer = BlockwiseFP8Quantizer(choices())
+    with torch.device("meta"), pytest.raises(NotImplementedError, match="not on a device"):
+        quantizer.postprocess_model(llama())
 
 
 def test_a_dict_is_a_config(llama_folder: Path) -> None:
@@ -167,12 +158,10 @@ def test_trainer_may_train_what_is_not_frozen(llama_folder: Path) -> None:
     validate_quantization_for_training(frozen)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@frozen_or_not
 def test_dequantize_gives_the_values(llama_folder: Path, frozen: bool) -> None:
     model = loaded(llama_folder, choices(frozen=frozen))
-    plain = AutoModelForCausalLM.from_pretrained(llama_folder)
-    wanted = {n: x.dequantize() if frozen and isinstance(x, BlockwiseFP8Tensor) else
-              plain.get_parameter(n) for n, x in model.named_parameters()}  # fmt: skip
+    wanted = values(model)
     layers = model.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     wanted["model.layers.1.mlp.up_proj.weight"] = wanted["model.layers.0.mlp.up_proj.weight"]
@@ -217,8 +206,7 @@ def test_a_checkpoint_is_marked_if_asked(
 
 
 def test_the_checkpoint_of_another_method_is_refused(llama_folder: Path, tmp_path: Path) -> None:
-    for file in llama_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
     stored = json.loads((tmp_path / "config.json").read_text())
     stored["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(stored))
@@ -229,22 +217,33 @@ def test_the_checkpoint_of_another_method_is_refused(llama_folder: Path, tmp_pat
 # Saving
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@frozen_or_not
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_ordinary_checkpoint(kind: str, frozen: bool, tmp_path: Path) -> None:
-    """It holds the values, under the names, and the config of a model that never was in FP8."""
-    folder = saved(tmp_path / "source", MODELS[kind]())
-    model = loaded(folder, choices(frozen=frozen))
+def test_both_ways_to_save(kind: str, frozen: bool, tmp_path: Path) -> None:
+    def config_of(name: str) -> Any:
+        return json.loads((tmp_path / name / "config.json").read_text())
+
+    config = choices(frozen=frozen)
+    model = loaded(saved(tmp_path / "source", MODELS[kind]()), config)
+    # an ordinary checkpoint is that of a model that never was in FP8
     model.save_pretrained(tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     wanted = {**model.state_dict(), **values(model)}
     assert_same(state(plain), {f"{name} 0": bits(x) for name, x in wanted.items()})
     names = [load_file(tmp_path / x / "model.safetensors").keys() for x in ("source", "saved")]
     assert names[0] == names[1]
-    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("source", "saved")]
-    assert configs[0] == configs[1]
-    again = loaded(tmp_path / "saved", choices(frozen=frozen))
-    assert torch.equal(logits(again), logits(model))
+    assert config_of("saved") == config_of("source")
+    assert torch.equal(logits(loaded(tmp_path / "saved", config)), logits(model))
+
+    folder = save_pretrained_fp8(model, tmp_path / "fp8", max_shard_bytes=1 << 17)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    entries = config_of("fp8")
+    assert entries.pop("quantization_config")["quant_method"] == "fp8"
+    assert entries == config_of("source")
+    assert (folder / "generation_config.json").exists()
+    assert torch.equal(logits(loaded(folder, choices(frozen=True))), logits(model))
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save_pretrained_fp8(model, folder)
 
 
 def test_a_state_that_is_given_is_saved(llama_folder: Path, tmp_path: Path) -> None:
@@ -277,30 +276,6 @@ def test_adapters_are_saved_without_their_base(
         assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_checkpoint_in_fp8(kind: str, frozen: bool, tmp_path: Path) -> None:
-    model = loaded(saved(tmp_path / "source", MODELS[kind]()), choices(frozen=frozen))
-    folder = save_pretrained_fp8(model, tmp_path / "fp8", max_shard_bytes=1 << 17)
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    config = json.loads((folder / "config.json").read_text())
-    assert config.pop("quantization_config")["quant_method"] == "fp8"
-    assert config == json.loads((tmp_path / "source" / "config.json").read_text())
-    assert (folder / "generation_config.json").exists()
-    again = loaded(folder, choices(frozen=True))
-    assert torch.equal(logits(again), logits(model))
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        save_pretrained_fp8(model, folder)
-
-
-def test_a_model_that_was_not_loaded_names_its_class(tmp_path: Path) -> None:
-    model = llama().bfloat16()
-    convert(model, skip_small=False)
-    config = json.loads((save_pretrained_fp8(model, tmp_path) / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["dtype"] == "bfloat16"
-
-
 def test_transformers_reads_it_as_its_fp8(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,9 +285,14 @@ def test_transformers_reads_it_as_its_fp8(
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+def test_models_that_were_not_loaded(tmp_path: Path) -> None:
+    """One in FP8 names its class; others are refused."""
     module: Any = nn.Linear(128, 128)
     with pytest.raises(TypeError, match=r"expected a transformers\.PreTrainedModel"):
         save_pretrained_fp8(module, tmp_path)
+    model = llama().bfloat16()
     with pytest.raises(ValueError, match="no FP8 weight"):
-        save_pretrained_fp8(llama(), tmp_path)
+        save_pretrained_fp8(model, tmp_path)
+    convert(model, skip_small=False)
+    config = json.loads((save_pretrained_fp8(model, tmp_path) / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
