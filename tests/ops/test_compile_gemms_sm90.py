@@ -12,8 +12,7 @@ from torch import Tensor
 
 from blocktensor.ops.devices import H200
 from blocktensor.ops.formats import BLOCK, Quantized, group_blocks
-from blocktensor.ops.scale_layouts import empty_quantized
-from tests.support.numeric import DTYPES, FORMATS
+from tests.support.numeric import DTYPES
 
 pytest.importorskip("triton")
 
@@ -26,26 +25,15 @@ from blocktensor.ops.grouped_gemm import triton_gemm as triton_grouped
 from blocktensor.ops.grouped_gemm.hopper_launch import plan_grouped_gemm, plan_grouped_wgrad
 from blocktensor.ops.runtime.launch import Launch
 from tests.support import sm90
-from tests.support.sm90 import Launches, Resources, compile_for_sm90
+from tests.support.sm90 import Launches, Resources, cast_like, compile_for_sm90, like
 
 BF16, FP16, FP32 = DTYPES
 launches = sm90.launches
 
 
-def like(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def operand(*shape: int, rows: int = 1) -> Quantized:
-    return empty_quantized(shape, FORMATS[rows], torch.device("meta"))
-
-
 def assert_fits(tile: Tile, code: Resources) -> None:
     assert code.spills_nothing_of_a_gemm
     assert code.shared_bytes * tile.programs <= 227 * 1024
-
-
-# Products of matrices
 
 
 def compiled(
@@ -59,7 +47,7 @@ def compiled(
     parts: int = 1,
 ) -> Resources:
     k, out = 7168, like(m * parts, n, dtype=dtype)
-    a, b = operand(m, k), operand(n, k, rows=tile.b_block)
+    a, b = cast_like(m, k), cast_like(n, k, rows=tile.b_block)
     return compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, add, tile, parts))
 
 
@@ -128,9 +116,9 @@ def gemms_in_triton() -> Iterator[tuple[Quantized, Quantized, Tensor | None, tor
         (1, 7168, 2048, 1, 128, BF16),
         (1, 1, 1, 1, 1, FP32),
     ):
-        yield operand(m, k, rows=a_rows), operand(n, k, rows=b_rows), None, dtype
+        yield cast_like(m, k, rows=a_rows), cast_like(n, k, rows=b_rows), None, dtype
     for m, n, k in ((4096, 7168, 2048), (3, 130, 129)):
-        yield operand(m, k), operand(n, k, rows=128), like(n), BF16
+        yield cast_like(m, k), cast_like(n, k, rows=128), like(n), BF16
 
 
 @pytest.mark.parametrize(("a", "b", "bias", "dtype"), [*gemms_in_triton()], ids=range(14))
@@ -142,8 +130,6 @@ def test_in_triton(
         wide = like(len(a.data), len(b.data) + 1, dtype=FP32)[:, :-1]
         assert launches.compile(lambda: triton_gemm.gemm_add_(wide, a, b)) == 1
 
-
-# Grouped products
 
 EXPERTS, TOKENS, N, K = 8, 4001, 2816, 2048
 COLUMNS = group_blocks(TOKENS, EXPERTS) * BLOCK
@@ -160,7 +146,11 @@ def fprops() -> Iterator[tuple[Tile, torch.dtype, bool, int]]:
 
 @pytest.mark.parametrize(("tile", "dtype", "bias", "n"), [*fprops()], ids=lambda x: str(x)[:40])
 def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> None:
-    a, b, out = operand(TOKENS, K), operand(EXPERTS, n, K, rows=128), like(TOKENS, n, dtype=dtype)
+    a, b, out = (
+        cast_like(TOKENS, K),
+        cast_like(EXPERTS, n, K, rows=128),
+        like(TOKENS, n, dtype=dtype),
+    )
     added = like(EXPERTS, n) if bias else None
     assert_fits(tile, compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132)))
 
@@ -178,7 +168,7 @@ def wgrads() -> Iterator[tuple[Tile, torch.dtype, bool, int, int]]:
 
 @pytest.mark.parametrize(("tile", "dtype", "add", "n", "k"), [*wgrads()], ids=lambda x: str(x)[:40])
 def test_grouped_wgrad(tile: Tile, dtype: torch.dtype, add: bool, n: int, k: int) -> None:
-    a, b = operand(n, COLUMNS), operand(k, COLUMNS, rows=tile.b_block)
+    a, b = cast_like(n, COLUMNS), cast_like(k, COLUMNS, rows=tile.b_block)
     out = like(EXPERTS, n, k, dtype=dtype)
     assert_fits(tile, compile_for_sm90(plan_grouped_wgrad(a, b, OFFS, TOKENS, out, add, tile, 132)))
 
@@ -186,11 +176,11 @@ def test_grouped_wgrad(tile: Tile, dtype: torch.dtype, add: bool, n: int, k: int
 def grouped_in_triton() -> Iterator[Launch]:
     for dtype in (BF16, FP32):
         out = like(TOKENS, N, dtype=dtype)
-        x, w = operand(TOKENS, K), operand(EXPERTS, N, K, rows=128)
+        x, w = cast_like(TOKENS, K), cast_like(EXPERTS, N, K, rows=128)
         yield triton_grouped.plan_grouped_gemm(x, w, OFFS, None, out)
         dw = like(EXPERTS, N, K, dtype=dtype)
         for rows, other in ((1, 1), (1, 128), (128, 1)):
-            a, b = operand(N, COLUMNS, rows=rows), operand(K, COLUMNS, rows=other)
+            a, b = cast_like(N, COLUMNS, rows=rows), cast_like(K, COLUMNS, rows=other)
             yield triton_grouped.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw, dtype == FP32)
 
 

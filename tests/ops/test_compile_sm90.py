@@ -23,21 +23,11 @@ from blocktensor.ops.formats import (
     BLOCKS_128X128_POW2,
     WEIGHT_FORMATS,
     BlockFormat,
-    Quantized,
 )
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
 from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
-from tests.support.casts import (
-    BOTH,
-    GLUON_WAYS,
-    SQUARE,
-    WAYS,
-    Functions,
-    Way,
-    gluon_takes,
-    kernels,
-)
-from tests.support.numeric import DTYPES, E4M3, FORMATS
+from tests.support.casts import BOTH, GLUON_WAYS, SQUARE, WAYS, Functions, Way, gluon_takes, kernels
+from tests.support.numeric import DTYPES, E4M3
 
 pytest.importorskip("triton")
 
@@ -50,7 +40,7 @@ from blocktensor.ops.gemm.hopper.launch import plan_sum
 from blocktensor.ops.norm import triton_passes
 from blocktensor.ops.runtime.launch import Launch
 from tests.support import sm90
-from tests.support.sm90 import TUNED, Launches, compile_for_sm90
+from tests.support.sm90 import TUNED, Launches, cast_like, compile_for_sm90, like
 
 launches = sm90.launches
 META = torch.device("meta")
@@ -74,14 +64,6 @@ class Case(NamedTuple):
     spills: int | Callable[[Launch], int] = SPILLS
 
 
-def like(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
-
-
-def cast(shape: tuple[int, ...], rows: int) -> Quantized:
-    return empty_quantized(shape, FORMATS[rows], META)
-
-
 INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
     "even": lambda dtype: like(4096, 7168, dtype=dtype),
     "even.t()": lambda dtype: like(7168, 4096, dtype=dtype).t(),
@@ -99,20 +81,18 @@ INPUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
 
 
 def casts_in_triton() -> Iterator[Case]:
-    of_fp32: list[tuple[Way, torch.dtype, str, bool]] = [
+    variants: list[tuple[Way, torch.dtype, str, bool]] = [
         *product(OLDER, [FP32], INPUTS, [False]),
         *product([COLUMNWISE_SQUARE], [FP32], ["129x130.t()", "one column", "wide"], [False]),
         *product([MIXED], [FP32], ["even", "300x576", "129x130"], [False]),
         *product(WAYS, [FP32], ["129x130"], [True]),
-    ]
-    of_16_bits: list[tuple[Way, torch.dtype, str, bool]] = [
         *product(WAYS, [BF16], ["even", "129x130", "4096x10944"], [False]),
         *product(WAYS, [FP16], ["300x576", "even.t()"], [False]),
         *product([BOTH], [BF16], ["129x130.t()", "one column"], [False]),
         (MIXED, BF16, "wide", False),
         *product(WAYS, [BF16], ["300x576"], [True]),
     ]
-    for way, dtype, view, power_of_two in of_fp32 + of_16_bits:
+    for way, dtype, view, power_of_two in variants:
         label = f"{way}, {dtype}, {view}" + ", power of two" * power_of_two
         yield Case(label, partial(way, TRITON, INPUTS[view](dtype), power_of_two), None)
 
@@ -145,7 +125,7 @@ def casts_of_stacks() -> Iterator[Case]:
 def finished_casts() -> Iterator[Case]:
     """Transposes and dequantize."""
     for shape in ((256, 512), (129, 130), (3, 300, 576), (256, 132)):
-        x = cast(shape, 128)
+        x = cast_like(*shape, rows=128)
         flipped = x._replace(data=x.data.mT.contiguous().mT)
         yield Case(f"transpose {shape}", partial(TRITON.transpose, x))
         yield Case(f"transpose {shape} of strides", partial(TRITON.transpose, flipped))
@@ -155,7 +135,7 @@ def finished_casts() -> Iterator[Case]:
         ((300, 576), 128, FP16),
         ((3, 129, 130), 128, BF16),
     ):
-        run = partial(TRITON.dequantize, cast(shape, rows), dtype)
+        run = partial(TRITON.dequantize, cast_like(*shape, rows=rows), dtype)
         yield Case(f"dequantize {shape}, {rows}, {dtype}", run)
 
 
@@ -177,9 +157,7 @@ def casts_by_groups() -> Iterator[Case]:
         )
         for plan in (plan_columnwise, plan_1x128):
             label = f"{plan.__name__} by groups {dtype}, {k}, {experts}, {rowwise}, {square}"
-            yield Case(
-                label, lambda plan=plan, x=x, forms=forms, offs=offs: plan(x, *forms, offs)()
-            )
+            yield Case(label, plan(x, *forms, offs))
 
 
 def passes() -> Iterator[Case]:
@@ -195,8 +173,6 @@ def passes() -> Iterator[Case]:
         run = partial(triton_rows.loss_and_gradient_, *args)
         yield Case(f"loss {dtype}, {cols}, {total is None}", run, 2, 0)
 
-
-# Producers
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 BOTH_FORMS: Formats = BLOCKS_1X128, BLOCKS_1X128
@@ -304,9 +280,6 @@ CASES = [case for cases in TABLE for case in cases()]
 def test_registers(case: Case, launches: Launches) -> None:
     made = launches.compile(case.run, case.spills)
     assert made == case.launches if case.launches is not None else made >= 1
-
-
-# What the code must hold, and which kernel runs
 
 
 @pytest.mark.parametrize("is_cast", [False, True], ids=["amax", "cast"])

@@ -76,5 +76,4 @@ def kernels(name: str, backends: Iterable[Backend[Any]] = CAST_BACKENDS) -> Func
 
 def gluon_takes(x: Tensor, *formats: BlockFormat) -> bool:
     """True if the Gluon kernels can read ``x``, whatever the device."""
-    gluon = next(backend for backend in CAST_BACKENDS if backend.name == "gluon")
-    return gluon.declines(CastProblem(x, *formats)) is None
+    return kernels("gluon").backend.declines(CastProblem(x, *formats)) is None

@@ -103,7 +103,7 @@ class Kernel:
             values = dict(zip(self.arg_names, args, strict=False)) | constants
             signature = {name: kind_of(values[name]) for name in self.arg_names}
             described = [{"block": 4} for kind in signature.values() if "tensordesc" in kind]
-            self._body([expand(v, {"block": 4}) for v in args])
+            self.body(*(x for arg in args for x in expand(arg, {"block": 4})))
             compiled = Compiled(
                 src=SimpleNamespace(signature=signature),
                 function=1234,
@@ -126,22 +126,16 @@ class Kernel:
             self.direct.append(head)
             values: list[Any] = []
             for kind in signature.values():
-                if kind == "constexpr" and in_tuple:
+                if kind == "constexpr":
+                    assert in_tuple or rest.pop(0) is None
                     continue
-                value = rest.pop(0)
+                values.append(rest.pop(0))
                 if kind.startswith("tensordesc"):
-                    values.append([value, *(rest.pop(0) for _ in range(2 * len(value.shape)))])
-                elif kind != "constexpr":
-                    values.append([value])
-                else:
-                    assert value is None
+                    values += (rest.pop(0) for _ in range(2 * len(values[-1].shape)))
             assert not rest
-            self._body(values)
+            self.body(*values)
 
         return launch
-
-    def _body(self, values: list[list[Any]]) -> None:
-        self.body(*(value for group in values for value in group))
 
 
 def flat_types(signature: dict[str, str], args: tuple[Any, ...]) -> list[str]:
@@ -188,11 +182,10 @@ DRIVERS = {
         make_kernel_signature=None,
         PyKernelArg=KernelArg,
         ARG_KERNEL=ARG_KERNEL,
-        make_tensordesc_arg=lambda descriptor, metadata, _: make_tensordesc_arg(
-            descriptor, metadata
-        ),
+        make_tensordesc_arg=lambda tensor, metadata, _: make_tensordesc_arg(tensor, metadata),
     ),
 }
+"""As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
 """As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
 
 
@@ -210,8 +203,7 @@ class Op:
     """A function with one kernel, specialized as the ops are."""
 
     def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
-        self.kernel, self.calls = kernel, 0
-        self._function = function
+        self.kernel, self.calls, self._function = kernel, 0, function
         self.table = Specialized(lambda *args: recorded(self._counted))
         self.call = self.table.run
 

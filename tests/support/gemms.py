@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import Quantized
-from tests.support.numeric import (
-    E4M3,
-    FORMATS,
-    assert_same,
-    lay_out,
-    operand,
-    relative_error,
-    worst_row,
-)
+from tests.support import numeric
+from tests.support.numeric import E4M3, FORMATS, lay_out, operand, relative_error, worst_row
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 4e-3, torch.float32: 2e-4}
+
+
+Blocks = tuple[int, int]
+"""Rows of the blocks of both sides."""
 
 
 class Shape(NamedTuple):
@@ -48,18 +44,12 @@ def shapes(
             yield shape
 
 
-def operands(
-    shape: Shape, blocks: tuple[int, int], rng: torch.Generator
-) -> tuple[Quantized, Quantized]:
+def operands(shape: Shape, blocks: Blocks, rng: Generator) -> tuple[Quantized, Quantized]:
     return operand(shape.m, shape.k, blocks[0], rng), operand(shape.n, shape.k, blocks[1], rng)
 
 
 def check(
-    module: ModuleType,
-    a: Quantized,
-    b: Quantized,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    module: Any, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None
 ) -> None:
     """One product agrees with the reference as a whole, and with float64 in every row."""
     got = module.gemm(a, b, bias, dtype)
@@ -71,40 +61,90 @@ def check(
     assert worst_row(got, a, b, bias) <= 4 * TOLERANCE[dtype]
 
 
-def check_promotion(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+def check_shape(
+    module: Any,
+    shape: Shape,
+    blocks: Blocks,
+    rng: Generator,
+    dtype: torch.dtype,
+    bias: torch.dtype | None = None,
+) -> None:
+    """A product of drawn numbers, with a bias if its dtype is given."""
+    a, b = operands(shape, blocks, rng)
+    if dtype == torch.float16:
+        a.scale.mul_(2**-14)  # products of some 10^4, else beyond fp16
+    added = None
+    if bias is not None:
+        added = 1000 * torch.randn(shape.n, generator=rng, device=rng.device).to(bias)
+    check(module, a, b, dtype, added)
+
+
+def guarded(m: int, n: int, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
+    """A buffer of NaN, and an ``[m, n]`` view of it with a row below and ``columns`` beside it."""
+    buffer = torch.full((m + 1, n + columns), math.nan, dtype=dtype, device="cuda")
+    return buffer, buffer[:m, :n]
+
+
+def assert_guards_hold(buffer: Tensor, m: int, n: int) -> None:
+    assert buffer[m:].isnan().all()
+    assert buffer[:, n:].isnan().all()
+    assert not buffer[:m, :n].isnan().any()
+
+
+def check_addition(
+    add: Callable[[Tensor], object], a: Quantized, b: Quantized, columns: int
+) -> None:
+    """``add(out)`` adds the product to ``out``, and writes nothing beside it."""
+    m, n = len(a.data), len(b.data)
+    buffer, out = guarded(m, n, torch.float32, columns)
+    rng = Generator("cuda").manual_seed(0)
+    before = out.copy_(1000 * torch.randn((m, n), generator=rng, device="cuda")).clone()
+    add(out)
+    want = before + reference.gemm(a, b, None, torch.float32)
+    assert relative_error(out, want) <= TOLERANCE[torch.float32]
+    assert_guards_hold(buffer, m, n)
+
+
+def check_far(module: Any, rng: Generator) -> None:
+    """The last rows of a long operand and of a large output, of more than 2^31 elements."""
+    a, b = operand(2**20 + 130, 2112, 1, rng), operand(2176, 2112, 128, rng)
+    out = module.gemm(a, b, None, torch.bfloat16)
+    assert min(a.data.numel(), out.numel()) > 2**31
+    tail = Quantized(a.data[-130:], a.scale[-130:], a.format)
+    assert worst_row(out[-130:], tail, b) <= TOLERANCE[torch.bfloat16]
+
+
+def check_promotion(module: Any, blocks: Blocks, rng: Generator) -> None:
     """Small partial products survive beside a large one: raw Hopper sums keep some 14 bits."""
-    data = torch.zeros((128, 128 * 64), device=device)
+    data = torch.zeros((128, 128 * 64), device=rng.device)
     data[:, :128] = 64
     data[:, 128::128] = 1
-    scale = torch.ones((128, 64), device=device)
+    scale = torch.ones((128, 64), device=rng.device)
     a, b = (
         Quantized(data.to(E4M3), lay_out(scale[: 128 // block], block), FORMATS[block])
         for block in blocks
     )
-    out = module.gemm(a, b, None, torch.float32)
-    assert (out == 2**19 + 63).all()
+    assert (module.gemm(a, b, None, torch.float32) == 2**19 + 63).all()
 
 
-def check_scales_per_block(
-    module: ModuleType, blocks: tuple[int, int], device: torch.device
-) -> None:
+def check_scales_per_block(module: Any, blocks: Blocks, rng: Generator) -> None:
     """Every 128 of K, and every row or block of rows, has its own scale: exact powers of two."""
     m, n, k = 260, 272, 400
-    rng = torch.Generator(device).manual_seed(0)
 
     def exact(rows: int, block: int) -> Quantized:
         shape = (-(-rows // block), 4)
-        scale = torch.randint(-4, 5, shape, generator=rng, device=device).float().exp2()
-        data = torch.randint(-1, 2, (rows, k), generator=rng, device=device)
+        scale = torch.randint(-4, 5, shape, generator=rng, device=rng.device).float().exp2()
+        data = torch.randint(-1, 2, (rows, k), generator=rng, device=rng.device)
         return Quantized(data.float().to(E4M3), lay_out(scale, block), FORMATS[block])
 
     a, b = exact(m, blocks[0]), exact(n, blocks[1])
-    assert_same(module.gemm(a, b, None, torch.float32), reference.gemm(a, b, None, torch.float32))
+    numeric.assert_same(
+        module.gemm(a, b, None, torch.float32), reference.gemm(a, b, None, torch.float32)
+    )
 
 
-def check_bad_blocks(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+def check_bad_blocks(module: Any, blocks: Blocks, rng: Generator) -> None:
     """NaN and Inf scales spoil the outputs that they spoil in the reference, and no others."""
-    rng = torch.Generator(device).manual_seed(0)
     a, b = operands(Shape(300, 272, 400), blocks, rng)
     a.scale[-1, 3], a.scale[0, 1], b.scale[1, 2] = math.nan, math.inf, math.nan
     got = module.gemm(a, b, None, torch.float32)
@@ -116,17 +156,15 @@ def check_bad_blocks(module: ModuleType, blocks: tuple[int, int], device: torch.
     assert relative_error(got[good], want[good]) <= TOLERANCE[torch.float32]
 
 
-def check_determinism(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
-    rng = torch.Generator(device).manual_seed(0)
+def check_determinism(module: Any, blocks: Blocks, rng: Generator) -> None:
     a, b = operands(Shape(300, 576, 10944), blocks, rng)
     first = module.gemm(a, b, None, torch.float32)
     for _ in range(20):
         assert torch.equal(module.gemm(a, b, None, torch.float32), first)
 
 
-def check_stream(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+def check_stream(module: Any, blocks: Blocks, rng: Generator) -> None:
     """The product runs after what its stream has to do before, not on the default stream."""
-    rng = torch.Generator(device).manual_seed(0)
     a, b = operands(Shape(256, 512, 640), blocks, rng)
     want = module.gemm(a, b, None, torch.float32)
     late = a._replace(data=torch.zeros_like(a.data))
@@ -141,9 +179,8 @@ def check_stream(module: ModuleType, blocks: tuple[int, int], device: torch.devi
     assert torch.equal(got, want)
 
 
-def check_views(module: ModuleType, blocks: tuple[int, int], device: torch.device) -> None:
+def check_views(module: Any, blocks: Blocks, rng: Generator) -> None:
     """Operands inside larger ones: rows of data, slices of scales, scales of other strides."""
-    rng = torch.Generator(device).manual_seed(0)
     a, b = operands(Shape(512, 528, 640), blocks, rng)
     some_rows, last_rows = (
         Quantized(x.data[rows], x.scale[rows.start // block : -(-rows.stop // block)], x.format)
@@ -153,15 +190,15 @@ def check_views(module: ModuleType, blocks: tuple[int, int], device: torch.devic
     dense = [x._replace(scale=x.scale.contiguous()) for x in (a, b)]
     check(module, *dense, torch.float32)
     check(module, a, b._replace(scale=b.scale.t().contiguous().t()), torch.float32)
-    flat = torch.zeros(8 + a.data.numel(), device=device).to(E4M3)
+    flat = torch.zeros(8 + a.data.numel(), device=rng.device).to(E4M3)
     flat[8:] = a.data.flatten()
     unaligned = flat[8:].view(512, 640)
     assert unaligned.data_ptr() % 16 == 8
     check(module, a._replace(data=unaligned), b, torch.float32)
 
 
-Check = Callable[[Any, tuple[int, int], torch.device], None]
-"""``check(module, rows of the blocks of both sides, device)``."""
+Check = Callable[[Any, Blocks, Generator], None]
+"""``check(module, blocks, rng)``."""
 
 OF_NUMBERS: tuple[Check, ...] = (check_promotion, check_scales_per_block, check_bad_blocks)
 OF_CALLS: tuple[Check, ...] = (check_determinism, check_stream, check_views)

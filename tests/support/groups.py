@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from blocktensor.ops import reference
-from blocktensor.ops.formats import BLOCKS_1X128, BlockFormat, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from tests.support.numeric import FORMATS, operand
 
 GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -34,7 +37,7 @@ def ranges(offs: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(bounds)]
 
 
-def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:
+def stack(experts: int, n: int, k: int, rng: Generator) -> Quantized:
     """A stack ``[E, N, K]`` in 128x128 blocks, with ordinary data and scales."""
     parts = [operand(n, k, 128, rng) for _ in range(experts)]
     data, scale = (torch.stack([part[i] for part in parts]) for i in (0, 1))
@@ -44,3 +47,72 @@ def stack(experts: int, n: int, k: int, rng: torch.Generator) -> Quantized:
 def columnwise(x: Tensor, offs: Tensor, format: BlockFormat = BLOCKS_1X128) -> Quantized:
     """The columnwise cast of ``x[T, K]`` in groups."""
     return reference.quantize_grouped_columnwise(x, offs, format)
+
+
+SIZES = (0, 1, 3, 127, 128, 129, 300, 700)
+"""Sizes of groups at and around those of blocks and tiles."""
+
+
+def filled(form: Quantized, sizes: Sequence[int]) -> Quantized:
+    """The blocks of a columnwise cast that groups of these sizes fill."""
+    blocks = sum(-(-size // 128) for size in sizes)
+    return form._replace(data=form.data[:, : 128 * blocks], scale=form.scale[:, :blocks])
+
+
+class Groups(NamedTuple):
+    """Groups of tokens, some of which may belong to none, and the sizes of an expert."""
+
+    sizes: tuple[int, ...]
+    left_over: int
+    n: int
+    k: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes) + self.left_over
+
+
+def drawn(seed: int, count: int, n: Sequence[int], k: Sequence[int]) -> Iterator[Groups]:
+    """``count`` seeded cases; each of ``n`` and ``k`` is met in turn."""
+    draw = random.Random(seed)
+    for i in range(count):
+        experts = draw.choice((1, 2, 3, 8, 33))
+        sizes = tuple(draw.choice(SIZES) for _ in range(experts))
+        if i % 7 == 3:  # all tokens in one group
+            sizes = tuple(sum(sizes) * (j == experts // 2) for j in range(experts))
+        left_over = draw.choice((0, 0, 1, 200))
+        yield Groups(sizes, left_over if sum(sizes) else 5, n[i % len(n)], k[i % len(k)])
+
+
+class Operands(NamedTuple):
+    """The casts of ``x[T, K]``, ``g[T, N]`` and ``w[E, N, K]``; rows of no group are NaN."""
+
+    offs: Tensor
+    x: tuple[Quantized, Quantized]
+    g: tuple[Quantized, Quantized]
+    w: Quantized
+
+
+def operands(
+    case: Groups,
+    device: torch.device | str,
+    format: BlockFormat = BLOCKS_1X128,
+    weight_format: BlockFormat = BLOCKS_128X128,
+    x_columnwise: BlockFormat | None = None,
+) -> Operands:
+    """``x_columnwise``: the format of x columnwise; by default ``format``."""
+    rng = Generator(device).manual_seed(case.tokens)
+    offs = ends(*case.sizes, device=device)
+
+    def tokens(width: int) -> Tensor:
+        made = torch.randn(case.tokens, width, generator=rng, device=device).bfloat16()
+        made[sum(case.sizes) :] = float("nan")
+        return made
+
+    w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
+    return Operands(
+        offs,
+        reference.quantize_grouped(tokens(case.k), offs, format, x_columnwise),
+        reference.quantize_grouped(tokens(case.n), offs, format),
+        reference.quantize_rowwise(w, weight_format),
+    )

@@ -6,10 +6,12 @@ Nothing here computes with the code under test: operands only carry its formats.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.utils._pytree import tree_leaves
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 
@@ -32,12 +34,6 @@ def e4m3_bytes(x: np.ndarray) -> np.ndarray:
     above = np.searchsorted(MIDPOINTS, magnitude, side="right")  # a tie gives the upper neighbour
     nearest = np.where(below % 2 == 0, below, above)
     return np.where(np.isnan(x), 0x7F, nearest | (np.signbit(x) << 7)).astype(np.uint8)
-
-
-def e4m3_values(data: Tensor) -> np.ndarray:
-    """What the bytes of ``data`` mean, in float64."""
-    table = np.append(MAGNITUDES, math.nan)
-    return np.append(table, -table)[data.contiguous().view(torch.uint8).cpu().numpy()]
 
 
 def block_scale(block: np.ndarray, power_of_two: bool) -> np.float32:
@@ -93,7 +89,7 @@ def worst_row(got: Tensor, a: Quantized, b: Quantized, bias: Tensor | None = Non
     return float(error.max()) if error.numel() else 0.0
 
 
-def operand(rows: int, k: int, block: int, rng: torch.Generator) -> Quantized:
+def operand(rows: int, k: int, block: int, rng: Generator) -> Quantized:
     """A GEMM operand ``[rows, k]`` with ordinary data and scales in blocks of ``block`` x 128.
 
     On the device of ``rng``. The padding of scales holds NaN.
@@ -115,12 +111,10 @@ def lay_out(scale: Tensor, block: int) -> Tensor:
     return out.copy_(scale)
 
 
-# Values
-
 KINDS = ("normal", "bits", "ties", "tiny", "zeros", "edges", "inf", "nan")
 
 
-def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: Generator) -> Tensor:
     """A CPU matrix of one of ``KINDS`` of values."""
     shape = (rows, cols)
 
@@ -129,12 +123,9 @@ def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: torch.Gener
 
     sign = choose(-1, 1)
     if kind == "bits":  # any finite number
-        wide = dtype == torch.float32
-        bits = torch.randint(-(2**31), 2**31, shape, generator=rng).to(
-            torch.int32 if wide else torch.int16
-        )
-        x = bits.view(dtype)
-        return torch.where(x.isfinite(), x, torch.zeros_like(x))
+        number = torch.int32 if dtype == torch.float32 else torch.int16
+        bits = torch.randint(-(2**31), 2**31, shape, generator=rng).to(number)
+        return bits.view(dtype).nan_to_num(0.0, 0.0, 0.0)
     if kind == "ties":  # midpoints between e4m3 numbers, in blocks whose scale is a power of two
         x = choose(*MIDPOINTS, *[448.0] * 30) * sign * 2.0 ** (7 - rows % 15)
     elif kind == "tiny":  # scales and quotients that are subnormal or zero
@@ -154,48 +145,33 @@ def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: torch.Gener
     return x.to(dtype)
 
 
-# Views
-
 VIEWS = (
-    "contiguous",
-    "columns",
-    "transposed",
-    "sliced",
-    "stepped",
-    "one row",
-    "one column",
-    "one number",
-    "overlapping",
+    *("contiguous", "columns", "transposed", "sliced", "stepped"),
+    *("one row", "one column", "one number", "overlapping"),
 )
 
 
 def view_of(
-    view: str, kind: str, rows: int, cols: int, dtype: torch.dtype, rng: torch.Generator
+    view: str, kind: str, rows: int, cols: int, dtype: torch.dtype, rng: Generator
 ) -> Tensor:
     """A CPU matrix ``[rows, cols]`` of ``values(kind)`` that lies in memory as ``view`` says."""
-
-    def make(r: int, c: int) -> Tensor:
-        return values(kind, r, c, dtype, rng)
-
-    if view == "transposed":
-        return make(cols, rows).t()
-    if view == "columns":  # as aligned as cols is
-        return make(rows, cols + 32)[:, 16 : cols + 16]
-    if view == "sliced":  # odd strides, odd offset: no vector loads
-        whole = make(rows + 4, cols + 8 + cols % 2 + 1)
-        return whole[3 : rows + 3, 6 : cols + 6]
-    if view == "stepped":
-        return make(2 * rows, 3 * cols)[::2, ::3]
-    if view == "one row":
-        return make(1, cols).expand(rows, cols)
-    if view == "one column":
-        return make(rows, 1).expand(rows, cols)
-    if view == "one number":
-        return make(1, 1).expand(rows, cols)
+    places: dict[str, tuple[tuple[int, int], Any]] = {
+        "contiguous": ((rows, cols), ...),
+        "transposed": ((cols, rows), ...),
+        "columns": ((rows, cols + 32), np.s_[:, 16 : cols + 16]),  # as aligned as cols is
+        # odd strides, odd offset: no vector loads
+        "sliced": ((rows + 4, cols + 9 + cols % 2), np.s_[3 : rows + 3, 6 : cols + 6]),
+        "stepped": ((2 * rows, 3 * cols), np.s_[::2, ::3]),
+        "one row": ((1, cols), ...),
+        "one column": ((rows, 1), ...),
+        "one number": ((1, 1), ...),
+        "overlapping": ((1, rows + cols), ...),
+    }
+    size, cut = places[view]
+    x = values(kind, *size, dtype, rng)[cut]
     if view == "overlapping":
-        return make(1, rows + cols).as_strided((rows, cols), (1, 1))
-    assert view == "contiguous"
-    return make(rows, cols)
+        return x.as_strided((rows, cols), (1, 1))
+    return x.t() if view == "transposed" else x.expand(rows, cols)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -203,9 +179,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     storage = x.untyped_storage()
     whole = torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // x.itemsize,))
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-# Comparisons
 
 
 def assert_same(got: Tensor, want: Tensor) -> None:
@@ -225,6 +198,18 @@ def assert_same(got: Tensor, want: Tensor) -> None:
         f"{int(wrong.sum())} of {wrong.numel()} differ, first at {wrong.nonzero()[0].tolist()}: "
         f"{got[wrong][0]:#x} for {want.to(got.device)[wrong][0]:#x}"
     )
+
+
+def assert_same_forms(got: Any, want: Any) -> None:
+    """The same casts, alone or in nested tuples, of the same formats, bytes and scales."""
+    forms = [tree_leaves(x, is_leaf=lambda part: isinstance(part, Quantized)) for x in (got, want)]
+    for ours, theirs in zip(*forms, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+            continue
+        assert ours.format is theirs.format
+        assert_same(ours.data.cpu(), theirs.data.cpu())
+        assert_same(ours.scale.cpu(), theirs.scale.cpu())
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -20,7 +20,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from blocktensor.ops.formats import Quantized
 from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.scale_layouts import empty_quantized
+from tests.support.numeric import FORMATS
 
 TUNED = triton.__version__.startswith("3.6.")
 """True with the Triton that registers were limited with: others spill more in casts."""
@@ -109,6 +112,7 @@ def compile_for_sm90(launch: Launch) -> Resources:
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.asm["cubin"])
 
 
+@functools.lru_cache(maxsize=64)  # other dtypes and shapes may give the same kernel
 def _tool(name: str, option: str, cubin: bytes) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -131,6 +135,16 @@ class Launches(list[Launch]):
             assert resources.spilled_bytes <= allowed, f"{launch.kernel} {launch.constants}"
             assert 0 < resources.registers <= 255
         return len(self)
+
+
+def like(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cast_like(*shape: int, rows: int = 1) -> Quantized:
+    """A cast without memory in blocks of ``rows`` x 128."""
+    return empty_quantized(shape, FORMATS[rows], torch.device("meta"))
 
 
 @pytest.fixture

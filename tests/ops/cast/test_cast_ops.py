@@ -1,83 +1,65 @@
-"""Casts that are made of other casts, and casts with their transpose."""
+"""Casts that are made of other casts: transposes, casts with their transpose, casts of parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
 
-from blocktensor.ops import reference
+from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import ops
 from blocktensor.ops.cast.choose_backend import cast_backend
 from blocktensor.ops.cast.ops import quantize_transpose, quantize_with_transpose
-from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2, BlockFormat
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, ceil_div
 from tests.support.casts import gluon_takes
-from tests.support.models import Trace, randn
-from tests.support.numeric import DTYPES, KINDS, assert_same, to_device, values
+from tests.support.models import randn
+from tests.support.numeric import DTYPES, KINDS, assert_same, assert_same_forms, to_device, values
 from tests.support.reference_ops import decide_anew
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SQUARES = [BLOCKS_128X128, formats.BLOCKS_128X128_POW2]
+every_format = pytest.mark.parametrize("format", SQUARES, ids=lambda format: format.name)
 SHAPES = [(0, 128), (1, 1), (128, 0), (127, 129), (128, 300), (160, 10), (576, 1096), (300, 576)]
 
 
-@pytest.mark.parametrize("format", [BLOCKS_128X128, BLOCKS_128X128_POW2], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_quantize_transpose(device: str, shape: tuple[int, int], format: BlockFormat) -> None:
+@every_format
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 130, 70), (16, 130, 70)], ids=str)
+def test_quantize_transpose(
+    shape: tuple[int, ...], format: BlockFormat, device: torch.device
+) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = randn(*shape, dtype=dtype, device=device)
-        for lies in (x, x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0]):
-            got = quantize_transpose(lies, format)
-            want = reference.transpose(reference.quantize_rowwise(x.cpu(), format))
-            assert_same(got.data.cpu(), want.data)
-            assert_same(got.scale.cpu(), want.scale)
-            assert got.scale.stride() == want.scale.stride()
-            assert got.format is format
+        want = reference.transpose(reference.quantize_rowwise(x.cpu(), format))
+        for lies in (x, x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 0]):
+            check([quantize_transpose(lies, format)], [want])
 
 
-def test_a_stack_is_transposed_matrix_by_matrix() -> None:
-    x = randn(3, 130, 70)
-    got = quantize_transpose(x, BLOCKS_128X128)
-    assert_same(got.data, reference.transpose(reference.quantize_rowwise(x, BLOCKS_128X128)).data)
-
-
-def noting(name: str, function: Callable[..., Any], ran: list[str]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        ran.append(name)
-        return function(*args)
-
-    return run
-
-
-def test_what_runs() -> None:
-    """Whole vectors of rows are cast at once; other matrices are cast, then transposed."""
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func.namespace == "blocktensor":
-                names.append(func.__name__.removesuffix(".default"))
-            return func(*args, **kwargs or {})
-
-    for x, want in (
+@pytest.mark.parametrize(
+    ("x", "want"),
+    [
         (randn(160, 70), ["quantize_columnwise"]),
         (randn(70, 150).t(), ["quantize_rowwise"]),
         (randn(150, 70), ["quantize_rowwise", "transpose"]),
-    ):
-        names: list[str] = []
-        with Names():
-            quantize_transpose(x, BLOCKS_128X128)
-        assert names == ["quantize_transpose"]  # compilers see one op
-        ran: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            decide_anew(patch)
-            for name in ("quantize_columnwise", "quantize_rowwise", "transpose"):
-                patch.setattr(ops, name, noting(name, getattr(ops, name), ran))
-            quantize_transpose(x, BLOCKS_128X128)
-        assert ran == want
+    ],
+)
+def test_what_runs(x: Tensor, want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole vectors of rows are cast at once; other matrices are cast, then transposed."""
+    ran: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        ran.append(name)
+        return function(*args)
+
+    decide_anew(monkeypatch)
+    for name in ("quantize_columnwise", "quantize_rowwise", "transpose"):
+        monkeypatch.setattr(ops, name, partial(noting, name, getattr(ops, name)))
+    quantize_transpose(x, BLOCKS_128X128)
+    assert ran == want
 
 
 # With the transpose: in one pass where rows are whole vectors, or two
@@ -86,46 +68,46 @@ PASS_SHAPES = [
     *((0, 128), (128, 0), (16, 1), (16, 2), (48, 130), (128, 128), (576, 1096), (10944, 64)),
     *((1, 1), (127, 129), (129, 128), (300, 576)),
 ]
-SQUARES = [BLOCKS_128X128, BLOCKS_128X128_POW2]
 
 
-def check(x: Tensor, format: BlockFormat) -> None:
-    """The forms of ``x`` have the bytes and the layout of the reference's."""
-    wanted = reference.quantize_with_transpose(x.cpu(), format)
-    for got, want in zip(quantize_with_transpose(x, format), wanted, strict=True):
-        assert_same(got.data.cpu(), want.data)
-        assert_same(got.scale.cpu(), want.scale)
+def check(made: Any, wanted: Any) -> None:
+    """The same casts, laid out alike."""
+    assert_same_forms(made, wanted)
+    for got, want in zip(made, wanted, strict=True):
         assert got.data.is_contiguous()
         assert got.scale.stride() == want.scale.stride()
-        assert got.format is format
 
 
-@pytest.mark.parametrize("format", SQUARES, ids=str)
+def check_with_transpose(x: Tensor, format: BlockFormat) -> None:
+    wanted = reference.quantize_with_transpose(x.cpu(), format)
+    check(quantize_with_transpose(x, format), wanted)
+
+
+@every_format
 @pytest.mark.parametrize("shape", PASS_SHAPES, ids=str)
 def test_casts_of_matrices_with_their_transpose(
-    shape: tuple[int, int], format: BlockFormat, device: torch.device
+    shape: tuple[int, int], format: BlockFormat, device: torch.device, rng: Generator
 ) -> None:
-    rng = torch.Generator().manual_seed(0)
+    kinds = KINDS if device.type == "cuda" else ("normal", "nan")  # a CPU runs the reference itself
     for dtype in DTYPES:
-        for kind in KINDS:
+        for kind in kinds:
             x = to_device(values(kind, *shape, dtype, rng), device)
-            check(x, format)
+            check_with_transpose(x, format)
         for lies in (x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0]):
-            check(lies, format)
+            check_with_transpose(lies, format)
 
 
-@pytest.mark.parametrize("format", SQUARES, ids=str)
+@every_format
 @pytest.mark.parametrize("shape", [(3, 128, 256), (2, 272, 130), (2, 130, 70), (0, 128, 128)])
 def test_casts_of_stacks_with_their_transpose(
-    shape: tuple[int, ...], format: BlockFormat, device: torch.device
+    shape: tuple[int, ...], format: BlockFormat, device: torch.device, rng: Generator
 ) -> None:
-    rng = torch.Generator().manual_seed(0)
     experts, n, k = shape
     for dtype in DTYPES:
         x = values("normal", experts * n, k, dtype, rng).view(shape)
         x = to_device(x * torch.tensor([1, 1e-3, 64]).to(dtype)[:experts, None, None], device)
         for lies in (x, x.mT.contiguous().mT, torch.cat([x, x], -1)[..., :k]):
-            check(lies, format)
+            check_with_transpose(lies, format)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +118,7 @@ def test_tiny_and_empty_blocks(dtype: torch.dtype, device: torch.device) -> None
     x[128:, 128:256] = 0
     x[128:, 256:] *= -0.0
     for format in SQUARES:
-        check(to_device(x.to(dtype), device), format)
+        check_with_transpose(to_device(x.to(dtype), device), format)
 
 
 @pytest.mark.gpu
@@ -149,8 +131,91 @@ def test_one_pass_is_taken_where_rows_are_whole_vectors() -> None:
         assert (decided is ops._in_two_passes) == (passes == 2)
 
 
-def test_it_is_one_op() -> None:
-    x = randn(160, 70)
-    with Trace() as trace:
-        quantize_with_transpose(x, BLOCKS_128X128)
-    assert trace.ops == ["blocktensor.quantize_with_transpose 128x128"]
+# Parts: together they give the bytes and scales of the whole matrix's cast
+
+BF16, FP16, FP32 = DTYPES
+
+
+def parts_of(
+    x: Tensor, format: BlockFormat, row_cuts: list[int], col_cuts: list[int]
+) -> list[tuple[Tensor, int, int, Any]]:
+    """Pieces of ``x``, how far each begins into its first block, and which blocks it lies in."""
+    rows, cols = format.block_shape
+    found = []
+    for top, bottom in zip([0, *row_cuts], [*row_cuts, x.shape[-2]], strict=True):
+        for left, right in zip([0, *col_cuts], [*col_cuts, x.shape[-1]], strict=True):
+            blocks = (
+                ...,
+                slice(top // rows, ceil_div(bottom, rows)),
+                slice(left // cols, ceil_div(right, cols)),
+            )
+            found.append((x[..., top:bottom, left:right], top % rows, left % cols, blocks))
+    return found
+
+
+def cast_in_parts(
+    x: Tensor, rows: list[int], cols: list[int], format: BlockFormat, module: Any = ops
+) -> None:
+    """Cut, cast, compare."""
+    data, scale, _ = reference.quantize_rowwise(x, format)
+    pieces = [p for p in parts_of(x, format, rows, cols) if p[0].numel()]
+    amax = torch.zeros(scale.shape, dtype=FP32, device=x.device)
+    for piece, row, col, blocks in pieces:
+        bits = module.shard_amax(piece, format, row, col).view(torch.int32)
+        amax[blocks] = torch.maximum(amax[blocks].view(torch.int32), bits).view(FP32)
+    assert_same(reference.scale_from_amax(amax, format), scale)
+    whole = [p for p in parts_of(data, format, rows, cols) if p[0].numel()]
+    for (piece, row, col, blocks), (wanted, *_) in zip(pieces, whole, strict=True):
+        assert_same(module.quantize_shard(piece, amax[blocks], format, row, col), wanted)
+
+
+CUTS = ([64], [100, 100], [128], [1, 127, 129, 256], [200, 299])
+
+
+@every_format
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_make_the_whole(
+    device: torch.device, dtype: torch.dtype, kind: str, format: BlockFormat, rng: Generator
+) -> None:
+    x = values(kind, 300, 260, dtype, rng).to(device)
+    for cuts in CUTS:
+        cast_in_parts(x, cuts, [], format)
+    cast_in_parts(x, [], [130], format)
+    cast_in_parts(x, [77, 200], [65, 128, 200], format)
+    stack = torch.stack([x, x * 2, -x])
+    cast_in_parts(stack, [90], [], format)
+    cast_in_parts(x.t(), [90], [31], format)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        BLOCKS_1X128,
+        formats.BLOCKS_1X128_POW2,
+        BlockFormat("32x64", (32, 64)),
+        BlockFormat("1x32", (1, 32), "power_of_two"),
+    ],
+    ids=lambda format: format.name,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_takes_parts_in_any_blocks(kind: str, format: BlockFormat) -> None:
+    """The kernels are written for weights: for 128x128 blocks."""
+    x = values(kind, 300, 260, BF16, Generator().manual_seed(0))
+    for cuts in CUTS:
+        cast_in_parts(x, cuts, [], format, reference)
+    cast_in_parts(x, [77, 200], [65, 128, 200], format, reference)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 400),
+    cols=st.integers(1, 300),
+    draw=st.data(),
+    format=st.sampled_from(SQUARES),
+)
+def test_any_cut(rows: int, cols: int, draw: st.DataObject, format: BlockFormat) -> None:
+    row_cuts = sorted(draw.draw(st.lists(st.integers(0, rows), max_size=4)))
+    col_cuts = sorted(draw.draw(st.lists(st.integers(0, cols), max_size=2)))
+    rng = Generator().manual_seed(rows * 1000 + cols)
+    cast_in_parts(values("normal", rows, cols, BF16, rng), row_cuts, col_cuts, format)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from blocktensor.ops import reference
 from blocktensor.ops.cast import ops
-from blocktensor.ops.cast.choose_backend import (
-    CAST_BACKENDS,
-    CastProblem,
-    cast_backend,
-)
+from blocktensor.ops.cast.choose_backend import CAST_BACKENDS, CastProblem, cast_backend
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_128X128,
@@ -22,10 +20,7 @@ from blocktensor.ops.formats import (
 from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import first_choice
 from tests.support.casts import kernels
-from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
-
-__all__ = ["pretend"]
-
+from tests.support.pretended_gpu import CPU, CUDA, Pretend
 
 COMPOSED = ("quantize_transpose",)
 """Ops made of others."""
@@ -33,12 +28,9 @@ COMPOSED = ("quantize_transpose",)
 CASTS = [name for name in vars(ops) if name in OPS and name not in COMPOSED]
 
 
-def test_the_order_of_preference() -> None:
-    assert [b.name for b in CAST_BACKENDS] == ["gluon", "triton", "reference"]
-
-
 def test_every_backend_has_its_functions() -> None:
     pytest.importorskip("triton")
+    assert [b.name for b in CAST_BACKENDS] == ["gluon", "triton", "reference"]
     for backend in CAST_BACKENDS:
         assert backend.launches == (backend.name != "reference")
         for name in CASTS:
@@ -69,20 +61,26 @@ class Fake:
         self.shape, self.dtype, self.device = like.shape, dtype, CUDA
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WORDS, FAR = "gluon: reads rows of whole 32-bit words", "gluon: uses 32-bit offsets inside a block"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "shape", "stride", "name"),
+    ("dtype", "shape", "stride", "name", "others"),
     [
-        (torch.bfloat16, (256, 272), (272, 1), "gluon"),
-        (torch.float16, (16, 16), (32, 1), "gluon"),
-        (torch.float32, (252, 271), (271, 1), "gluon"),
-        (torch.bfloat16, (252, 270), (272, 1), "gluon"),
-        (torch.bfloat16, (254, 272), (272, 1), "gluon"),
-        (torch.float16, (4095, 272), (272, 1), "gluon"),
-        (torch.float32, (1, 271), (271, 1), "gluon"),
-        (torch.bfloat16, (256, 271), (272, 1), "triton"),
-        (torch.bfloat16, (256, 270), (271, 1), "triton"),
-        (torch.bfloat16, (256, 272), (1, 256), "triton"),
-        (torch.bfloat16, (256, 272), (2**24, 1), "triton"),
+        (BF16, (256, 272), (272, 1), "gluon", ""),
+        (BF16, (255, 272), (272, 1), "gluon", ""),
+        (FP16, (16, 16), (32, 1), "gluon", ""),
+        (FP32, (252, 271), (271, 1), "gluon", ""),
+        (BF16, (252, 270), (272, 1), "gluon", ""),
+        (BF16, (254, 272), (272, 1), "gluon", ""),
+        (FP16, (4095, 272), (272, 1), "gluon", ""),
+        (FP32, (1, 271), (271, 1), "gluon", ""),
+        (BF16, (256, 271), (272, 1), "triton", WORDS),
+        (BF16, (256, 270), (271, 1), "triton", WORDS),
+        (BF16, (256, 272), (1, 256), "triton", WORDS),
+        (BF16, (256, 272), (2**24, 1), "triton", FAR),
+        (BF16, (2**24, 272), (272, 1), "triton", FAR),
     ],
 )
 def test_who_casts(
@@ -91,79 +89,40 @@ def test_who_casts(
     shape: tuple[int, int],
     stride: tuple[int, int],
     name: str,
+    others: str,
 ) -> None:
     pretend((9, 0))
-    x = Fake(dtype, shape, stride)
+    x: Any = Fake(dtype, shape, stride)
     for format in KERNEL_FORMATS:
         assert cast_backend(x, format).name == name
-
-
-# The reasons
-
-
-@pytest.mark.parametrize(
-    ("capability", "shape", "reason"),
-    [
-        ((9, 0), (256, 272), "takes this problem"),
-        ((9, 0), (255, 272), "takes this problem"),
-        ((9, 0), (256, 271), "takes this problem; gluon: reads rows of whole 32-bit words"),
-        (
-            (9, 0),
-            (2**24, 272),
-            "takes this problem; gluon: uses 32-bit offsets inside a block",
-        ),
-        ((8, 9), (256, 272), "takes this problem; gluon: written for sm_90 and later"),
-        (
-            (8, 0),
-            (256, 272),
-            "takes this problem; gluon, triton: needs a GPU with FP8 (sm_89 or later), got sm_80",
-        ),
-    ],
-)
-def test_why(
-    pretend: Pretend, capability: tuple[int, int], shape: tuple[int, int], reason: str
-) -> None:
-    pretend(capability)
-    problem = CastProblem(Fake(torch.bfloat16, shape, (shape[1], 1)), BLOCKS_1X128)
-    assert first_choice(CAST_BACKENDS, problem, CUDA).reason == reason
+        choice = first_choice(CAST_BACKENDS, CastProblem(x, format), CUDA)
+        assert (choice.name, choice.why, choice.others) == (name, "takes this problem", others)
 
 
 @pytest.mark.parametrize(
-    ("formats", "name", "others"),
+    ("gpu", "formats", "name", "others"),
     [
-        ((BLOCKS_1X128, BLOCKS_128X128), "gluon", ""),
-        (
-            (BlockFormat("1x32", (1, 32)),),
-            "reference",
-            "gluon, triton: no kernels for format 1x32",
-        ),
-        (
-            (BLOCKS_1X128, BLOCKS_128X128_POW2),
-            "reference",
-            "gluon, triton: no kernels that round scales as both 1x128 and 128x128_pow2",
-        ),
-        (
-            (BLOCKS_1X128, BlockFormat("32x32", (32, 32))),
-            "reference",
-            "gluon, triton: no kernels for format 32x32",
-        ),
+        (((8, 9),), [BLOCKS_1X128], "triton", "gluon: written for sm_90 and later"),
+        (((8, 0),), [BLOCKS_1X128], "reference",
+         "gluon, triton: needs a GPU with FP8 (sm_89 or later), got sm_80"),
+        (((9, 0), "13.0", False), [BLOCKS_1X128], "reference",
+         "gluon, triton: triton is not installed"),
+        (((9, 0),), [BLOCKS_1X128, BLOCKS_128X128], "gluon", ""),
+        (((9, 0),), [BlockFormat("1x32", (1, 32))], "reference",
+         "gluon, triton: no kernels for format 1x32"),
+        (((9, 0),), [BLOCKS_1X128, BLOCKS_128X128_POW2], "reference",
+         "gluon, triton: no kernels that round scales as both 1x128 and 128x128_pow2"),
+        (((9, 0),), [BLOCKS_1X128, BlockFormat("32x32", (32, 32))], "reference",
+         "gluon, triton: no kernels for format 32x32"),
     ],
-)
-def test_who_casts_in_other_formats(
-    pretend: Pretend, formats: tuple[BlockFormat, ...], name: str, others: str
+)  # fmt: skip
+def test_who_casts_elsewhere_and_in_other_formats(
+    pretend: Pretend, gpu: Any, formats: list[BlockFormat], name: str, others: str
 ) -> None:
-    pretend((9, 0))
-    x = Fake(torch.bfloat16, (256, 272), (272, 1))
+    pretend(*gpu)
+    x: Any = Fake(BF16, (256, 272), (272, 1))
     assert cast_backend(x, *formats).name == name
-    choice = first_choice(CAST_BACKENDS, CastProblem(x, *formats), CUDA)
-    assert choice.others == others
-
-
-def test_without_triton_the_reference_casts(pretend: Pretend) -> None:
-    pretend((9, 0), triton=False)
-    assert cast_backend(Fake(torch.bfloat16, (256, 272), (272, 1)), BLOCKS_1X128).name == (
-        "reference"
-    )
+    assert first_choice(CAST_BACKENDS, CastProblem(x, *formats), CUDA).others == others
 
 
 def test_a_cpu_runs_the_reference() -> None:

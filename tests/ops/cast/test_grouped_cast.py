@@ -3,109 +3,83 @@
 from __future__ import annotations
 
 import random
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from blocktensor.ops import reference
-from blocktensor.ops.cast import gluon_columnwise, triton_cast
-from blocktensor.ops.cast.ops import quantize_grouped, quantize_grouped_columnwise
-from blocktensor.ops.formats import (
-    ACTIVATION_FORMATS,
-    BLOCKS_1X128,
-    BLOCKS_128X128,
-    WEIGHT_FORMATS,
-    BlockFormat,
-    Quantized,
-    ScaleRounding,
-)
-from tests.support.drawn_groups import blocks_of, drawn
-from tests.support.groups import ends
-from tests.support.numeric import KINDS, assert_same, values
+from blocktensor.ops import formats, reference
+from blocktensor.ops.cast import gluon_columnwise, ops, triton_cast
+from blocktensor.ops.formats import ACTIVATION_FORMATS, BLOCKS_1X128, BLOCKS_128X128, BlockFormat
+from tests.support.groups import drawn, ends, filled
+from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
 
 pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
 WIDTHS = (8, 128, 136, 576, 2048, 129, 1)
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def assert_same_cast(made: Quantized, wanted: Quantized, blocks: int | None = None) -> None:
-    """Equal formats, data and scales; of a columnwise cast, in the blocks that groups fill."""
-    assert made.format is wanted.format
-    columns = None if blocks is None else blocks * 128
-    assert_same(made.data[:, :columns], wanted.data[:, :columns])
-    assert_same(made.scale[:, :blocks], wanted.scale[:, :blocks])
+MODULES = (gluon_columnwise, triton_cast)
 
 
 def check(
-    module: object,
+    module: Any,
     x: Tensor,
     sizes: tuple[int, ...],
     format: BlockFormat = BLOCKS_1X128,
     other: BlockFormat | None = None,
 ) -> None:
     """``other``: the format of the columnwise cast."""
-    offs, blocks = ends(*sizes, device=CUDA), blocks_of(sizes)
-    rowwise, columnwise = (
-        Quantized(form.data.to(CUDA), form.scale.to(CUDA), form.format)
-        for form in reference.quantize_grouped(x.cpu(), offs.cpu(), format, other)
-    )
-    row, col = module.quantize_grouped(x, offs, format, other)  # type: ignore[attr-defined]
-    assert_same_cast(row, rowwise)
-    assert_same_cast(col, columnwise, blocks)
-    alone = module.quantize_grouped_columnwise  # type: ignore[attr-defined]
-    assert_same_cast(alone(x, offs, other or format), columnwise, blocks)
+    offs = ends(*sizes, device=CUDA)
+    want_row, want_col = reference.quantize_grouped(x.cpu(), offs.cpu(), format, other)
+    row, col = module.quantize_grouped(x, offs, format, other)
+    alone = module.quantize_grouped_columnwise(x, offs, other or format)
+    assert_same_forms(row, want_row)
+    for form in (col, alone):
+        assert_same_forms(filled(form, sizes), filled(want_col, sizes))
 
 
-@pytest.mark.parametrize("module", [gluon_columnwise, triton_cast], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
 def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
     draw = random.Random(0)
     for case in drawn(21, 35, (1,), WIDTHS):
-        k = case.k
-        if module is gluon_columnwise and k % 2:
-            k += 1
+        k = case.k + case.k % 2 if module is gluon_columnwise else case.k
         x = torch.randn(case.tokens, k, device=CUDA).to(dtype)
         x[sum(case.sizes) :] = float("nan")  # of no group: in no columnwise block
-        rounding: ScaleRounding = draw.choice(("fp32", "power_of_two"))
-        other = WEIGHT_FORMATS[rounding] if square else None
+        rounding: formats.ScaleRounding = draw.choice(("fp32", "power_of_two"))
+        other = formats.WEIGHT_FORMATS[rounding] if square else None
         check(module, x, case.sizes, ACTIVATION_FORMATS[rounding], other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_values(kind: str) -> None:
-    rng = torch.Generator().manual_seed(0)
+def test_any_values(kind: str, rng: Generator) -> None:
     x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
-    for module in (gluon_columnwise, triton_cast):
-        for other in (None, BLOCKS_128X128):
-            check(module, x, (0, 130, 1, 128, 30), other=other)
+    for module, other in product(MODULES, (None, BLOCKS_128X128)):
+        check(module, x, (0, 130, 1, 128, 30), other=other)
 
 
 def test_strided_rows() -> None:
-    wide = torch.randn(300, 600, device=CUDA).bfloat16()
-    x = wide[:, 8:520]
-    offs = ends(129, 171, device=CUDA)
-    row, col = quantize_grouped(x, offs, BLOCKS_1X128)
-    rowwise, columnwise = reference.quantize_grouped(x.contiguous(), offs, BLOCKS_1X128)
-    assert_same_cast(row, rowwise)
-    assert_same_cast(col, columnwise, 4)
-    transposed = torch.randn(512, 300, device=CUDA).bfloat16().t()
-    col = quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
-    wanted = reference.quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
-    assert_same_cast(col, wanted, 4)
+    sizes = 129, 171
+    check(ops, torch.randn(300, 600, device=CUDA).bfloat16()[:, 8:520], sizes)
+    transposed, offs = torch.randn(512, 300, device=CUDA).bfloat16().t(), ends(*sizes, device=CUDA)
+    col, want = (
+        module.quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
+        for module in (ops, reference)
+    )
+    assert_same_forms(filled(col, sizes), filled(want, sizes))
 
 
 @pytest.mark.parametrize("wrong", [[900, 20, 700], [-5, 300, 100], [2**30, 7, 2**31 - 1]])
-def test_ends_that_decrease_or_lie_beyond_the_tokens(wrong: list[int]) -> None:
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+def test_ends_that_decrease_or_lie_beyond_the_tokens(module: Any, wrong: list[int]) -> None:
     x = torch.randn(300, 256, device=CUDA).bfloat16()
     offs = torch.tensor(wrong, dtype=torch.int32, device=CUDA)
-    for module in (gluon_columnwise, triton_cast):
-        row, _ = module.quantize_grouped(x, offs, BLOCKS_1X128)
-        torch.cuda.synchronize()  # neither stops: nothing else is read or written
-        assert row.data.shape == x.shape
+    row, _ = module.quantize_grouped(x, offs, BLOCKS_1X128)
+    torch.cuda.synchronize()  # it does not stop: nothing else is read or written
+    assert row.data.shape == x.shape
 
 
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 256, 1000])
@@ -113,6 +87,5 @@ def test_many_groups(experts: int) -> None:
     draw = random.Random(experts)
     sizes = tuple(draw.choice((0, 0, 1, 5, 140)) for _ in range(experts)) if experts > 1 else (77,)
     x = torch.randn(sum(sizes) + 3, 128, device=CUDA).bfloat16()
-    for module in (gluon_columnwise, triton_cast):
-        for other in (None, BLOCKS_128X128):
-            check(module, x, sizes, other=other)
+    for module, other in product(MODULES, (None, BLOCKS_128X128)):
+        check(module, x, sizes, other=other)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 from blocktensor.ops.cross_entropy import ops, reference
 from blocktensor.ops.cross_entropy.ops import CROSS_ENTROPY_BACKENDS, CrossEntropyProblem
@@ -16,25 +16,23 @@ from blocktensor.ops.registry import first_choice
 from tests.support.models import randn
 from tests.support.numeric import DTYPES, relative_error, to_device
 
-SHAPES = [
-    (1, 1),
-    (1, 2),
-    (3, 127),
-    (5, 128),
-    (7, 129),
-    (130, 1000),
-    (9, 8192),
-    (4, 8193),
-    (3, 20000),
-]
+SHAPES = [(1, 1), (1, 2), (3, 127), (5, 128), (7, 129), (130, 1000)]
+SHAPES += [(9, 8192), (4, 8193), (3, 20000)]
 PLAIN = (None, 0.0)
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
 def classes(rows: int, n: int, ignored: int = -100) -> Tensor:
-    made = torch.randint(0, n, (rows,), generator=torch.Generator().manual_seed(1))
+    made = torch.randint(0, n, (rows,), generator=Generator().manual_seed(1))
     made[1::7] = ignored
     return made
+
+
+def loss_of(
+    logits: Tensor, target: Tensor, total: Tensor | None = None, ignored: int = -100
+) -> Tensor:
+    """The loss; ``logits`` become its gradient."""
+    return ops.loss_and_gradient_(logits, target, total, ignored, *PLAIN)
 
 
 def by_torch(logits: Tensor, target: Tensor, total: Tensor | None, **options: Any) -> list[Tensor]:
@@ -50,7 +48,7 @@ def by_torch(logits: Tensor, target: Tensor, total: Tensor | None, **options: An
 def check(logits: Tensor, target: Tensor, total: Tensor | None, ignored: int = -100) -> None:
     want = by_torch(logits, target, total, ignore_index=ignored)
     given = logits.clone()
-    loss = ops.loss_and_gradient_(given, target, total, ignored, *PLAIN)
+    loss = loss_of(given, target, total, ignored)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     torch.testing.assert_close(loss.double(), want[0], rtol=2e-6, atol=1e-6)
@@ -88,9 +86,7 @@ def test_large_and_infinite_logits(device: torch.device) -> None:
 def test_bad_logits_reach_the_loss_and_their_row_alone(bad: float, device: torch.device) -> None:
     logits = to_device(randn(3, 200, dtype=torch.bfloat16), device)
     logits[1, 13] = bad
-    target = torch.tensor([5, 0, 3], device=device)
-    loss = ops.loss_and_gradient_(logits, target, None, -100, *PLAIN)
-    assert loss.isnan()
+    assert loss_of(logits, torch.tensor([5, 0, 3], device=device)).isnan()
     assert logits[1].isnan().any()
     assert logits[[0, 2]].isfinite().all()
 
@@ -98,20 +94,21 @@ def test_bad_logits_reach_the_loss_and_their_row_alone(bad: float, device: torch
 def test_a_row_is_ignored_whatever_is_in_it(device: torch.device) -> None:
     logits = to_device(randn(3, 9000, dtype=torch.bfloat16), device)
     target = torch.tensor([5, -100, 3], device=device)
-    loss = ops.loss_and_gradient_(logits.clone(), target, None, -100, *PLAIN)
+    loss = loss_of(logits.clone(), target)
     for filled in (3.0, math.nan, math.inf, -math.inf):
         given = logits.clone()
         given[1] = filled
-        assert torch.equal(ops.loss_and_gradient_(given, target, None, -100, *PLAIN), loss)
+        assert torch.equal(loss_of(given, target), loss)
         assert (given[1] == 0).all()
         assert given[[0, 2]].isfinite().all()
 
 
-def test_all_rows_ignored(device: torch.device) -> None:
-    logits, target = to_device(randn(3, 200), device), torch.full((3,), -100, device=device)
-    total = (target != -100).sum()
-    assert ops.loss_and_gradient_(logits.clone(), target, total, -100, *PLAIN).isnan()  # 0 / 0
-    assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN) == 0
+@pytest.mark.parametrize("rows", [0, 3])
+def test_no_rows_count(rows: int, device: torch.device) -> None:
+    logits = to_device(randn(rows, 200), device)
+    target = torch.full((rows,), -100, device=device)
+    assert loss_of(logits.clone(), target, (target != -100).sum()).isnan()  # 0 / 0
+    assert loss_of(logits, target) == 0
     assert (logits == 0).all()
 
 
@@ -119,8 +116,7 @@ def test_all_rows_ignored(device: torch.device) -> None:
 def test_a_class_that_does_not_exist_is_nan() -> None:
     for wrong in (200, -1, 2**40):
         logits = randn(3, 200, device="cuda")
-        target = torch.tensor([5, wrong, 3], device="cuda")
-        assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN).isnan()
+        assert loss_of(logits, torch.tensor([5, wrong, 3], device="cuda")).isnan()
         assert logits[1].isnan().all()
         assert logits[[0, 2]].isfinite().all()
 
@@ -129,17 +125,16 @@ def test_a_class_that_does_not_exist_is_nan() -> None:
 def test_the_kernel_is_deterministic_and_recorded() -> None:
     logits, target = randn(700, 5000, device="cuda"), classes(700, 5000).cuda()
     first = logits.clone()
-    loss = ops.loss_and_gradient_(first, target, None, -100, *PLAIN)
+    loss = loss_of(first, target)
     for _ in range(5):
         given = logits.clone()
-        assert torch.equal(ops.loss_and_gradient_(given, target, None, -100, *PLAIN), loss)
+        assert torch.equal(loss_of(given, target), loss)
         assert torch.equal(given, first)
     found = ops._loss_and_gradient_.find(given, target, None, -100, *PLAIN)
     assert getattr(found, "player", found) is not None
     rows = torch.empty(700, 5008, dtype=torch.bfloat16, device="cuda").fill_(7)
     rows[:, :5000] = logits
-    apart = ops.loss_and_gradient_(rows[:, :5000], target, None, -100, *PLAIN)
-    torch.testing.assert_close(apart, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss_of(rows[:, :5000], target), loss, rtol=1e-6, atol=0)
     assert relative_error(rows[:, :5000], first) <= 1e-3
     assert (rows[:, 5000:] == 7).all()
 
@@ -147,27 +142,14 @@ def test_the_kernel_is_deterministic_and_recorded() -> None:
 def test_options_are_torchs(device: torch.device) -> None:
     logits = to_device(randn(40, 300, dtype=torch.float32), device)
     target = classes(40, 300).to(device)
-    weight = torch.rand(300, generator=torch.Generator().manual_seed(2)).to(device)
+    weight = torch.rand(300, generator=Generator().manual_seed(2)).to(device)
     for of_class, smoothing in ((weight, 0.0), (None, 0.2), (weight, 0.1)):
-        want = by_torch(
-            logits,
-            target,
-            None,
-            weight=None if of_class is None else of_class.double(),
-            label_smoothing=smoothing,
-        )
+        wide = None if of_class is None else of_class.double()
+        want = by_torch(logits, target, None, weight=wide, label_smoothing=smoothing)
         given = logits.clone()
         loss = ops.loss_and_gradient_(given, target, None, -100, of_class, smoothing)
         torch.testing.assert_close(loss.double(), want[0], rtol=1e-5, atol=0)
         assert relative_error(given, want[1].float()) <= 1e-5
-
-
-def test_no_rows(device: torch.device) -> None:
-    logits = torch.empty((0, 9), device=device)
-    target = torch.empty((0,), dtype=torch.int64, device=device)
-    assert ops.loss_and_gradient_(logits, target, None, -100, *PLAIN) == 0
-    total = (target != -100).sum()
-    assert ops.loss_and_gradient_(logits, target, total, -100, *PLAIN).isnan()
 
 
 def test_which_backend() -> None:

@@ -1,26 +1,25 @@
-"""What an op of a product asks its backend for, and what it hands over; with a backend of its own.
+"""What an op of a product asks its backend for and hands over; the reference against float64.
 
-Checks and messages: test_checks.py. Registered ops: test_registered_ops.py. Numbers: the tests of
-each backend.
+Checks and messages: test_checks.py. Registered ops: test_registered_ops.py.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
+import numpy as np
 import pytest
 import torch
+from torch import Generator, Tensor
 
-from blocktensor.ops import reference
-from blocktensor.ops.formats import (
-    BLOCKS_1X128,
-    BLOCKS_1X128_POW2,
-    BLOCKS_128X128,
-    BLOCKS_128X128_POW2,
-    BlockFormat,
-    Quantized,
-)
+from blocktensor.ops import formats, reference
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm import ops
 from blocktensor.ops.gemm.choose_backend import GemmProblem
-from tests.support.numeric import assert_same, operand
+from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.scale_layouts import in_vectors
+from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
 from tests.support.reference_ops import Watched
 
 
@@ -29,28 +28,21 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch, ops, "choose_gemm")
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def is_in_vectors(x: Quantized) -> bool:
     return x.data.is_contiguous() and x.data.shape[1] % 16 == 0 and x.data.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("k", [1, 16, 130, 256, 300])
-def test_a_backend_is_chosen_once_for_a_kind(
-    k: int, watched: Watched, rng: torch.Generator
-) -> None:
+def test_a_backend_is_chosen_once_for_a_kind(k: int, watched: Watched, rng: Generator) -> None:
     """By the sizes of the operands as they are given, not as they are padded."""
     bias = torch.randn(2 * 129, generator=rng).bfloat16()[::2]
     for _ in range(3):
         a, b = operand(5, k, 1, rng), operand(129, k, 128, rng)
         want = reference.gemm(a, b, bias, torch.float32)
-        assert_same(ops.gemm(a, b, bias, torch.float32), want)
+        assert_same(gemm(a, b, bias, torch.float32), want)
         out = torch.randn(5, 129, generator=rng)
         want = out + reference.gemm(a, b, None, torch.float32)
-        assert_same(ops.gemm_add_(out, a, b), want)
+        assert_same(gemm_add_(out, a, b), want)
     sizes, device = (5, 129, k), torch.device("cpu")
     assert watched.problems == [
         GemmProblem(*sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, torch.bfloat16),
@@ -64,7 +56,7 @@ def test_a_backend_is_chosen_once_for_a_kind(
 @pytest.mark.parametrize("k", [1, 16, 130, 256, 300])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_backend_is_given_rows_as_it_reads_them(
-    k: int, aligned: bool, watched: Watched, rng: torch.Generator
+    k: int, aligned: bool, watched: Watched, rng: Generator
 ) -> None:
     a, b = operand(5, k, 1, rng), operand(129, k, 128, rng)
     if not aligned:
@@ -72,7 +64,7 @@ def test_a_backend_is_given_rows_as_it_reads_them(
         a = a._replace(data=flat.view(5, k).copy_(a.data))
     strided = torch.randn(2 * 129, generator=rng)[::2]
     for bias in (strided, strided.contiguous(), None):
-        ops.gemm(a, b, bias)
+        gemm(a, b, bias)
         x, y, z, _ = watched.given.pop()
         assert (is_in_vectors(x), is_in_vectors(y)) == (True, True)
         assert (x.data is a.data) == (aligned and k % 16 == 0)
@@ -89,12 +81,12 @@ def test_a_backend_is_given_rows_as_it_reads_them(
     ("format", "of_a_row"),
     [
         (BLOCKS_128X128, BLOCKS_1X128),
-        (BLOCKS_128X128_POW2, BLOCKS_1X128_POW2),
+        (formats.BLOCKS_128X128_POW2, formats.BLOCKS_1X128_POW2),
         (BLOCKS_1X128, BLOCKS_1X128),
     ],
 )
 def test_a_single_row_of_squares_is_a_row_for_kernels(
-    format: BlockFormat, of_a_row: BlockFormat, watched: Watched, rng: torch.Generator
+    format: BlockFormat, of_a_row: BlockFormat, watched: Watched, rng: Generator
 ) -> None:
     """Its scales are those of 1x128 blocks, which more kernels take on the left."""
     row, rows = (
@@ -102,7 +94,7 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
     )
     other = operand(3, 300, 1, rng)
     for a, b in ((row, other), (other, row), (row, row), (rows, other)):
-        assert_same(ops.gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
+        assert_same(gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
     chosen = [(problem.a_format, problem.b_format) for problem in watched.problems]
     assert chosen == [
         (of_a_row, BLOCKS_1X128),
@@ -113,10 +105,109 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
     assert [(a.format, b.format) for a, b, *_ in watched.given] == chosen
 
 
-def test_empty_products_ask_for_none(watched: Watched) -> None:
-    rng = torch.Generator().manual_seed(0)
+def test_empty_products_ask_for_none(watched: Watched, rng: Generator) -> None:
     for m, n, k in ((0, 3, 5), (3, 0, 5), (0, 0, 0)):
         a, b = operand(m, k, 1, rng), operand(n, k, 128, rng)
-        assert ops.gemm(a, b, None, torch.float16).shape == (m, n)
-        ops.gemm_add_(torch.zeros(m, n), a, b)
+        assert gemm(a, b, None, torch.float16).shape == (m, n)
+        gemm_add_(torch.zeros(m, n), a, b)
     assert watched.problems == []
+
+
+BLOCKS = ((1, 128), (1, 1), (128, 1), (128, 128))
+SIZES = (0, 1, 127, 128, 129, 300, 576)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_every_shape(blocks: tuple[int, int], rng: Generator) -> None:
+    """GEMMs with bias in fp32 agree with float64 in every row."""
+    for m, n, k in product(SIZES, SIZES, SIZES):
+        if m * n * k <= 300 * 129 * 128:
+            a, b = operand(m, k, blocks[0], rng), operand(n, k, blocks[1], rng)
+            bias = torch.randn(n, generator=rng)
+            assert worst_row(reference.gemm(a, b, bias, torch.float32), a, b, bias) < 1e-6
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_sum_and_bias_are_rounded_once(blocks: tuple[int, int], rng: Generator) -> None:
+    """And ``gemm_add_`` adds the finished product."""
+    a, b = operand(130, 300, blocks[0], rng), operand(129, 300, blocks[1], rng)
+    for dtype in DTYPES:
+        bias = torch.randn(129, generator=rng).to(dtype)
+        exact = reference.gemm(a, b, bias.float(), torch.float32)
+        assert_same(reference.gemm(a, b, bias, dtype), exact.to(dtype))
+    out = torch.randn(130, 140, generator=rng)
+    before = out.clone()
+    reference.gemm_add_(out[:, :129], a, b)
+    assert_same(out[:, :129], before[:, :129] + reference.gemm(a, b, None, torch.float32))
+    assert_same(out[:, 129:], before[:, 129:])
+
+
+@pytest.mark.parametrize(
+    ("a_block", "b_block"), [((1, 32), (1, 32)), ((1, 128), (64, 64)), ((2, 48), (32, 32))]
+)
+def test_blocks_of_other_sizes(
+    a_block: tuple[int, int], b_block: tuple[int, int], rng: Generator
+) -> None:
+    """Sums are promoted wherever a scale of either side changes."""
+    a_format, b_format = BlockFormat("a", a_block), BlockFormat("b", b_block)
+    for m, n, k in ((130, 65, 300), (1, 1, 1), (5, 3, 96), (3, 5, 0)):
+        x, y = torch.randn(m, k, generator=rng), torch.randn(n, k, generator=rng)
+        a = reference.quantize_rowwise(x, a_format)
+        b = reference.quantize_rowwise(y, b_format)
+        bias = torch.randn(n, generator=rng)
+        assert worst_row(reference.gemm(a, b, bias, torch.float32), a, b, bias) < 1e-6
+
+
+def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], format: BlockFormat) -> Tensor:
+    """Of the data and scales of both sides."""
+    x, y = (Quantized(data.to(E4M3), scale, format) for data, scale in (a, b))
+    return reference.gemm(x, y, None, torch.float32)
+
+
+def test_every_128_of_k_has_its_own_scale() -> None:
+    a_scale = torch.tensor([[1.0, 2.0**-7, 2.0**-14]])
+    b_scale = torch.tensor([[1.0, 1.0, 2.0], [4.0, 4.0, 4.0]])
+    out = product_of((torch.ones(1, 257), a_scale), (torch.ones(2, 257), b_scale), BLOCKS_1X128)
+    assert out.tolist() == [[128 + 1 + 2.0**-13, 512 + 4 + 2.0**-12]]
+
+
+def test_partial_products_are_scaled_before_they_are_summed() -> None:
+    data = torch.tensor([[256.0] * 128 + [1.0] * 128])
+    scale = torch.tensor([[2.0**-70, 2.0**70]])
+    out = product_of((data, scale), (data, scale.flip(1)), BLOCKS_1X128)
+    assert out.item() == 2.0**23 + 2.0**7
+
+
+def test_a_square_scale_belongs_to_its_128_rows() -> None:
+    scale = torch.tensor([[1.0], [2.0], [4.0]])
+    out = product_of((torch.ones(257, 4), scale), (torch.ones(129, 4), scale[:2]), BLOCKS_128X128)
+    factor = np.repeat([1, 2, 4], [128, 128, 1])
+    assert out.tolist() == (4 * np.outer(factor, factor[:129])).tolist()
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_block_spoils_the_outputs_it_enters(
+    blocks: tuple[int, int], bad: float, rng: Generator
+) -> None:
+    x = torch.randn(300, 300, generator=rng)
+    x[140, 290] = bad
+    a = reference.quantize_rowwise(x, FORMATS[blocks[0]])
+    out = reference.gemm(a, operand(129, 300, blocks[1], rng), None, torch.float32)
+    spoiled = torch.zeros(300, 129, dtype=torch.bool)
+    spoiled[140 if blocks[0] == 1 else slice(128, 256)] = True
+    assert torch.equal(~out.isfinite(), spoiled)
+
+
+@pytest.mark.parametrize("k", [1, 127, 129, 300, 4095])
+@pytest.mark.parametrize("b_rows", [1, 128])
+def test_zeros_after_either_side_change_no_bit(k: int, b_rows: int, rng: Generator) -> None:
+    """As columnwise casts have them, beside an operand that may have none."""
+    a, b = operand(5, k, 1, rng), operand(7, k, b_rows, rng)
+    wide_a, wide_b = (x._replace(data=in_vectors(x.data), scale=x.scale) for x in (a, b))
+    assert wide_a.data.shape[1] == wide_b.data.shape[1] == -(-k // 16) * 16
+    want = reference.gemm(a, b, None, torch.float32)
+    out = torch.zeros(5, 7)
+    for left, right in ((wide_a, b), (a, wide_b), (wide_a, wide_b)):
+        assert_same(gemm(left, right, None, torch.float32), want)
+        assert_same(gemm_add_(out.zero_(), left, right), want)

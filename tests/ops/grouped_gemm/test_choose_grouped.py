@@ -10,9 +10,7 @@ import torch
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.pretended_gpu import CPU, CUDA, Pretend, pretend
-
-__all__ = ["pretend"]
+from tests.support.pretended_gpu import CPU, CUDA, Pretend
 
 pytestmark = pytest.mark.usefixtures("pretend")
 
@@ -21,16 +19,12 @@ PROBLEM = GroupedProblem(
 )
 
 
-def test_one_that_grouped_gemms_do_not_have_forces_none(
-    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_backends(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that grouped GEMMs do not have forces none."""
     pretend((9, 0), fast=False)
     monkeypatch.setenv(GEMM_VARIABLE, "cublas")
     choice = choose_grouped(PROBLEM)
     assert (choice.name, choice.why) == ("triton", "takes any shape")
-
-
-def test_a_backend_that_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GEMM_VARIABLE, "triton")
     with pytest.raises(ValueError, match="BLOCKTENSOR_GEMM") as error:
         choose_grouped(replace(PROBLEM, device=CPU))
@@ -59,5 +53,7 @@ def test_who_makes_weight_gradients(
     pretend: Pretend, a: BlockFormat, b: BlockFormat, name: str, others: str
 ) -> None:
     pretend((9, 0))
+    large = replace(PROBLEM, tokens=8192, n=4096, k=7168, experts=2)
+    assert [choose_grouped(p).why for p in (PROBLEM, large)] == ["128x128 tiles", "128x256 tiles"]
     choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
     assert (choice.name, choice.others) == (name, others)

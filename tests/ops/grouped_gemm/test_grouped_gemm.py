@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from blocktensor.ops import reference
-from blocktensor.ops.devices import sms
-from blocktensor.ops.formats import (
-    BLOCKS_1X128_POW2,
-    BLOCKS_128X128,
-    BLOCKS_128X128_POW2,
-    BlockFormat,
-    Quantized,
-)
+from blocktensor.ops import formats, reference
+from blocktensor.ops.formats import BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm import choose_backend, tiles
 from blocktensor.ops.grouped_gemm.ops import (
@@ -23,10 +19,9 @@ from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm_wgrad_add_,
 )
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.casts import kernels
-from tests.support.drawn_groups import Groups, Operands, drawn, operands
+from tests.support.casts import Functions, kernels
 from tests.support.gemms import TOLERANCE
-from tests.support.groups import ends
+from tests.support.groups import Groups, Operands, drawn, ends, operands
 from tests.support.numeric import assert_same, relative_error
 from tests.support.synchronization import no_synchronization
 
@@ -36,7 +31,7 @@ CUDA = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTHS = (256, 1408, 136, 2880, 130, 1)
 DEPTHS = (576, 2048, 144, 128, 2880, 200)
-every_backend = pytest.mark.parametrize("backend", ["gluon", "triton"])
+every_backend = pytest.mark.usefixtures("backend")
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +46,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty)
 
 
-@pytest.fixture
-def backend_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if backend == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+@pytest.fixture(params=["gluon", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("written for sm_90")
-    monkeypatch.setenv(GEMM_VARIABLE, backend)
-    return backend
+    monkeypatch.setenv(GEMM_VARIABLE, request.param)
 
 
 def assert_close(made: Tensor, wanted: Tensor, where: object) -> None:
@@ -65,27 +59,30 @@ def assert_close(made: Tensor, wanted: Tensor, where: object) -> None:
     assert error <= TOLERANCE[made.dtype], (where, error)
 
 
-def check(case: Groups, made: Operands, dtype: torch.dtype) -> None:
-    offs, (x, x_col), (_, g_col), w = made
-    bias = torch.randn(len(case.sizes), case.n, device=CUDA).bfloat16()
-    for added in (None, bias):
-        y = grouped_gemm(x, w, offs, added, dtype)
-        assert_close(y, reference.grouped_gemm(x, w, offs, added, FP32), (case, "gemm"))
-        assert not y[sum(case.sizes) :].any(), "rows of no group are zeros"
-    dw = grouped_gemm_wgrad(g_col, x_col, offs, case.tokens, dtype)
-    wanted = reference.grouped_gemm_wgrad(g_col, x_col, offs, case.tokens, FP32)
+def check_wgrad(a: Quantized, b: Quantized, offs: Tensor, case: Groups, dtype: torch.dtype) -> None:
+    """Stored; and in fp32 added, which leaves the gradients of empty groups alone."""
+    dw = grouped_gemm_wgrad(a, b, offs, case.tokens, dtype)
+    wanted = reference.grouped_gemm_wgrad(a, b, offs, case.tokens, FP32)
     assert_close(dw, wanted, (case, "wgrad"))
     if dtype == FP32:
         before = torch.randn_like(wanted)
-        after = grouped_gemm_wgrad_add_(before.clone(), g_col, x_col, offs, case.tokens)
+        after = grouped_gemm_wgrad_add_(before.clone(), a, b, offs, case.tokens)
         assert_close(after, before + wanted, (case, "+="))
         empty = torch.tensor([size == 0 for size in case.sizes], device=CUDA)
         assert_same(after[empty], before[empty])
 
 
+def check(case: Groups, made: Operands, dtype: torch.dtype) -> None:
+    offs, (x, x_col), (_, g_col), w = made
+    for bias in (None, torch.randn(len(case.sizes), case.n, device=CUDA).bfloat16()):
+        y = grouped_gemm(x, w, offs, bias, dtype)
+        assert_close(y, reference.grouped_gemm(x, w, offs, bias, FP32), (case, "gemm"))
+        assert not y[sum(case.sizes) :].any(), "rows of no group are zeros"
+    check_wgrad(g_col, x_col, offs, case, dtype)
+
+
 @every_backend
 @pytest.mark.parametrize(("dtype", "count"), [(BF16, 24), (FP32, 12), (FP16, 3)])
-@pytest.mark.usefixtures("backend_of")
 def test_any_groups(dtype: torch.dtype, count: int) -> None:
     for case in drawn(count, count, WIDTHS, DEPTHS):
         made = operands(case, CUDA)
@@ -95,10 +92,9 @@ def test_any_groups(dtype: torch.dtype, count: int) -> None:
 
 
 @every_backend
-@pytest.mark.usefixtures("backend_of")
 def test_power_of_two_scales() -> None:
     case = Groups((129, 0, 300), 3, 264, 576)
-    check(case, operands(case, CUDA, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2), BF16)
+    check(case, operands(case, CUDA, BLOCKS_1X128_POW2, formats.BLOCKS_128X128_POW2), BF16)
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(BF16, 24), (FP32, 12)])
@@ -107,19 +103,12 @@ def test_weight_gradients_of_x_in_squares(dtype: torch.dtype, count: int) -> Non
     for case in drawn(count + 1, count, WIDTHS, DEPTHS):
         offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=BLOCKS_128X128)
         for a, b in ((g, x), (x, g)):
-            dw = grouped_gemm_wgrad(a, b, offs, case.tokens, dtype)
-            wanted = reference.grouped_gemm_wgrad(a, b, offs, case.tokens, FP32)
-            assert_close(dw, wanted, case)
-            if dtype == FP32:
-                before = torch.randn_like(wanted)
-                after = grouped_gemm_wgrad_add_(before.clone(), a, b, offs, case.tokens)
-                assert_close(after, before + wanted, (case, "+="))
+            check_wgrad(a, b, offs, case, dtype)
 
 
 @every_backend
 @pytest.mark.parametrize("x_columnwise", [None, BLOCKS_128X128])
-@pytest.mark.usefixtures("backend_of")
-def test_nan_of_one_group_reaches_no_other(x_columnwise: BlockFormat | None) -> None:
+def test_nan_of_one_group_reaches_no_other(x_columnwise: formats.BlockFormat | None) -> None:
     """Also where an empty group follows, whose zeros are a sum beyond the last block."""
     for sizes in ((0, 512, 0), (300, 0, 84), (128, 3 * 128, 0), (1, 0, 0)):
         case = Groups(sizes, 0, 256, 576)
@@ -131,18 +120,26 @@ def test_nan_of_one_group_reaches_no_other(x_columnwise: BlockFormat | None) -> 
             assert dw[e].isnan().all() if size else not dw[e].any(), (sizes, e)
 
 
+@pytest.fixture
+def gluon() -> Iterator[Functions]:
+    """The functions of the backend, which choose tiles anew."""
+    tables = tiles.choose_gemm_tile, tiles.choose_wgrad_tile
+    for table in tables:
+        table.cache_clear()
+    yield kernels("gluon", choose_backend.GROUPED_BACKENDS)
+    for table in tables:
+        table.cache_clear()
+
+
 @pytest.mark.parametrize("found", tiles.SQUARES, ids=lambda found: found.tile.name)
-def test_every_tile_of_fprop(found: tiles.GroupedTile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_fprop(
+    found: tiles.GroupedTile, gluon: Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiles, "SQUARES", (found,))
-    tiles.choose_gemm_tile.cache_clear()
-    try:
-        for case in drawn(8, 8, WIDTHS, DEPTHS):
-            offs, (x, _), _, w = operands(case, CUDA)
-            launch = kernels("gluon", choose_backend.GROUPED_BACKENDS)
-            y = launch.grouped_gemm(x, w, offs, None, BF16)
-            assert_close(y, reference.grouped_gemm(x, w, offs, None, FP32), case)
-    finally:
-        tiles.choose_gemm_tile.cache_clear()
+    for case in drawn(8, 8, WIDTHS, DEPTHS):
+        offs, (x, _), _, w = operands(case, CUDA)
+        y = gluon.grouped_gemm(x, w, offs, None, BF16)
+        assert_close(y, reference.grouped_gemm(x, w, offs, None, FP32), case)
 
 
 @pytest.mark.parametrize(
@@ -155,28 +152,28 @@ def test_every_tile_of_fprop(found: tiles.GroupedTile, monkeypatch: pytest.Monke
     ids=lambda value: value if isinstance(value, str) else value.tile.name,
 )
 def test_every_tile_of_wgrad(
-    kind: str, found: tiles.GroupedTile, monkeypatch: pytest.MonkeyPatch
+    kind: str, found: tiles.GroupedTile, gluon: Functions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, kind, (found,))
-    tiles.choose_wgrad_tile.cache_clear()
-    try:
-        tile = found.tile
-        widths = [n for n in (*WIDTHS, tile.m, 2 * tile.m) if tiles.stores_fit(tile, n, 256)]
-        depths = [k for k in DEPTHS if tiles.stores_fit(tile, tile.m, k)]
-        x_columnwise = BLOCKS_128X128 if tile.b_block == 128 else None
-        for case in drawn(8, 8, widths, depths):
-            offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=x_columnwise)
-            launch = kernels("gluon", choose_backend.GROUPED_BACKENDS)
-            wanted = reference.grouped_gemm_wgrad(g, x, offs, case.tokens, FP32)
-            if not kind.startswith("ADDED"):
-                dw = launch.grouped_gemm_wgrad(g, x, offs, case.tokens, BF16)
-                assert_close(dw, wanted, case)
-            else:
-                dw = torch.ones_like(wanted)
-                launch.grouped_gemm_wgrad_add_(dw, g, x, offs, case.tokens)
-                assert_close(dw, wanted + 1, case)
-    finally:
-        tiles.choose_wgrad_tile.cache_clear()
+    tile = found.tile
+    widths = [n for n in (*WIDTHS, tile.m, 2 * tile.m) if tiles.stores_fit(tile, n, 256)]
+    depths = [k for k in DEPTHS if tiles.stores_fit(tile, tile.m, k)]
+    x_columnwise = BLOCKS_128X128 if tile.b_block == 128 else None
+    for case in drawn(8, 8, widths, depths):
+        offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=x_columnwise)
+        wanted = reference.grouped_gemm_wgrad(g, x, offs, case.tokens, FP32)
+        if kind.startswith("ADDED"):
+            dw = torch.ones_like(wanted)
+            gluon.grouped_gemm_wgrad_add_(dw, g, x, offs, case.tokens)
+            assert_close(dw, wanted + 1, case)
+        else:
+            assert_close(gluon.grouped_gemm_wgrad(g, x, offs, case.tokens, BF16), wanted, case)
+
+
+def reordered(sizes: list[int], order: list[int]) -> Tensor:
+    """The places of parts of these sizes, in another order."""
+    parts = torch.arange(sum(sizes), device=CUDA).split(sizes)
+    return torch.cat([parts[e] for e in order])
 
 
 def test_results_do_not_depend_on_other_groups() -> None:
@@ -185,27 +182,24 @@ def test_results_do_not_depend_on_other_groups() -> None:
     y = grouped_gemm(x, w, offs)
     dw = grouped_gemm_wgrad(g_col, x_col, offs, case.tokens)
     order = [4, 2, 5, 0, 3, 1]
-    begins = [sum(case.sizes[:e]) for e in range(6)]
-    rows = torch.cat([torch.arange(begins[e], begins[e] + case.sizes[e]) for e in order]).cuda()
-    permuted = Quantized(x.data.view(torch.uint8)[rows].view(x.data.dtype), x.scale[rows], x.format)
-    permuted = permuted._replace(scale=permuted.scale.t().contiguous().t())
-    experts = Quantized(
-        w.data.view(torch.uint8)[order].view(w.data.dtype), w.scale[order].contiguous(), w.format
-    )
-    permuted_offs = ends(*(case.sizes[e] for e in order), device=CUDA)
-    assert_same(grouped_gemm(permuted, experts, permuted_offs), y[rows])
+    offs = ends(*(case.sizes[e] for e in order), device=CUDA)
+    rows = reordered([*case.sizes], order)
+    blocks = reordered([-(-size // 128) for size in case.sizes], order)
+    columns = (blocks[:, None] * 128 + torch.arange(128, device=CUDA)).flatten()
 
-    def blocks(form: Quantized) -> Quantized:
-        first = [sum(-(-size // 128) for size in case.sizes[:e]) for e in range(6)]
-        count = [-(-size // 128) for size in case.sizes]
-        at = torch.cat([torch.arange(first[e], first[e] + count[e]) for e in order]).cuda()
-        columns = (at[:, None] * 128 + torch.arange(128, device=CUDA)).flatten()
+    def parts(form: Quantized, at: Any) -> Tensor:
+        return form.data.view(torch.uint8)[at].view(form.data.dtype)
+
+    def of_blocks(form: Quantized) -> Quantized:
         made = Quantized(torch.zeros_like(form.data), torch.zeros_like(form.scale), form.format)
-        made.data.view(torch.uint8)[:, : len(columns)] = form.data.view(torch.uint8)[:, columns]
-        made.scale[:, : len(at)] = form.scale[:, at]
+        made.data[:, : len(columns)] = parts(form, (slice(None), columns))
+        made.scale[:, : len(blocks)] = form.scale[:, blocks]
         return made
 
-    made = grouped_gemm_wgrad(blocks(g_col), blocks(x_col), permuted_offs, case.tokens)
+    permuted = Quantized(parts(x, rows), x.scale[rows].t().contiguous().t(), x.format)
+    experts = Quantized(parts(w, order), w.scale[order].contiguous(), w.format)
+    assert_same(grouped_gemm(permuted, experts, offs), y[rows])
+    made = grouped_gemm_wgrad(of_blocks(g_col), of_blocks(x_col), offs, case.tokens)
     assert_same(made, dw[order])
 
 
@@ -250,16 +244,3 @@ def test_a_step_reads_nothing_on_the_host() -> None:
     with no_synchronization():
         grouped_gemm(x, w, offs)
         grouped_gemm_wgrad(g_col, x_col, offs, case.tokens)
-
-
-def test_the_tile_is_said() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    case = Groups((4096, 4096), 0, 4096, 7168)
-    made = operands(Groups((8, 8), 0, 256, 128), CUDA)
-    problem = choose_backend.GroupedProblem(
-        "gemm", case.tokens, case.n, case.k, 2, made.x[0].format, made.w.format, BF16, device
-    )
-    choice = choose_backend.choose_grouped(problem)
-    if choice.name == "gluon":
-        assert choice.why == "128x256 tiles"
-        assert sms(device) > 0

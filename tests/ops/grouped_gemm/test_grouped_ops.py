@@ -1,33 +1,28 @@
-"""What grouped ops ask their backend for and hand over, and what holds for their results.
+"""What grouped ops ask their backend for, and their reference against loops over groups.
 
-Registered ops: test_registered_ops.py. Refusals: test_checks.py. Numbers:
-test_reference_grouped.py.
+Registered ops: test_registered_ops.py. Refusals: test_checks.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
 
-from blocktensor.ops import reference
-from blocktensor.ops.cast.ops import (
-    quantize_grouped,
-    quantize_grouped_columnwise,
-)
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops import formats, reference
+from blocktensor.ops.cast.ops import quantize_grouped, quantize_grouped_columnwise
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat
 from blocktensor.ops.grouped_gemm import ops
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem
+from tests.support import numeric
 from tests.support.groups import GROUPS, columnwise, ends, ranges, stack
 from tests.support.models import Trace
-from tests.support.numeric import assert_same, operand
+from tests.support.numeric import DTYPES, E4M3, assert_same, expand, operand, relative_error, values
 from tests.support.reference_ops import Watched
 
 N, K = 130, 200
-
-
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch, ops, "choose_grouped")
 
 
-def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: torch.Generator) -> None:
+def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: Generator) -> None:
     """By sizes that the host knows: those of groups are not among them."""
     bias = torch.randn(3, N, generator=rng).bfloat16()
     start, g, x = torch.zeros(3, N, K), *(torch.randn(60, c, generator=rng) for c in (N, K))
@@ -63,12 +58,13 @@ def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: torch.Genera
     ]
 
 
-def test_empty_products_ask_for_none(watched: Watched, rng: torch.Generator) -> None:
+def test_empty_products_ask_for_none(watched: Watched, rng: Generator) -> None:
     offs = ends(0, 0)
     for rows, n, k in ((0, 3, 5), (3, 0, 5), (0, 0, 0)):
         a, b = operand(rows, k, 1, rng), stack(2, n, k, rng)
         assert ops.grouped_gemm(a, b, offs, None, torch.float16).shape == (rows, n)
     g, x = (columnwise(torch.zeros(0, c), offs) for c in (3, 5))
+    assert_same(ops.grouped_gemm_wgrad(g, x, offs, 0), torch.zeros(2, 3, 5).bfloat16())
     start = torch.ones(2, 3, 5)
     assert torch.equal(ops.grouped_gemm_wgrad_add_(start, g, x, offs, 0), torch.ones(2, 3, 5))
     none = columnwise(torch.zeros(4, 0), offs)
@@ -76,33 +72,7 @@ def test_empty_products_ask_for_none(watched: Watched, rng: torch.Generator) -> 
     assert watched.problems == []
 
 
-def test_without_tokens_the_weights_gradient_is_zero(rng: torch.Generator) -> None:
-    offs = ends(0, 0)
-    g, x = (columnwise(torch.zeros(0, c), offs) for c in (3, 5))
-    assert_same(ops.grouped_gemm_wgrad(g, x, offs, 0), torch.zeros(2, 3, 5).bfloat16())
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_groups_do_not_depend_on_each_other(groups: str, rng: torch.Generator) -> None:
-    """Experts in reverse order, with their rows, give the same bits in reverse order."""
-    rows, sizes = GROUPS[groups]
-    offs, flipped = ends(*sizes), ends(*sizes[::-1])
-    order = torch.cat([torch.arange(rows)[s] for s in reversed(ranges(offs))])
-    g, x = (torch.randn(rows, c, generator=rng) for c in (N, K))
-    b = stack(len(sizes), N, K, rng)
-    row, col = quantize_grouped(x, offs, BLOCKS_1X128)
-    y = ops.grouped_gemm(row, b, offs)
-    dw = ops.grouped_gemm_wgrad(quantize_grouped_columnwise(g, offs, BLOCKS_1X128), col, offs, rows)
-    row, col = quantize_grouped(x[order], flipped, BLOCKS_1X128)
-    reverse = Quantized(
-        b.data.view(torch.uint8).flip(0).view(b.data.dtype), b.scale.flip(0), b.format
-    )
-    assert_same(ops.grouped_gemm(row, reverse, flipped), y[order])
-    form = quantize_grouped_columnwise(g[order], flipped, BLOCKS_1X128)
-    assert_same(ops.grouped_gemm_wgrad(form, col, flipped, len(order)), dw.flip(0))
-
-
-def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
+def test_no_op_reads_the_ends_on_the_host(rng: Generator) -> None:
     """Through the dispatcher, which shows every op: a read is ``_local_scalar_dense``."""
     offs, x, g = ends(10, 20), torch.randn(40, K), torch.randn(40, N)
     b, out = stack(2, N, K, rng), torch.zeros(2, N, K)
@@ -114,3 +84,140 @@ def test_no_op_reads_the_ends_on_the_host(rng: torch.Generator) -> None:
         ops.grouped_gemm_wgrad_add_(out, form, col, offs, 40)
     assert trace.count("blocktensor.") == 5
     assert trace.count("item") == trace.count("_local_scalar_dense") == 0
+
+
+every_grouping = pytest.mark.parametrize("groups", GROUPS)
+
+
+def check_columnwise(x: Tensor, offs: Tensor, got: formats.Quantized) -> None:
+    """Each group's blocks are the oracle's cast of its transpose, followed by zeros.
+
+    After a NaN, zeros divided by the scale of its block are NaN too.
+    """
+    rows, k = x.shape
+    assert got.data.shape == (k, 128 * formats.group_blocks(rows, len(offs)))
+    assert got.data.is_contiguous()
+    first = 0
+    for inside in ranges(offs):
+        group = x[inside].t()
+        count = -(-group.shape[1] // 128)
+        data, scale = numeric.cast_by_blocks(group, got.format.block_shape, got.format.power_of_two)
+        of_group = got.data[:, 128 * first :][:, : 128 * count]
+        assert_same(of_group[:, : group.shape[1]], torch.from_numpy(data).view(E4M3))
+        tail = of_group[:, group.shape[1] :]
+        if tail.numel():
+            last = torch.from_numpy(scale[:, -1:])
+            has_nan = last.repeat_interleave(got.format.rows, 0)[:k, 0].isnan()
+            assert not tail[~has_nan].view(torch.uint8).any()
+        assert_same(got.scale[:, first : first + count], torch.from_numpy(scale))
+        first += count
+
+
+@every_grouping
+@pytest.mark.parametrize("format", KERNEL_FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columnwise_blocks_begin_anew_in_every_group(
+    groups: str, dtype: torch.dtype, format: BlockFormat, rng: Generator
+) -> None:
+    rows, sizes = GROUPS[groups]
+    x, offs = values("bits", rows, K, dtype, rng), ends(*sizes)
+    check_columnwise(x, offs, reference.quantize_grouped_columnwise(x, offs, format))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    beyond=st.integers(0, 130),
+    k=st.integers(1, 140),
+    kind=st.sampled_from(numeric.KINDS),
+    format=st.sampled_from(KERNEL_FORMATS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_groups(
+    sizes: list[int], beyond: int, k: int, kind: str, format: BlockFormat, seed: int
+) -> None:
+    rng = Generator().manual_seed(seed)
+    x, offs = values(kind, sum(sizes) + beyond, k, torch.bfloat16, rng), ends(*sizes)
+    check_columnwise(x, offs, columnwise(x, offs, format))
+
+
+@pytest.mark.parametrize("other", [None, BLOCKS_128X128], ids=["one format", "two formats"])
+def test_both_forms(other: BlockFormat | None, rng: Generator) -> None:
+    rows, sizes = GROUPS["ragged"]
+    offs, x = ends(*sizes), values("nan", rows, K, torch.bfloat16, rng)
+    row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128, other)
+    format = other or BLOCKS_1X128
+    alone = reference.quantize_grouped_columnwise(x, offs, format)
+    want = reference.quantize_rowwise(x, BLOCKS_1X128), columnwise(x, offs, format), col
+    numeric.assert_same_forms((row, col, alone), want)
+
+
+def test_ends_that_are_out_of_order_or_of_range_are_moved() -> None:
+    offs = torch.tensor([3, 1, -4, 9, 12], dtype=torch.int32)
+    assert reference.group_ranges(offs, 10) == [(0, 3), (3, 3), (3, 3), (3, 9), (9, 10)]
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (128, 1), (129, 2), (300, 5), (7, 7)])
+def test_the_bound_on_blocks_is_reached(rows: int, groups: int) -> None:
+    """By groups of one row and one of all others; test_any_groups meets no grouping beyond it."""
+    sizes = [1] * (groups - 1) + [rows - groups + 1]
+    assert formats.group_blocks(rows, groups) == sum(-(-size // 128) for size in sizes)
+
+
+@every_grouping
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: Generator) -> None:
+    rows, sizes = GROUPS[groups]
+    a, b, offs = operand(rows, K, 1, rng), stack(len(sizes), N, K, rng), ends(*sizes)
+    added = torch.randn(len(sizes), N, generator=rng) if bias else None
+    out = reference.grouped_gemm(a, b, offs, added, torch.float32)
+    assert (out.shape, out.dtype) == ((rows, N), torch.float32)
+    wide = expand(a)
+    for e, inside in enumerate(ranges(offs)):
+        want = wide[inside] @ expand(formats.Quantized(b.data[e], b.scale[e], b.format)).T
+        want += 0 if added is None else added[e].double()
+        assert relative_error(out[inside], want) <= 1e-6
+    assert not out[sum(sizes) :].any()
+
+
+@every_grouping
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda f: f.name)
+def test_wgrad_contracts_the_tokens_of_each_group(
+    groups: str, format: BlockFormat, rng: Generator
+) -> None:
+    """``format``: of x."""
+    rows, sizes = GROUPS[groups]
+    offs = ends(*sizes)
+    g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
+    a, b = columnwise(g, offs), columnwise(x, offs, format)
+    start = torch.randn(len(sizes), N, K, generator=rng)
+    out = reference.grouped_gemm_wgrad(a, b, offs, rows, torch.float32)
+    total = start.clone()
+    reference.grouped_gemm_wgrad_add_(total, a, b, offs, rows)
+    for e, inside in enumerate(ranges(offs)):
+        exact = g[inside].double().T @ x[inside].double()
+        assert relative_error(out[e], exact) <= 0.06
+        forms = ((g, BLOCKS_1X128), (x, format))
+        parts = [expand(reference.quantize_columnwise(t[inside], f)) for t, f in forms]
+        assert relative_error(out[e], parts[0] @ parts[1].T) <= 1e-6
+    torch.testing.assert_close(total, start + out, rtol=1e-5, atol=1e-4)
+    empty = [e for e, size in enumerate(sizes) if size == 0]
+    assert not out[empty].any()
+    assert torch.equal(total[empty], start[empty])
+
+
+def test_bad_rows_of_no_group_reach_nothing(rng: Generator) -> None:
+    rows, sizes = GROUPS["rows of no group"]
+    offs, inside = ends(*sizes), slice(0, sum(sizes))
+    g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))
+    b = stack(len(sizes), N, K, rng)
+    results = []
+    for bad in (0.0, float("nan")):
+        g[sum(sizes) :] = x[sum(sizes) :] = bad
+        row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128)
+        y = reference.grouped_gemm(row, b, offs, None, torch.bfloat16)
+        dw = reference.grouped_gemm_wgrad(columnwise(g, offs), col, offs, rows, torch.bfloat16)
+        results.append((y, dw))
+    for clean, spoiled in zip(*results, strict=True):
+        assert_same(spoiled, clean)
+    assert results[0][0][inside].any()

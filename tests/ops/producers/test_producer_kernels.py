@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.utils._pytree import tree_leaves
 
-from blocktensor.ops.formats import (
-    BLOCKS_1X128,
-    BLOCKS_128X128,
-)
+from blocktensor.ops import reference as casts
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import (
@@ -22,11 +21,10 @@ from blocktensor.ops.producers.choose_backend import (
     producer_backend,
 )
 from blocktensor.ops.producers.reference import ACTIVATIONS
-from tests.support.casts import Functions
-from tests.support.casts import kernels as functions
-from tests.support.groups import ends
-from tests.support.numeric import DTYPES, KINDS, assert_same, values
-from tests.support.producers import FORMATS, SIZES, Formats, assert_same_forms, by_casts
+from tests.support.casts import kernels
+from tests.support.groups import ends, filled
+from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
+from tests.support.producers import FORMATS, SIZES, Formats, three
 
 pytest.importorskip("triton")
 
@@ -34,7 +32,8 @@ CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 on_a_gpu = pytest.mark.gpu
 
-ROWS: Formats = BLOCKS_1X128, None
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_backend = pytest.mark.parametrize("name", ["triton", "gluon"])
 VIEWS = ("contiguous", "halves", "rows apart", "one row")
 
 
@@ -76,14 +75,10 @@ def laid_out(x: Tensor, view: str) -> Tensor:
     return x[:1].expand(x.shape) if view == "one row" and len(x) else x
 
 
-def inputs(case: Case, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(case: Case, dtype: torch.dtype, rng: Generator) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of h, gate and up on the GPU; two of them have awkward values."""
-    made = [
-        values(kind, case.rows, case.cols, dtype, rng).to(CUDA)
-        for kind in (case.kind, case.kind, "normal")
-    ]
-    turn = int(torch.randint(3, (), generator=rng))
-    grad, gate, up = made[turn:] + made[:turn]
+    kinds, seed = (case.kind, case.kind, "normal"), int(torch.randint(2**31, (), generator=rng))
+    grad, gate, up = three(case.rows, case.cols, dtype, kinds, seed, CUDA)
     if case.view == "halves":
         gate, up = torch.cat([gate, up], 1).chunk(2, 1) if case.cols else (gate, up)
     else:
@@ -91,110 +86,108 @@ def inputs(case: Case, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor
     return grad, gate, up
 
 
-def kernels(name: str) -> Functions:
-    return functions(name, PRODUCER_BACKENDS)
-
-
 def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> bool:
-    backend = next(backend for backend in PRODUCER_BACKENDS if backend.name == name)
+    backend = kernels(name, PRODUCER_BACKENDS).backend
     return backend.declines(ProducerProblem(sources, *formats)) is None
 
 
+def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:
+    """The forms of ``h``, each by a cast of its own."""
+    row, col = formats
+    return (
+        None if row is None else casts.quantize_rowwise(h, row),
+        None if col is None else casts.quantize_columnwise(h, col),
+    )
+
+
 def check(
-    backend: Functions,
+    name: str,
     activation: str,
     sources: tuple[Tensor, Tensor, Tensor],
     is_gated: bool,
     formats: Formats,
 ) -> None:
     """The results on the GPU are the casts of what eager mode computes there."""
-    grad, gate, up = sources
+    backend, (grad, gate, up) = kernels(name, PRODUCER_BACKENDS), sources
     act, rest = ACTIVATIONS[activation], (activation, *formats)
     h, d_value, given = act.value(gate), grad, None
     if is_gated:
         d_up, d_value, h, given = grad * h, grad * up, h * up, up
     of_gate, of_up = backend.gated_backward(grad, gate, given, *rest)
+    wanted = by_casts(act.gradient(d_value, gate), formats)
     assert_same_forms(backend.gated(gate, given, *rest), by_casts(h, formats))
-    assert_same_forms(of_gate, by_casts(act.gradient(d_value, gate), formats))
+    assert_same_forms(of_gate, wanted)
     if is_gated:
         assert_same_forms(of_up, by_casts(d_up, formats))
-        of_gate, none = backend.gated_backward(grad, gate, up, *rest, of_up=False)
-        assert none == (None, None)
-        assert_same_forms(of_gate, by_casts(act.gradient(d_value, gate), formats))
+        alone = backend.gated_backward(grad, gate, up, *rest, of_up=False)
+        assert_same_forms(alone, (wanted, (None, None)))
         assert_same_forms(backend.gated(gate, grad, *rest), by_casts(d_up, formats))
 
 
 @on_a_gpu
 @pytest.mark.parametrize("part", range(4))  # processes share its many compilations
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@every_activation
+@every_backend
 def test_bytes(name: str, activation: str, dtype: torch.dtype, part: int) -> None:
-    rng = torch.Generator().manual_seed(part)
+    rng = Generator().manual_seed(part)
     for case in cases(name, activation, dtype, part):
         sources = inputs(case, dtype, rng)
         is_gated = case.is_gated and (name == "gluon" or dtype == BF16)
         assert not case.cols or takes(name, sources[: 2 + is_gated], case.formats)
-        check(kernels(name), activation, sources, is_gated, case.formats)
-
-
-def every_number(dtype: torch.dtype) -> Tensor:
-    return torch.arange(-(2**15), 2**15, device=CUDA).to(torch.int16).view(dtype)
+        check(name, activation, sources, is_gated, case.formats)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_gate(activation: str, dtype: torch.dtype) -> None:
+@every_activation
+def test_every_gate(activation: str, dtype: torch.dtype, rng: Generator) -> None:
     """All 65,536 numbers as the gate, each alone in its row: its scale shows its 16 bits."""
-    gate = every_number(dtype)[:, None]
-    rng = torch.Generator().manual_seed(0)
-    for kind in ("ones", "normal", "normal", "bits", "tiny"):
-        if kind == "ones":
-            grad = up = torch.ones_like(gate)
-        else:
+    gate = torch.arange(-(2**15), 2**15, device=CUDA).to(torch.int16).view(dtype)[:, None]
+    grad = up = torch.ones_like(gate)
+    for kind in (None, "normal", "normal", "bits", "tiny"):
+        if kind is not None:
             grad, up = (values(kind, 2**16, 1, dtype, rng).to(CUDA) for _ in range(2))
-        check(kernels("triton"), activation, (grad, gate, up), True, ROWS)
+        check("triton", activation, (grad, gate, up), True, (BLOCKS_1X128, None))
+
+
+GROUPS = ((130, 0, 150, 1), (128, 256), (0, 0, 5), (300,))
+
+
+def filled_forms(made: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Rowwise and columnwise casts, one after the other, with the blocks that groups fill."""
+    forms = tree_leaves(made, is_leaf=lambda part: isinstance(part, Quantized))
+    pairs = zip(forms[::2], forms[1::2], strict=True)
+    return [(row, None if col is None else filled(col, sizes)) for row, col in pairs]
 
 
 @on_a_gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@every_activation
+@every_backend
 def test_groups(name: str, activation: str) -> None:
-    rng = torch.Generator().manual_seed(0)
-    backend = kernels(name)
-    for sizes in ((130, 0, 150, 1), (128, 256), (0, 0, 5), (300,)):
-        offs = ends(*sizes, device=CUDA)
-        blocks = sum(-(-size // 128) for size in sizes)
+    backend = kernels(name, PRODUCER_BACKENDS)
+    for sizes in GROUPS:
         for spare, formats in ((0, FORMATS[0]), (3, FORMATS[1]), (3, FORMATS[2])):
-            shape = sum(sizes) + spare, 576  # some rows of no group
-            grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
-            rest = (activation, *formats, offs)
-            got = backend.gated(gate, up, *rest), *backend.gated_backward(grad, gate, up, *rest)
-            want = (
-                reference.gated(gate, up, *rest),
-                *reference.gated_backward(grad, gate, up, *rest),
-            )
-            for (row, col), (want_row, want_col) in zip(got, want, strict=True):
-                assert_same_forms([row], [want_row])
-                data, scale = ((x[0].cpu(), x[1].cpu()) for x in (col, want_col))
-                assert_same(data[0][:, : 128 * blocks], scale[0][:, : 128 * blocks])
-                square = col.format.rows > 1
-                used = slice(None, blocks)
-                assert_same(data[1][:, used], scale[1][:, used])
-                assert square == (formats[1] is BLOCKS_128X128)
+            # some rows of no group
+            grad, gate, up = three(sum(sizes) + spare, 576, device=CUDA)
+            rest = (activation, *formats, ends(*sizes, device=CUDA))
+            for function, given in (
+                ("gated", (gate, up, *rest)),
+                ("gated_backward", (grad, gate, up, *rest)),
+            ):
+                made = (getattr(module, function)(*given) for module in (backend, reference))
+                assert_same_forms(*(filled_forms(forms, sizes) for forms in made))
 
 
 @on_a_gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@every_activation
+@every_backend
 def test_joint_gradients(name: str, activation: str) -> None:
     """Those of gate and up, cast side by side; rows in groups too."""
-    rng = torch.Generator().manual_seed(0)
-    joint = kernels(name).joint_gated_backward
+    joint = kernels(name, PRODUCER_BACKENDS).joint_gated_backward
     for rows, cols in ((0, 128), (1, 128), (127, 256), (300, 384), (129, 1152)):
         for kind in KINDS:
-            grad, gate, up = (values(kind, rows, cols, BF16, rng).to(CUDA) for _ in range(3))
+            grad, gate, up = three(rows, cols, kinds=(kind, kind, kind), device=CUDA)
             both = torch.cat([gate, up], 1)
             sources = torch.cat(reference.gradients(grad, gate, up, activation), 1)
             for formats in FORMATS:
@@ -202,35 +195,27 @@ def test_joint_gradients(name: str, activation: str) -> None:
                     continue
                 got = joint(grad, both, activation, *formats)
                 assert_same_forms(got, by_casts(sources, formats))
-    for sizes in ((130, 0, 150, 1), (128, 256), (0, 0, 5)):
-        offs, blocks = ends(*sizes, device=CUDA), sum(-(-size // 128) for size in sizes)
+    for sizes in GROUPS[:3]:
         for formats in FORMATS[:2]:
-            shape = sum(sizes) + 3, 384
-            grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
-            given = grad, torch.cat([gate, up], 1), activation, *formats, offs
-            (row, col), (want_row, want_col) = joint(*given), reference.joint_gated_backward(*given)
-            assert_same_forms([row], [want_row])
-            for x, y in zip(col[:2], want_col[:2], strict=True):
-                used = 128 * blocks if x is col.data else blocks
-                assert_same(x[:, :used].cpu(), y[:, :used].cpu())
+            grad, gate, up = three(sum(sizes) + 3, 384, device=CUDA)
+            both, offs = torch.cat([gate, up], 1), ends(*sizes, device=CUDA)
+            given = grad, both, activation, *formats, offs
+            made = joint(*given), reference.joint_gated_backward(*given)
+            assert_same_forms(*(filled_forms(forms, sizes) for forms in made))
 
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", [(2304, 2176), (2300, 2056), (4095, 1160)], ids=str)
 def test_programs_of_several_tiles(shape: tuple[int, int]) -> None:
     """More tiles than programs: each program copies its next tile in while it casts one."""
-    rng = torch.Generator().manual_seed(0)
-    backend = kernels("gluon")
+    backend = kernels("gluon", PRODUCER_BACKENDS)
     for formats in (f for f in FORMATS if None not in f):
-        grad, gate, up = (values("normal", *shape, BF16, rng).to(CUDA) for _ in range(3))
-        check(backend, "silu", (grad, gate, up), True, formats)
+        grad, gate, up = three(*shape, device=CUDA)
+        check("gluon", "silu", (grad, gate, up), True, formats)
         rest = ("silu", *formats)
         first = backend.gated_backward(grad, gate, up, *rest)
         for _ in range(20):
-            for again, before in zip(
-                backend.gated_backward(grad, gate, up, *rest), first, strict=True
-            ):
-                assert_same_forms(again, before)
+            assert_same_forms(backend.gated_backward(grad, gate, up, *rest), first)
         if shape[1] % 128 == 0:
             sources = torch.cat(reference.gradients(grad, gate, up, "silu"), 1)
             got = backend.joint_gated_backward(grad, torch.cat([gate, up], 1), *rest)
@@ -239,42 +224,32 @@ def test_programs_of_several_tiles(shape: tuple[int, int]) -> None:
 
 @on_a_gpu
 def test_ops_repeat_recorded_launches() -> None:
-    rng = torch.Generator().manual_seed(0)
-    formats = BLOCKS_1X128, BLOCKS_128X128
-    for _ in range(3):
-        gate, up = values("normal", 256, 1152, BF16, rng).to(CUDA).chunk(2, 1)
-        grad = values("normal", 256, 576, BF16, rng).to(CUDA)
-        assert producer_backend((grad, gate, up), *formats).name == "gluon"
-        rest = ("silu", *formats)
-        assert_same_forms(ops.gated(gate, up, "silu", *formats), reference.gated(gate, up, *rest))
-        got = ops.gated_backward(grad, gate, up, "silu", *formats)
-        want = reference.gated_backward(grad, gate, up, *rest)
-        for ours, theirs in zip(got, want, strict=True):
-            assert_same_forms(ours, theirs)
-    for _ in range(3):
-        both = values("normal", 256, 1024, BF16, rng).to(CUDA)
-        grad = values("normal", 256, 512, BF16, rng).to(CUDA)
-        got = ops.joint_gated_backward(grad, both, "silu", *formats)
-        assert_same_forms(got, reference.joint_gated_backward(grad, both, *rest))
-    found = OPS["joint_gated_backward"].find(grad, both, *rest, None)
-    assert getattr(found, "player", found) is not None
-    grad = values("normal", 256, 576, BF16, rng).to(CUDA)
-    for name, given in (
-        ("gated", (gate, up, *rest, None)),
-        ("gated_backward", (grad, gate, up, *rest, None, True)),
-    ):
-        found = OPS[name].find(*given)
+    row, rest = BLOCKS_1X128, ("silu", BLOCKS_1X128, BLOCKS_128X128)
+    for seed in range(3):
+        grad, gate, up = three(256, 576, seed=seed, device=CUDA)
+        gate, up = torch.cat([gate, up], 1).chunk(2, 1)
+        assert producer_backend((grad, gate, up), *rest[1:]).name == "gluon"
+        wide, *parts = three(256, 512, seed=seed, device=CUDA)
+        calls = {
+            "gated": (gate, up, *rest, None),
+            "gated_backward": (grad, gate, up, *rest, None, True),
+            "joint_gated_backward": (wide, torch.cat(parts, 1), *rest, None),
+            "gated_backward_with_h": (grad, gate, up, "silu", row, *rest[1:]),
+        }
+        for name, given in calls.items():
+            assert_same_forms(getattr(ops, name)(*given), getattr(reference, name)(*given))
+    for name, given in calls.items():
+        found: Any = OPS[name].find(*given)
         assert getattr(found, "player", found) is not None
 
 
 @on_a_gpu
 def test_nothing_in_high_precision_is_allocated() -> None:
     gate, up = (torch.randn((4096, 7168), dtype=BF16, device=CUDA) for _ in range(2))
-    formats = BLOCKS_1X128, BLOCKS_1X128
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        made = ops.gated(gate, up, "silu", *formats)
+        made = ops.gated(gate, up, "silu", BLOCKS_1X128, BLOCKS_1X128)
         grown = torch.cuda.max_memory_allocated() - before
         assert 2 * gate.numel() <= grown < 2.1 * gate.numel()
         del made

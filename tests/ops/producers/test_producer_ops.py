@@ -1,13 +1,19 @@
-"""The ops of producers: joint gradients, the choice of a backend, and gradients with h."""
+"""The ops of producers: joint gradients, the choice of a backend, gradients with h.
+
+Their reference casts what autograd computes in eager mode, bit for bit.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Generator, Tensor
 
+from blocktensor.ops import reference as casts
 from blocktensor.ops.cast.producer import halves
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
@@ -16,36 +22,24 @@ from blocktensor.ops.formats import (
     BLOCKS_128X128_POW2,
     BlockFormat,
 )
-from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
-from blocktensor.ops.producers.ops import Results, gated_backward_with_h, is_from_one_read
+from blocktensor.ops.producers.ops import gated_backward_with_h, is_from_one_read
 from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.casts import Functions, kernels
-from tests.support.groups import ends
-from tests.support.numeric import DTYPES, KINDS, values
-from tests.support.producers import FORMATS, SIZES, Formats, assert_same_forms
+from tests.support.groups import ends, filled
+from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
+from tests.support.producers import FORMATS, SIZES, Formats, three
 
 BF16, FP16, FP32 = DTYPES
 CUDA = torch.device("cuda")
 every_formats = pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))
 
 
-def three(
-    rows: int = 130, cols: int = 300, dtype: torch.dtype = BF16, kind: str = "normal", seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of h, gate and up; one of them has awkward values."""
-    rng = torch.Generator().manual_seed(seed)
-    turn = seed % 3
-    made = [values(k, rows, cols, dtype, rng) for k in (kind, "normal", "normal")]
-    grad, gate, up = made[turn:] + made[:turn]
-    return grad, gate, up
-
-
 @every_formats
 @pytest.mark.parametrize("cols", [1, 128, 256, 300])
 def test_a_joint_gradient_is_both_gradients_side_by_side(cols: int, formats: Formats) -> None:
-    grad, gate, up = three(cols=cols)
+    grad, gate, up = three(130, cols)
     both = torch.cat([gate, up], 1)
     for offs in (None, ends(100, 0, 30)):
         rest = ("gelu", *formats, offs)
@@ -53,37 +47,42 @@ def test_a_joint_gradient_is_both_gradients_side_by_side(cols: int, formats: For
         assert_same_forms(made, reference.joint_gated_backward(grad, both, *rest))
         if cols % 128 == 0:
             parts = ops.gated_backward(grad, gate, up, *rest)
-            for got, want in zip(halves(made), parts, strict=True):
-                assert_same_forms(got, want)
+            assert_same_forms(halves(made), parts)
 
 
-def declines(name: str, *sources: Tensor) -> str | None:
-    backend = next(backend for backend in PRODUCER_BACKENDS if backend.name == name)
-    return backend.declines(ProducerProblem(sources, BLOCKS_1X128, BLOCKS_1X128))
+META = {"dtype": BF16, "device": "meta"}
+HALVES = torch.empty((128, 512), **META).chunk(2, 1)  # type: ignore[call-overload]
+ODD = torch.empty((128, 257), **META)[:, :256]  # type: ignore[call-overload]
+ACROSS = torch.empty((256, 128), **META).t()  # type: ignore[call-overload]
+WIDE = torch.empty((128, 256), device="meta")
 
 
-def test_who_takes_which_layouts() -> None:
-    x = torch.empty((128, 512), dtype=BF16, device="meta")
-    gate, up = x.chunk(2, 1)
-    odd = torch.empty((128, 257), dtype=BF16, device="meta")[:, :256]
-    across = torch.empty((256, 128), dtype=BF16, device="meta").t()
+@pytest.mark.parametrize(
+    ("name", "sources", "reason"),
+    [
+        ("gluon", HALVES, None),
+        ("triton", HALVES, None),
+        ("gluon", (HALVES[0], ODD), "reads rows of whole 32-bit words"),
+        ("triton", (HALVES[0], ODD), None),
+        ("triton", (HALVES[0], ACROSS), "reads rows of unit stride"),
+        ("reference", (HALVES[0], ACROSS), None),
+        ("triton", 3 * (WIDE,), "computes from three tensors in bf16 alone: others would spill"),
+        ("gluon", 3 * (WIDE,), None),
+        (
+            "triton",
+            (torch.empty((128, 258), device="meta"),),
+            "reads fp16 and fp32 in whole vectors of eight elements",
+        ),
+        ("triton", (WIDE,), None),
+    ],
+)
+def test_who_takes_which_layouts(
+    name: str, sources: tuple[Tensor, ...], reason: str | None
+) -> None:
     assert [backend.name for backend in PRODUCER_BACKENDS] == ["gluon", "triton", "reference"]
-    assert declines("gluon", gate, up) is None
-    assert declines("triton", gate, up) is None
-    assert declines("gluon", gate, odd) == "reads rows of whole 32-bit words"
-    assert declines("triton", gate, odd) is None
-    assert declines("triton", gate, across) == "reads rows of unit stride"
-    assert declines("reference", gate, across) is None
-    wide = torch.empty((128, 256), device="meta")
-    three_alone = "computes from three tensors in bf16 alone: others would spill"
-    assert declines("triton", wide, wide, wide) == three_alone
-    assert declines("gluon", wide, wide, wide) is None
-    wide = torch.empty((128, 258), device="meta")
-    assert declines("triton", wide) == "reads fp16 and fp32 in whole vectors of eight elements"
-    assert declines("triton", wide[:, :256].contiguous()) is None
+    problem = ProducerProblem(sources, BLOCKS_1X128, BLOCKS_1X128)
+    assert kernels(name, PRODUCER_BACKENDS).backend.declines(problem) == reason
 
-
-# The gradients of gate and up with h from one read
 
 Three = tuple[BlockFormat, BlockFormat, BlockFormat]
 WITH_H: tuple[Three, ...] = (
@@ -98,13 +97,6 @@ MIXED_WITH_H: tuple[Three, ...] = (
 )
 
 
-def assert_same_results(got: Results, want: Results | tuple[object, ...]) -> None:
-    of_gate, of_up, h = want
-    assert_same_forms(got[0], of_gate)  # type: ignore[arg-type]
-    assert_same_forms(got[1], of_up)  # type: ignore[arg-type]
-    assert_same_forms([got[2]], [h])  # type: ignore[list-item]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bytes_of_two_functions(
@@ -114,11 +106,11 @@ def test_bytes_of_two_functions(
         for shape in ((0, 128), (1, 8), (130, 304), (129, 131)):
             if shape[1] % 8 and dtype != BF16:
                 continue
-            given = [x.to(device) for x in three(*shape, dtype)]
+            given = three(*shape, dtype, device=device)
             got = gated_backward_with_h(*given, activation, *formats)
             both = ops.gated_backward(*given, activation, *formats[:2])
             _, h = ops.gated(*given[1:], activation, None, formats[2])
-            assert_same_results(got, (*both, h))
+            assert_same_forms(got, (*both, h))
 
 
 def test_what_comes_from_one_read() -> None:
@@ -128,48 +120,86 @@ def test_what_comes_from_one_read() -> None:
     assert [name for name in ACTIVATIONS if is_from_one_read(name, BF16, 8)] == ["silu"]  # type: ignore[arg-type]
 
 
-def gluon() -> Functions:
+@pytest.fixture
+def backend() -> Functions:
     pytest.importorskip("triton")
     return kernels("gluon", PRODUCER_BACKENDS)
 
 
 @pytest.mark.gpu
-def test_fuzzed_bytes() -> None:
+def test_fuzzed_bytes(backend: Functions) -> None:
     """200 shapes, kinds of values, layouts and formats; eager ops and casts are compared with."""
-    draw, backend = random.Random(0), gluon()
+    draw = random.Random(0)
     for turn in range(200):
         rows = cols = 2**20
         while rows * cols > 1_500_000 or cols % 8:
             rows, cols = draw.choice(SIZES), draw.choice(SIZES)
-        given = [x.to(CUDA) for x in three(rows, cols, BF16, draw.choice(KINDS), turn)]
+        kinds = draw.choice(KINDS), "normal", "normal"
+        given = [*three(rows, cols, BF16, kinds, turn, CUDA)]
         if turn % 4 == 1:
             given[1:] = torch.cat(given[1:], 1).chunk(2, 1)
         if turn % 4 == 2:
             given = [x.new_zeros((rows, cols + 16))[:, 8:-8].copy_(x) for x in given]
         rest = "silu", *draw.choice(WITH_H + MIXED_WITH_H)
         got = backend.gated_backward_with_h(*given, *rest)
-        assert_same_results(got, reference.gated_backward_with_h(*given, *rest))
+        assert_same_forms(got, reference.gated_backward_with_h(*given, *rest))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", WITH_H, ids=range(len(WITH_H)))
-def test_programs_of_several_tiles_with_h(formats: Three) -> None:
+def test_programs_of_several_tiles_with_h(formats: Three, backend: Functions) -> None:
     """Whose third result waits where the next tile will be copied to."""
-    backend = gluon()
     for shape in ((2304, 2176), (2300, 2056), (4095, 1160), (8192, 4096)):
-        given = [x.to(CUDA) for x in three(*shape)]
-        want = reference.gated_backward_with_h(*given, "silu", *formats)
+        given = *three(*shape, device=CUDA), "silu", *formats
+        want = reference.gated_backward_with_h(*given)
         for _ in range(20):
-            got = backend.gated_backward_with_h(*given, "silu", *formats)
-            assert_same_results(got, want)
+            assert_same_forms(backend.gated_backward_with_h(*given), want)
 
 
-@pytest.mark.gpu
-def test_the_launch_is_recorded() -> None:
-    for seed in range(3):
-        given = [x.to(CUDA) for x in three(256, 576, seed=seed)]
-        rest = "silu", *WITH_H[1]
-        got = gated_backward_with_h(*given, *rest)
-        assert_same_results(got, reference.gated_backward_with_h(*given, *rest))
-    found = OPS["gated_backward_with_h"].find(*given, *rest)
-    assert getattr(found, "player", found) is not None
+MODULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: torch.square(F.relu(x)),
+}
+"""As models write them."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_gradients_are_those_of_autograd(
+    activation: str, is_gated: bool, dtype: torch.dtype, rng: Generator
+) -> None:
+    for kind in ("normal", "edges", "zeros"):
+        grad, gate, up = (values(kind, 130, 300, dtype, rng) for _ in range(3))
+        leaves = [x.requires_grad_() for x in (gate, up)[: 1 + is_gated]]
+        h = MODULES[activation](gate)
+        h = h * up if is_gated else h
+        eager = torch.autograd.grad(h, leaves, grad)
+        formats = BLOCKS_1X128, BLOCKS_128X128
+        given = (gate.detach(), up.detach() if is_gated else None, activation, *formats)
+        assert_same_forms(reference.gated(*given), casts.quantize_both(h.detach(), *formats))
+        of_gate, of_up = reference.gated_backward(grad, *given)
+        assert_same_forms(of_gate, casts.quantize_both(eager[0], *formats))
+        if is_gated:
+            assert_same_forms(of_up, casts.quantize_both(eager[1], *formats))
+            assert_same_forms(
+                reference.gated_backward(grad, *given, of_up=False), (of_gate, (None, None))
+            )
+            assert_same_forms(reference.gated(gate.detach(), grad, *given[2:]), of_up)
+        else:
+            assert of_up == (None, None)
+
+
+def test_blocks_begin_anew_at_groups(rng: Generator) -> None:
+    gate, up = (values("normal", 300, 130, torch.bfloat16, rng) for _ in range(2))
+    sizes = 130, 0, 150
+    h, offs = F.silu(gate) * up, ends(*sizes)
+    for row, col in ((BLOCKS_1X128, BLOCKS_1X128), (None, BLOCKS_128X128), (BLOCKS_1X128, None)):
+        got_row, got_col = reference.gated(gate, up, "silu", row, col, offs)
+        assert_same_forms(got_row, None if row is None else casts.quantize_rowwise(h, row))
+        assert (got_col is None) == (col is None)
+        if got_col is not None and col is not None:
+            want = casts.quantize_grouped_columnwise(h, offs, col)
+            assert_same_forms(filled(got_col, sizes), filled(want, sizes))

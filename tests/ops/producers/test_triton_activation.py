@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.numeric import DTYPES, values
@@ -78,10 +78,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
 }
-PAIRS: dict[str, Callable[..., Any]] = {
-    "fma.rn": lambda a, b, c: a * b + c,
-    "max.NaN": np.maximum,
-}
+PAIRS: dict[str, Callable[..., Any]] = {"fma.rn": lambda a, b, c: a * b + c, "max.NaN": np.maximum}
 
 
 def toward_minus_infinity(x: Any) -> Any:
@@ -135,8 +132,6 @@ def as_words(x: Tensor) -> Any:
     return x.contiguous().view(-1).view(torch.int32).numpy().view(U32)
 
 
-# Tests
-
 ROLES = ("value", "gated", "gated beside", "gradient", "gated gradient")
 
 
@@ -151,8 +146,7 @@ def expected(activation: str, role: str, x: Tensor, d: Tensor, u: Tensor) -> Ten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("activation", "role"), list(product(ACTIVATIONS, ROLES)))
-def test_ptx(activation: str, role: str, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(0)
+def test_ptx(activation: str, role: str, dtype: torch.dtype, rng: Generator) -> None:
     x, d, u = (3 * values("normal", 8, 4096, dtype, rng) for _ in range(3))
     x[0] *= 20
     x[1] *= 0.01

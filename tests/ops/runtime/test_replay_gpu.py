@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.replay import Replay
 from blocktensor.ops.runtime.specialize import Specialized
 from blocktensor.ops.runtime.triton_compat.gluon import async_load, async_store
-from tests.support.numeric import assert_same, relative_error
+from tests.support.numeric import assert_same, assert_same_forms, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +38,11 @@ SHAPES = ((256, 512), (128, 384), (300, 576), (17, 130), (512, 256))
 
 
 def draw(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    rng = torch.Generator("cuda").manual_seed(seed)
+    rng = Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=rng, device="cuda").to(dtype)
 
 
-def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
+def casts(x: Tensor, module: ModuleType = cast_ops) -> list[Quantized]:
     """The results of six launches."""
     square = module.quantize_rowwise(x, BLOCKS_128X128)
     return [
@@ -55,19 +55,8 @@ def casts_by(module: ModuleType, x: Tensor) -> list[Quantized]:
     ]
 
 
-def casts(x: Tensor) -> list[Quantized]:
-    return casts_by(cast_ops, x)
-
-
 def wanted(x: Tensor) -> list[Quantized]:
-    return casts_by(reference, x)
-
-
-def assert_all_same(actual: list[Quantized], expected: list[Quantized]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a.format is b.format
-        assert_same(a.data, b.data)
-        assert_same(a.scale, b.scale)
+    return casts(x, reference)
 
 
 @pytest.fixture
@@ -89,7 +78,7 @@ def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
     expected = [wanted(x) for x in inputs]
     for turn in range(200):
         i = turn * 7 % len(inputs)
-        assert_all_same(casts(inputs[i]), expected[i])
+        assert_same_forms(casts(inputs[i]), expected[i])
     assert plays[0] >= 6 * 180
 
 
@@ -108,31 +97,23 @@ def test_streams(plays: list[int]) -> None:
             late.append(casts(y))
     torch.cuda.synchronize()
     for results in late:
-        assert_all_same(results, expected)
+        assert_same_forms(results, expected)
     assert plays[0] >= 18
 
 
 def test_threads(plays: list[int]) -> None:
     inputs = [draw(shape, seed) for seed, shape in enumerate(SHAPES)]
     expected = [wanted(x) for x in inputs]
-    wrong: list[BaseException] = []
 
     def work(first: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for turn in range(40):
-                    i = (first + turn) % len(inputs)
-                    assert_all_same(casts(inputs[i]), expected[i])
-        except BaseException as error:
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(first, first + 40):
+                i = turn % len(inputs)
+                assert_same_forms(casts(inputs[i]), expected[i])
 
     torch.cuda.synchronize()
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert plays[0] >= 4 * 30 * 6
 
 
@@ -148,7 +129,7 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
     for seed in (1, 2):
         x.copy_(draw((256, 512), seed))
         graph.replay()
-        assert_all_same(results, wanted(x))
+        assert_same_forms(results, wanted(x))
 
 
 @pytest.mark.multi_gpu
@@ -157,7 +138,7 @@ def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
         x = draw((256, 512), index).to(f"cuda:{index}")
         results = casts(x)
         assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
-        assert_all_same(results, wanted(x))
+        assert_same_forms(results, wanted(x))
         assert torch.cuda.current_device() == 0
     assert plays[0] >= 3 * 6
 
@@ -192,20 +173,16 @@ def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None
 def test_hooks_see_every_launch() -> None:
     x, seen = draw((256, 512)), []
     casts(x)
-    hook = seen.append
-    enter = triton.knobs.runtime.launch_enter_hook
+    enter, hook = triton.knobs.runtime.launch_enter_hook, seen.append
     enter.add(hook)
     try:
         results = casts(x)
     finally:
         enter.remove(hook)
     assert len(seen) == 6
-    assert_all_same(results, wanted(x))
+    assert_same_forms(results, wanted(x))
     casts(x)
     assert len(seen) == 6
-
-
-# Tensor maps
 
 
 @gluon.jit
@@ -232,29 +209,21 @@ def copy_by_tiles(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(TILE, dtype)
-    maps = (TensorDescriptor.from_tensor(t, TILE, layout) for t in (x, out))
-    Launch(
-        copy_tile_kernel,
-        (x.shape[0] // 16,),
-        (*maps, 16),
-        {},
-        {"num_warps": 4, "enable_fp_fusion": False},
-    )()
+    source, target = (TensorDescriptor.from_tensor(t, TILE, layout) for t in (x, out))
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    Launch(copy_tile_kernel, (x.shape[0] // 16,), (source, target, 16), {}, options)()
     return out
 
 
 @pytest.fixture
-def copy() -> Callable[[Tensor], Tensor]:
+def copy() -> Specialized[Any]:
     return Specialized(lambda x: Replay(copy_by_tiles))
 
 
 @needs_tma
 @pytest.mark.parametrize("bound", [1024, 2])
 def test_tensor_maps_follow_their_tensors(
-    copy: Callable[[Tensor], Tensor],
-    plays: list[int],
-    bound: int,
-    monkeypatch: pytest.MonkeyPatch,
+    copy: Specialized[Any], plays: list[int], bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "MAX_MAPS", bound)
     kept = []
@@ -270,7 +239,7 @@ def test_tensor_maps_follow_their_tensors(
 
 
 @needs_tma
-def test_a_recording_holds_its_kernel(copy: Callable[[Tensor], Tensor], plays: list[int]) -> None:
+def test_a_recording_holds_its_kernel(copy: Specialized[Any], plays: list[int]) -> None:
     """Triton drops a kernel that another thread compiles at the same time, and then unloads it."""
     x = draw((64, 64))
     for _ in range(2):

@@ -4,36 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from blocktensor.ops import reference, registry
-from blocktensor.ops.formats import (
-    BLOCKS_1X128,
-    BLOCKS_1X128_POW2,
-    BLOCKS_128X128,
-    Quantized,
-)
-from blocktensor.ops.gemm import ops as gemm_ops
-from blocktensor.ops.op import OPS, runner
+from blocktensor.ops import registry
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.op import runner
 from blocktensor.ops.registry import Backend, NotCompiled, first_choice
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
-from blocktensor.ops.runtime.specialize import (
-    GEMM_VARIABLE,
-    Specialized,
-    forced_gemm,
-    key_of,
-    must_dispatch,
-    recorded,
-)
-from tests.support.numeric import operand
+from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, Specialized, forced_gemm, recorded
+from tests.support.models import Trace
 
 
 class Counted:
@@ -50,17 +36,19 @@ class Counted:
         return lambda x, factor: x * factor
 
 
-def test_each_kind_is_decided_once() -> None:
+def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
     op = Counted()
     for _ in range(3):
-        for size in (2, 3):
-            for factor in (4, 5):
-                x = torch.rand(size)
-                assert torch.equal(op.table(x, factor), x * factor)
-                assert torch.equal(op.table.run(x, factor), x * factor)
-                assert torch.equal(op.table.find(x, factor)(x, factor), x * factor)
+        for size, factor in product((2, 3), (4, 5)):
+            x = torch.rand(size)
+            for run in (op.table, op.table.run, op.table.find(x, factor)):
+                assert torch.equal(run(x, factor), x * factor)
     assert op.decided == [((2,), 4), ((2,), 5), ((3,), 4), ((3,), 5)]
     assert len(op.table) == 4
+    op.table.forget()
+    assert len(op.table) == 0
+    op.table(x, factor)
+    assert len(op.decided) == 5
 
 
 def test_a_failed_decision_is_not_remembered() -> None:
@@ -68,8 +56,7 @@ def test_a_failed_decision_is_not_remembered() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="factor 0"):
             op.table(torch.rand(2), 0)
-    assert op.decided == []
-    assert len(op.table) == 0
+    assert (op.decided, len(op.table)) == ([], 0)
 
 
 def test_an_exception_of_the_decision_itself_is_no_new_decision() -> None:
@@ -95,15 +82,6 @@ def test_the_oldest_kind_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(op.table) == 3
 
 
-def test_forgetting_decides_anew() -> None:
-    op = Counted()
-    op.table(torch.rand(2), 3)
-    op.table.forget()
-    assert len(op.table) == 0
-    op.table(torch.rand(2), 3)
-    assert len(op.decided) == 2
-
-
 def test_the_forced_backend_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
     op, x = Counted(), torch.rand(2)
@@ -118,45 +96,12 @@ def test_the_forced_backend_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch
     assert len(op.decided) == len(op.table) == 3
 
 
-# What a decision may be
-
-
 def test_only_functions_that_launch_are_recorded() -> None:
     pytest.importorskip("triton")
     from blocktensor.ops.runtime.replay import Replay
 
-    def plain(x: Tensor) -> Tensor:
-        return x * 2
-
-    assert recorded(plain, launches=False) is plain
-    assert isinstance(recorded(plain), Replay)
-
-
-class Outer(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        return func(*args, **kwargs or {})
-
-
-def test_what_must_go_through_the_dispatcher() -> None:
-    x = torch.rand(2)
-    assert not must_dispatch(x)
-    assert not must_dispatch(nn.Parameter(x))
-    assert must_dispatch(x.to("meta"))
-    with FakeTensorMode() as mode:
-        assert must_dispatch(mode.from_tensor(x))
-    with Outer():
-        assert must_dispatch(x)
-    traced: list[bool] = []
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def compiled(x: Tensor) -> Tensor:
-        traced.append(must_dispatch(x))
-        return x + 1
-
-    compiled(x)
-    assert traced == [True]
+    assert recorded(abs, launches=False) is abs
+    assert isinstance(recorded(abs), Replay)
 
 
 def test_calls_that_must_are_dispatched() -> None:
@@ -164,12 +109,12 @@ def test_calls_that_must_are_dispatched() -> None:
     dispatched: list[tuple[Any, ...]] = []
     op, x = Counted(), torch.rand(2)
     table = Specialized(op._decide, lambda *args: dispatched.append(args))
-    table(x, 3)
+    table(nn.Parameter(x), 3)
     assert (dispatched, len(op.decided)) == ([], 1)
     for call in ((x.to("meta"), 3), (Quantized(x.to("meta"), x, BLOCKS_1X128), 4)):
         assert table(*call) is None
         assert dispatched.pop() is not None
-    with Outer():
+    with Trace():
         table(x, 3)
         assert dispatched == [(x, 3)]
         assert torch.equal(table.run(x, 3), x * 3)  # as within the registered op
@@ -178,7 +123,7 @@ def test_calls_that_must_are_dispatched() -> None:
 
 def test_without_a_dispatch_a_function_runs_in_any_case() -> None:
     op, x = Counted(), torch.rand(2)
-    with Outer():
+    with Trace():
         assert torch.equal(op.table(x, 3), x * 3)
     assert op.table(x.to("meta"), 3).is_meta
     assert len(op.decided) == 2
@@ -186,17 +131,13 @@ def test_without_a_dispatch_a_function_runs_in_any_case() -> None:
 
 def test_a_part_of_a_recording_is_not_dispatched_and_not_remembered() -> None:
     """Its launches belong to what is being recorded, under a dispatch mode."""
-
-    def unwanted(*args: Any) -> Tensor:
-        raise AssertionError("dispatched")
-
+    dispatched: list[Any] = []
     op, x = Counted(), torch.rand(2)
-    table = Specialized(op._decide, unwanted)
-    with Outer(), watch_launches():
-        for _ in range(2):
-            assert torch.equal(table(x, 3), x * 3)
-            assert torch.equal(table.run(x, 3), x * 3)
-    assert (len(op.decided), len(table)) == (4, 0)
+    table = Specialized(op._decide, dispatched.append)
+    with Trace(), watch_launches():
+        for run in (table, table.run) * 2:
+            assert torch.equal(run(x, 3), x * 3)
+    assert (len(op.decided), len(table), dispatched) == (4, 0, [])
 
 
 def test_a_caller_may_have_a_shorter_key() -> None:
@@ -205,9 +146,6 @@ def test_a_caller_may_have_a_shorter_key() -> None:
     assert op.table.find_by("some kind", torch.rand(4), 5) is first
     assert op.table.find_by("another", torch.rand(4), 5) is not first
     assert op.decided == [((2,), 3), ((4,), 5)]
-
-
-# Keys
 
 
 def test_keys_look_into_casts_and_keep_other_arguments() -> None:
@@ -238,46 +176,7 @@ def test_keys_look_into_casts_and_keep_other_arguments() -> None:
 
 
 def kinds(*calls: tuple[Any, ...]) -> int:
-    return len({key_of(call) for call in calls})
-
-
-def test_what_tells_gemms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = torch.Generator().manual_seed(0)
-    a, b = operand(128, 256, 1, rng), operand(128, 256, 128, rng)
-    wide = torch.empty(2, 132).t()[:128].copy_(a.scale)
-    odd = torch.empty(128 * 2 + 1)[1:].view(2, 128).t().copy_(a.scale)
-    bias = torch.rand(128, dtype=torch.bfloat16)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    calls = [
-        (a, b, None, bf16),
-        (a, b, None, fp32),
-        (a, b, bias, bf16),
-        (a, b, bias.float(), bf16),
-        (a, b, bias.repeat(2)[::2], bf16),
-        (b, a, None, bf16),
-        (a, a, None, bf16),
-        (a._replace(scale=wide), b, None, bf16),
-        (a._replace(scale=odd), b, None, bf16),
-        (a._replace(format=BLOCKS_1X128_POW2), b, None, bf16),
-        (operand(64, 256, 1, rng), b, None, bf16),
-        (operand(128, 512, 1, rng), operand(128, 512, 128, rng), None, bf16),
-    ]
-    assert kinds(*calls) == len(calls)
-    for call in calls:
-        assert torch.equal(gemm_ops.gemm(*call), reference.gemm(*call))
-    monkeypatch.delenv(GEMM_VARIABLE, raising=False)
-    OPS["gemm"].forget()
-    for forced in (None, "reference"):
-        if forced is not None:
-            monkeypatch.setenv(GEMM_VARIABLE, forced)
-        gemm_ops.gemm(*calls[0])
-    assert len(OPS["gemm"]) == 2
-    out = torch.zeros(128, 256)
-    added = [(out[:, :128], a, b), (out.view(2, 128, 128)[0], a, b), (out[:, 1:129], a, b)]
-    assert kinds(*added) == 3
-
-
-# Kernels that do not compile
+    return len({specialize.key_of(call) for call in calls})
 
 
 class Family:
@@ -328,10 +227,7 @@ def test_the_next_backend_runs_what_the_first_cannot_compile(way: str, family: F
     assert family.ran == ["fast", "slow", "slow", "slow"]
 
 
-def test_what_no_backend_compiles_raises() -> None:
-    def refuse(x: Tensor) -> Tensor:
-        raise NotCompiled("Triton does not compile add_kernel: no floats")
-
-    table = Specialized(lambda x: refuse)
+def test_what_no_backend_compiles_raises(family: Family) -> None:
+    table = Specialized(lambda x: family._fast)
     with pytest.raises(NotCompiled, match="add_kernel"):
         table(torch.rand(3))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.devices import card
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
 from tests.support import gemms
-from tests.support.gemms import Shape
-from tests.support.numeric import operand, relative_error, worst_row
+from tests.support.gemms import Blocks, Shape
+from tests.support.numeric import relative_error
 
 pytest.importorskip("triton")
 
@@ -38,8 +39,8 @@ every_tile = pytest.mark.parametrize("name", TILES)
 
 
 @pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator(CUDA).manual_seed(0)
+def rng() -> Generator:
+    return Generator(CUDA).manual_seed(0)
 
 
 def fixed(name: str) -> SimpleNamespace:
@@ -57,18 +58,15 @@ def fixed(name: str) -> SimpleNamespace:
 
 @every_tile
 @pytest.mark.parametrize(("dtype", "count"), [(BF16, 30), (FP32, 15), (FP16, 5)])
-def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: torch.Generator) -> None:
+def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: Generator) -> None:
     module = fixed(name)
     for shape in gemms.shapes(count, count, SIZES, lambda _: True):
-        a, b = gemms.operands(shape, module.blocks, rng)
-        if dtype == FP16:
-            a.scale.mul_(2**-14)  # products of some 10^4, else beyond fp16
-        gemms.check(module, a, b, dtype)
+        gemms.check_shape(module, shape, module.blocks, rng, dtype)
 
 
 @pytest.mark.parametrize("name", [n for n, t in TILES.items() if not t.turned])
 @pytest.mark.parametrize("splits", [2, 7, 14])
-def test_parts_of_k(name: str, splits: int, rng: torch.Generator) -> None:
+def test_parts_of_k(name: str, splits: int, rng: Generator) -> None:
     tile = TILES[name]
     for m, n in ((130, 264), (1, 8), (64, 2048)):
         a, b = gemms.operands(Shape(m, n, 14 * 128), (1, tile.b_block), rng)
@@ -85,46 +83,32 @@ def test_parts_of_k(name: str, splits: int, rng: torch.Generator) -> None:
         assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
 
 
-def test_small_batches_are_made_in_parts(rng: torch.Generator) -> None:
+def test_small_batches_are_made_in_parts(rng: Generator) -> None:
     for m in (1, 16, 64):
-        shape = Shape(m, 2048, 7168)
         assert choose_tile(m, 2048, 56, 128, card(CUDA))[1] > 1
-        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), BF16)
+        gemms.check_shape(hopper, Shape(m, 2048, 7168), (1, 128), rng, BF16)
 
 
 @every_kind
-def test_the_choice(blocks: tuple[int, int], rng: torch.Generator) -> None:
+def test_the_choice(blocks: Blocks, rng: Generator) -> None:
     for shape in gemms.shapes(7, 40, SIZES, lambda _: True):
-        gemms.check(hopper, *gemms.operands(shape, blocks, rng), BF16)
+        gemms.check_shape(hopper, shape, blocks, rng, BF16)
 
 
-@pytest.mark.parametrize(("bias_dtype", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
-def test_bias(bias_dtype: torch.dtype, dtype: torch.dtype, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("bias", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+def test_bias(bias: torch.dtype, dtype: torch.dtype, rng: Generator) -> None:
     for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(4096, 264, 64)):
-        bias = 1000 * torch.randn(shape.n, generator=rng, device=CUDA).to(bias_dtype)
-        gemms.check(hopper, *gemms.operands(shape, (1, 128), rng), dtype, bias)
-
-
-def guarded(m: int, n: int, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    """A buffer of NaN, and an ``[m, n]`` view of it with a row below and ``columns`` beside it."""
-    buffer = torch.full((m + 1, n + columns), float("nan"), dtype=dtype, device=CUDA)
-    return buffer, buffer[:m, :n]
-
-
-def assert_guards_hold(buffer: Tensor, m: int, n: int) -> None:
-    assert buffer[m:].isnan().all()
-    assert buffer[:, n:].isnan().all()
-    assert not buffer[:m, :n].isnan().any()
+        gemms.check_shape(hopper, shape, (1, 128), rng, dtype, bias)
 
 
 @every_tile
 @pytest.mark.parametrize(("n", "columns"), [(1032, 8), (129, 0), (129, 3), (264, 1)])
-def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: torch.Generator) -> None:
+def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: Generator) -> None:
     tile = TILES[name]
     a, b = gemms.operands(Shape(700, n, 384), (1, tile.b_block), rng)
-    buffer, out = guarded(700, n, BF16, columns)
+    buffer, out = gemms.guarded(700, n, BF16, columns)
     hopper.plan_gemm(a, b, None, out, False, tile)()
-    assert_guards_hold(buffer, 700, n)
+    gemms.assert_guards_hold(buffer, 700, n)
     assert relative_error(out, reference.gemm(a, b, None, FP32)) <= gemms.TOLERANCE[BF16]
 
 
@@ -134,53 +118,42 @@ def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: torch.
     + [(n, "direct") for n, t in TILES.items() if t.b_block == 1 and not t.turned],
 )
 def test_accumulation(
-    name: str, mode: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, rng: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "add_mode", lambda *_: mode)
     tile = TILES[name]
-    for m, n, k in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
-        a, b = (
-            hopper.for_tma(operand(m, k, 1, rng)),
-            hopper.for_tma(operand(n, k, tile.b_block, rng)),
-        )
-        buffer, out = guarded(m, n, FP32, 4)
-        before = out.copy_(1000 * torch.randn((m, n), generator=rng, device=CUDA)).clone()
-        hopper.plan_gemm(a, b, None, out, True, tile)()
-        want = before + reference.gemm(a, b, None, FP32)
-        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
-        assert_guards_hold(buffer, m, n)
+    for shape in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
+        a, b = map(hopper.for_tma, gemms.operands(Shape(*shape), (1, tile.b_block), rng))
+
+        def add(out: Tensor, a: Quantized = a, b: Quantized = b) -> None:
+            hopper.plan_gemm(a, b, None, out, True, tile)()
+
+        gemms.check_addition(add, a, b, 4)
 
 
 @every_kind
 @pytest.mark.parametrize(("n", "columns"), [(2048, 0), (129, 0), (132, 3)])
-def test_accumulation_by_choice(
-    blocks: tuple[int, int], n: int, columns: int, rng: torch.Generator
-) -> None:
+def test_accumulation_by_choice(blocks: Blocks, n: int, columns: int, rng: Generator) -> None:
     """Also into rows that TMA cannot address."""
     a, b = gemms.operands(Shape(2048, n, 4096), blocks, rng)
-    buffer, out = guarded(2048, n, FP32, columns)
-    out.fill_(1000)
-    hopper.gemm_add_(out, a, b)
-    want = 1000 + reference.gemm(a, b, None, FP32)
-    assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
-    assert_guards_hold(buffer, 2048, n)
+    gemms.check_addition(partial(hopper.gemm_add_, a=a, b=b), a, b, columns)
 
 
 @pytest.mark.parametrize("check", gemms.OF_NUMBERS)
 @every_tile
-def test_numbers_of_every_tile(name: str, check: gemms.Check) -> None:
+def test_numbers_of_every_tile(name: str, check: gemms.Check, rng: Generator) -> None:
     module = fixed(name)
-    check(module, module.blocks, CUDA)
+    check(module, module.blocks, rng)
 
 
 @pytest.mark.parametrize("check", gemms.OF_CALLS)
 @every_kind
-def test_calls(blocks: tuple[int, int], check: gemms.Check) -> None:
-    check(hopper, blocks, CUDA)
+def test_calls(blocks: Blocks, check: gemms.Check, rng: Generator) -> None:
+    check(hopper, blocks, rng)
 
 
 @every_tile
-def test_fifty_runs_give_the_same_bits(name: str, rng: torch.Generator) -> None:
+def test_fifty_runs_give_the_same_bits(name: str, rng: Generator) -> None:
     module = fixed(name)
     a, b = gemms.operands(Shape(2999, 1544, 10944), module.blocks, rng)
     first = module.gemm(a, b, None, FP32)
@@ -188,30 +161,23 @@ def test_fifty_runs_give_the_same_bits(name: str, rng: torch.Generator) -> None:
         assert torch.equal(module.gemm(a, b, None, FP32), first)
 
 
-def test_more_than_2_to_the_31_elements(rng: torch.Generator) -> None:
-    """The last rows of a long operand, and of a large output."""
-    a, b = operand(2**20 + 130, 2112, 1, rng), operand(2176, 2112, 128, rng)
-    out = hopper.gemm(a, b, None, BF16)
-    assert min(a.data.numel(), out.numel()) > 2**31
-    tail = Quantized(a.data[-130:], a.scale[-130:], a.format)
-    assert worst_row(out[-130:], tail, b) <= gemms.TOLERANCE[BF16]
+def test_more_than_2_to_the_31_elements(rng: Generator) -> None:
+    gemms.check_far(hopper, rng)
 
 
-def test_many_tiles_for_each_program(rng: torch.Generator) -> None:
+@every_tile
+def test_many_tiles_for_each_program(name: str, rng: Generator) -> None:
     """Rings, buffers and counters go on from tile to tile."""
-    for name in TILES:
-        module = fixed(name)
-        a, b = gemms.operands(Shape(8200, 6152, 144), module.blocks, rng)
-        gemms.check(module, a, b, BF16)
+    module = fixed(name)
+    gemms.check_shape(module, Shape(8200, 6152, 144), module.blocks, rng, BF16)
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 511), (64, 512), (5, 513), (130, 7168)])
 @pytest.mark.parametrize("count", [2, 7])
-def test_splits_are_added_in_order(m: int, n: int, count: int) -> None:
-    rng = torch.Generator("cuda").manual_seed(0)
-    splits = torch.randn((count, m + 3, n), generator=rng, device="cuda")
-    bias = torch.randn(n, generator=rng, device="cuda")
-    whole = torch.randn((m, n + 5), generator=rng, device="cuda")
+def test_splits_are_added_in_order(m: int, n: int, count: int, rng: Generator) -> None:
+    splits = torch.randn((count, m + 3, n), generator=rng, device=CUDA)
+    bias = torch.randn(n, generator=rng, device=CUDA)
+    whole = torch.randn((m, n + 5), generator=rng, device=CUDA)
     out, before = whole[:, :n], whole.clone()
     want = splits[0, :m]
     for part in splits[1:]:
@@ -224,6 +190,6 @@ def test_splits_are_added_in_order(m: int, n: int, count: int) -> None:
     plan_sum(splits, None, out, True)()
     assert torch.equal(out, want + before[:, :n])
     assert torch.equal(whole[:, n:], before[:, n:])
-    rounded = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
+    rounded = torch.empty((m, n), dtype=BF16, device=CUDA)
     plan_sum(splits, None, rounded, False)()
     assert torch.equal(rounded, want.bfloat16())

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from blocktensor.ops.devices import H200
 from blocktensor.ops.gemm.hopper import tiles
-from blocktensor.ops.gemm.hopper.tiles import (
-    ADDED,
-    CUBLAS,
-    PROGRAM_US,
-    TILES,
-    Speed,
-    choose_tile,
-    cublas_is_faster,
-    possible_splits,
-    programs_for,
-    speeds,
-)
+from blocktensor.ops.gemm.hopper.tiles import TILES, Speed, choose_tile, possible_splits, speeds
 
 SMS = H200.sms
-CARDS = ("H200", "H100")
+Know = Callable[[str, Speed], None]
 
 
-@pytest.mark.parametrize("name", TILES)
-def test_a_tile_is_called_after_its_size(name: str) -> None:
-    tile = TILES[name]
-    rows, cols = tile.size
-    assert name == f"{'square' if tile.b_block == 128 else 'rows'} {rows}x{cols}"
+@pytest.fixture
+def know(monkeypatch: pytest.MonkeyPatch) -> Know:
+    """Change a measured speed."""
+
+    def change(name: str, speed: Speed) -> None:
+        known = {**speeds("H200"), name: speed}
+        monkeypatch.setattr(tiles, "speeds", lambda card: known)
+
+    return change
 
 
 @pytest.mark.parametrize("name", TILES)
 def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
     tile = TILES[name]
+    rows, cols = tile.size
+    assert name == f"{'square' if tile.b_block == 128 else 'rows'} {rows}x{cols}"
     assert 64 * tile.width * tile.products * tile.warpgroups == tile.m * tile.n
     assert tile.m % tile.a_rows == 0 and tile.n % tile.b_rows == 0
     assert tile.a_scales >= tile.m and tile.a_scales & (tile.a_scales - 1) == 0
@@ -42,12 +38,12 @@ def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
         assert tile.b_scales * tile.b_scale_copies >= tile.n
 
 
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("card", ["H200", "H100"])
 def test_the_file_knows_every_kernel(card: str) -> None:
-    added = {name + ADDED for name, tile in TILES.items() if tile.b_block == 1}
-    assert set(speeds(card)) == {*TILES, *CUBLAS.values(), *added}
+    added = {name + tiles.ADDED for name, tile in TILES.items() if tile.b_block == 1}
+    assert set(speeds(card)) == {*TILES, *tiles.CUBLAS.values(), *added}
     for name in {*TILES, *added}:
-        tile = TILES[name.removesuffix(ADDED)]
+        tile = TILES[name.removesuffix(tiles.ADDED)]
         assert (speeds(card)[name].m, speeds(card)[name].n) == tile.size
         assert speeds(card)[name].programs == tile.programs
     source = json.loads(tiles.FILE.read_text())[card]
@@ -64,9 +60,7 @@ def test_a_wave_more_takes_its_time() -> None:
     assert speed.microseconds(128 * 133, 128, 8, SMS) == 2 * (0.5 * 8 + 2) + 3
     assert speed.microseconds(128 * 66, 128, 8, SMS, splits=2) == 0.4 * 4 + 4
     assert speed.microseconds(128 * 67, 128, 8, SMS, splits=2) == 2 * (0.5 * 4 + 2) + 3
-
-
-def test_a_program_beside_another_counts_before_the_wave_is_full() -> None:
+    # A program beside another counts before the wave is full
     speed = Speed(128, 128, 2, 1.0, 1.0, 1.0, lone_block_us=0.5, lone_us=3.0)
     assert speed.waves(128 * 264, 128, SMS) == 1
     assert speed.microseconds(128 * 132, 128, 8, SMS) == 0.5 * 8 + 3
@@ -91,41 +85,39 @@ def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) ->
     assert predicted == min(s.microseconds(*shape, SMS) for s in others)
 
 
-def test_cublas_is_preferred_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (4096, 4096, 32)
-    ours = choose_tile(*shape, 1, H200)[2]
-    for theirs, faster in ((0.96 * ours, True), (0.98 * ours, False)):
-        known = {**speeds("H200"), CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, theirs)}
-        monkeypatch.setattr(tiles, "speeds", lambda card, known=known: known)
-        assert cublas_is_faster(*shape, 1, H200) is faster
-
-
-def test_a_microsecond_is_not_worth_the_host_time_of_cublas(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("size", "blocks", "factor", "saved", "faster"),
+    [
+        (4096, 32, 0.96, 0.0, True),
+        (4096, 32, 0.98, 0.0, False),
+        (512, 16, 1.0, 1.9, False),  # a microsecond is not worth its host time
+        (512, 16, 1.0, 2.1, True),
+    ],
+)
+def test_cublas_is_preferred_where_it_is_clearly_faster(
+    size: int, blocks: int, factor: float, saved: float, faster: bool, know: Know
 ) -> None:
-    shape = (512, 512, 16)
-    ours = choose_tile(*shape, 1, H200)[2]
-    for saved, faster in ((1.9, False), (2.1, True)):
-        known = {
-            **speeds("H200"),
-            CUBLAS[1]: Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, ours - saved),
-        }
-        monkeypatch.setattr(tiles, "speeds", lambda card, known=known: known)
-        assert cublas_is_faster(*shape, 1, H200) is faster
+    us = factor * choose_tile(size, size, blocks, 1, H200)[2] - saved
+    know(tiles.CUBLAS[1], Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, us))
+    assert tiles.cublas_is_faster(size, size, blocks, 1, H200) is faster
 
 
-def test_parts_are_equal_and_of_a_few_blocks() -> None:
+def test_few_tiles_are_made_in_parts() -> None:
+    """Which are equal, and of a few blocks."""
     assert possible_splits(56) == [1, 2, 4, 7, 8, 14]
     assert possible_splits(16) == [1, 2, 4]
     assert possible_splits(86) == [1, 2]
     assert possible_splits(3) == [1]
+    tile, splits, predicted = choose_tile(64, 2048, 56, 128, H200)
+    assert (tile.name, splits) == ("square 64x128", 8)
+    whole = min(speeds("H200")[n].microseconds(64, 2048, 56, SMS) for n in TILES if "square" in n)
+    assert predicted < whole
 
 
-def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_to_an_output_has_speeds_of_its_own(know: Know) -> None:
     shape = (4096, 4096, 32)
     plain = choose_tile(*shape, 1, H200)[0]
-    known = {**speeds("H200"), plain.name + ADDED: Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0)}
-    monkeypatch.setattr(tiles, "speeds", lambda card: known)
+    know(plain.name + tiles.ADDED, Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0))
     choose_tile.cache_clear()
     try:
         assert choose_tile(*shape, 1, H200)[0] == plain
@@ -134,31 +126,26 @@ def test_adding_to_an_output_has_speeds_of_its_own(monkeypatch: pytest.MonkeyPat
         choose_tile.cache_clear()
 
 
-def test_few_tiles_are_made_in_parts() -> None:
-    tile, splits, predicted = choose_tile(64, 2048, 56, 128, H200)
-    assert (tile.name, splits) == ("square 64x128", 8)
-    whole = min(speeds("H200")[n].microseconds(64, 2048, 56, SMS) for n in TILES if "square" in n)
-    assert predicted < whole
-
-
 @pytest.mark.parametrize("name", TILES)
 def test_programs_of_long_products_take_turns(name: str) -> None:
     tile, speed = TILES[name], speeds("H200")[name]
     at_once = SMS * tile.programs
-    assert programs_for(tile, at_once - 1, 64, H200) == at_once - 1
+    assert tiles.programs_for(tile, at_once - 1, 64, H200) == at_once - 1
     for blocks in (8, 64, 500):
         wave_us = blocks * speed.block_us + speed.wave_us
         for waves in (1, 2, 7, 30, 200):
             for items in (at_once * waves, at_once * (waves - 1) + 1):
-                programs = programs_for(tile, items, blocks, H200)
+                programs = tiles.programs_for(tile, items, blocks, H200)
                 assert programs == items or programs % at_once == 0
                 each = -(-items // programs)
-                assert each * wave_us >= PROGRAM_US or programs <= at_once
+                assert each * wave_us >= tiles.PROGRAM_US or programs <= at_once
                 # and none works twice as long but where its waves or the turns are few
-                assert each * wave_us < 2 * PROGRAM_US or each == 1
+                assert each * wave_us < 2 * tiles.PROGRAM_US or each == 1
 
 
 def test_what_is_added_takes_longer() -> None:
     tile, items = TILES["rows 256x128"], SMS * 8
-    longest = max(blocks for blocks in range(400) if programs_for(tile, items, blocks, H200) == SMS)
-    assert programs_for(tile, items, longest, H200, accumulate=True) > SMS
+    longest = max(
+        blocks for blocks in range(400) if tiles.programs_for(tile, items, blocks, H200) == SMS
+    )
+    assert tiles.programs_for(tile, items, longest, H200, accumulate=True) > SMS

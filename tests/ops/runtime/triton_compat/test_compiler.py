@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,9 @@ import triton
 from triton.runtime.errors import OutOfResources, TritonError
 
 from blocktensor.ops.runtime.triton_compat import compiler
-from blocktensor.ops.runtime.triton_compat.compiler import (
-    NARROW,
-    NEWER_PTXAS,
-    CannotNarrow,
-    hopper_gemm,
-    is_failed_compilation,
-    narrow_products,
-    with_newer_ptxas,
-)
+from blocktensor.ops.runtime.triton_compat.compiler import NARROW, hopper_gemm, narrow_products
+
+RUNTIME = triton.knobs.runtime
 
 
 def product(columns: int) -> str:
@@ -33,17 +28,15 @@ def product(columns: int) -> str:
 
 
 def test_the_last_quarter_of_the_registers_goes() -> None:
-    narrowed = narrow_products(NARROW + "\n" + product(128) + "add.s32 %r1, %r2;\n" + product(128))
-    assert narrowed == NARROW + "\n" + product(96) + "add.s32 %r1, %r2;\n" + product(96)
-
-
-def test_kernels_without_the_mark_are_left_alone() -> None:
-    assert narrow_products(product(128)) == product(128)
+    """Of kernels with the mark."""
+    ptx, narrow = (product(n) + "add.s32 %r1, %r2;\n" + product(n) for n in (128, 96))
+    assert narrow_products(f"{NARROW}\n{ptx}") == f"{NARROW}\n{narrow}"
+    assert narrow_products(ptx) == ptx
 
 
 @pytest.mark.parametrize("ptx", [NARROW, NARROW + product(64), NARROW + product(128) + product(64)])
 def test_unexpected_products_are_an_error(ptx: str) -> None:
-    with pytest.raises(CannotNarrow, match="expected all of them"):
+    with pytest.raises(compiler.CannotNarrow, match="expected all of them"):
         narrow_products(ptx)
 
 
@@ -54,53 +47,51 @@ def test_the_passes_go_behind_a_hook_that_is_there(monkeypatch: pytest.MonkeyPat
         seen.append(args and list(args[1]))
         return "their key", "their hash"
 
-    runtime = triton.knobs.runtime
-    monkeypatch.setattr(runtime, "add_stages_inspection_hook", theirs)
+    monkeypatch.setattr(RUNTIME, "add_stages_inspection_hook", theirs)
     stages = {"ptx": lambda source, metadata: NARROW + product(128), "cubin": lambda *_: b""}
     with hopper_gemm():
-        runtime.add_stages_inspection_hook(None, stages, None, None, None)
-        assert runtime.add_stages_inspection_hook() == ("their key", "their hash")
-    assert runtime.add_stages_inspection_hook is theirs
+        RUNTIME.add_stages_inspection_hook(None, stages, None, None, None)
+        assert RUNTIME.add_stages_inspection_hook() == ("their key", "their hash")
+    assert RUNTIME.add_stages_inspection_hook is theirs
     assert seen == [["ptx", "cubin"], ()]
     assert stages["ptx"](None, None) == NARROW + product(96)
 
 
-def test_the_compilers_cache_key_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.7 and later ask a hook for a part of it."""
-    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
-    with hopper_gemm():
-        assert triton.knobs.runtime.add_stages_inspection_hook() == ("", "")
+@pytest.fixture
+def unhooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUNTIME, "add_stages_inspection_hook", None)
 
 
-def test_the_passes_are_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
+@pytest.mark.usefixtures("unhooked")
+def test_the_passes_are_gone_afterwards() -> None:
+    with hopper_gemm():  # Triton 3.7 and later ask a hook for a part of the compiler's cache key
+        assert RUNTIME.add_stages_inspection_hook() == ("", "")
     with pytest.raises(ZeroDivisionError), hopper_gemm(), hopper_gemm():
         raise ZeroDivisionError
-    assert triton.knobs.runtime.add_stages_inspection_hook is None
+    assert RUNTIME.add_stages_inspection_hook is None
 
 
-def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("unhooked")
+def test_threads_take_turns() -> None:
     """Or one would leave its hook, or remove another's."""
-    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
         with hopper_gemm():
             inside.set()
-            leave.wait(30)
+            assert leave.wait(30)
 
     def enter() -> None:
         with hopper_gemm():
             pass
 
-    threads = [threading.Thread(target=hold), threading.Thread(target=enter)]
-    threads[0].start()
-    assert inside.wait(30)
-    threads[1].start()
-    leave.set()
-    for thread in threads:
-        thread.join()
-    assert triton.knobs.runtime.add_stages_inspection_hook is None
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(hold)
+        assert inside.wait(30)
+        second = pool.submit(enter)
+        leave.set()
+        first.result(), second.result()
+    assert RUNTIME.add_stages_inspection_hook is None
 
 
 @pytest.mark.parametrize("version", ["12.8", "12.9"])
@@ -119,8 +110,10 @@ def test_only_kernels_that_ask_get_the_newer_ptxas(
     with triton.knobs.nvidia.scope():
         triton.knobs.nvidia.ptxas = str(tmp_path / "ptxas")
         triton.knobs.nvidia.ptxas_blackwell = str(tmp_path / "ptxas-blackwell")
-        run = with_newer_ptxas(assemble)
-        assert run(NEWER_PTXAS, None) == ("ptxas-blackwell" if version == "12.8" else "ptxas")
+        run = compiler.with_newer_ptxas(assemble)
+        assert run(compiler.NEWER_PTXAS, None) == (
+            "ptxas-blackwell" if version == "12.8" else "ptxas"
+        )
         assert run("// a kernel of others", None) == "ptxas"
         assert Path(triton.knobs.nvidia.ptxas.path).name == "ptxas"
 
@@ -130,7 +123,7 @@ def test_only_kernels_that_ask_get_the_newer_ptxas(
     [
         (OutOfResources(300000, 232448, "shared memory"), True),
         (TritonError("of any kind"), True),
-        (CannotNarrow("products"), True),
+        (compiler.CannotNarrow("products"), True),
         (RuntimeError("PassManager::run failed"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (torch.cuda.OutOfMemoryError("CUDA out of memory"), False),
@@ -138,4 +131,4 @@ def test_only_kernels_that_ask_get_the_newer_ptxas(
     ],
 )
 def test_which_errors_are_the_compilers(error: Exception, failed: bool) -> None:
-    assert is_failed_compilation(error) == failed
+    assert compiler.is_failed_compilation(error) == failed

@@ -14,54 +14,44 @@ pytest.importorskip("triton")
 import triton
 
 from blocktensor.ops.runtime.triton_compat import launcher as launchers
-from tests.support.fake_driver import Descriptor, Kernel, axpy, draw, fake_driver, op
+from tests.support.fake_driver import Descriptor, Kernel, Op, axpy, draw, fake_driver, op
 
 __all__ = ["fake_driver"]
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda launcher, kernel: setattr(launcher, "global_scratch_size", 8),
-        lambda launcher, kernel: setattr(launcher, "profile_scratch_size", 8),
-        lambda launcher, kernel: kernel.pre_run_hooks.append(print),
-    ],
-    ids=["scratch", "profile", "hook"],
-)
-def test_kernels_that_need_more_are_launched_ordinarily(
-    spoil: Callable[[Any, Kernel], None],
-    fake_driver: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    a = op(axpy)
-    launcher = fake_driver.CudaLauncher
-    for name in ("global_scratch_size", "profile_scratch_size"):
-        monkeypatch.setattr(launcher, name, 0)
-    spoil(launcher, a.kernel)
-    x, y = draw(2, 8)
+def assert_ordinary(a: Op) -> None:
     for _ in range(3):
+        x, y = draw(2, 8)
         assert torch.equal(a.call(x, y, 3), 3 * x + y)
     assert (a.kernel.ordinary, a.kernel.direct) == (3, [])
 
 
+@pytest.mark.parametrize("need", ["global_scratch_size", "profile_scratch_size", "a hook"])
+def test_kernels_that_need_more_are_launched_ordinarily(
+    need: str, fake_driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = op(axpy)
+    if need == "a hook":
+        a.kernel.pre_run_hooks.append(print)
+    else:
+        monkeypatch.setattr(fake_driver.CudaLauncher, need, 8)
+    assert_ordinary(a)
+
+
 @pytest.mark.usefixtures("fake_driver")
 def test_hooks_are_served_by_the_ordinary_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    a = op(axpy)
-    x, y = draw(2, 8)
-    a.call(x, y, 3), a.call(x, y, 3)
+    a, runtime = op(axpy), triton.knobs.runtime
+    args = *draw(2, 8), 3
+    a.call(*args), a.call(*args)
     for hook in ("launch_enter_hook", "launch_exit_hook"):
-        chain = getattr(triton.knobs.runtime, hook)
+        chain = getattr(runtime, hook)
         chain.add(print)
-        a.call(x, y, 3)
+        a.call(*args)
         chain.remove(print)
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
-    a.call(x, y, 3)
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
-    a.call(x, y, 3)
+    for own in (print, None):
+        monkeypatch.setattr(runtime, "launch_enter_hook", own)
+        a.call(*args)
     assert (a.kernel.ordinary, len(a.kernel.direct)) == (4, 2)
-
-
-# Tritons that work otherwise
 
 
 @pytest.mark.usefixtures("fake_driver")
@@ -78,34 +68,30 @@ def test_another_triton_gives_one_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "attribute", ["_BASE_ARGS_FORMAT", "annotate_arguments", "make_kernel_signature"]
+    "change", ["_BASE_ARGS_FORMAT", "annotate_arguments", "make_kernel_signature", "called"]
 )
-def test_a_driver_that_lacks_a_part_is_another(
-    attribute: str, fake_driver: SimpleNamespace
+def test_a_driver_that_lacks_a_part_or_is_called_otherwise_is_another(
+    change: str, fake_driver: SimpleNamespace
 ) -> None:
-    if not hasattr(fake_driver, attribute):
-        pytest.skip("of the other launcher")
-    delattr(fake_driver, attribute)
-    with pytest.warns(UserWarning, match="in another way than those known"):
-        assert launchers.launcher() is None
-
-
-def test_a_launcher_that_is_called_otherwise_is_another(fake_driver: SimpleNamespace) -> None:
     class Other(fake_driver.CudaLauncher):  # type: ignore[name-defined, misc]
         def __call__(self, gridX: int, *args: Any) -> None:
             raise NotImplementedError
 
-    fake_driver.CudaLauncher = Other
-    fake_driver._BASE_ARGS_FORMAT = None
+    if change == "called":
+        fake_driver.CudaLauncher, fake_driver._BASE_ARGS_FORMAT = Other, None
+    elif hasattr(fake_driver, change):
+        delattr(fake_driver, change)
+    else:
+        pytest.skip("of the other launcher")
     with pytest.warns(UserWarning, match="in another way than those known"):
         assert launchers.launcher() is None
 
 
+@pytest.mark.usefixtures("fake_driver")
 @pytest.mark.parametrize("change", ["names", "kinds", "interpreter"])
 def test_an_unexpected_kernel_is_launched_ordinarily(
-    change: str, fake_driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a = op(axpy)
     original = Kernel.__getitem__
 
     def compiled(kernel: Kernel, grid: tuple[int]) -> Callable[..., Any]:
@@ -123,10 +109,7 @@ def test_an_unexpected_kernel_is_launched_ordinarily(
         return run
 
     monkeypatch.setattr(Kernel, "__getitem__", compiled)
-    for _ in range(3):
-        x, y = draw(2, 8)
-        assert torch.equal(a.call(x, y, 3), 3 * x + y)
-    assert (a.kernel.ordinary, a.kernel.direct) == (3, [])
+    assert_ordinary(op(axpy))
 
 
 def test_the_installed_triton_is_known() -> None:

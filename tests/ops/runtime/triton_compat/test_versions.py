@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,53 +40,35 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "tested"),
     [("3.6.0", True), ("3.7.1", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0.0", False)],
 )
-def test_what_is_tested(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tested_triton_is_trusted(
+    version: str, tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "installed", lambda: version)
     assert versions.is_tested() == tested
-
-
-def test_a_tested_triton_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: "3.9.0")
-
-    def trial(device: torch.device) -> str | None:
-        raise AssertionError("not asked for")
-
-    assert tried(trial)(CPU) is None
+    asked: list[torch.device] = []
+    assert tried(asked.append)(CPU) is None
+    assert asked == ([] if tested else [CPU])
 
 
 @pytest.mark.usefixtures("newer")
-@pytest.mark.parametrize("wrong", [None, "sums differ"])
-def test_another_is_tried_once(wrong: str | None) -> None:
+@pytest.mark.parametrize("wrong", [None, "sums differ", RuntimeError("first line\nsums differ")])
+def test_another_is_tried_once(wrong: str | Exception | None) -> None:
+    """What a trial raises is a failure; its launches are no part of what is recorded."""
     calls = []
 
     @tried
     def trial(device: torch.device) -> str | None:
+        assert this_thread.launches is None
         calls.append(device)
+        if isinstance(wrong, Exception):
+            raise wrong
         return wrong
 
     said = "Triton 4.2.0 is not among those tested (3.6, 3.7, 3.8, 3.9): sums differ"
-    assert [trial(CPU) for _ in range(3)] == [wrong and said] * 3
-    assert calls == [CPU]
-
-
-@pytest.mark.usefixtures("newer")
-def test_what_a_trial_raises_is_a_failure() -> None:
-    @tried
-    def trial(device: torch.device) -> str | None:
-        raise RuntimeError("first line\nlast line")
-
-    assert trial(CPU) == "Triton 4.2.0 is not among those tested (3.6, 3.7, 3.8, 3.9): last line"
-
-
-@pytest.mark.usefixtures("newer")
-def test_a_trial_is_no_part_of_what_is_recorded() -> None:
-    @tried
-    def trial(device: torch.device) -> str | None:
-        return None if this_thread.launches is None else "it is recorded"
-
     with watch_launches():
-        assert trial(CPU) is None
+        assert [trial(CPU) for _ in range(3)] == [wrong and said] * 3
         assert this_thread.launches is not None
+    assert calls == [CPU]
 
 
 class Planned:
@@ -97,14 +80,10 @@ class Planned:
 
     def __call__(
         self, a: Quantized, b: Quantized, bias: None, out: Tensor, add: bool, tile: Tile
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Tensor]:
         self.tiles.append(tile.name)
         product = reference.gemm(a, b, None, torch.float32) * self.off
-
-        def run() -> None:
-            out.copy_(out + product if add else product)
-
-        return run
+        return lambda: out.copy_(out + product if add else product)
 
 
 @pytest.fixture
@@ -128,12 +107,12 @@ KERNELS = (
     (grouped_hopper, "grouped_gemm_wgrad"),
     (grouped_hopper, "grouped_gemm_wgrad_add_"),
 )
-TRIALS = (casts.casts_fail, gemms.gemms_fail, grouped.grouped_gemms_fail)
+TRIALS: tuple[Any, ...] = (casts.casts_fail, gemms.gemms_fail, grouped.grouped_gemms_fail)
 
 
 def forget() -> None:
     for trial in TRIALS:
-        trial.forget()  # type: ignore[attr-defined]
+        trial.forget()
 
 
 @pytest.mark.usefixtures("newer")
@@ -149,6 +128,13 @@ def scaled(name: str, factor: float) -> Callable[..., Any]:
     return lambda *args: getattr(reference, name)(*args) * factor
 
 
+PRODUCTS = (
+    (hopper, "gemm", gemms.gemms_fail),
+    (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
+    (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
+)
+
+
 def with_a_wrong_byte(*args: Any) -> Quantized:
     made = reference.quantize_rowwise(*args)
     made.data.view(torch.uint8)[303, 383] ^= 1
@@ -159,15 +145,8 @@ def with_a_wrong_byte(*args: Any) -> Quantized:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "trial"),
     [
-        *(
-            (module, name, scaled(name, factor), trial)
-            for factor in (1.01, float("nan"))
-            for module, name, trial in (
-                (hopper, "gemm", gemms.gemms_fail),
-                (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
-                (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
-            )
-        ),
+        *((module, name, scaled(name, 1.01), trial) for module, name, trial in PRODUCTS),
+        *((module, name, scaled(name, math.nan), trial) for module, name, trial in PRODUCTS),
         (hopper, "plan_gemm", Planned(1.01), gemms.gemms_fail),
         (gluon_128x128, "quantize_rowwise", with_a_wrong_byte, casts.casts_fail),
     ],
@@ -194,34 +173,29 @@ def test_a_full_memory_is_no_failure() -> None:
 
     @tried
     def trial(device: torch.device) -> str | None:
-        if full[0]:
+        if full.pop():
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return None
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         trial(CPU)
-    full[0] = False
+    full.append(False)
     assert trial(CPU) is None
 
 
 @pytest.mark.usefixtures("newer")
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    @tried
-    def trial(device: torch.device) -> str | None:
-        return "tried"
-
-    for capturing, answer in ((True, None), (False, "tried"), (True, None)):
-        monkeypatch.setattr(
-            torch.cuda, "is_current_stream_capturing", lambda found=capturing: found
-        )
-        assert (trial(torch.device("cuda", 0)) or "").endswith(answer or "")
-        assert (trial(torch.device("cuda", 0)) is None) == (answer is None)
+    trial = tried(lambda device: "tried")
+    for capturing in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        said = trial(torch.device("cuda", 0)) or ""
+        assert said == "" if capturing else said.endswith("tried")
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.__name__)
-def test_the_trials_pass(trial: Callable[[torch.device], str | None]) -> None:
+def test_the_trials_pass(trial: Any) -> None:
     device = torch.device("cuda", 0)
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("written for sm_90")

@@ -1,0 +1,15 @@
+"""Fixtures of tests of ops."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Generator
+
+from tests.support.pretended_gpu import pretend
+
+__all__ = ["pretend"]
+
+
+@pytest.fixture
+def rng() -> Generator:
+    return Generator().manual_seed(0)

@@ -1,0 +1,138 @@
+"""The portable GEMM and that of cuBLAS on a GPU, for every kind of shape that goes there."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator
+
+from blocktensor.ops.cast.ops import quantize_both, quantize_rowwise, transpose
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
+from blocktensor.ops.gemm import cublas
+from blocktensor.ops.gemm.choose_backend import GemmProblem, gemm_backend, usable_gemm_backends
+from blocktensor.ops.gemm.ops import gemm
+from tests.support import gemms
+from tests.support.gemms import Blocks, Shape
+from tests.support.numeric import FORMATS, relative_error, worst_row
+
+pytest.importorskip("triton")
+
+from blocktensor.ops.gemm import triton_gemm
+
+CUDA = torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZES = (1, 3, 4, 12, 16, 48, 127, 128, 129, 130, 144, 272, 300, 576, 1100, 2112, 10944)
+CUBLAS_BLOCKS = ((1, 128), (1, 1))
+TRITON_BLOCKS = (*CUBLAS_BLOCKS, (128, 1), (128, 128))
+SWEEPS = [
+    ("triton", (1, 128), BF16, 30),
+    ("triton", (1, 1), FP32, 30),
+    ("triton", (128, 1), BF16, 17),
+    ("triton", (128, 128), FP32, 17),
+    ("triton", (1, 128), FP16, 3),
+    *product(["cublas"], CUBLAS_BLOCKS, [BF16, FP32], [80]),
+]
+KINDS = [*product(["triton"], TRITON_BLOCKS), *product(["cublas"], CUBLAS_BLOCKS)]
+
+
+def sample(name: str, blocks: Blocks, dtype: torch.dtype, count: int) -> list[Shape]:
+    """Shapes that the backend takes."""
+
+    def accepted(shape: Shape) -> bool:
+        a, b = (FORMATS[rows] for rows in blocks)
+        return gemm_backend(name).declines(GemmProblem(*shape, a, b, dtype, CUDA)) is None
+
+    return list(gemms.shapes(7, count, SIZES, accepted))
+
+
+@pytest.mark.parametrize(("name", "blocks", "dtype", "count"), SWEEPS[-4:])
+def test_the_sample_is_wide(name: str, blocks: Blocks, dtype: torch.dtype, count: int) -> None:
+    shapes = sample(name, blocks, dtype, count)
+    assert len(set(shapes)) == 80
+    assert any(s.k % 128 for s in shapes)
+    assert any(s.n % 128 for s in shapes)
+    assert any(s.m < 16 for s in shapes)
+
+
+@pytest.fixture
+def rng() -> Generator:
+    return Generator(CUDA).manual_seed(0)
+
+
+def functions(name: str) -> Any:
+    if name not in usable_gemm_backends(CUDA):
+        pytest.skip(f"{name} does not run here")
+    return cublas if name == "cublas" else triton_gemm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "blocks", "dtype", "count"), SWEEPS)
+def test_shapes(name: str, blocks: Blocks, dtype: torch.dtype, count: int, rng: Generator) -> None:
+    for i, shape in enumerate(sample(name, blocks, dtype, count)):
+        gemms.check_shape(functions(name), shape, blocks, rng, dtype)
+        if (name, dtype) == ("cublas", BF16) and i < 20:
+            gemms.check_shape(cublas, shape, blocks, rng, dtype, BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", gemms.CHECKS)
+@pytest.mark.parametrize(("name", "blocks"), KINDS)
+def test_contract(name: str, blocks: Blocks, check: gemms.Check, rng: Generator) -> None:
+    check(functions(name), blocks, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
+def test_bias(bias: torch.dtype, dtype: torch.dtype, rng: Generator) -> None:
+    for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(5, 3, 0)):
+        gemms.check_shape(triton_gemm, shape, (1, 128), rng, dtype, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", TRITON_BLOCKS, ids=str)
+def test_accumulation(blocks: Blocks, rng: Generator) -> None:
+    for shape in ((130, 129, 300), (300, 576, 2112), (1, 1, 1), (3, 300, 128), (5, 3, 0)):
+        a, b = gemms.operands(Shape(*shape), blocks, rng)
+        gemms.check_addition(partial(triton_gemm.gemm_add_, a=a, b=b), a, b, 3)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(rng: Generator) -> None:
+    gemms.check_far(triton_gemm, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("force", [None, "triton", "cublas", "reference"])
+def test_the_op_runs_every_backend(
+    force: str | None, rng: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if force is not None:
+        if force not in usable_gemm_backends(CUDA):
+            pytest.skip(f"{force} does not run here")
+        monkeypatch.setenv("BLOCKTENSOR_GEMM", force)
+    a, b = gemms.operands(Shape(300, 576, 2112), (1, 128), rng)
+    assert worst_row(gemm(a, b, out_dtype=FP32), a, b) <= gemms.TOLERANCE[FP32]
+    assert worst_row(gemm(a, b), a, b) <= gemms.TOLERANCE[BF16]
+
+
+@pytest.mark.gpu
+def test_cast_and_product_on_the_gpu(rng: Generator) -> None:
+    """The three products of a linear, from casts made there."""
+    x = torch.randn((300, 576), generator=rng, device=CUDA).to(BF16)
+    w = torch.randn((1100, 576), generator=rng, device=CUDA).to(BF16)
+    g = torch.randn((300, 1100), generator=rng, device=CUDA).to(BF16)
+    x_row, x_col = quantize_both(x, BLOCKS_1X128)
+    g_row, g_col = quantize_both(g, BLOCKS_1X128)
+    w_fp8 = quantize_rowwise(w, BLOCKS_128X128)
+    for a, b, exact in (
+        (x_row, w_fp8, x.double() @ w.double().T),
+        (g_row, transpose(w_fp8), g.double() @ w.double()),
+        (g_col, x_col, g.double().T @ x.double()),
+    ):
+        out = gemm(a, b, out_dtype=FP32)
+        assert worst_row(out, a, b) <= gemms.TOLERANCE[FP32]
+        assert relative_error(out, exact) < 0.05  # what e4m3 leaves of normal data
