@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
-from blocktensor import functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
 from blocktensor.autograd.backward import FP8Function
-from blocktensor.ops import reference
 from tests.support.groups import ends
-from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import Trace, complaint, linear, randn
+from tests.support.linear_ways import (
+    assert_all_equal,
+    gone_when,
+    grads_of,
+    storage_is_gone,
+    way_of_linears,
+)
+from tests.support.models import FP32_SCALES, Trace, linear, randn
 from tests.support.numeric import assert_same
-from tests.support.reference_ops import replace_op
+from tests.support.refusals import refused
 from tests.support.split_backward import needs_halves
 
 __all__ = ["way_of_linears"]
@@ -41,19 +46,10 @@ def test_backward_in_other_threads(device: torch.device) -> None:
     _, dx, dw = grads_of(module, x, grad)
     leaves = [x.clone().requires_grad_() for _ in range(4)]
     outputs = [module(leaf) for leaf in leaves]
-    results: list[tuple[Tensor, ...]] = []
-    threads = [
-        threading.Thread(
-            target=lambda y, t: results.append(torch.autograd.grad(y, [t, module.weight], grad)),
-            args=pair,
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(
+            lambda y, leaf: torch.autograd.grad(y, [leaf, module.weight], grad), outputs, leaves
         )
-        for pair in zip(outputs, leaves, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
     for result in results:
         assert_all_equal(list(result), [dx, dw])
 
@@ -62,76 +58,70 @@ def test_a_weights_bytes_are_gone_when_its_gradient_is_computed(
     way_of_linears: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those of small linears, whose backward is one sequence."""
-    gemm, columnwise, gone = reference.gemm, [], []
-
-    def watched(*args: Any) -> Tensor:
-        gone.extend(ref() is None for ref in columnwise)
-        return gemm(*args)
-
-    replace_op(monkeypatch, "gemm", watched)
+    held: list[Callable[[], bool]] = []
+    gone = gone_when(monkeypatch, "gemm", held)
     module = linear(128, 192, dtype=torch.float32)
     loss = module(randn(9, 192, dtype=torch.float32, grad=True)).sum()
     assert module.weight.cache.held().rowwise is None  # fprop alone reads it
-    columnwise.append(weakref.ref(module.weight.cache.held().columnwise.data))
+    held.append(storage_is_gone(module.weight.cache.held().columnwise.data))
     loss.backward()
     assert gone == [False, way_of_linears != "sequence"]
 
 
-# Every function
-
-
-class Sample(NamedTuple):
-    """A function of leaves, and the number of products of each leaf's gradient alone."""
-
-    run: Callable[..., Tensor]
-    leaves: tuple[Tensor, ...]
-    products: tuple[int, ...]
+def test_a_gradient_is_freed_before_the_products(
+    way_of_linears: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.13 on, and but for small linears, whose backward is one sequence."""
+    held: list[Callable[[], bool]] = []
+    gone = gone_when(monkeypatch, "gemm", held)
+    y = linear(256, 384)(randn(5, 384, grad=True))
+    y.register_hook(lambda g: held.append(storage_is_gone(g)))
+    y.square().sum().backward()
+    assert gone == 2 * [
+        way_of_linears != "sequence" and hasattr(torch.autograd.Function, "boxed_grads_call")
+    ]
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:
     return randn(*shape, seed=seed, grad=True)
 
 
-def samples() -> dict[str, Sample]:
-    x, offs = leaf(70, 192), ends(30, 0, 40)
-    w, down = leaf(160, 192), leaf(192, 160)
-    stack, stack_down = leaf(3, 160, 192), leaf(3, 192, 160)
-    target = torch.arange(70)
+def samples() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[int, ...]]]:
+    """Functions, their leaves, and the number of products of each leaf's gradient alone."""
+    x, offs, target = leaf(70, 192), ends(30, 0, 40), torch.arange(70)
+    mlp = leaf(160, 192), leaf(160, 192, seed=2), leaf(192, 160)
+    experts = leaf(3, 160, 192), leaf(3, 160, 192, seed=2), leaf(3, 192, 160)
+    biases = leaf(160), leaf(160), leaf(192)
+    f = functional
     return {
-        "linear": Sample(functional.linear, (x, w, leaf(160)), (1, 1, 0)),
-        "grouped_linear": Sample(
-            lambda x, w, b: functional.grouped_linear(x, w, offs, b),
-            (x, stack, leaf(3, 160)),
+        "linear": (f.linear, (x, mlp[0], leaf(160)), (1, 1, 0)),
+        "grouped_linear": (
+            lambda x, w, b: f.grouped_linear(x, w, offs, b),
+            (x, experts[0], leaf(3, 160)),
             (1, 1, 0),
         ),
-        "gated_mlp": Sample(
-            functional.gated_mlp, (x, w, leaf(160, 192, seed=2), down), (3, 2, 2, 1)
-        ),
-        "gated_mlp, biases": Sample(
-            functional.gated_mlp,
-            (x, w, leaf(160, 192, seed=2), down, leaf(160), leaf(160), leaf(192)),
-            (3, 2, 2, 1, 1, 1, 0),
-        ),
-        "gated_mlp, gate and up in one": Sample(
-            lambda x, w, down: functional.gated_mlp(x, w, None, down),
-            (x, leaf(320, 192), down),
+        "gated_mlp": (f.gated_mlp, (x, *mlp), (3, 2, 2, 1)),
+        "gated_mlp, biases": (f.gated_mlp, (x, *mlp, *biases), (3, 2, 2, 1, 1, 1, 0)),
+        "gated_mlp, gate and up in one": (
+            lambda x, w, down: f.gated_mlp(x, w, None, down),
+            (x, leaf(320, 192), mlp[2]),
             (2, 2, 1),
         ),
-        "gated_experts": Sample(
-            lambda x, w, up, down: functional.gated_experts(x, w, up, down, offs),
-            (x, stack, leaf(3, 160, 192, seed=2), stack_down),
+        "gated_experts": (
+            lambda x, *ws: f.gated_experts(x, *ws, offs),
+            (x, *experts),
             (3, 2, 2, 1),
         ),
-        "rms_norm": Sample(
-            lambda x, w: functional.rms_norm(x, w).dequantize(), (x, leaf(192)), (0, 0)
-        ),
-        "gated_activation": Sample(
-            lambda gate, up: functional.gated_activation(gate, up).dequantize(),
+        "rms_norm": (lambda x, w: f.rms_norm(x, w).dequantize(), (x, leaf(192)), (0, 0)),
+        "gated_activation": (
+            lambda gate, up: f.gated_activation(gate, up).dequantize(),
             (x, leaf(70, 192, seed=2)),
             (0, 0),
         ),
-        "linear_cross_entropy": Sample(
-            lambda x, w: functional.linear_cross_entropy(x, w, target), (x, w), (0, 0)
+        "linear_cross_entropy": (
+            lambda x, w, b: f.linear_cross_entropy(x, w, target, b),
+            (x, mlp[0], leaf(160)),
+            (0, 0, 0),
         ),
     }
 
@@ -169,13 +159,13 @@ def test_second_derivatives_raise_on_every_path(name: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             torch.autograd.grad(loss(*leaves), each, create_graph=True)
     x, *rest = leaves
-    v = torch.randn_like(x)
-    for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp,
-                    torch.autograd.functional.jvp):  # fmt: skip
+    v, of_x = torch.randn_like(x), lambda x: loss(x, *rest)
+    of_two = torch.autograd.functional.hvp, torch.autograd.functional.vhp
+    for product in (*of_two, torch.autograd.functional.jvp):
         with pytest.raises(NotImplementedError, match=message):
-            product(lambda x: loss(x, *rest), x, v)
+            product(of_x, x, v)
     with pytest.raises(NotImplementedError, match=message):
-        torch.autograd.functional.hessian(lambda x: loss(x, *rest), x)
+        torch.autograd.functional.hessian(of_x, x)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,14 +177,14 @@ def test_batched_gradients_are_refused_and_only_they(name: str) -> None:
     def batched(*inputs: Tensor) -> Any:
         return torch.autograd.grad(y, inputs, grads, retain_graph=True, is_grads_batched=True)
 
-    for inputs in (leaves, leaves[1:]):
-        text = complaint(NotImplementedError, lambda inputs=inputs: batched(*inputs))
-        assert_expected_inline(
-            text,
-            """\
-torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose casts
-take one gradient: call it once for each gradient, with retain_graph=True""",
-        )
+    assert_expected_inline(
+        refused(lambda: batched(*leaves), lambda: batched(*leaves[1:])),
+        """\
+NotImplementedError: torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear,
+  whose casts take one gradient: call it once for each gradient, with retain_graph=True
+NotImplementedError: torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear,
+  whose casts take one gradient: call it once for each gradient, with retain_graph=True""",
+    )
     assert all(dt is not None for dt in torch.autograd.grad(y, leaves, grads[0]))
 
 
@@ -251,20 +241,65 @@ def test_a_split_backward_computes_each_product_once(name: str) -> None:
     assert of_weights.count("gemm") == (of_matrices + again if products[0] else 0)
 
 
-def test_a_gradient_is_freed_before_the_products(
-    way_of_linears: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From torch 2.13 on, and but for small linears, whose backward is one sequence."""
-    gemm, gradients, gone = reference.gemm, [], []
+N, K = 256, 192
 
-    def watched(*args: Any) -> Tensor:
-        gone.extend(each.expired() for each in gradients)
-        return gemm(*args)
 
-    replace_op(monkeypatch, "gemm", watched)
-    y = linear(256, 384)(randn(5, 384, grad=True))
-    y.register_hook(lambda g: gradients.append(StorageWeakRef(g.untyped_storage())))
-    y.square().sum().backward()
-    assert gone == 2 * [
-        way_of_linears != "sequence" and hasattr(torch.autograd.Function, "boxed_grads_call")
-    ]
+def weight(seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(BlockwiseFP8Weight(randn(N, K, seed=seed), FP32_SCALES))
+
+
+def loss_of(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).relu().sum()
+
+
+def checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    made: Tensor = checkpoint(loss_of, x, w, use_reentrant=False)
+    return made
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_grad_of_a_checkpointed_forward(kind: Any) -> None:
+    x, w = randn(8, K, grad=True), weight()
+    if kind is dict and torch.__version__ < (2, 13):
+        pytest.skip("torch.autograd.grad takes no dictionary before torch 2.13")
+    wanted = torch.autograd.grad(loss_of(x, w), (x, w))
+    inputs = {"x": x, "w": w} if kind is dict else kind((x, w))
+    with Trace() as trace:
+        got = torch.autograd.grad(checkpointed(x, w), inputs)
+    assert trace.count("blocktensor.gemm") == 4  # two of forwards
+    assert_all_equal([*(got.values() if isinstance(got, dict) else got)], [*wanted])
+    (alone,) = torch.autograd.grad(checkpointed(x, w), w)
+    assert torch.equal(alone, wanted[1])
+
+
+def test_backward_of_a_checkpointed_forward() -> None:
+    x, w = randn(8, K, grad=True), weight()
+    (wanted,) = torch.autograd.grad(loss_of(x, w), w)
+    for i in range(1, 3):
+        checkpointed(x, w).backward(inputs=[w])
+        assert torch.equal(w.grad, wanted * i)
+    torch.autograd.backward([checkpointed(x, w)], inputs=w)
+    assert torch.equal(w.grad, wanted * 3)
+    assert x.grad is None
+
+
+def test_what_is_not_used() -> None:
+    x, w, other = randn(8, K, grad=True), weight(), weight(1)
+    y, frozen = loss_of(x, w), weight().requires_grad_(False)
+    assert torch.autograd.grad(y, other, allow_unused=True, retain_graph=True) == (None,)
+    (zeros,) = torch.autograd.grad(y, other, materialize_grads=True, retain_graph=True)
+    assert zeros.shape == other.shape and not zeros.any()
+    with pytest.raises(RuntimeError, match="have been used in the graph"):
+        torch.autograd.grad(y, other, retain_graph=True)
+    with pytest.raises(RuntimeError, match="require grad"):
+        torch.autograd.grad(y, frozen)
+
+
+def test_fp8_outputs_and_inputs_in_between() -> None:
+    x, w = randn(8, K, grad=True), weight()
+    y = quantize(x * 2, FP32_SCALES)
+    assert isinstance(y, BlockwiseFP8Tensor)
+    grad = randn(8, K, seed=4)
+    assert torch.equal(torch.autograd.grad(y, x, grad, retain_graph=True)[0], grad * 2)
+    of_y, of_x = torch.autograd.grad(F.linear(y, w).sum(), (y, x))
+    assert torch.equal(of_x, of_y * 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd import plan
@@ -27,28 +27,29 @@ from tests.support.gated import (
     results,
     unfused,
     weights,
+    whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
-from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, complaint, plain, randn
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
+from tests.support.refusals import Call, refused
+from tests.support.wgrad_inputs import HIGH, SQUARES
 
 __all__ = ["afresh"]
 
-SQUARES, HIGH = Recipe(wgrad_input="128x128"), Recipe(wgrad_input="high_precision")
 RECIPES = (
     *(FP32_SCALES, POWER_OF_TWO, SQUARES, HIGH),
     *(Recipe(cache_weight=False), Recipe(cache_weight="step")),
 )
-whether_recomputed = pytest.mark.parametrize("recompute", [False, True])
 
 
 @pytest.fixture(params=["large", "small"])
 def way_of_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Treat all gradients as large, or none."""
-    if request.param == "large":
+    way: str = request.param
+    if way == "large":
         monkeypatch.setattr(plan, "LARGE_BYTES", 0)
-    monkeypatch.setattr("blocktensor.autograd.plan._PLANS._table", {})
-    made: str = request.param
-    return made
+    monkeypatch.setattr(plan._PLANS, "_table", {})
+    return way
 
 
 @whether_recomputed
@@ -123,17 +124,15 @@ def test_other_uses_of_the_input_sum_in_the_same_order() -> None:
 
 
 @every_kind
-def test_plain_weights_and_cast_inputs(kind: Kind) -> None:
-    x, fp8 = kind.inputs(), kind.weights()
-    operands = [plain(w).requires_grad_() for w in fp8]
-    wanted = results(kind.unfused, x, fp8)
-    assert_bits(results(kind.fused, x, operands), wanted)
+def test_cast_inputs_and_recipes_of_plain_weights(kind: Kind) -> None:
+    x, operands = kind.inputs(), kind.weights()
+    wanted = results(kind.unfused, x, operands)
     if not kind.groups:
-        assert_bits(results(lambda x, *ws: kind.fused(quantize(x), *ws), x, fp8), wanted)
-    wanted = results(kind.unfused, x, kind.weights(SQUARES))
-    made = results(functools.partial(kind.fused, recipe=SQUARES), x, operands)
-    assert_bits(made, wanted)
-    assert not torch.equal(wanted[2], results(kind.fused, x, operands)[2])  # type: ignore[arg-type]
+        assert_bits(results(lambda x, *ws: kind.fused(quantize(x), *ws), x, operands), wanted)
+    squares = results(kind.unfused, x, kind.weights(SQUARES))
+    values = [plain(w).requires_grad_() for w in operands]
+    assert_bits(results(functools.partial(kind.fused, recipe=SQUARES), x, values), squares)
+    assert not torch.equal(squares[2], wanted[2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["experts", "joint experts"])
@@ -157,17 +156,6 @@ def test_rows_that_are_fp8_already() -> None:
     assert torch.equal(got, want)
     grads = [torch.autograd.grad(y.float().sum(), operands) for y in (got, want)]
     assert_bits(*([*each] for each in grads))
-
-
-def test_no_experts() -> None:
-    kind, x = KINDS["experts"], randn(9, K, grad=True)
-    none = [nn.Parameter(w[:0].detach()) for w in kind.weights()]
-    offs = torch.empty(0, dtype=torch.int32)
-    y = functional.gated_experts(x, *none, offs)
-    y.sum().backward()
-    assert torch.equal(y, torch.zeros(9, N, dtype=x.dtype))
-    assert torch.equal(x.grad, torch.zeros_like(x))
-    assert all(w.grad is not None and w.grad.shape == w.shape for w in none)
 
 
 def test_high_precision_weight_gradients_run_linear_by_linear() -> None:
@@ -200,64 +188,52 @@ def test_bad_input() -> None:
     narrow = BlockwiseFP8Weight(randn(64, K))
     stacks, offs = KINDS["experts"].weights(), ends(1, 0, 127, 129, 13)
     rows = KINDS["experts"].inputs()
-    mlp, experts = functional.gated_mlp, functional.gated_experts
+    mlp: Any = functional.gated_mlp
+    experts = functional.gated_experts
     both, odd = randn(2 * HIDDEN, K), randn(255, K)
-    calls: list[tuple[type[Exception], Callable[[], Any]]] = [
-        (ValueError, lambda: mlp(x, gate, up, down, activation="tanh")),  # type: ignore[arg-type]
-        (ValueError, lambda: mlp(x, gate, narrow, down)),
-        (ValueError, lambda: mlp(x, gate, *weights(recipe=SQUARES)[1:])),
-        (ValueError, lambda: mlp(x, gate, *weights(recipe=POWER_OF_TWO)[1:])),
-        (TypeError, lambda: mlp(x.float(), gate, up, down)),
-        (ValueError, lambda: mlp(x, odd, None, down)),
-        (ValueError, lambda: mlp(x, both, None, down, bias_up=randn(HIDDEN))),
-        (ValueError, lambda: mlp(x, both[:512], None, down)),
-        (TypeError, lambda: mlp(x, both, None, None)),  # type: ignore[arg-type]
-        (ValueError, lambda: experts(rows, *stacks, offs[:2])),
-        (ValueError, lambda: experts(rows[0], *stacks, offs)),
-        (TypeError, lambda: experts(rows, *stacks, offs.long())),
-        (ValueError, lambda: experts(rows, *(w[0] for w in stacks), offs)),
-        (ValueError, lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends())),
+    calls: list[Call] = [
+        lambda: mlp(x, gate, up, down, activation="tanh"),
+        lambda: mlp(x, gate, narrow, down),
+        lambda: mlp(x, gate, *weights(recipe=SQUARES)[1:]),
+        lambda: mlp(x, gate, *weights(recipe=POWER_OF_TWO)[1:]),
+        lambda: mlp(x.float(), gate, up, down),
+        lambda: mlp(x, odd, None, down),
+        lambda: mlp(x, both, None, down, bias_up=randn(HIDDEN)),
+        lambda: mlp(x, both[:512], None, down),
+        lambda: mlp(x, both, None, None),
+        lambda: experts(rows, *stacks, offs[:2]),
+        lambda: experts(rows[0], *stacks, offs),
+        lambda: experts(rows, *stacks, offs.long()),
+        lambda: experts(rows, *(w[0] for w in stacks), offs),
+        lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends()),
     ]
     assert_expected_inline(
-        "\n\n".join(complaint(*call) for call in calls),
+        refused(*calls),
         """\
-activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
-
-gate has 320 features and up 64: expected the same number
-
-mixed recipes: weights of one gated MLP have wgrad_input='1x128' and '128x128': give
-them one recipe, or call functional.linear for each
-
-mixed recipes: weights of one gated MLP have scale='fp32' and 'power_of_two': give
-them one recipe, or call functional.linear for each
-
-the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
-run under torch.autocast
-
-w_gate has 255 features and there is no w_up: expected an even number, those of gate
-and as many of up
-
-bias_up without w_up: give bias_gate the biases of both, gate first
-
-cannot contract input [70, 256] with weight [136, 320]: K is 256 in one and 320 in
-the other
-
-w_down is a NoneType: expected a tensor (w_up alone may be None, where w_gate holds
-gate and up)
-
-offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
-one end for each
-
-the input of a grouped FP8 linear has 1 dimensions, shape [192]: expected 2; flatten
-tokens to [T, K]
-
-offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
-
-the weight of a grouped FP8 linear has 2 dimensions, shape [320, 192]: expected 3;
-stacks of experts are [E, N, K]; a matrix needs functional.linear
-
-w_gate has 255 features and there is no w_up: expected an even number, those of gate
-and as many of up""",
+ValueError: activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: gate has 320 features and up 64: expected the same number
+ValueError: mixed recipes: weights of one gated MLP have wgrad_input='1x128' and '128x128': give
+  them one recipe, or call functional.linear for each
+ValueError: mixed recipes: weights of one gated MLP have scale='fp32' and 'power_of_two': give
+  them one recipe, or call functional.linear for each
+TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
+  under torch.autocast
+ValueError: w_gate has 255 features and there is no w_up: expected an even number, those of gate
+  and as many of up
+ValueError: bias_up without w_up: give bias_gate the biases of both, gate first
+ValueError: cannot contract input [70, 256] with weight [136, 320]: K is 256 in one and 320 in
+  the other
+TypeError: w_down is a NoneType: expected a tensor (w_up alone may be None, where w_gate holds
+  gate and up)
+ValueError: offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
+  one end for each
+ValueError: the input of a grouped FP8 linear has 1 dimensions, shape [192]: expected 2; flatten
+  tokens to [T, K]
+TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+ValueError: the weight of a grouped FP8 linear has 2 dimensions, shape [320, 192]: expected 3;
+  stacks of experts are [E, N, K]; a matrix needs functional.linear
+ValueError: w_gate has 255 features and there is no w_up: expected an even number, those of gate
+  and as many of up""",
     )
     assert rows.grad is None and stacks[0].grad is None
 
@@ -275,10 +251,6 @@ def test_bad_input_before_dynamo_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_backward_of_the_last_weight_alone_releases_all_casts() -> None:
-    recipe = Recipe(cache_weight="step")
-    weights = [
-        BlockwiseFP8Weight(randn(256, 256, seed=i), recipe).requires_grad_() for i in range(3)
-    ]
-    y = functional.gated_mlp(randn(128, 256, seed=4), *weights)
-    y.float().sum().backward(inputs=[weights[2]])
-    assert [w.cache.nbytes() for w in weights] == [0, 0, 0]
+    ws = weights(recipe=Recipe(cache_weight="step"))
+    functional.gated_mlp(randn(128, K), *ws).sum().backward(inputs=[ws[2]])
+    assert [w.cache.nbytes() for w in ws] == [0, 0, 0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +13,20 @@ from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.autograd import gated_forms, plan, products
-from tests.support.gated import HIDDEN, KINDS, K, N, results, weights
+from tests.support.gated import HIDDEN, KINDS, K, Kind, N, before, weights, whether_recomputed
 from tests.support.models import Trace, randn
 from tests.support.steps import assert_trace
+from tests.support.wgrad_inputs import saved_by
 
 fused = functional.gated_mlp
 JOINT, EXPERTS = KINDS["joint"], KINDS["experts"]
 
 
-def inputs(*shape: int, grad: bool = True, **options: Any) -> Tensor:
-    return randn(*shape, K, seed=5, grad=grad, **options)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def inputs(rows: int, grad: bool = True, **options: Any) -> Tensor:
+    return randn(rows, K, seed=5, grad=grad, **options)
 
 
 def test_what_runs() -> None:
@@ -68,27 +71,20 @@ def test_h_and_gradients_of_which_some_are_not_needed(frozen: tuple[int, ...]) -
         assert any("gated_backward_with_h" in op for op in trace.ops) == beside
 
 
-def test_gradients_of_some_weights_alone() -> None:
-    """Which `torch.autograd.grad` asks for: h was not saved, and is not computed for others."""
-    operands, x = weights(), inputs(70)
-    wanted = results(fused, x, operands)
-    for place in range(3):
-        y = fused(x, *operands)
-        (made,) = torch.autograd.grad(y, operands[place], randn(*y.shape, seed=77, dtype=y.dtype))
-        assert torch.equal(made, wanted[2 + place])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("least", [2 * 70 * HIDDEN, 2 * 70 * HIDDEN + 1])
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "activation"), [(KINDS["MLP"], "gelu"), (EXPERTS, "silu")], ids=["MLP", "experts"]
+)
 def test_large_gradients_are_made_one_after_the_other(
-    least: int, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, activation: Any, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    y = fused(inputs(70), *weights(), activation="gelu")
-    monkeypatch.setattr(plan, "LARGE_BYTES", least)
+    x = kind.inputs(70)
+    y = kind.fused(x, *kind.weights(), activation=activation)
+    monkeypatch.setattr(plan, "LARGE_BYTES", 2 * len(x) * HIDDEN + (not is_large))
     with Trace() as trace:
-        y.backward(randn(70, N))
-    large = least == 2 * 70 * HIDDEN
-    assert trace.ops.count("blocktensor.gated gelu 1x128 1x128") == large
-    assert trace.ops.count("blocktensor.gated_backward gelu 1x128 1x128") == 1
+        y.backward(randn(*y.shape))
+    assert trace.ops.count(f"blocktensor.gated {activation} 1x128 1x128") == is_large
+    assert trace.ops.count(f"blocktensor.gated_backward {activation} 1x128 1x128") == 1
 
 
 def test_recompute_makes_one_gradient_after_the_other() -> None:
@@ -106,27 +102,21 @@ def test_recompute_makes_one_gradient_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("recompute", [False, True])
+@whether_recomputed
 def test_what_is_saved(recompute: bool, activation: Any) -> None:
-    saved: list[Tensor] = []
     x, operands = inputs(70), weights()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        fused(x, *operands, activation=activation, recompute=recompute)
+    saved = saved_by(lambda: fused(x, *operands, activation=activation, recompute=recompute))
     plain_ones = [t for t in saved if type(t) is Tensor]
-    e4m3 = torch.float8_e4m3fn
-    assert sorted(t.numel() for t in plain_ones if t.dtype == torch.bfloat16) == [
-        70 * HIDDEN,
-        70 * HIDDEN,
-    ]
+    assert [t.numel() for t in plain_ones if t.dtype == BF16] == [70 * HIDDEN] * 2
     rows = 80  # of a multiple of 16
     makes_h = recompute or activation == "silu"
     wanted = [K * rows] if makes_h else [K * rows, HIDDEN * rows]
-    assert sorted(t.untyped_storage().nbytes() for t in plain_ones if t.dtype == e4m3) == wanted
+    assert sorted(t.untyped_storage().nbytes() for t in plain_ones if t.dtype == E4M3) == wanted
     assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("recompute", [False, True])
+@whether_recomputed
 @pytest.mark.parametrize("retained", [False, True])
 def test_backward_frees_what_it_has_read(
     retained: bool, recompute: bool, activation: Any, monkeypatch: pytest.MonkeyPatch
@@ -139,19 +129,12 @@ def test_backward_frees_what_it_has_read(
     del h, gate, up, named
     alive: list[str] = []
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **options: Any) -> Any:
-            alive.append(" ".join(name for name, ref in refs.items() if ref() is not None))
-            return function(*args, **options)
+    def note(*_: Any) -> None:
+        alive.append(" ".join(name for name, ref in refs.items() if ref() is not None))
 
-        return noted
-
-    for owner, name in (
-        (gated_forms, "gated_backward"),
-        (gated_forms, "gated_backward_with_h"),
-        (products.Dense, "dgrad"),
-    ):
-        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    before(monkeypatch, gated_forms, "gated_backward", note)
+    before(monkeypatch, gated_forms, "gated_backward_with_h", note)
+    before(monkeypatch, products.Dense, "dgrad", note)
     y.backward(torch.ones_like(y), retain_graph=retained)
     if retained:
         saves_h = activation == "gelu" and not recompute
@@ -164,22 +147,15 @@ def test_backward_frees_what_it_has_read(
         assert alive == ["h gate up", "gate up", "", ""]
 
 
-# Gate and up of one weight
-
-
 def test_backward_of_both_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate, up and dh are gone when the products of both begin."""
     rows, seen = 77, []
-    original = products.Dense.wgrad
 
-    def wgrad(self: Any, plan: Any, *args: Any) -> Any:
-        held = (
-            x.shape for x in gc.get_objects() if type(x) is Tensor and x.dtype == torch.bfloat16
-        )
+    def note(*_: Any) -> None:
+        held = (t.shape for t in gc.get_objects() if type(t) is Tensor and t.dtype == BF16)
         seen.append(sorted(shape for shape in held if shape in [(rows, 256), (rows, 512)]))
-        return original(self, plan, *args)
 
-    monkeypatch.setattr(products.Dense, "wgrad", wgrad)
+    before(monkeypatch, products.Dense, "wgrad", note)
     for recompute in (False, True):
         JOINT.fused(inputs(rows), *JOINT.weights(), recompute=recompute).backward(randn(rows, N))
     of_down, of_both = [(rows, 256), (rows, 512)], []
@@ -202,35 +178,16 @@ def test_what_runs_for_both() -> None:
     )
 
 
-# Experts
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_saved_and_cast(recompute: bool) -> None:
-    saved: list[Tensor] = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        Trace() as trace,
-    ):
-        y = EXPERTS.fused(EXPERTS.inputs(), *EXPERTS.weights(), recompute=recompute)
-    high = [t.shape for t in saved if t.dtype == torch.bfloat16 and t.ndim == 2]
+@whether_recomputed
+def test_what_experts_save_and_cast(recompute: bool) -> None:
+    x, operands, outputs = EXPERTS.inputs(), EXPERTS.weights(), []
+    with Trace() as trace:
+        saved = saved_by(lambda: outputs.append(EXPERTS.fused(x, *operands, recompute=recompute)))
+    high = [t.shape for t in saved if t.dtype == BF16 and t.ndim == 2]
     assert high == [(270, HIDDEN)] * 2  # gate and up
-    assert sum(t.dtype == torch.float8_e4m3fn for t in saved) == (1 if recompute else 2)
+    assert sum(t.dtype == E4M3 for t in saved) == (1 if recompute else 2)
     assert trace.count("quantize_grouped") == trace.count("gated ") == 1
     with Trace() as trace:
-        y.sum().backward()
+        outputs[0].sum().backward()
     assert trace.count("quantize_grouped") == 1  # of the output's gradient
     assert trace.count("gated ") == (2 if recompute else 0)
-
-
-@pytest.mark.parametrize("least", [2 * 270 * HIDDEN, 2 * 270 * HIDDEN + 1])
-def test_large_expert_gradients_are_made_one_after_the_other(
-    least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    y = EXPERTS.fused(EXPERTS.inputs(), *EXPERTS.weights())
-    monkeypatch.setattr(plan, "LARGE_BYTES", least)
-    with Trace() as trace:
-        y.backward(randn(*y.shape))
-    large = least == 2 * 270 * HIDDEN
-    assert trace.ops.count("blocktensor.gated silu 1x128 1x128") == large
-    assert trace.ops.count("blocktensor.gated_backward silu 1x128 1x128") == 1

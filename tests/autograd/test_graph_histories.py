@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import functional, to_blockwise_fp8_weights
+from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
+from tests.support.compiling import instantiates
 from tests.support.groups import ends, ranges
 from tests.support.models import randn
 from tests.support.numeric import relative_error
 
+Names = list[tuple[str, Tensor]]
 HISTORIES = int(os.environ.get("BLOCKTENSOR_HISTORIES", "24"))
 K, TOKENS, WORDS = 160, 70, 96
 SIZES = (30, 0, 40)
@@ -54,13 +57,12 @@ class PlainLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,), (x, w) = grads, ctx.saved_tensors
         dx, dw = torch.zeros_like(x), torch.zeros_like(w)
-        dws = dw[None] if w.ndim == 2 else dw
-        for rows, each, of_each in zip(ctx.rows, w[None] if w.ndim == 2 else w, dws, strict=True):
+        ws, dws = (t[None] if t.ndim == 2 else t for t in (w, dw))
+        for rows, each, of_each in zip(ctx.rows, ws, dws, strict=True):
             if len(x[rows]):
                 dx[rows] = rounded(g[rows], BLOCKS_1X128) @ rounded(each, BLOCKS_128X128)
-                of_each += rounded(g[rows], BLOCKS_1X128, True).t() @ rounded(
-                    x[rows], BLOCKS_1X128, True
-                )
+                g_col, x_col = (rounded(t[rows], BLOCKS_1X128, True) for t in (g, x))
+                of_each += g_col.t() @ x_col
         return dx, dw, None
 
 
@@ -69,66 +71,66 @@ def plain(x: Tensor, w: Tensor, offs: Tensor | None = None) -> Tensor:
     return made
 
 
+def plain_gated(x: Tensor, *w: Tensor, offs: Tensor | None = None) -> Tensor:
+    return plain(F.silu(plain(x, w[0], offs)) * plain(x, w[1], offs), w[2], offs)
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """The values of a cast, whose gradient passes."""
+    return x + (rounded(x, BLOCKS_1X128) - x).detach()
+
+
+def plain_norm(x: Tensor, w: Tensor) -> Tensor:
+    return straight_through(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w)
+
+
+def quantized(x: Tensor, *w: Tensor) -> Tensor:
+    q = functional.quantize(x)
+    return functional.linear(q, w[0]) + functional.linear(q, w[1]) + q.dequantize()
+
+
+E = len(SIZES)
+# name: the shapes of weights, and the function in FP8 and from plain products
+KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "linear": ([(K, K)], F.linear, plain),
+    "grouped": (
+        [(E, K, K)],
+        lambda x, w: functional.grouped_linear(x, w, ends(*SIZES)),
+        lambda x, w: plain(x, w, ends(*SIZES)),
+    ),
+    "gated": ([(K, K)] * 3, functional.gated_mlp, plain_gated),
+    "experts": (
+        [(E, K, K)] * 3,
+        lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES)),
+        lambda x, *w: plain_gated(x, *w, offs=ends(*SIZES)),
+    ),
+    "norm": ([(K,)], lambda x, w: functional.rms_norm(x, w).dequantize(), plain_norm),
+    "quantized": (
+        [(K, K)] * 2,
+        quantized,
+        lambda x, *w: plain(x, w[0]) + plain(x, w[1]) + straight_through(x),
+    ),
+}
+
+
 class Part(nn.Module):
     """One of the functions ``[T, K]`` to ``[T, K]``, in FP8 or from plain products."""
 
     def __init__(self, kind: str, fp8: bool, seed: int) -> None:
         super().__init__()
-        self.kind, self.fp8 = kind, fp8
-        shapes = {
-            "linear": [(K, K)],
-            "grouped": [(len(SIZES), K, K)],
-            "gated": [(K, K)] * 3,
-            "experts": [(len(SIZES), K, K)] * 3,
-            "norm": [(K,)],
-            "quantized": [(K, K)] * 2,
-        }[kind]
-        made = [
+        shapes, *runs = KINDS[kind]
+        self.run = runs[0 if fp8 else 1]
+        self.weights = nn.ParameterList(
             randn(*s, seed=seed + i, dtype=torch.float32) / K**0.5 for i, s in enumerate(shapes)
-        ]
-        self.weights = nn.ParameterList(made)
+        )
         if fp8 and kind == "linear":
-            self.linear = nn.Linear(K, K, bias=False)
-            self.linear.weight = self.weights[0]
-            to_blockwise_fp8_weights(self.linear)
-            self.weights[0] = self.linear.weight
+            self.weights[0] = nn.Parameter(BlockwiseFP8Weight(self.weights[0].detach()))
 
     def forward(self, x: Tensor) -> Tensor:
-        offs, w = ends(*SIZES), list(self.weights)
-        if self.kind == "norm":
-            if self.fp8:
-                return functional.rms_norm(x, w[0]).dequantize()
-            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w[0]
-            return y + (rounded(y.detach(), BLOCKS_1X128) - y.detach())
-        if self.fp8:
-            if self.kind == "linear":
-                made: Tensor = self.linear(x)
-                return made
-            if self.kind == "quantized":
-                q = functional.quantize(x)
-                return functional.linear(q, w[0]) + functional.linear(q, w[1]) + q.dequantize()
-            if self.kind == "grouped":
-                return functional.grouped_linear(x, w[0], offs)
-            if self.kind == "gated":
-                return functional.gated_mlp(x, *w)
-            return functional.gated_experts(x, *w, offs)
-        if self.kind == "quantized":
-            return plain(x, w[0]) + plain(x, w[1]) + x + (rounded(x, BLOCKS_1X128) - x).detach()
-        ends_ = offs if self.kind in ("grouped", "experts") else None
-        if len(w) == 1:
-            return plain(x, w[0], ends_)
-        h = F.silu(plain(x, w[0], ends_)) * plain(x, w[1], ends_)
-        return plain(h, w[2], ends_)
+        return self.run(x, *self.weights)
 
 
 WAYS = ("plain", "plain", "checkpoint", "reentrant", "compiled")
-KINDS = ("linear", "grouped", "gated", "experts", "norm", "quantized")
-
-
-def keep(seen: dict[str, Tensor], name: str, x: Tensor | None) -> None:
-    """Add a copy to what is compared."""
-    if x is not None:
-        seen.setdefault(name, x.clone())
 
 
 class History:
@@ -136,7 +138,7 @@ class History:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.kinds = [draw.choice(KINDS) for _ in range(draw.randint(1, 3))]
+        self.kinds = [draw.choice([*KINDS]) for _ in range(draw.randint(1, 3))]
         self.runs = [draw.choice(WAYS) for _ in self.kinds]
         if seed % 8:  # compilation takes a second
             self.runs = ["plain" if run == "compiled" else run for run in self.runs]
@@ -157,21 +159,18 @@ class History:
             parts[0].requires_grad_(False)
         leaf = randn(TOKENS, K, seed=self.seed, dtype=torch.float32, grad=True)
         head = (randn(WORDS, K, seed=3, dtype=torch.float32) / K**0.5).requires_grad_()
-        names = [("x", leaf)]
+        names: Names = [("x", leaf)]
         for i, part in enumerate(parts):
             names += [(f"{i}.{n}", p) for n, p in part.named_parameters() if p.requires_grad]
         names += [("head", head)] if self.head else []
         seen: dict[str, Tensor] = {}
-        x = leaf * 1.0
-        start = x
+        x = start = leaf * 1.0
         for i, (part, how, hook) in enumerate(zip(parts, self.runs, self.hooks, strict=True)):
             x = self.hooked(self.called(part, how, x), hook, i, seen, x)
         if self.head:
             target = torch.arange(TOKENS) % WORDS
-            if fp8:
-                x = functional.linear_cross_entropy(x, head, target)
-            else:
-                x = F.cross_entropy(plain(x, head), target)
+            loss = functional.linear_cross_entropy(x, head, target) if fp8 else None
+            x = F.cross_entropy(plain(x, head), target) if loss is None else loss
         seen["y"] = x.detach().clone()
         grad = randn(*x.shape, seed=99, dtype=torch.float32)
         self.differentiate(x, grad, names, start, seen)
@@ -190,6 +189,10 @@ class History:
         return result
 
     def hooked(self, y: Tensor, hook: str, i: int, seen: dict[str, Tensor], x: Tensor) -> Tensor:
+        def keep(name: str, g: Tensor | None) -> None:
+            if g is not None:
+                seen.setdefault(name, g.clone())
+
         node = y.grad_fn
         if node is None:
             return y
@@ -202,22 +205,17 @@ class History:
         elif hook == "prehook":
             node.register_prehook(lambda grads: (grads[0] * 3, *grads[1:]))
         elif hook == "posthook":
-            node.register_hook(lambda given, got: keep(seen, f"got {i}", got[0]))
+            node.register_hook(lambda given, got: keep(f"got {i}", got[0]))
         elif hook == "in place" and "split" not in self.backward:
             y = y.mul_(1.5)
         elif hook == "twice":
             y = y + x
         elif hook == "retain":
-            y.register_hook(lambda g: keep(seen, f"seen {i}", g))
+            y.register_hook(lambda g: keep(f"seen {i}", g))
         return y
 
     def differentiate(
-        self,
-        y: Tensor,
-        grad: Tensor,
-        names: list[tuple[str, Tensor]],
-        start: Tensor,
-        seen: dict[str, Tensor],
+        self, y: Tensor, grad: Tensor, names: Names, start: Tensor, seen: dict[str, Tensor]
     ) -> None:
         # checkpoints and donated buffers allow one whole backward alone
         once = "reentrant" in self.runs or "compiled" in self.runs
@@ -229,9 +227,7 @@ class History:
             y.backward(2 * grad, inputs=chosen)
         elif self.backward == "grad":
             got = torch.autograd.grad(y, chosen, grad, retain_graph=True, allow_unused=True)
-            for i, g in enumerate(got):
-                if g is not None:
-                    seen[f"chosen {i}"] = g
+            seen.update({f"chosen {i}": g for i, g in enumerate(got) if g is not None})
             y.backward(grad)
         elif self.backward == "twice":
             y.backward(grad, retain_graph=True)
@@ -254,14 +250,13 @@ def differences(seed: int) -> list[str]:
     found = [f"{name} alone" for name in got.keys() ^ want.keys()]
     for name in got.keys() & want.keys():
         error = relative_error(got[name].float(), want[name].float())
-        if not error < 2e-2:
-            found.append(f"{name}: {error:.3g}")
+        found += [] if error < 2e-2 else [f"{name}: {error:.3g}"]
     return found and [f"{vars(history)}", *sorted(found)]
 
 
-# Dynamo itself reads the gradients of inputs, and instantiates the Functions that it traces.
+# Dynamo itself reads the gradients of inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
+@instantiates
 @pytest.mark.parametrize("part", range(4))
 def test_histories(part: int) -> None:
     wrong = [found for seed in range(part, HISTORIES, 4) if (found := differences(seed))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.ops.cast.ops import quantize_grouped_columnwise
 from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ends, ranges
-from tests.support.models import POWER_OF_TWO, complaint, randn, with_outliers
+from tests.support.models import POWER_OF_TWO, randn, with_outliers
 from tests.support.numeric import assert_same
+from tests.support.refusals import refused
 
 RECIPES = (Recipe(), POWER_OF_TWO, Recipe(wgrad_input="128x128"))
 
@@ -61,16 +63,10 @@ def test_several_stacks_share_the_second_cast() -> None:
     x, grad, offs = sample("ragged")
     ws = [stack(len(offs)) for _ in range(2)]
     fp8 = rows_alone(x)
-    columnwise = []
-
-    def counted(x: Tensor, *args: object) -> object:
-        columnwise.append(x.shape)
-        return quantize_grouped_columnwise(x, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocktensor.autograd.products.quantize_grouped_columnwise", counted)
+    cast = mock.Mock(wraps=quantize_grouped_columnwise)
+    with mock.patch("blocktensor.autograd.products.quantize_grouped_columnwise", cast):
         both = functional.grouped_linear(fp8, ws, offs)
-    assert len(columnwise) == 1
+    assert cast.call_count == 1
     for y, w in zip(both, ws, strict=True):
         y.backward(grad)
         single = stack(len(offs))
@@ -114,15 +110,17 @@ def test_indices_of_rows_pass_gradients() -> None:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     w = stack(len(offs))
     want = grads(lambda t: functional.grouped_linear(rows_alone(t[order]), w, offs), x, grad, w)
-    for pick in (
+    picks: list[Callable[[Tensor], Tensor]] = [
         lambda t: t[order],
         lambda t: t[order, :],
         lambda t: t.index_select(0, order.int()),
-    ):
-        got = grads(
-            lambda t, p=pick: functional.grouped_linear(p(rows_alone(t)), w, offs), x, grad, w
-        )
-        for a, b in zip(got, want, strict=True):
+    ]
+    for pick in picks:
+
+        def run(t: Tensor, pick: Callable[[Tensor], Tensor] = pick) -> Tensor:
+            return functional.grouped_linear(pick(rows_alone(t)), w, offs)
+
+        for a, b in zip(grads(run, x, grad, w), want, strict=True):
             assert_same(a, b)
 
 
@@ -130,10 +128,9 @@ def test_a_weight_gradient_in_high_precision_is_refused() -> None:
     x, _, offs = sample("ragged")
     w = stack(len(offs), recipe=Recipe(wgrad_input="high_precision"))
     assert_expected_inline(
-        complaint(ValueError, lambda: functional.grouped_linear(rows_alone(x), w, offs)),
+        refused(lambda: functional.grouped_linear(rows_alone(x), w, offs)),
         """\
-the gradient of the weight has wgrad_input='high_precision', and the input of the
-grouped FP8 linear is FP8 alone: dispatch it in high precision, or convert with
-another recipe""",
+ValueError: the gradient of the weight has wgrad_input='high_precision', and the input of the
+  grouped FP8 linear is FP8 alone: dispatch it in high precision, or convert with another recipe""",
     )
     functional.grouped_linear(rows_alone(x), w.detach(), offs)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from blocktensor import Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import (
-    FP32_SCALES,
-    RECIPES,
-    assert_matches,
-    composed,
-    linear,
-    plain,
-    randn,
-)
+from tests.support.models import RECIPES, assert_matches, composed, linear, plain, randn, unaligned
+from tests.support.wgrad_inputs import saved_by
 
 __all__ = ["way_of_linears"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-# The ONE rule
+N, K = 128, 192
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,16 +59,6 @@ def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> Non
         assert not db.any()
 
 
-@pytest.mark.parametrize("shape", [(6, 256), (129, 256), (2, 3, 256)])
-def test_a_gradient_that_is_fp8_already(shape: tuple[int, ...], device: torch.device) -> None:
-    module = linear(256, 384, device=device)
-    x, grad = randn(*shape[:-1], 384, device=device), randn(*shape, device=device)
-    got = grads_of(module, x, functional.quantize(grad, FP32_SCALES))
-    assert_all_equal(got, grads_of(module, x, grad))
-    rows = x.flatten(0, -2), plain(module.weight), grad.flatten(0, -2)
-    assert_matches(got[1].flatten(0, -2), composed(*rows)[1])
-
-
 @pytest.mark.parametrize("spoiled", ["x", "grad"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_inf_reach_their_outputs_and_no_others(
@@ -86,29 +69,14 @@ def test_nan_and_inf_reach_their_outputs_and_no_others(
     clean = grads_of(module, x, grad)
     (x if spoiled == "x" else grad)[130, 200] = value
     y, dx, dw = (torch.isfinite(t).cpu() for t in grads_of(module, x, grad))
-    row, column, all_finite = torch.zeros(300, 1), torch.zeros(1, 384), torch.ones(())
-    row[130] = column[0, 200] = 1
-    if spoiled == "x":  # row 130 of y, column 200 of dw
-        wanted = [row == 0, all_finite, column == 0]
-    else:  # row 130 of dx, row 200 of dw
-        wanted = [all_finite, row == 0, column[:, :256].t() == 0]
+    row, column, all_finite = torch.ones(300, 1), torch.ones(1, 384), torch.ones(())
+    row[130] = column[0, 200] = 0
+    of_x = [row, all_finite, column]  # row 130 of y, column 200 of dw
+    of_grad = [all_finite, row, column[:, :256].t()]  # row 130 of dx, row 200 of dw
+    wanted = of_x if spoiled == "x" else of_grad
     for finite, mask, before in zip((y, dx, dw), wanted, clean, strict=True):
         assert torch.equal(finite, mask.bool().expand_as(finite))
         assert torch.isfinite(before).all()
-
-
-# Modes
-
-
-def test_autocast_keeps_the_precision_of_fp32_gradients(device: torch.device) -> None:
-    module = linear(256, 384, dtype=torch.float32, device=device)
-    x = randn(5, 384, dtype=torch.float32, device=device, grad=True)
-    grad = randn(5, 256, seed=3, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        y = module(x)
-    y.backward(grad)
-    _, _, dw = composed(x.detach().bfloat16(), plain(module.weight), grad)
-    assert_matches(module.weight.grad, dw)
 
 
 def test_autocast_keeps_the_precision_of_an_fp8_inputs_gradient(device: torch.device) -> None:
@@ -155,9 +123,6 @@ def test_autocast_off_again_restores_strict_dtypes() -> None:
             module(randn(5, 384, dtype=torch.float32))
 
 
-# Autograd's other customers
-
-
 def test_module_and_parameter_hooks() -> None:
     module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
     _, dx, dw = grads_of(module, x, grad)
@@ -182,8 +147,85 @@ def test_a_weight_used_twice_in_one_graph() -> None:
     _, dx, dw = grads_of(module, x, grad, lambda m, t: m(m(t)))
     assert module.weight.cache.casts == 2
     assert module.weight.cache.nbytes() == 0
-    hidden = module(x).detach()
-    _, dh, dw_outer = grads_of(module, hidden, grad)
-    dw_outer = dw_outer.clone()
+    _, dh, dw_outer = grads_of(module, module(x).detach(), grad)
     _, dx_wanted, dw_inner = grads_of(module, x, dh)
     assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_saves_fp8_columnwise_x_and_nothing_of_its_size(frozen: bool, device: torch.device) -> None:
+    module = linear(256, 384, bias=True, frozen=frozen, device=device)
+    x = randn(2, 150, 384, device=device, grad=True)
+    saved = saved_by(lambda: module(x * 1)[0])
+    seen = [(type(t).__name__, t.dtype, tuple(t.shape)) for t in saved]
+    if frozen:  # no wgrad, so no x; dgrad reads the bytes of the weight
+        wanted = [("Tensor", torch.float8_e4m3fn, (256, 384)), ("Tensor", torch.float32, (2, 3))]
+    else:
+        wanted = [
+            ("Tensor", torch.float8_e4m3fn, (384, 304)),  # tokens in whole vectors
+            ("Tensor", torch.float32, (384, 3)),
+            ("BlockwiseFP8Weight", torch.bfloat16, (256, 384)),
+        ]
+        data, scale, weight = saved
+        assert weight is module.weight or weight.master is module.weight.master
+        want = BlockwiseFP8Tensor.from_values(x.detach(), rowwise=False).columnwise()
+        assert torch.equal(data.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(scale, want.scale)
+        assert data.untyped_storage().nbytes() == 384 * 304
+        assert scale.untyped_storage().nbytes() == 4 * 384 * 3 + (0 if 384 % 4 == 0 else 12)
+    assert seen == wanted
+
+
+def test_saves_no_x_without_wgrad_and_no_weight_without_dgrad() -> None:
+    module = linear(256, 384)
+    assert [t.dtype for t in saved_by(lambda: module(randn(4, 384)))] == [
+        torch.float8_e4m3fn,
+        torch.float32,
+    ]
+    module.weight.requires_grad_(False)
+    assert saved_by(lambda: module(randn(4, 384, grad=True))) == [module.weight]
+    assert saved_by(lambda: module(randn(4, 384))) == []
+
+
+def test_a_saved_weight_may_come_back_plain() -> None:
+    """As from hooks that move what is saved to another device and back."""
+    module, x = linear(N, K, dtype=torch.float32), randn(5, K, dtype=torch.float32)
+    x.requires_grad_()
+    gradients = []
+    for pack in (lambda tensor: tensor, plain):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = module(x)
+        gradients += torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("pack", [lambda t: t.clone(), unaligned], ids=["clone", "unaligned"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_saved_bytes_may_come_back_laid_out_anew(
+    frozen: bool, pack: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    """On a GPU, a run for one layout would read another's bytes in the wrong place."""
+    module, x = linear(N, K, device=device, frozen=frozen), randn(6, K, device=device, grad=frozen)
+    leaf, grads = x if frozen else module.weight, []
+    for hook in (lambda t: t, pack, lambda t: t):
+
+        def of_bytes(t: Tensor, hook: Callable[[Tensor], Tensor] = hook) -> Tensor:
+            return t if isinstance(t, BlockwiseFP8Weight) else hook(t)
+
+        with torch.autograd.graph.saved_tensors_hooks(of_bytes, lambda t: t):
+            y = module(x)
+        grads += torch.autograd.grad(y, leaf, torch.ones_like(y))
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_a_transposed_weight(device: torch.device) -> None:
+    """``x @ w``: forward reads the columnwise form, and dgrad the rowwise one."""
+    weight = linear(N, K, device=device).weight
+    x, grad = randn(5, N, device=device, grad=True), randn(5, K, seed=1, device=device)
+    for _ in range(2):
+        y = x @ weight
+        dx, dw = torch.autograd.grad(y, (x, weight), grad)
+        wanted = composed(x.detach(), plain(weight).t(), grad)
+        for got, want in zip((y.detach(), dx, dw.t()), wanted, strict=True):
+            assert_matches(got, want)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,16 +12,21 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, audit, convert, freeze, functional
+from blocktensor import Recipe, audit, convert, functional
 from blocktensor.autograd import linear_cross_entropy as module_under_test
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.overrides import dynamo
-from tests.support.models import complaint, linear, randn
+from tests.support.models import linear, randn
 from tests.support.numeric import relative_error
+from tests.support.refusals import Call, refused
+from tests.support.wgrad_inputs import saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 V, K, T = 520, 200, 300
+
+
+of_torch = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of torch 2.13")
 
 
 def chunked(*args: Any, weight: Tensor | None = None, **options: Any) -> Tensor:
@@ -51,6 +56,21 @@ def run(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
     return made
 
 
+def chunks_and_whole(
+    x: Tensor, head: nn.Linear, target: Tensor, **options: Any
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The results in chunks of 128 tokens and of all logits, for each reduction."""
+    leaves = x, head.weight, head.bias
+    for reduction in ("mean", "sum"):
+        want = run(whole(x, head, target, reduction=reduction, **options), *leaves)
+        more = {"reduction": reduction, "chunk_size": 128, **options}
+        loss = chunked(x, head.weight, target, head.bias, **more)
+        assert loss.dtype == FP32
+        made = run(loss, *leaves)
+        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0, equal_nan=True)
+        yield made, want
+
+
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("bias", [False, True])
@@ -61,14 +81,7 @@ def test_bits_of_the_whole(
     recipe = Recipe(wgrad_input=wgrad_input)
     head = linear(V, K, bias=bias, dtype=dtype, device=device, recipe=recipe)
     x = randn(3, 100, K, dtype=dtype, device=device, grad=True)
-    target = classes(3, 100, device=device)
-    leaves = x, head.weight, head.bias
-    for reduction in ("mean", "sum"):
-        want = run(whole(x, head, target, reduction=reduction), *leaves)
-        loss = chunked(x, head.weight, target, head.bias, reduction=reduction, chunk_size=128)
-        assert loss.dtype == FP32
-        made = run(loss, *leaves)
-        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0)
+    for made, want in chunks_and_whole(x, head, classes(3, 100, device=device)):
         if device.type == "cpu":
             assert torch.equal(made[1], want[1])
             assert relative_error(made[2], want[2]) <= (2e-3 if dtype == BF16 else 1e-5)
@@ -78,156 +91,53 @@ def test_bits_of_the_whole(
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6)
 
 
-def test_one_chunk_has_all_bits() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    want = run(whole(x, head, target), x, head.weight)
-    made = run(chunked(x, head.weight, target), x, head.weight)
-    assert all(map(torch.equal, made, want))
-
-
 @pytest.mark.parametrize("rows", [0, 1, 127, 129, 256])
 def test_any_number_of_tokens(rows: int) -> None:
-    head, x = linear(V, K), randn(rows, K, grad=True)
-    target = torch.arange(rows) % V
-    for reduction in ("mean", "sum"):
-        want = run(whole(x, head, target, reduction=reduction), x, head.weight)
-        options: Any = {"reduction": reduction, "chunk_size": 128}
-        made = run(chunked(x, head.weight, target, **options), x, head.weight)
-        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0, equal_nan=True)
+    x, target = randn(rows, K, grad=True), torch.arange(rows) % V
+    for made, want in chunks_and_whole(x, linear(V, K), target):
         assert torch.equal(made[1], want[1])
         assert rows == 0 or relative_error(made[2], want[2]) <= 2e-3
 
 
 def test_options_of_cross_entropy() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T, ignored=3)
+    x, target = randn(T, K, grad=True), classes(T, ignored=3)
     weight = torch.rand(V, generator=torch.Generator().manual_seed(2))
     options: Any = {"weight": weight, "ignore_index": 3, "label_smoothing": 0.2}
-    for reduction in ("mean", "sum"):
-        want = run(whole(x, head, target, reduction=reduction, **options), x, head.weight)
-        loss = chunked(x, head.weight, target, reduction=reduction, chunk_size=128, **options)
-        made = run(loss, x, head.weight)
-        torch.testing.assert_close(made[0], want[0], rtol=1e-6, atol=0)
+    for made, want in chunks_and_whole(x, linear(V, K), target, **options):
         assert relative_error(made[1], want[1]) <= 2e-3
         assert relative_error(made[2], want[2]) <= 2e-3
 
 
 def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    gemm = module_under_test.gemm
+    def products(dtype: torch.dtype = BF16, **options: Any) -> list[tuple[int, ...]]:
+        head, x = linear(V, K, dtype=dtype), randn(T, K, dtype=dtype, grad=True)
+        with mock.patch.object(module_under_test, "gemm", wraps=gemm) as seen:
+            chunked(x, head.weight, classes(T), **options)
+        return [(a.data.shape[0], b.data.shape[0]) for (a, b, *_), _ in seen.call_args_list]
 
-    def seen(*args: Any) -> Tensor:
-        made = gemm(*args)
-        sizes.append(tuple(made.shape))
-        return made
-
-    monkeypatch.setattr(module_under_test, "gemm", seen)
-    head, x = linear(V, K), randn(T, K, grad=True)
-    chunked(x, head.weight, classes(T), chunk_size=128)
     first = [(128, V), (128, K), (V, K)]  # to whose weight gradient others are added
-    assert sizes == [*first, (128, V), (128, K), (44, V), (44, K)]
-    sizes.clear()
+    assert products(chunk_size=128) == [*first, (128, V), (128, K), (44, V), (44, K)]
     monkeypatch.setattr(module_under_test, "CHUNK_BYTES", 14 * 3 * 128 * V - 1)
-    chunked(x, head.weight, classes(T))
-    assert [size for size in sizes if size[0] < V and size[1] == V] == [(256, V), (44, V)]
-    sizes.clear()
-    wide = linear(V, K, dtype=torch.float32)  # 16 bytes a logit, of which two chunks are too many
-    chunked(x.detach().float().requires_grad_(), wide.weight, classes(T))
-    assert sizes[0] == (256, V)
+    assert [size for size in products() if size[0] < V and size[1] == V] == [(256, V), (44, V)]
+    assert products(FP32)[0] == (256, V)
+    # 16 bytes a logit, of which two chunks are too many
     monkeypatch.setattr(module_under_test, "CHUNK_BYTES", 16 * 2 * 128 * V - 1)
-    sizes.clear()
-    chunked(x.detach().float().requires_grad_(), wide.weight, classes(T))
-    assert sizes[0] == (128, V)
+    assert products(FP32)[0] == (128, V)
 
 
-def test_the_loss_may_be_scaled_and_kept() -> None:
+def test_main_grad_of_several_chunks() -> None:
     head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    want = run(chunked(x, head.weight, target) * 4, x, head.weight)
-    loss = chunked(x, head.weight, target)
-    for _ in range(2):
-        loss.backward(torch.tensor(2.0), retain_graph=True)
-    for leaf, grad in zip((x, head.weight), want[1:], strict=True):
-        assert torch.equal(leaf.grad, grad)
-
-
-def test_who_needs_a_gradient() -> None:
-    """No other is computed; without any, no graph is kept."""
-    target = classes(T)
-    for needs_x, needs_w in ((True, False), (False, True)):
-        head = linear(V, K)
-        head.weight.requires_grad_(needs_w)
-        x = randn(T, K).requires_grad_(needs_x)
-        chunked(x, head.weight, target).backward()
-        assert (x.grad is not None) is needs_x
-        assert (head.weight.grad is not None) is needs_w
-    head = linear(V, K, bias=True)
-    head.weight.requires_grad_(False)
-    loss = chunked(randn(T, K), head.weight, target, head.bias)
-    (dbias,) = torch.autograd.grad(loss, [head.bias])
-    want = torch.autograd.grad(whole(randn(T, K), head, target), [head.bias])[0]
-    torch.testing.assert_close(dbias, want)
-    with torch.no_grad():
-        assert not chunked(randn(T, K), head.weight, target, head.bias).requires_grad
-    with torch.inference_mode():
-        chunked(randn(T, K), head.weight, target)
-
-
-def test_frozen_and_plain_weights() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    plain = head.weight.high_precision().detach().clone().requires_grad_()
-    want = run(chunked(x, head.weight, target), x, head.weight)
-    made = run(chunked(x, plain, target), x, plain)
-    assert all(map(torch.equal, made, want))
-    freeze(head)
-    made = run(chunked(x, head.weight, target), x)
-    assert all(map(torch.equal, made, want))
-
-
-def test_autocast() -> None:
-    head, x = linear(V, K, dtype=FP32), randn(T, K, dtype=FP32, grad=True)
-    target = classes(T)
-    with torch.autocast("cpu", torch.bfloat16):
-        want = run(whole(x, head, target), x, head.weight)
-        made = run(chunked(x, head.weight, target), x, head.weight)
-    assert (made[1].dtype, made[2].dtype) == (FP32, FP32)
-    assert all(map(torch.equal, made, want))
-
-
-def test_main_grad() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    other = copy.deepcopy(head)
-    want = run(whole(x, other, target), x, other.weight)
+    (*_, dw) = run(whole(x, head, target), x, head.weight)
     head.weight.main_grad = torch.ones(V, K)
     for _ in range(2):
         chunked(x, head.weight, target, chunk_size=128).backward()
     assert head.weight.grad is None
-    assert relative_error(head.weight.main_grad - 1, 2 * want[2]) <= 2e-3
-    before = head.weight.main_grad.clone()
-    torch.autograd.grad(chunked(x, head.weight, target), [x])
-    assert torch.equal(head.weight.main_grad, before)
+    assert relative_error(head.weight.main_grad - 1, 2 * dw) <= 2e-3
 
 
-def test_a_weight_that_changes_is_cast_again() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    chunked(x, head.weight, target)
-    with torch.no_grad():
-        head.weight.data.mul_(2)
-    want = run(whole(x, head, target), x, head.weight)
-    made = run(chunked(x, head.weight, target), x, head.weight)
-    assert all(map(torch.equal, made, want))
-
-
-def test_checkpointing_and_offload() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    want = run(chunked(x, head.weight, target), x, head.weight)
-    again = checkpoint(chunked, x, head.weight, target, use_reentrant=False)
-    assert all(map(torch.equal, run(again, x, head.weight), want))
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: sizes.append(t.shape) or t, lambda t: t
-    ):
-        loss = chunked(x, head.weight, target)
-    assert all(map(torch.equal, run(loss, x, head.weight), want))
-    assert sizes == [(T, K), (V, K)]
+def test_what_is_saved() -> None:
+    saved = saved_by(lambda: chunked(randn(T, K, grad=True), linear(V, K).weight, classes(T)))
+    assert [t.shape for t in saved] == [(T, K), (V, K)]  # the gradients
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -271,57 +181,46 @@ def test_audit_sees_fp8() -> None:
 
 
 def test_bad_input() -> None:
-    head, x, target = linear(V, K), randn(T, K), classes(T)
-    w = head.weight
-    wrong: tuple[tuple[type[Exception], Callable[[], object]], ...] = (
-        (ValueError, lambda: chunked(x, w, target[:-1])),
-        (ValueError, lambda: chunked(x, w, target.int())),
-        (TypeError, lambda: chunked(functional.quantize(x), w, target)),
-        (ValueError, lambda: chunked(x, w, target, reduction="none")),
-        (ValueError, lambda: chunked(x, w, target, chunk_size=100)),
-        (ValueError, lambda: chunked(x, w, target, label_smoothing=1.5)),
-        (ValueError, lambda: chunked(x, w, target, label_smoothing=float("nan"))),
-        (TypeError, lambda: chunked(x, w, target, label_smoothing="0.1")),  # type: ignore[arg-type]
-        (ValueError, lambda: chunked(x, w, target, weight=torch.ones(3))),
-        (TypeError, lambda: chunked(x.float(), w, target)),
-        (ValueError, lambda: chunked(x[:, 1:], w, target)),
-    )
+    x, w, target = randn(T, K), linear(V, K).weight, classes(T)
+    calls: list[Call] = [
+        lambda: chunked(x, w, target[:-1]),
+        lambda: chunked(x, w, target.int()),
+        lambda: chunked(functional.quantize(x), w, target),
+        lambda: chunked(x, w, target, reduction="none"),
+        lambda: chunked(x, w, target, chunk_size=100),
+        lambda: chunked(x, w, target, label_smoothing=1.5),
+        lambda: chunked(x, w, target, label_smoothing=float("nan")),
+        lambda: chunked(x, w, target, label_smoothing="0.1"),
+        lambda: chunked(x, w, target, weight=torch.ones(3)),
+        lambda: chunked(x.float(), w, target),
+        lambda: chunked(x[:, 1:], w, target),
+    ]
     assert_expected_inline(
-        "\n\n".join(complaint(*each) for each in wrong),
+        refused(*calls),
         """\
-the target of linear_cross_entropy is torch.int64 [299]: expected the indices of
-classes, torch.int64 [300]
-
-the target of linear_cross_entropy is torch.int32 [300]: expected the indices of
-classes, torch.int64 [300]
-
-the input of linear_cross_entropy is FP8 already: pass it in high precision, since
-each chunk of tokens is cast for itself
-
-reduction='none': expected 'mean' or 'sum'; the losses of single tokens need
-F.cross_entropy(linear(x, w), target, reduction='none')
-
-chunk_size=100: expected a positive multiple of 128 tokens
-
-label_smoothing=1.5: expected a number from 0 to 1, the share of the target that all
-classes are given
-
-label_smoothing=nan: expected a number from 0 to 1, the share of the target that all
-classes are given
-
-label_smoothing is a str: expected a number; pass a float
-
-the weight of classes has shape [3]: expected [520]
-
-the input is torch.float32 and the weight torch.bfloat16: convert one of them, or
-run under torch.autocast
-
-cannot contract input [300, 199] with weight [520, 200]: K is 199 in one and 200 in
-the other""",
+ValueError: the target of linear_cross_entropy is torch.int64 [299]: expected the indices of
+  classes, torch.int64 [300]
+ValueError: the target of linear_cross_entropy is torch.int32 [300]: expected the indices of
+  classes, torch.int64 [300]
+TypeError: the input of linear_cross_entropy is FP8 already: pass it in high precision, since
+  each chunk of tokens is cast for itself
+ValueError: reduction='none': expected 'mean' or 'sum'; the losses of single tokens need
+  F.cross_entropy(linear(x, w), target, reduction='none')
+ValueError: chunk_size=100: expected a positive multiple of 128 tokens
+ValueError: label_smoothing=1.5: expected a number from 0 to 1, the share of the target that all
+  classes are given
+ValueError: label_smoothing=nan: expected a number from 0 to 1, the share of the target that all
+  classes are given
+TypeError: label_smoothing is a str: expected a number; pass a float
+ValueError: the weight of classes has shape [3]: expected [520]
+TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
+  under torch.autocast
+ValueError: cannot contract input [300, 199] with weight [520, 200]: K is 199 in one and 200 in
+  the other""",
     )
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of torch 2.13")
+@of_torch
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_loss_of_torch(bias: bool) -> None:
     """``F.linear_cross_entropy`` of an FP8 weight runs in FP8, in torch's own chunks or without."""
@@ -346,7 +245,7 @@ def test_the_loss_of_torch(bias: bool) -> None:
             assert relative_error(made[2], want[2]) <= 2e-3
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="of torch 2.13")
+@of_torch
 def test_the_loss_of_torch_with_probabilities_and_one_sample() -> None:
     head, x = linear(V, K), randn(T, K, grad=True)
     target = torch.rand(T, V, generator=torch.Generator().manual_seed(3)).softmax(1)
@@ -360,10 +259,9 @@ def test_the_loss_of_torch_with_probabilities_and_one_sample() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_dtensor_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    weight = DTensor.from_local(linear(V, K).weight.detach(), mesh)
-    message = complaint(NotImplementedError, lambda: chunked(randn(T, K), weight, classes(T)))
-    assert "a DTensor" in message
+    weight = DTensor.from_local(linear(V, K).weight.detach(), init_device_mesh("cpu", (1,)))
+    with pytest.raises(NotImplementedError, match="a DTensor"):
+        chunked(randn(T, K), weight, classes(T))
 
 
 @pytest.mark.parametrize("classes_weighted", [False, True])
@@ -382,7 +280,10 @@ def test_fp16_under_a_loss_scale(loss_scale: float, reduction: str, classes_weig
     if reduction == "sum":
         loss_scale /= tokens
     want = [t.detach().double().requires_grad_() for t in (x, w, bias)]
-    exact = F.cross_entropy(F.linear(*want), target, **_in_double(options))
+    doubled: dict[str, Any] = {
+        k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()
+    }
+    exact = F.cross_entropy(F.linear(*want), target, **doubled)
     (exact * loss_scale).backward()
     leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
     loss = chunked(leaves[0], leaves[1], target, leaves[2], chunk_size=128, **options)
@@ -393,7 +294,3 @@ def test_fp16_under_a_loss_scale(loss_scale: float, reduction: str, classes_weig
         rounded = true.grad.half().double()  # what fp16 can hold
         assert relative_error(got.grad, rounded) < 0.06
         assert (got.grad == 0).sum() <= (rounded == 0).sum() * 1.1 + 0.01 * rounded.numel()
-
-
-def _in_double(options: dict[str, Any]) -> dict[str, Any]:
-    return {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}

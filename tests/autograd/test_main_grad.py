@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from blocktensor import Recipe, functional
+from blocktensor import Recipe
 from blocktensor.autograd import main_grad
-from blocktensor.ops.cast.ops import quantize_both
-from blocktensor.ops.formats import BLOCKS_1X128
+from blocktensor.ops import reference
 from blocktensor.ops.gemm.ops import gemm_add_
-from tests.support.experts import sample, stack
-from tests.support.models import complaint, linear, randn
-from tests.support.numeric import assert_same, relative_error
-from tests.support.ranks import on_ranks
+from tests.support.compiling import instantiates
+from tests.support.experts import stack
+from tests.support.models import linear, randn
+from tests.support.numeric import relative_error
+from tests.support.refusals import refused
 from tests.support.split_backward import backward, needs_halves
+from tests.support.wgrad_inputs import HIGH, RECIPES
 
 N, K, M = 200, 300, 40
+USUAL = Recipe()
 
 
-def summed(x: Tensor, grads: list[Tensor], start: Tensor) -> Tensor:
+def summed(x: Tensor, grads: list[Tensor], start: Tensor, recipe: Recipe = USUAL) -> Tensor:
     total = start.clone()
-    _, x_col = quantize_both(x, BLOCKS_1X128)
+    x_col = reference.quantize_columnwise(x, recipe.wgrad_input_format)
     for grad in grads:
-        _, g_col = quantize_both(grad, BLOCKS_1X128)
-        gemm_add_(total, g_col, x_col)
+        gemm_add_(total, reference.quantize_columnwise(grad, recipe.activation_format), x_col)
     return total
 
 
+@pytest.mark.parametrize("recipe", [USUAL, *RECIPES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_microbatches_are_summed_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
-    module = linear(N, K, dtype=dtype, device=device)
+def test_microbatches_are_summed_in_fp32(
+    dtype: torch.dtype, recipe: Recipe, device: torch.device
+) -> None:
+    module = linear(N, K, dtype=dtype, device=device, recipe=recipe)
     plain = copy.deepcopy(module)
     start = randn(N, K, seed=9, dtype=torch.float32, device=device)
     module.weight.main_grad = start.clone()
@@ -52,15 +58,18 @@ def test_microbatches_are_summed_in_fp32(dtype: torch.dtype, device: torch.devic
             results.append(leaf.grad)
         assert torch.equal(*results)
     assert module.weight.grad is None
-    assert torch.equal(module.weight.main_grad, summed(x, grads, start))
-    rounded = (module.weight.main_grad - start).to(dtype)
-    assert relative_error(rounded, plain.weight.grad) <= 1e-2
+    added = module.weight.main_grad
+    if recipe is HIGH:
+        exact = start + sum(grad.double().t() @ x.double() for grad in grads)
+        assert relative_error(added, exact) <= (1e-6 if device.type == "cpu" else 2e-4)
+    else:
+        assert torch.equal(added, summed(x, grads, start, recipe))
+    assert relative_error((added - start).to(dtype), plain.weight.grad) <= 1e-2
 
 
 def test_without_an_input_gradient_and_with_leading_dimensions() -> None:
-    module, grad = linear(N, K, bias=True), randn(2, 3, N, seed=4)
+    module, x, grad = linear(N, K, bias=True), randn(2, 3, K), randn(2, 3, N, seed=4)
     module.weight.main_grad = torch.zeros(N, K)
-    x = randn(2, 3, K)
     module(x).backward(grad)
     assert module.weight.grad is None
     assert module.bias.grad is not None
@@ -85,24 +94,6 @@ def test_it_can_be_taken_away_and_follows_the_parameter() -> None:
     assert module.weight.grad is not None
 
 
-def test_only_what_is_asked_for() -> None:
-    module = linear(N, K)
-    module.weight.main_grad = torch.zeros(N, K)
-    x = randn(5, K, grad=True)
-    torch.autograd.grad(module(x).sum(), [x])
-    module(x).sum().backward(inputs=[x])
-    assert not module.weight.main_grad.any()
-    (given,) = torch.autograd.grad(module(x).sum(), [module.weight])
-    assert given.shape == (N, K)
-    assert not module.weight.main_grad.any()
-    module(x).sum().backward(inputs=[module.weight])
-    assert module.weight.main_grad.any()
-    frozen = module.weight.main_grad.clone()
-    module.weight.requires_grad_(False)
-    module(x).sum().backward()
-    assert torch.equal(module.weight.main_grad, frozen)
-
-
 def test_gradients_through_a_view_arrive_as_always() -> None:
     module, x = linear(N, K), randn(5, N)
     module.weight.main_grad = torch.zeros(N, K)
@@ -111,24 +102,36 @@ def test_gradients_through_a_view_arrive_as_always() -> None:
     assert not module.weight.main_grad.any()
 
 
-@pytest.mark.parametrize(
-    ("buffer", "error", "message"),
-    [
-        (torch.zeros(N, K, dtype=torch.bfloat16), TypeError, "main_grad is torch.bfloat16"),
-        (torch.zeros(K, N), ValueError, r"main_grad is \[300, 200\] on cpu: expected"),
-        (torch.zeros(N, K, device="meta"), ValueError, "on meta: expected"),
-        (torch.zeros(K, N).t(), ValueError, "expected contiguous rows"),
-    ],
-)
-def test_other_buffers_are_refused(buffer: Tensor, error: type[Exception], message: str) -> None:
-    module = linear(N, K)
-    with pytest.raises(error, match=message):
-        module.weight.main_grad = buffer
-    assert module.weight.main_grad is None
+def test_other_buffers_are_refused() -> None:
+    w, experts = linear(N, K).weight, stack(2)
+    buffers = (
+        torch.zeros(N, K, dtype=torch.bfloat16),
+        torch.zeros(K, N),
+        torch.zeros(N, K, device="meta"),
+        torch.zeros(K, N).t(),
+    )
+    stacks = (
+        torch.zeros(2, 144, 192, dtype=torch.bfloat16),
+        torch.zeros(2, 192, 144),
+        torch.zeros(2, 192, 144).mT,
+    )
+    calls = [partial(setattr, w, "main_grad", buffer) for buffer in buffers]
+    calls += [partial(setattr, experts, "main_grad", buffer) for buffer in stacks]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+TypeError: main_grad is torch.bfloat16: expected torch.float32
+ValueError: main_grad is [300, 200] on cpu: expected the weight's [200, 300] on cpu
+ValueError: main_grad is [200, 300] on meta: expected the weight's [200, 300] on cpu
+ValueError: main_grad has strides (1, 200): expected contiguous rows
+TypeError: main_grad is torch.bfloat16: expected torch.float32
+ValueError: main_grad is [2, 192, 144] on cpu: expected the weight's [2, 144, 192] on cpu
+ValueError: main_grad has strides (27648, 1, 144): expected a contiguous stack [2, 144, 192]""",
+    )
+    assert w.main_grad is experts.main_grad is None
 
 
-# torch's own, as Dynamo looks for a place to break the graph
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@instantiates
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_modules_refuse_it(fullgraph: bool, when: str) -> None:
@@ -164,72 +167,18 @@ def test_ddp_refuses_it_unless_it_does_not_synchronise() -> None:
     module(x)  # not through DDP: the caller reduces
 
 
-@on_ranks(2, gpus=())
-def test_fsdp_refuses_it_before_and_after_sharding(world: int, device: str) -> None:
+@pytest.mark.usefixtures("group")
+def test_fsdp_refuses_it_before_and_after_sharding() -> None:
+    mesh, message = init_device_mesh("cpu", (1,)), r"weight\.main_grad with FSDP2.* set it to None"
     module = nn.Sequential(linear(N, K))
     module[0].weight.main_grad = torch.zeros(N, K)
-    with pytest.raises(NotImplementedError, match=r"weight\.main_grad with FSDP2.* set it to None"):
-        fully_shard(module, mesh=init_device_mesh(device, (world,)))
-    module = fully_shard(nn.Sequential(linear(N, K)), mesh=init_device_mesh(device, (world,)))
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(module, mesh=mesh)
+    module = fully_shard(nn.Sequential(linear(N, K)), mesh=mesh)
     module(randn(5, K)).sum().backward()
     module[0].weight.main_grad = torch.zeros(N, K)
-    with pytest.raises(NotImplementedError, match=r"weight\.main_grad with FSDP2.* set it to None"):
+    with pytest.raises(NotImplementedError, match=message):
         module(randn(5, K))
-
-
-# Stacks of experts
-
-
-def test_other_buffers_of_a_stack_are_refused() -> None:
-    w = stack(2)
-    for buffer, kind, text in (
-        (torch.zeros(2, 144, 192).bfloat16(), TypeError, "main_grad is torch.bfloat16"),
-        (torch.zeros(2, 192, 144), ValueError, "expected the weight's [2, 144, 192] on cpu"),
-        (torch.zeros(2, 192, 144).mT, ValueError, "expected a contiguous stack [2, 144, 192]"),
-    ):
-        assert text in complaint(kind, lambda b=buffer: setattr(w, "main_grad", b)).replace(
-            "\n", " "
-        )
-    assert w.main_grad is None
-
-
-# Split backwards
-
-
-@needs_halves
-@pytest.mark.parametrize(
-    "kind", ["linear", "grouped", "transposed", "a transpose", "gated", "high_precision"]
-)
-def test_the_weight_half_of_a_split_backward_adds_too(kind: str) -> None:
-    """As pipelining's zero-bubble schedules split it: the buffers are those of a whole backward."""
-    x, _, offs = sample("ragged")
-    leaf = x.nan_to_num().requires_grad_()
-    recipe = Recipe(wgrad_input="high_precision")
-    weights: list[Any] = [stack(len(offs), kn=kind == "transposed")]
-    run: Callable[..., Tensor] = lambda x, w: functional.grouped_linear(x, w, offs)  # noqa: E731
-    if kind == "transposed":
-        run = lambda x, w: torch._grouped_mm(x, w, offs=offs)  # noqa: E731
-    if kind == "a transpose":
-        run = lambda x, w: F.grouped_mm(x, w.transpose(-2, -1), offs=offs)  # noqa: E731
-    if kind in ("linear", "high_precision"):
-        made = linear(N, leaf.shape[1], **({"recipe": recipe} if kind != "linear" else {}))
-        weights, run = [made.weight], F.linear
-    if kind == "gated":
-        sizes = (N, leaf.shape[1]), (N, leaf.shape[1]), (leaf.shape[1], N)
-        weights = [linear(*size).weight for size in sizes]
-        run = functional.gated_mlp
-    found = []
-    for split in (False, True):
-        for w in weights:
-            w.main_grad = torch.ones(w.shape)
-        for step in range(2):
-            y = run(leaf, *weights)
-            grad = randn(*y.shape, seed=step, dtype=y.dtype)
-            backward(y, grad, leaf, weights, in_halves=split)
-        assert all(w.grad is None for w in weights)
-        found.append([w.main_grad for w in weights])
-    for a, b in zip(*found, strict=True):
-        assert_same(a, b)
 
 
 USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
@@ -244,16 +193,16 @@ USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
         F.linear(x.float(), w.float()), w.float(), bias.float()
     ),
 }
-"""Functions of a weight and a bias that have a ``main_grad``."""
 
 
 @needs_halves
+@pytest.mark.parametrize("recipe", [USUAL, HIGH], ids=str)
 @pytest.mark.parametrize("use", USES)
-def test_a_split_backward_adds_to_grad_what_a_whole_one_does(use: str) -> None:
+def test_a_split_backward_adds_to_grad_what_a_whole_one_does(use: str, recipe: Recipe) -> None:
     """The gradients that no buffer takes."""
     found = []
     for split in (False, True):
-        module, x = linear(K, K, bias=True), randn(M, K, grad=True)
+        module, x = linear(K, K, bias=True, recipe=recipe), randn(M, K, grad=True)
         parameters: list[Any] = [module.weight, module.bias]
         for p in parameters:
             p.main_grad = torch.zeros(p.shape)

@@ -1,4 +1,4 @@
-"""What a linear decides once for its kind: what makes another kind, and how its kinds run."""
+"""What a linear decides once for its kind: what makes another kind, and the ops that it runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd import plan as plans
 from blocktensor.autograd.linear import _dgrad_and_wgrad
-from blocktensor.autograd.plan import Plan, plan_matmul
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
-from tests.support.linear_ways import WAYS, run_linears
-from tests.support.models import assert_matches, composed, linear, plain, randn, unaligned
+from tests.support.linear_ways import WAYS, grads_of, run_linears
+from tests.support.models import Trace, assert_matches, composed, linear, plain, randn, unaligned
+from tests.support.steps import assert_trace, ours
+from tests.support.wgrad_inputs import HIGH, SQUARES
 
 N, K = 256, 384
 
@@ -27,20 +27,32 @@ def weight(n: int = N, *, dtype: torch.dtype = torch.bfloat16, **recipe: str) ->
     return BlockwiseFP8Weight(randn(n, K, dtype=dtype), Recipe(**recipe)).requires_grad_()
 
 
-def plan(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None) -> Plan:
-    return plan_matmul(x, w, bias, recipe)
+def plan(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: Recipe | None = None
+) -> plans.Plan:
+    return plans.plan_matmul(x, w, bias, recipe)
 
 
-def backward_of(known: Plan, grad: Tensor, x: Quantized) -> Any:
+def backward_of(known: plans.Plan, grad: Tensor, x: Quantized) -> Any:
     """What runs the backward of a known kind for this gradient and this saved input."""
     return known.record_backward(_dgrad_and_wgrad, grad, x)
 
 
-def assert_apart(decide: Callable[..., Any], calls: list[Any]) -> None:
+@pytest.fixture
+def sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run linears as sequences."""
+    run_linears("sequence", monkeypatch)
+
+
+records = pytest.mark.usefixtures("sequences")
+
+
+def assert_apart(decide: Callable[..., Any], calls: list[Any]) -> list[Any]:
     """Each call has a decision of its own, and the same the next time."""
     made = [decide(*call) for call in calls]
     assert len(set(map(id, made))) == len(made)
     assert [decide(*call) for call in calls] == made
+    return made
 
 
 X = randn(6, K)
@@ -56,25 +68,20 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_what_tells_inputs_apart() -> None:
-    w = weight()
+def test_what_tells_inputs_weights_and_biases_apart() -> None:
+    w, bias = weight(), randn(N)
     assert_apart(plan, [(laid_out(X), w) for laid_out in LAYOUTS.values()])
-
-
-def test_what_tells_weights_and_biases_apart() -> None:
-    frozen = weight().requires_grad_(False)
-    bias = randn(N)
     calls = [
-        (X, weight()),
-        (X, frozen),
+        (X, w),
+        (X, weight().requires_grad_(False)),
         (X, weight(N + 128)),
         (X, weight(scale="power_of_two")),
         (X.float(), weight(dtype=torch.float32)),
-        (X, weight(), bias),
-        (X, weight(), bias.clone().requires_grad_()),
-        (X, weight(), unaligned(bias)),
-        (X, weight(), bias.repeat(2)[::2].copy_(bias)),
-        (X, weight(), None, Recipe()),
+        (X, w, bias),
+        (X, w, bias.clone().requires_grad_()),
+        (X, w, unaligned(bias)),
+        (X, w, bias.repeat(2)[::2].copy_(bias)),
+        (X, w, None, Recipe()),
     ]
     assert_apart(plan, calls)
 
@@ -96,32 +103,27 @@ def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(X, w) is plans[0]
 
 
-def test_what_tells_gradients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_linears("sequence", monkeypatch)
-    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, BLOCKS_1X128)
-    grads = [grad, unaligned(grad), grad.t().contiguous().t(), grad[:1].expand(6, N), grad.float()]
-    backwards = [backward_of(known, g, x_col) for g in grads]
-    assert [backward_of(known, g, x_col) for g in grads] == backwards
-    other = plan(X.clone().requires_grad_(), weight())
-    backwards.append(backward_of(other, grad, x_col))
-    monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
-    backwards.append(backward_of(known, grad, x_col))
-    assert len(set(map(id, backwards))) == len(backwards)
-
-
-def test_what_tells_saved_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_linears("sequence", monkeypatch)
-    known, grad, (_, x_col) = plan(X, weight()), randn(6, N), quantize_both(X, BLOCKS_1X128)
+@records
+def test_what_tells_backwards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, other = plan(X, weight()), plan(X.clone().requires_grad_(), weight())
+    grad, (_, x_col) = randn(6, N), quantize_both(X, BLOCKS_1X128)
     data, scale, _ = x_col
     moved = torch.empty(data.numel() + 1, dtype=data.dtype)[1:].view(data.shape)
-    pairs = [(data, scale), (moved, scale), (data, unaligned(scale)), (data, scale[::2])]
-    saved = [Quantized(*pair, BLOCKS_1X128) for pair in pairs]
-    assert_apart(backward_of, [(known, grad, x) for x in saved])
+    grads = [unaligned(grad), grad.t().contiguous().t(), grad[:1].expand(6, N), grad.float()]
+    saved = [(moved, scale), (data, unaligned(scale)), (data, scale[::2])]
+    calls = [
+        *[(known, grad, x_col), (other, grad, x_col)],
+        *[(known, g, x_col) for g in grads],
+        *[(known, grad, Quantized(*each, BLOCKS_1X128)) for each in saved],
+    ]
+    made = assert_apart(backward_of, calls)
+    monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
+    assert not any(backward_of(*calls[0]) is each for each in made)
 
 
-def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@records
+def test_other_operands_are_planned_for_one_call() -> None:
     """What a compiler, a mode or a plain weight needs must not serve a call that records."""
-    run_linears("sequence", monkeypatch)
     frozen = BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
     shared = BlockwiseFP8Tensor.from_values(X)
     calls = [(x, randn(N, K)) for x in (X, shared)]
@@ -138,22 +140,20 @@ def test_other_operands_are_planned_for_one_call(monkeypatch: pytest.MonkeyPatch
 
 
 def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing, shared = X[:0], BlockwiseFP8Tensor.from_values(X)
+    shared = BlockwiseFP8Tensor.from_values(X)
     for way in WAYS:
         with monkeypatch.context() as patched:
             run_linears(way, patched)
-            known = plan(X, weight())
-            recorded = known.records_forward, known.records_backward
-            assert recorded == (way == "sequence", way == "sequence")
+            known, empty = plan(X, weight()), plan(X[:0], weight())
+            assert known.records_forward == known.records_backward == (way == "sequence")
             # of an input in FP8 there is nothing to cast, and without rows nothing to launch
             assert not plan(shared, weight()).records_forward
-            empty = plan(nothing, weight())
             assert not (empty.records_forward or empty.records_backward)
     assert not plan(X, weight()).records_forward  # on a CPU nothing can be recorded
 
 
+@records
 def test_which_recorded_forwards_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_linears("sequence", monkeypatch)
     x, square = X.clone().requires_grad_(), weight(K)
     assert plan(x, square).casts_weight
     assert not plan(x, square.t()).casts_weight
@@ -163,15 +163,15 @@ def test_which_recorded_forwards_cast_the_weight(monkeypatch: pytest.MonkeyPatch
     assert not plan(x, weight(K + 1)).casts_weight
 
 
-def test_masters_of_other_layouts_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_linears("sequence", monkeypatch)
+@records
+def test_masters_of_other_layouts_are_planned_apart() -> None:
     values, wide = randn(K, K), randn(K, 2 * K)
     masters = (values, values.t(), wide[:, ::2], unaligned(values))
     assert_apart(plan, [(X, BlockwiseFP8Weight(m).requires_grad_()) for m in masters])
 
 
-def test_a_recorded_forward_holds_its_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_linears("sequence", monkeypatch)
+@records
+def test_a_recorded_forward_holds_its_cast() -> None:
     w, x = weight(K), X.clone().requires_grad_()
     y = functional.linear(x, w)
     assert w.cache.casts == 1
@@ -185,6 +185,7 @@ def test_a_recorded_forward_holds_its_cast(monkeypatch: pytest.MonkeyPatch) -> N
     assert w.cache.held().nbytes() == 0
 
 
+@records
 @pytest.mark.parametrize(
     ("x", "w", "records"),
     [
@@ -203,7 +204,6 @@ def test_a_recorded_forward_holds_its_cast(monkeypatch: pytest.MonkeyPatch) -> N
 def test_small_linears_run_backward_as_one_sequence(
     x: tuple[int, ...], w: tuple[int, int], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_linears("sequence", monkeypatch)
     monkeypatch.setattr(plans, "LARGE_BYTES", 2 * 4097)
     made = plan(randn(*x), BlockwiseFP8Weight(randn(*w)).requires_grad_())
     assert made.records_backward == records
@@ -221,9 +221,9 @@ def test_what_tells_fp8_operands_apart() -> None:
     )  # fmt: skip
     both = frozen.relabel()
     both.columnwise_data, both.columnwise_scale, _ = frozen.columnwise()
-    calls = [(x, weight()), (x.detach().requires_grad_(), weight())]
-    calls += [(X, frozen), (X, moved), (X, both), (x, frozen), (X, weight())]
-    calls += [
+    calls = [
+        *[(x, weight()), (x.detach().requires_grad_(), weight()), (x, frozen)],
+        *[(X, frozen), (X, moved), (X, both), (X, weight())],
         (BlockwiseFP8Tensor.from_values(X, recipe=powers), weight(scale="power_of_two")),
         (X, BlockwiseFP8Tensor.from_values(values, (128, 128), powers)),
     ]
@@ -244,96 +244,112 @@ def test_inputs_of_one_kind_may_hold_other_forms() -> None:
 
 def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:
     """On a GPU, a run for one layout would read another's bytes in the wrong place."""
-    module, x = linear(N, K, device=device), randn(6, K, device=device)
+    module, x = linear(N, K, bias=True, device=device), randn(6, K, device=device)
     values, grad = plain(module.weight), randn(6, N, seed=3, device=device)
     grads = [grad, unaligned(grad), grad.t().contiguous().t()]
     for laid_out in 3 * [*LAYOUTS.values()]:
         for g in grads:
-            leaf = laid_out(x).detach().requires_grad_()
-            flat = leaf.detach().reshape(-1, K).contiguous()
+            leaf = laid_out(x).detach()
+            flat = leaf.reshape(-1, K).contiguous()
             g = g if len(flat) == 6 else torch.cat([g, g])
-            module.weight.grad = None
-            y = module(leaf)
-            y.backward(g.reshape(y.shape))
-            got = y.detach().reshape(-1, N), leaf.grad.reshape(-1, K), module.weight.grad
-            for a, b in zip(got, composed(flat, values, g.contiguous()), strict=True):
+            y, dx, dw, _ = grads_of(module, leaf, g.reshape(*leaf.shape[:-1], N))
+            wanted = composed(flat, values, g.contiguous(), bias=plain(module.bias))
+            for a, b in zip((y.reshape(-1, N), dx.reshape(-1, K), dw), wanted, strict=True):
                 assert_matches(a, b)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(K,), (6, K), (2, 3, K)], ids=str)
-def test_small_and_large_linears_compute_alike(
-    shape: tuple[int, ...], bias: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small ones run as one sequence in each direction."""
-    results = []
-    for way in WAYS:
-        with monkeypatch.context() as patched:
-            run_linears(way, patched)
-            module = linear(N, K, bias=bias, device=device)
-            for _ in range(3):
-                x = randn(*shape, device=device, grad=True)
-                module.zero_grad()
-                y = module(x)
-                y.backward(randn(*y.shape, seed=4, device=device))
-            parameters = [p.grad for p in module.parameters()]
-            results.append([y.detach(), x.grad, *parameters])
-            known = plan_matmul(x, module.weight, module.bias, None)
-            assert known.records_backward == (way == "sequence")
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("pack", [lambda t: t.clone(), unaligned], ids=["clone", "unaligned"])
-def test_saved_inputs_may_come_back_laid_out_anew(
-    pack: Callable[[Tensor], Tensor], device: torch.device
-) -> None:
-    module, grads = linear(N, K, device=device), []
-    for hook in (lambda t: t, pack, lambda t: t):
-
-        def of_x(t: Tensor, hook: Callable[[Tensor], Tensor] = hook) -> Tensor:
-            return t if isinstance(t, BlockwiseFP8Weight) else hook(t)
-
-        with torch.autograd.graph.saved_tensors_hooks(of_x, lambda t: t):
-            y = module(X.to(device))
-        grads += torch.autograd.grad(y, module.weight, torch.ones_like(y))
-    assert torch.equal(grads[0], grads[1])
-    assert torch.equal(grads[0], grads[2])
 
 
 def test_who_counts_flops_sees_the_ops_of_a_known_kind() -> None:
     module, product = linear(N, K), 2 * 6 * N * K
     in_vectors = 2 * 16 * N * K  # wgrad contracts whole vectors of tokens
+    x = X.clone().requires_grad_()
     for _ in range(2):  # the second time, the kind is known
-        module(X.clone().requires_grad_()).sum().backward()
-        x = X.clone().requires_grad_()
+        module(x).sum().backward()
         with FlopCounterMode(display=False) as forward:
-            y = module(x)
-        assert forward.get_total_flops() == product
-        with FlopCounterMode(display=False) as backward:
-            y.sum().backward()
-        assert backward.get_total_flops() == product + in_vectors
-        y = module(x)
-        with FlopCounterMode(display=False) as backward:
-            y.sum().backward()
-        assert backward.get_total_flops() == product + in_vectors
-
-
-def test_what_raises_raises_again_and_spoils_nothing() -> None:
-    module = linear(N, K)
-    for _ in range(2):
-        for wrong in (X.float(), X[:, :128], X.to("meta")):
-            with pytest.raises((TypeError, ValueError)):
-                module(wrong)
-        with pytest.raises(ValueError, match="mixed recipes"):
-            functional.linear(X, module.weight, recipe=Recipe(scale="power_of_two"))
-        assert torch.isfinite(module(X)).all()
+            outputs = [module(x), module(x)]
+        assert forward.get_total_flops() == 2 * product
+        for y in (*outputs, module(x)):
+            with FlopCounterMode(display=False) as backward:
+                y.sum().backward()
+            assert backward.get_total_flops() == product + in_vectors
 
 
 def test_a_cast_without_its_source_is_planned_for_itself() -> None:
-    recipe = Recipe(wgrad_input="high_precision")
     w = weight(wgrad_input="high_precision")
-    functional.linear(blocktensor.quantize(X, recipe), w)
-    alone = blocktensor.quantize(X, recipe)
+    functional.linear(quantize(X, w.recipe), w)
+    alone = quantize(X, w.recipe)
     alone.source = None
     with pytest.raises(ValueError, match="mixed recipes"):
         functional.linear(alone, w)
+
+
+OF_WEIGHT, PRODUCT = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
+# of each ``wgrad_input``: the recipe, the ops of forward and of backward
+OPS: dict[str, tuple[Recipe, list[str], list[str]]] = {
+    "1x128": (
+        Recipe(),
+        [OF_WEIGHT, "quantize_both 1x128", PRODUCT],
+        ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"],
+    ),
+    "128x128": (
+        SQUARES,
+        [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT],
+        ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"],
+    ),
+    "high_precision": (
+        HIGH,
+        [OF_WEIGHT, "quantize_rowwise 1x128", PRODUCT],
+        ["quantize_rowwise 1x128", PRODUCT],  # and aten.mm
+    ),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 384), (2, 5, 384)])
+@pytest.mark.parametrize("wgrad_input", OPS)
+def test_a_forward_and_a_backward(wgrad_input: str, shape: tuple[int, ...], bias: bool) -> None:
+    recipe, forward, backward = OPS[wgrad_input]
+    module = linear(256, 384, recipe=recipe, bias=bias)
+    assert_trace(module, randn(*shape), forward=forward, backward=backward)
+    others = {"aten.mm": int(recipe is HIGH), "aten.sum": int(bias)}
+    assert_trace(module, randn(*shape), backward=others)
+
+
+def test_a_second_microbatch_casts_no_weight() -> None:
+    """If the recipe says so."""
+    module, x = linear(256, 384, recipe=Recipe(cache_weight="step")), randn(5, 384, grad=True)
+    module(x)
+    assert_trace(module, x, forward=["quantize_both 1x128", PRODUCT], backward={})
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_without_gradients_x_is_cast_rowwise_only(mode: Callable[[], Any]) -> None:
+    module, x = linear(256, 384, frozen=True), randn(5, 384)
+    with mode():
+        assert_trace(module, x, forward=["quantize_rowwise 1x128", PRODUCT])
+
+
+@pytest.mark.parametrize(
+    ("x_grad", "w_grad", "backward"),
+    [
+        (True, True, ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"]),
+        (True, False, ["quantize_rowwise 1x128", PRODUCT]),
+        (False, True, ["quantize_columnwise 1x128", "gemm 1x128 1x128"]),
+        (False, False, []),
+    ],
+)
+def test_backward_runs_only_what_is_asked_for(
+    x_grad: bool, w_grad: bool, backward: list[str]
+) -> None:
+    module, x = linear(256, 384, bias=True), randn(5, 384, grad=x_grad)
+    module.weight.requires_grad_(w_grad)
+    of_weight = OF_WEIGHT if x_grad else "quantize_rowwise 128x128"
+    of_x = "quantize_both 1x128" if w_grad else "quantize_rowwise 1x128"
+    with Trace() as trace:
+        y = module(x)
+    assert ours(trace) == [of_weight, of_x, PRODUCT]
+    inputs = [t for t in (x, *module.parameters()) if t.requires_grad]
+    with Trace() as trace:
+        torch.autograd.grad(y, inputs, randn(5, 256, seed=3))
+    assert ours(trace) == backward
+    assert trace.count("mm") == trace.count("blocktensor.gemm")
+    assert trace.count("transpose") == 0

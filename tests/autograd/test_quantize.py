@@ -1,50 +1,39 @@
-"""The differentiable cast of an activation that several linears share."""
+"""Differentiable casts: of an activation, of a gated activation and of an RMS norm."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
 
-import blocktensor
-from blocktensor import BlockwiseFP8Tensor, functional
-from tests.support.models import linear, randn
-
-
-def test_a_shared_activation_gives_the_same_bits_and_sums_gradients(device: torch.device) -> None:
-    gate, up = linear(256, 384, device=device), linear(128, 384, bias=True, device=device)
-    x = randn(2, 5, 384, device=device)
-    grads = randn(2, 5, 256, seed=3, device=device), randn(2, 5, 128, seed=4, device=device)
-
-    def run(share: bool) -> list[Tensor]:
-        gate.zero_grad(), up.zero_grad()
-        leaf = x.clone().requires_grad_()
-        inside = blocktensor.quantize(leaf) if share else leaf
-        outputs = gate(inside), up(inside)
-        torch.autograd.backward(outputs, grads)
-        return [*outputs, leaf.grad, gate.weight.grad, up.weight.grad, up.bias.grad]
-
-    for shared, apart in zip(run(share=True), run(share=False), strict=True):
-        assert torch.equal(shared, apart)
+from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
+from blocktensor.functional import gated_activation, rms_norm
+from blocktensor.ops.norm import reference
+from blocktensor.overrides import dynamo
+from tests.support.compiling import fresh, instantiates
+from tests.support.gated import EAGER, K, assert_bits, results, unfused, weights
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, linear, randn
+from tests.support.refusals import Call, refused
+from tests.support.wgrad_inputs import HIGH, SQUARES, saved_by
 
 
 def test_a_shared_activation_is_cast_and_saved_once() -> None:
-    gate, up = linear(256, 384), linear(128, 384)
-    x, saved = randn(5, 384, grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        shared = blocktensor.quantize(x)
-        gate(shared), up(shared)
-    data = [t for t in saved if t.dtype == torch.float8_e4m3fn]
-    assert len(data) == 2
-    assert data[0].data_ptr() == data[1].data_ptr() == shared.columnwise_data.data_ptr()
+    gate, up, shared = linear(256, 384), linear(128, 384), quantize(randn(5, 384, grad=True))
+    saved = saved_by(lambda: [gate(shared), up(shared)])
+    pointers = [t.data_ptr() for t in saved if t.dtype == torch.float8_e4m3fn]
+    assert pointers == [shared.columnwise_data.data_ptr()] * 2
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 200), (2, 3, 200), (0, 200)])
 def test_quantize_is_straight_through(shape: tuple[int, ...]) -> None:
     x, w = randn(*shape, grad=True), randn(130, shape[-1], seed=1)
-    shared = blocktensor.quantize(x)
+    shared = quantize(x)
     assert type(shared) is BlockwiseFP8Tensor
     assert (shared.shape, shared.dtype, shared.requires_grad) == (x.shape, x.dtype, True)
     y = functional.linear(shared, w)
@@ -52,13 +41,10 @@ def test_quantize_is_straight_through(shape: tuple[int, ...]) -> None:
     (direct,) = torch.autograd.grad(functional.linear(x, w), x, grad)
     y.backward(grad)
     assert torch.equal(x.grad, direct)
-    assert blocktensor.quantize(shared) is shared
-
-
-def test_quantize_of_what_needs_no_grad() -> None:
-    assert not blocktensor.quantize(randn(5, 200)).requires_grad
+    assert quantize(shared) is shared
+    assert not quantize(x.detach()).requires_grad
     with torch.no_grad():
-        assert not blocktensor.quantize(randn(5, 200, grad=True)).requires_grad
+        assert not quantize(x).requires_grad
 
 
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,7 +65,7 @@ def test_the_gradient_of_dequantized_values_passes_straight_through(
     part: str, dtype: torch.dtype | None
 ) -> None:
     x = randn(256, 384, grad=True)
-    q = blocktensor.quantize(x)
+    q = quantize(x)
     taken = PARTS[part](q)
     values = taken.dequantize(dtype)
     assert type(values) is Tensor
@@ -103,3 +89,167 @@ def test_the_values_of_a_weights_fp8_form_are_plain_and_differentiable() -> None
         assert torch.equal(module.weight.grad, torch.ones(5, 256, dtype=x.dtype).t() @ x)
     with torch.no_grad():
         assert not module.weight.dequantize(torch.float32).requires_grad
+
+
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+@pytest.mark.parametrize("activation", EAGER)
+def test_bits_of_a_gated_activation(
+    activation: Any, wgrad_input: Any, device: torch.device
+) -> None:
+    recipe = Recipe(wgrad_input=wgrad_input)
+    *_, w_down = weights(recipe=recipe, device=device)
+    gate, up = (randn(2, 70, 320, seed=i, device=device, grad=True) for i in range(2))
+    got, want = (
+        results(lambda g, u, w, h=h: F.linear(h(g, u), w), gate, [up, w_down])
+        for h in (
+            lambda g, u: gated_activation(g, u, activation, recipe),
+            lambda g, u: EAGER[activation](g) * u,
+        )
+    )
+    assert_bits(got, want)
+
+
+def test_a_gated_activation_is_the_cast_of_the_product() -> None:
+    gate, up = randn(2, 70, 320), randn(2, 70, 320, seed=1)
+    for recipe in (FP32_SCALES, POWER_OF_TWO, Recipe(wgrad_input="128x128")):
+        made = gated_activation(gate, up, recipe=recipe)
+        assert type(made) is BlockwiseFP8Tensor
+        assert_same(made, quantize(F.silu(gate) * up, recipe))
+    with Trace() as trace:
+        gated_activation(gate, up)
+    assert trace.ops == ["blocktensor.gated silu 1x128 1x128"]
+
+
+NORMS = {
+    "llama": ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
+    "gemma": ("transformers.models.gemma.modeling_gemma", "GemmaRMSNorm"),
+}
+
+
+def norm(kind: str, eps: float, weight: Tensor) -> nn.Module:
+    module, name = NORMS[kind]
+    made: Any = getattr(pytest.importorskip(module), name)(K, eps=eps)
+    made.weight = nn.Parameter(weight)
+    return made
+
+
+def spread(*shape: int, **options: Any) -> Tensor:
+    """Rows from tiny to huge, one of zeros."""
+    x = randn(*shape, K, seed=3, **options)
+    rows = x.detach().view(-1, K)
+    for i, size in enumerate((1e-12, 1e-4, 1.0, 300.0, 1e10, 0.0)):
+        rows[i::7] *= size
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO, SQUARES])
+def test_bits_of_a_norm(
+    kind: Any, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> None:
+    ws = weights(recipe=recipe, dtype=dtype, device=device)
+    x = spread(2, 75, device=device).clamp(-6e4, 6e4).to(dtype)
+    x.requires_grad_()
+    for eps in (1e-6, 1e-5):
+        weight = randn(K, seed=8, dtype=dtype, device=device, grad=True)
+        module = norm(kind, eps, weight.detach().clone())
+
+        def plain(x: Tensor, _: Tensor, *ws: Tensor, module: nn.Module = module) -> Tensor:
+            return both(module(x), *ws)
+
+        def fused(x: Tensor, w: Tensor, *ws: Tensor, eps: float = eps) -> Tensor:
+            return both(rms_norm(x, w, eps, kind, recipe), *ws)
+
+        wanted = results(plain, x, [module.weight, *ws])
+        assert_bits(results(fused, x, [weight, *ws]), wanted)
+
+
+def both(n: Tensor, *ws: Tensor) -> Tensor:
+    """An MLP and a third linear of one norm, whose gradients are summed."""
+    return unfused(n, *ws)[..., :64] + F.linear(n, ws[0])[..., :64]
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_is_its_cast(kind: Any) -> None:
+    x, weight = spread(75), randn(K, seed=8)
+    module = norm(kind, 1e-6, weight)
+    for recipe in (FP32_SCALES, POWER_OF_TWO, SQUARES, HIGH):
+        made = rms_norm(x, weight, kind=kind, recipe=recipe)
+        assert type(made) is BlockwiseFP8Tensor
+        assert_same(made.detach(), quantize(module(x), recipe).detach())
+    other = rms_norm(x, weight.float(), kind=kind)  # in fp32, as torch promotes
+    assert_same(other, quantize(norm(kind, 1e-6, weight.float())(x)).detach())
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6, kind), module(x))
+    with Trace() as trace:
+        rms_norm(x, weight, kind=kind)
+    assert [op for op in trace.ops if "blocktensor" in op] == ["blocktensor.quantize_both 1x128"]
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_bits_where_torch_computes_the_norm(kind: Any) -> None:
+    w, weight = weights(recipe=HIGH)[0], randn(K, seed=8, grad=True)
+    module = norm(kind, 1e-6, weight.detach().clone())
+    x = spread(75).requires_grad_()
+
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(rms_norm(x, weight, kind=kind, recipe=HIGH), w)
+
+    wanted = results(lambda x, _: F.linear(module(x), w), x, [module.weight])
+    assert_bits(results(fused, x, [weight]), wanted)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_one_gradient_of_a_norm(kind: Any, needs: tuple[bool, bool]) -> None:
+    w, gain = weights()[0], randn(K, seed=8)
+    module, grads = norm(kind, 1e-6, gain), []
+    for run in (lambda x, _: module(x), lambda x, gain: rms_norm(x, gain, kind=kind)):
+        x, gain = randn(70, K).requires_grad_(needs[0]), module.weight.requires_grad_(needs[1])
+        gain.grad = None
+        F.linear(run(x, gain), w).sum().backward()
+        assert (x.grad is not None, gain.grad is not None) == needs
+        grads.append(x.grad if needs[0] else gain.grad)
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+
+
+@instantiates
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_compiled_norm(kind: Any) -> None:
+    dynamo.announce()
+
+    def run(x: Tensor, w: Tensor, *ws: Tensor) -> Tensor:
+        return functional.gated_mlp(rms_norm(x, w, kind=kind), *ws)
+
+    x, operands = randn(70, K, grad=True), [randn(K, seed=8, grad=True), *weights()]
+    wanted = results(run, x, operands)
+    with fresh():
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert_bits(results(compiled, x, operands), wanted)
+
+
+def test_graphs_get_every_field_of_a_recipe() -> None:
+    recipe = Recipe("power_of_two", False, "128x128")
+    assert dynamo._fields(recipe) == dataclasses.astuple(recipe)
+
+
+def test_bad_input() -> None:
+    gate, x = randn(70, 320), randn(70, K)
+    activation: Any = functional.gated_activation
+    norm: Any = functional.rms_norm
+    calls: list[Call] = [
+        lambda: activation(gate, gate, "tanh"),
+        lambda: activation(gate, gate[:1]),
+        lambda: activation(gate, gate.float()),
+        lambda: norm(x, x[0], kind="torch"),
+        lambda: norm(x, x),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+ValueError: activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: gate has shape [70, 320] and up [1, 320]: expected the same [..., I]
+TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
+ValueError: kind 'torch': expected one of llama, gemma
+ValueError: x has shape [70, 192] and the weight [70, 192]: expected [..., K] and [K]""",
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,19 +21,20 @@ from tests.support.gated import (
     Kind,
     N,
     assert_bits,
+    before,
     every_kind,
     product_of,
     results,
     weights,
+    whether_recomputed,
 )
 from tests.support.groups import GROUPS
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, randn
 from tests.support.numeric import DTYPES, relative_error
+from tests.support.wgrad_inputs import HIGH, SQUARES, saved_by
 
-SQUARES = Recipe(wgrad_input="128x128")
 RECIPES = (FP32_SCALES, POWER_OF_TWO, SQUARES, Recipe(cache_weight=False))
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
-whether_recomputed = pytest.mark.parametrize("recompute", [False, True])
+MLP = KINDS["MLP"]
 
 
 def through_fp8(x: Tensor, recipe: Recipe) -> Tensor:
@@ -59,58 +59,53 @@ class Product(torch.autograd.Function):
         return None, None, *torch.autograd.grad(h, leaves, grads)
 
 
-def wanted(
+def assert_as_by_linears(
     kind: Kind,
     x: Tensor,
     operands: list[Any],
-    recipe: Recipe = FP32_SCALES,
     recompute: bool = False,
     activation: str = "silu",
+    makes_again: bool = True,
 ) -> list[Tensor | None]:
-    """By linears and torch's functions."""
+    """Compare with linears and torch's functions; ``makes_again``: what recompute does."""
+    recipe, place = operands[0].recipe, 1 if kind.joint else 2
 
     def run(x: Tensor, *operands: Tensor) -> Tensor:
-        if not recompute:
-            h = functools.partial(Product.apply, activation, recipe)
-            return kind.unfused(x, *operands, of_h=h)
-        # the weight of down is trained on what is made again
-        place = 1 if kind.joint else 2
-        down, held = operands[place], []
+        held: list[Tensor] = []
 
         def of_h(*sources: Tensor) -> Tensor:
-            again = product_of(activation, *(through_fp8(s.detach(), recipe) for s in sources))
-            held.append(again)
+            held.append(product_of(activation, *(through_fp8(s.detach(), recipe) for s in sources)))
             made: Tensor = Product.apply(activation, recipe, *sources)
             return made
 
+        if not (recompute and makes_again):
+            return kind.unfused(x, *operands, of_h=of_h)
+        # the weight of down is trained on what is made again
+        down = operands[place]
         ops = [*operands[:place], down.detach(), *operands[place + 1 :]]
         y = kind.unfused(x, *ops, of_h=of_h)
         of_w = kind.product(held[0], down, None)
         return y + (of_w - of_w.detach())
 
-    return results(run, x, operands)
-
-
-def stored(kind: Kind, **options: Any) -> Callable[..., Tensor]:
-    return functools.partial(kind.fused, store_fp8=True, **options)
+    fused = partial(kind.fused, store_fp8=True, recompute=recompute, activation=activation)
+    made = results(fused, x, operands)
+    assert_bits(made, results(run, x, operands))
+    return made
 
 
 @whether_recomputed
-@every_recipe
+@pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
 @every_kind
 def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device) -> None:
     x, operands = kind.inputs(device=device), kind.weights(recipe, device=device)
-    made = results(stored(kind, recompute=recompute), x, operands)
-    assert_bits(made, wanted(kind, x, operands, recipe, recompute))
+    assert_as_by_linears(kind, x, operands, recompute)
 
 
 @pytest.mark.parametrize("activation", EAGER)
 def test_activations_and_how_near_they_are(activation: str, device: torch.device) -> None:
-    kind, options = KINDS["MLP"], {"activation": activation}
-    x, operands = kind.inputs(device=device), kind.weights(device=device)
-    made = results(stored(kind, **options), x, operands)
-    assert_bits(made, wanted(kind, x, operands, **options))
-    exact = results(functools.partial(kind.fused, **options), x, operands)
+    x, operands = MLP.inputs(device=device), MLP.weights(device=device)
+    made = assert_as_by_linears(MLP, x, operands, activation=activation)
+    exact = results(partial(MLP.fused, activation=activation), x, operands)
     assert_bits(made[:1], exact[:1])
     for got, close in zip(made[1:], exact[1:], strict=True):
         assert got is not None and close is not None
@@ -121,10 +116,8 @@ def test_activations_and_how_near_they_are(activation: str, device: torch.device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, K), (0, K), (129, K), (3, 1, 5, K)], ids=str)
 def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    kind = KINDS["MLP"]
     x = randn(*shape, seed=5, dtype=dtype, device=device, grad=True)
-    operands = kind.weights(dtype=dtype, device=device)
-    assert_bits(results(stored(kind), x, operands), wanted(kind, x, operands))
+    assert_as_by_linears(MLP, x, MLP.weights(dtype=dtype, device=device))
 
 
 @whether_recomputed
@@ -132,30 +125,22 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def test_groups(groups: str, recompute: bool, device: torch.device) -> None:
     """NaN in rows of no group reach nothing."""
     kind = Kind(groups=groups)
-    x, operands = kind.inputs(device=device), kind.weights(device=device)
-    made = results(stored(kind, recompute=recompute), x, operands)
-    assert_bits(made, wanted(kind, x, operands, recompute=recompute))
+    assert_as_by_linears(kind, kind.inputs(device=device), kind.weights(device=device), recompute)
 
 
 @whether_recomputed
 def test_biases(recompute: bool, device: torch.device) -> None:
-    kind = KINDS["MLP"]
-    operands = [*kind.weights(device=device), *kind.biases(device=device, grad=True)]
-    x = kind.inputs(device=device)
-    made = results(stored(kind, recompute=recompute), x, operands)
-    assert_bits(made, wanted(kind, x, operands, recompute=recompute))
+    operands = [*MLP.weights(device=device), *MLP.biases(device=device, grad=True)]
+    assert_as_by_linears(MLP, MLP.inputs(device=device), operands, recompute)
 
 
 @whether_recomputed
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1)], ids=str)
 @pytest.mark.parametrize("x_grad", [False, True])
 def test_frozen_weights(x_grad: bool, frozen: tuple[int, ...], recompute: bool) -> None:
-    kind = KINDS["MLP"]
-    operands, x = kind.weights(frozen=frozen), kind.inputs(grad=x_grad)
-    made = results(stored(kind, recompute=recompute), x, operands)
-    if not x_grad and frozen == (0, 1):  # nothing of gate and up is saved
-        recompute = False
-    assert_bits(made, wanted(kind, x, operands, recompute=recompute))
+    operands, x = MLP.weights(frozen=frozen), MLP.inputs(grad=x_grad)
+    saves_both = x_grad or frozen != (0, 1)
+    assert_as_by_linears(MLP, x, operands, recompute, makes_again=saves_both)
 
 
 @whether_recomputed
@@ -172,7 +157,7 @@ def test_up_at_the_limit_of_its_dtype(dtype: torch.dtype, recompute: bool) -> No
             nn.Parameter(BlockwiseFP8Weight(w, POWER_OF_TWO)) for w in (gate, up, down)
         ]
         x = torch.ones(1, K, dtype=dtype, requires_grad=True)
-        run = functools.partial(functional.gated_mlp, store_fp8=store_fp8, recompute=recompute)
+        run = partial(functional.gated_mlp, store_fp8=store_fp8, recompute=recompute)
         y = run(x, *operands)
         y.backward(torch.full_like(y, tiny))
         made.append([y.detach(), x.grad, *(w.grad for w in operands)])
@@ -184,7 +169,7 @@ def test_up_at_the_limit_of_its_dtype(dtype: torch.dtype, recompute: bool) -> No
 def test_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made one after the other, of the same values."""
     x, operands = randn(70, K, grad=True), weights()
-    run = functools.partial(functional.gated_mlp, store_fp8=True)
+    run = partial(functional.gated_mlp, store_fp8=True)
     want = results(run, x, operands)
     monkeypatch.setattr(plan, "LARGE_BYTES", 0)
     with Trace() as trace:
@@ -195,15 +180,14 @@ def test_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @whether_recomputed
 def test_what_is_saved(recompute: bool) -> None:
-    saved: list[Tensor] = []
     x, operands = randn(80, K, grad=True), weights()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        functional.gated_mlp(x, *operands, store_fp8=True, recompute=recompute)
+    run = partial(functional.gated_mlp, store_fp8=True, recompute=recompute)
+    saved = saved_by(lambda: run(x, *operands))
     bytes_of = [t.nbytes for t in saved if type(t) is Tensor and t.itemsize == 1]
     assert bytes_of == [K * 80, *([] if recompute else [HIDDEN * 80]), *[80 * HIDDEN] * 2]
     assert not any(t.dtype == torch.bfloat16 and type(t) is Tensor for t in saved)
     with torch.no_grad(), Trace() as trace:
-        functional.gated_mlp(x, *operands, store_fp8=True, recompute=recompute)
+        run(x, *operands)
     assert trace.ops.count("blocktensor.quantize_rowwise 1x128") == 1  # of x
 
 
@@ -212,23 +196,17 @@ def test_high_precision_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     refs: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            refs.extend(weakref.ref(x) for x in args[:3] if isinstance(x, Tensor))
-            return function(*args, **options)
+    def remember(*args: Any) -> None:
+        refs.extend(weakref.ref(x) for x in args[:3] if isinstance(x, Tensor))
 
-        return run
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            alive.append(sum(ref() is not None for ref in refs))
-            return function(*args, **options)
-
-        return run
-
-    for owner, name in ((gated_mlp, "gated"), (gated_forms, "gated_backward")):
-        monkeypatch.setattr(owner, name, remembering(getattr(owner, name)))
-    monkeypatch.setattr(products, "gemm", counting(products.gemm))
+    before(monkeypatch, gated_mlp, "gated", remember)
+    before(monkeypatch, gated_forms, "gated_backward", remember)
+    before(
+        monkeypatch,
+        products,
+        "gemm",
+        lambda *_: alive.append(sum(ref() is not None for ref in refs)),
+    )
     y = functional.gated_mlp(randn(256, K, grad=True), *weights(), store_fp8=True)
     assert len(refs) == 2
     assert alive == [0, 0, 0]  # of gate and up; the product of down
@@ -238,7 +216,6 @@ def test_high_precision_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_high_precision_weight_gradients_store_no_fp8() -> None:
-    recipe = Recipe(wgrad_input="high_precision")
-    operands, x = weights(recipe=recipe), randn(70, K, grad=True)
-    run = functools.partial(functional.gated_mlp, store_fp8=True)
+    operands, x = weights(recipe=HIGH), randn(70, K, grad=True)
+    run = partial(functional.gated_mlp, store_fp8=True)
     assert_bits(results(run, x, operands), results(functional.gated_mlp, x, operands))

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor
 
-import blocktensor
-from blocktensor import Recipe, functional, share_inputs
+from blocktensor import Recipe, functional, quantize, share_inputs, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import assert_matches, complaint, linear, randn
+from tests.support.models import assert_matches, linear, randn
 from tests.support.numeric import assert_same, relative_error
+from tests.support.refusals import refused
 from tests.support.siblings import K as SIBLINGS_K
 from tests.support.siblings import Qkv, converted, results
 from tests.support.wgrad_inputs import HIGH, RECIPES, SQUARES, every_recipe, saved_by, wgrad
 
 __all__ = ["way_of_linears"]
-
-# A linear
 
 
 @every_recipe
@@ -73,48 +74,33 @@ def test_leading_dimensions_and_gradients_of_the_weight_alone(recipe: Recipe) ->
     module = linear(130, 70, recipe=recipe)
     x, grad = randn(2, 150, 70), randn(2, 150, 130, seed=3)
     flat = wgrad(grad.flatten(0, 1), x.flatten(0, 1), recipe, torch.bfloat16)
-    assert torch.equal(grads_of(module, x, grad)[2], flat)
-    y = module(x.requires_grad_())
-    (dw,) = torch.autograd.grad(y, [module.weight], grad, retain_graph=True)
+    _, dx, dw = grads_of(module, x, grad)
     assert torch.equal(dw, flat)
-    (dx,) = torch.autograd.grad(y, [x], grad)
-    assert torch.equal(dx, x.grad) if x.grad is not None else dx.shape == x.shape
+    y = module(x.requires_grad_())
+    for leaf, wanted in ((module.weight, flat), (x, dx)):
+        (alone,) = torch.autograd.grad(y, [leaf], grad, retain_graph=True)
+        assert torch.equal(alone, wanted)
     frozen = linear(130, 70, recipe=recipe, frozen=True)
-    assert grads_of(frozen, x.detach(), grad)[1].shape == x.shape
+    assert torch.equal(grads_of(frozen, x.detach(), grad)[1], dx)
 
 
-@every_recipe
-def test_autocast(recipe: Recipe, device: torch.device) -> None:
+@pytest.mark.parametrize("backward_too", [False, True])
+@pytest.mark.parametrize("recipe", [Recipe(), *RECIPES], ids=str)
+def test_autocast(recipe: Recipe, backward_too: bool, device: torch.device) -> None:
+    """It must not round the sums of fp32 gradients."""
     module = linear(130, 70, recipe=recipe, dtype=torch.float32, device=device)
     x = randn(300, 70, dtype=torch.float32, device=device, grad=True)
     grad = randn(300, 130, seed=3, device=device)
     with torch.autocast(device.type, torch.bfloat16):
-        module(x).backward(grad)  # under autocast too, which must not round the sums
+        y = module(x)
+    with torch.autocast(device.type, torch.bfloat16, enabled=backward_too):
+        y.backward(grad)
     rounded = x.detach().bfloat16()
     if recipe is HIGH:
         exact = grad.double().t() @ rounded.double()
         assert relative_error(module.weight.grad, exact) <= 1e-5  # of sums in fp32
     else:
         assert_matches(module.weight.grad, wgrad(grad, rounded, recipe, torch.float32))
-
-
-@every_recipe
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_main_grad(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
-    module = linear(130, 70, recipe=recipe, dtype=dtype, device=device)
-    start = randn(130, 70, seed=9, dtype=torch.float32, device=device)
-    module.weight.main_grad = start.clone()
-    xs = [randn(300, 70, seed=s, dtype=dtype, device=device) for s in (1, 2)]
-    grad = randn(300, 130, seed=3, dtype=dtype, device=device)
-    for x in xs:
-        grads_of(module, x, grad)
-    assert module.weight.grad is None
-    want = start.double()
-    for x in xs:
-        exact = recipe is HIGH and dtype == torch.bfloat16
-        part = grad.float().t() @ x.float() if exact else wgrad(grad, x, recipe, torch.float32)
-        want += part.double()
-    assert relative_error(module.weight.main_grad, want) <= 1e-6 if device.type == "cpu" else 2e-4
 
 
 def test_what_is_saved() -> None:
@@ -129,39 +115,36 @@ def test_what_is_saved() -> None:
     assert [t.dtype for t in saved] == [torch.float8_e4m3fn, torch.float32]  # the weight
 
 
-# Inputs that are cast before
-
-
-@every_recipe
+@pytest.mark.parametrize("recipe", [Recipe(), *RECIPES], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_input_that_is_cast_once(
     recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> None:
-    gate, up = (linear(n, 70, recipe=recipe, dtype=dtype, device=device) for n in (130, 256))
-    x = randn(2, 150, 70, dtype=dtype, device=device)
-    gs = [randn(2, 150, n, seed=n, dtype=dtype, device=device) for n in (130, 256)]
-    want = [grads_of(module, x, g) for module, g in zip((gate, up), gs, strict=True)]
-    apart = [t.clone() for result in want for t in (result[0], result[2])]
-    gate.zero_grad(), up.zero_grad()
-    leaf = x.clone().requires_grad_()
-    shared = blocktensor.quantize(leaf, recipe)
-    for given in (
-        shared,
-        shared.view(300, 70).view(2, 150, 70),
-        shared.clone(),
-        copy.deepcopy(shared.detach()),
-    ):
+    options: Any = {"dtype": dtype, "device": device}
+    gate = linear(130, 70, recipe=recipe, **options)
+    up = linear(256, 70, recipe=recipe, bias=True, **options)
+    x, *gs = (randn(2, 150, n, seed=n, **options) for n in (70, 130, 256))
+
+    def run(cast: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         gate.zero_grad(), up.zero_grad()
-        outputs = gate(given), up(given)
-        torch.autograd.backward(outputs, gs, retain_graph=True)
-        together = [outputs[0].detach(), gate.weight.grad, outputs[1].detach(), up.weight.grad]
-        assert_all_equal(together, apart)
+        leaf = x.clone().requires_grad_()
+        outputs = [linear(given) for given in [cast(leaf)] for linear in (gate, up)]
+        torch.autograd.backward(outputs, gs)
+        parameters = (*gate.parameters(), *up.parameters())
+        return [leaf.grad, *(y.detach() for y in outputs), *(p.grad for p in parameters)]
+
+    wanted = run(lambda x: x)
+    for view in (lambda q: q, lambda q: q.view(300, 70).view(2, 150, 70), lambda q: q.clone()):
+        assert_all_equal(run(lambda x, view=view: view(quantize(x, recipe))), wanted)
+    dx, *others = run(lambda x: copy.deepcopy(quantize(x.detach(), recipe)))
+    assert dx is None
+    assert_all_equal(others, wanted[1:])
 
 
 def test_shared_inputs_of_other_recipes_are_cast_apart() -> None:
     shared = converted(Qkv())
-    blocktensor.to_blockwise_fp8_weights(shared.k, SQUARES)
-    blocktensor.to_blockwise_fp8_weights(shared.v, HIGH)
+    to_blockwise_fp8_weights(shared.k, SQUARES)
+    to_blockwise_fp8_weights(shared.v, HIGH)
     unshared = copy.deepcopy(shared)
     report = share_inputs(shared)
     for seed in range(2):
@@ -175,7 +158,7 @@ def test_casts_of_another_recipe_are_refused() -> None:
     for recipe in (Recipe(), SQUARES, HIGH):
         module = linear(130, 70, recipe=recipe)
         for other in (Recipe(), SQUARES, HIGH):
-            given = blocktensor.quantize(x, other)
+            given = quantize(x, other)
             with torch.no_grad():
                 module(given)
             linear(130, 70, recipe=recipe, frozen=True)(given)  # they ask for rowwise forms only
@@ -185,24 +168,23 @@ def test_casts_of_another_recipe_are_refused() -> None:
                 with pytest.raises(ValueError, match="mixed recipes"):
                     module(given)
     assert_expected_inline(
-        complaint(ValueError, lambda: linear(130, 70, recipe=SQUARES)(functional.quantize(x))),
+        refused(
+            lambda: linear(130, 70, recipe=SQUARES)(quantize(x)),
+            lambda: linear(130, 70)(quantize(x, HIGH)),
+        ),
         """\
-mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
-which is FP8 already, holds 1x128 blocks; cast it with one recipe, e.g.
-blocktensor.quantize(x, recipe=weight.recipe)""",
-    )
-    assert_expected_inline(
-        complaint(ValueError, lambda: linear(130, 70)(functional.quantize(x, HIGH))),
-        """\
-mixed recipes: the gradient of the weight has wgrad_input='1x128', and the input,
-which is FP8 already, is cast for 'high_precision'; cast it with one recipe, e.g.
-blocktensor.quantize(x, recipe=weight.recipe)""",
+ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
+  which is FP8 already, holds 1x128 blocks; cast it with one recipe, e.g.
+  blocktensor.quantize(x, recipe=weight.recipe)
+ValueError: mixed recipes: the gradient of the weight has wgrad_input='1x128', and the input,
+  which is FP8 already, is cast for 'high_precision'; cast it with one recipe, e.g.
+  blocktensor.quantize(x, recipe=weight.recipe)""",
     )
 
 
 def test_an_input_that_was_changed_after_its_cast_is_refused() -> None:
     module, x = linear(130, 70, recipe=HIGH), randn(300, 70)
-    given = blocktensor.quantize(x, HIGH)
+    given = quantize(x, HIGH)
     part = given.view(2, 150, 70)
     x.mul_(2)
     for fp8 in (given, part):
@@ -212,23 +194,25 @@ def test_an_input_that_was_changed_after_its_cast_is_refused() -> None:
         module(given)
 
 
-def test_a_gradient_in_fp8() -> None:
-    x, grad = randn(300, 70), randn(300, 130, seed=3)
-    for recipe in RECIPES:
-        module = linear(130, 70, recipe=recipe)
-        given = functional.quantize(grad, Recipe(scale=recipe.scale))
-        got, want = grads_of(module, x, given), grads_of(module, x, grad)
-        if recipe is HIGH:
-            want[2] = wgrad(given.dequantize(), x, recipe, torch.bfloat16)
-        assert_all_equal(got, want)
+@pytest.mark.parametrize("shape", [(6,), (129,), (2, 3), (300,)], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe(), *RECIPES], ids=str)
+def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch.device) -> None:
+    module, x = linear(130, 70, recipe=recipe, device=device), randn(*shape, 70, device=device)
+    grad = randn(*shape, 130, seed=3, device=device)
+    given = quantize(grad, Recipe(scale=recipe.scale))
+    got, want = grads_of(module, x, given), grads_of(module, x, grad)
+    if recipe is HIGH:
+        rows = given.dequantize().flatten(0, -2), x.flatten(0, -2)
+        want[2] = wgrad(*rows, recipe, torch.bfloat16)
+    assert_all_equal(got, want)
+
+
+def test_a_gradient_in_fp8_in_squares_is_refused() -> None:
+    y = linear(130, 70)(randn(300, 70, grad=True))
+    grad = quantize(randn(300, 130), SQUARES)
     assert_expected_inline(
-        complaint(
-            ValueError,
-            lambda: linear(130, 70)(x.requires_grad_()).backward(
-                functional.quantize(grad, SQUARES)
-            ),
-        ),
+        refused(lambda: y.backward(grad, retain_graph=True)),
         """\
-a columnwise form in 128x128 blocks where an FP8 linear reads 1x128: pass the tensor
-in high precision""",
+ValueError: a columnwise form in 128x128 blocks where an FP8 linear reads 1x128: pass the tensor
+  in high precision""",
     )

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from tests.support.groups import GROUPS, ends
-from tests.support.models import FP32_SCALES, SQUARE, randn
+from tests.support.models import FP32_SCALES, randn
 from tests.support.steps import assert_bits as assert_bits
 
 K, HIDDEN, N = 192, 320, 136
@@ -28,54 +28,17 @@ EAGER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def unfused(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *biases: Tensor | None,
-    activation: str = "silu",
-) -> Tensor:
-    """What ``functional.gated_mlp`` is to equal, by torch's own functions."""
-    b_gate, b_up, b_down = biases or (None, None, None)
-    h = EAGER[activation](F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
-    return F.linear(h, w_down, b_down)
-
-
-def weights(
-    kind: str = "weight",
-    recipe: Recipe = FP32_SCALES,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    frozen: tuple[int, ...] = (),
-) -> list[Tensor]:
-    """gate, up and down in FP8; ``frozen``: the places of those without gradients.
-
-    ``kind``: "weight" or, of frozen ones, "tensor".
-    """
-    made: list[Tensor] = []
-    for i, shape in enumerate(((HIDDEN, K), (HIDDEN, K), (N, HIDDEN))):
-        values = randn(*shape, seed=i, dtype=dtype, device=device) / 14
-        if i in frozen and kind == "tensor":
-            made.append(BlockwiseFP8Tensor.from_values(values, SQUARE, recipe))
-        else:
-            made.append(nn.Parameter(BlockwiseFP8Weight(values, recipe), i not in frozen))
-    return made
-
-
 def results(
     run: Callable[..., Tensor], x: Tensor, operands: list[Any], again: bool = False
 ) -> list[Tensor | None]:
     """The output, the gradients of x and of all operands; ``again``: x has another use."""
     leaf = x.detach().clone().requires_grad_(x.requires_grad)
     for t in operands:
-        if t is not None:
-            t.grad = None
+        t.grad = None
     y = run(leaf * 1.5 if again else leaf, *operands)
-    if y.requires_grad:
-        y.backward(randn(*y.shape, seed=77, dtype=y.dtype, device=y.device))
-    given = [leaf, *(t for t in operands if t is not None)]
-    return [y.detach(), *(t.grad for t in given)]
+    if y.requires_grad:  # of a loss only ones keep all bits, see linear_cross_entropy.py
+        y.backward(randn(*y.shape, seed=77, dtype=y.dtype, device=y.device) if y.ndim else None)
+    return [y.detach(), leaf.grad, *(t.grad for t in operands)]
 
 
 @dataclass(frozen=True)
@@ -129,9 +92,8 @@ class Kind:
         ws = gate, up[0] if up else None, down
         if self.groups:
             return functional.gated_experts(x, *ws, self._offs(x), **options)
-        if biases:
-            of_gate, *of_up, of_down = biases
-            biases = of_gate, of_up[0] if of_up else None, of_down
+        if biases and self.joint:
+            biases = biases[0], None, biases[1]
         return functional.gated_mlp(x, *ws, *biases, **options)
 
     def unfused(
@@ -141,9 +103,8 @@ class Kind:
         ws, biases = self._split(operands)
         bs = biases or (None,) * len(ws)
         firsts = [self.product(x, w, b) for w, b in zip(ws[:-1], bs[:-1], strict=True)]
-        if of_h is not None:
-            return self.product(of_h(*firsts), ws[-1], bs[-1])
-        return self.product(product_of(activation, *firsts), ws[-1], bs[-1])
+        h = of_h(*firsts) if of_h else product_of(activation, *firsts)
+        return self.product(h, ws[-1], bs[-1])
 
     def product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by one weight."""
@@ -155,11 +116,12 @@ class Kind:
         self, x: Tensor, operands: list[Any], activation: str = "silu", **options: Any
     ) -> None:
         """Compare outputs and gradients, also of an x with another use."""
+        runs = (
+            functools.partial(self.fused, activation=activation, **options),
+            functools.partial(self.unfused, activation=activation),
+        )
         for again in (False, True):
-            apart = functools.partial(self.unfused, activation=activation)
-            run = functools.partial(self.fused, activation=activation, **options)
-            got, want = (results(each, x, operands, again) for each in (run, apart))
-            assert_bits(got, want)
+            assert_bits(*(results(run, x, operands, again) for run in runs))
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         count = 2 if self.joint else 3
@@ -183,6 +145,14 @@ KINDS = {
     "joint experts": Kind(joint=True, groups="rows of no group"),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+whether_recomputed = pytest.mark.parametrize("recompute", [False, True])
+unfused = KINDS["MLP"].unfused
+
+
+def weights(kind: str = "weight", frozen: tuple[int, ...] = (), **options: Any) -> list[Any]:
+    """gate, up and down in FP8; with ``kind`` "tensor" the frozen ones as BlockwiseFP8Tensor."""
+    made = KINDS["MLP"].weights(frozen=frozen, **options)
+    return [w._quantized() if kind == "tensor" and not w.requires_grad else w for w in made]
 
 
 class WeightShapes(TorchFunctionMode):
@@ -196,3 +166,16 @@ class WeightShapes(TorchFunctionMode):
         if func in (F.linear, torch._grouped_mm):
             self.seen.add(tuple(args[1].shape))
         return func(*args, **(kwargs or {}))
+
+
+def before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
+) -> None:
+    """Call ``note`` with the arguments of a function before it runs."""
+    function = getattr(owner, name)
+
+    def run(*args: Any, **options: Any) -> Any:
+        note(*args)
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, run)

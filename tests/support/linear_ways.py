@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor.autograd import plan
+from blocktensor.ops import reference
+from tests.support.reference_ops import replace_op
 
 WAYS = ("op by op", "sequence")
 
@@ -17,8 +21,8 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan all linears anew, to run in one of the ways.
 
     - "op by op": as large linears run, which frees every tensor as early as possible.
-    - "sequence": each direction is one sequence to record, as small linears run on GPUs. On a CPU,
-      where nothing can be recorded, the sequence then calls its ops.
+    - "sequence": each direction is one sequence to record, as small linears run on GPUs. A CPU
+      cannot record and calls its ops.
     """
     if way == "op by op":
         monkeypatch.setattr(plan, "LARGE_BYTES", 0)
@@ -52,3 +56,23 @@ def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None])
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
+
+
+def gone_when(
+    monkeypatch: pytest.MonkeyPatch, op: str, held: list[Callable[[], bool]]
+) -> list[bool]:
+    """Return a list to which each run of the reference's ``op`` adds which of ``held`` are gone."""
+    gone: list[bool] = []
+    function = getattr(reference, op)
+
+    def watched(*args: Any) -> Any:
+        gone.extend(is_gone() for is_gone in held)
+        return function(*args)
+
+    replace_op(monkeypatch, op, watched)
+    return gone
+
+
+def storage_is_gone(x: Tensor) -> Callable[[], bool]:
+    """Return whether the memory of ``x`` is freed, when it is called."""
+    return StorageWeakRef(x.untyped_storage()).expired

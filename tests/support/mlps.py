@@ -14,6 +14,7 @@ from blocktensor import Recipe, convert
 from blocktensor.fusion.fused_class import fused_modules
 from blocktensor.fusion.mlp import MLP as MLPPattern
 from tests.support.models import FP32_SCALES
+from tests.support.steps import step
 
 K, HIDDEN = 192, 320
 X = torch.arange(3 * K).view(3, K).sin()
@@ -76,6 +77,7 @@ def _h(m: Any, x: Tensor) -> Tensor:
     return F.silu(m.gate_proj(x)) * m.up_proj(x)
 
 
+# Forwards that differ from down_proj(silu(gate_proj(x)) * up_proj(x)).
 PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
     "GELU for SiLU": lambda m, x: m.down_proj(F.gelu(m.gate_proj(x)) * m.up_proj(x)),
     "another beta": lambda m, x: m.down_proj(
@@ -112,7 +114,6 @@ PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
     ),
     "two inputs": lambda m, x: m.down_proj(_h(m, x)) * m.missing,
 }
-"""Forwards that differ from down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
 
 def planted(name: str) -> nn.Module:
@@ -127,13 +128,7 @@ def planted(name: str) -> nn.Module:
 
 def results(model: nn.Module, x: Tensor = X, run: Any = None) -> list[Tensor | None]:
     """The output, and the gradients of x and of all parameters, from scratch."""
-    for p in model.parameters():
-        p.grad = None
-    leaf = x.to(next(model.parameters()).dtype).detach().requires_grad_()
-    y = (model if run is None else run)(leaf)
-    if y.requires_grad:
-        y.backward(torch.ones_like(y) / 3)
-    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
+    return step(model if run is None else run, x.to(next(model.parameters()).dtype), of=[model])
 
 
 def fused_in(model: nn.Module) -> list[str]:

@@ -84,9 +84,13 @@ def assert_trace(run: Any, *inputs: Any, forward: Ops = None, backward: Ops = No
         _assert_ops(trace, backward)
 
 
+def ours(trace: Trace) -> list[str]:
+    """Return the names of the package's ops, without ``blocktensor.``."""
+    return [x.removeprefix("blocktensor.") for x in trace.ops if x.startswith("blocktensor.")]
+
+
 def _assert_ops(trace: Trace, wanted: Ops) -> None:
     if isinstance(wanted, Mapping):
         assert {part: trace.count(part) for part in wanted} == dict(wanted), trace.ops
     elif wanted is not None:
-        ours = [x.removeprefix("blocktensor.") for x in trace.ops if x.startswith("blocktensor.")]
-        assert ours == list(wanted)
+        assert ours(trace) == list(wanted)
