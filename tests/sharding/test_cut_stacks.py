@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -23,16 +23,19 @@ from tests.support.expert_parallel import (
     cut,
     cut_in_fp8,
     experts_of,
-    local_kinds,
     local_values,
     step_of,
 )
 from tests.support.models import complaint, randn
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.sharded import mesh_of, whole
+from tests.support.sharded import assert_equal, gradients, local_kinds, step, whole
 
-K, N = 192, 256
+K = 192
 FLOAT = torch.float32
+
+
+def two_dims(device: str = "cpu") -> DeviceMesh:
+    return shared_mesh(device, 2, 2, names=("data", "expert"))
 
 
 def sizes_of(experts: int, world: int) -> list[list[int]]:
@@ -44,9 +47,8 @@ def sizes_of(experts: int, world: int) -> list[list[int]]:
 
 
 @on_ranks(2, 4)
-def test_experts_train_as_in_one_process(world: int, device: str) -> None:
+def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
     """Ranks with fewer experts, or none; converted before and after the stacks are cut."""
-    mesh = mesh_of(world, device)
     for experts, dtype, before in (
         (4, FLOAT, True),
         (4, torch.bfloat16, False),
@@ -54,97 +56,104 @@ def test_experts_train_as_in_one_process(world: int, device: str) -> None:
         (6, FLOAT, True),
         (1, FLOAT, True),
     ):
-        single = experts_of(experts, K, N, device, dtype)
+        single = experts_of(experts, device=device, dtype=dtype)
         assert local_kinds(cut(copy.deepcopy(single), mesh)) == {Tensor}
         model = cut_in_fp8(single, mesh, before)
         converted(single)
         assert local_kinds(model) == {BlockwiseFP8Weight}
         assert all(p.requires_grad and p.is_leaf for p in model.parameters())
-        sizes = sizes_of(experts, world)
+        sizes = sizes_of(experts, mesh.size())
         assert_steps_as_one(single, Dispatched(model, mesh.get_group()), sizes, device)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.filterwarnings("ignore:While redistributing")
-@on_ranks(4, gpus=())
-def test_fsdp_over_experts_that_are_cut(world: int, device: str) -> None:
-    mesh = shared_mesh(device, 2, 2, names=("data", "expert"))
+@on_ranks(4)
+def test_fsdp_over_experts_that_are_cut(device: str, dim: int) -> None:
+    """Converted before or after fully_shard, which cuts every rank's experts."""
+    mesh = two_dims(device)
     for before in (True, False):
-        single = experts_of(4, K, N, device, FLOAT)
-        model = cut(converted(copy.deepcopy(single)) if before else single, mesh["expert"])
-        fully_shard(model, mesh=mesh["data"])
-        model = converted(model)
-        single = converted(experts_of(4, K, N, device, FLOAT))
+        single = experts_of(4, device=device)
+        model = cut(copy.deepcopy(converted(single) if before else single), mesh["expert"])
+        fully_shard(model, mesh=mesh["data"], shard_placement_fn=lambda p: Shard(dim))
+        converted(single), converted(model)
         assert local_kinds(model) == {FP8Shard}
         dispatched = Dispatched(model, mesh["expert"].get_group())
         # both rows of the mesh run the same batches: FSDP averages two equal gradients
         assert_steps_as_one(single, dispatched, sizes_of(4, 2), device)
 
 
+@on_ranks(4)
+def test_sharded_stacks_that_are_no_whole_experts_are_not_converted(device: str) -> None:
+    mesh = two_dims(device)
+    remedy = "convert stacks that are cut inside experts before fully_shard"
+    for inside, dim in ((1, 0), (2, 1), (1, 1)):
+        model = cut(experts_of(4, device=device), mesh["expert"], inside)
+        fully_shard(model, mesh=mesh["data"], shard_placement_fn=lambda p, d=dim: Shard(d))
+        before = [p._local_tensor for p in model.parameters()]
+        with pytest.raises(NotImplementedError, match=f"FSDP2 alone did not make: {remedy}"):
+            convert(model, skip_small=False)
+        after = [p._local_tensor for p in model.parameters()]
+        assert all(p is q for p, q in zip(before, after, strict=True))
+
+
 @on_ranks(4, gpus=())
-def test_frozen_experts_that_are_cut_and_sharded(world: int, device: str) -> None:
-    mesh = shared_mesh(device, 2, 2, names=("data", "expert"))
-    mine = slice(2 * mesh["expert"].get_local_rank(), 2 * mesh["expert"].get_local_rank() + 2)
-    whole_model = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
-    single = experts_of(2, K, N, device, FLOAT).requires_grad_(False)
-    for p, q in zip(single.parameters(), whole_model.parameters(), strict=True):
-        p.copy_(q[mine])
+def test_frozen_experts_that_are_cut_and_sharded() -> None:
+    mesh = two_dims()
+    plain = experts_of(4).requires_grad_(False)
+    single = experts_of(2).requires_grad_(False)
+    for p, q in zip(single.parameters(), plain.parameters(), strict=True):
+        p.copy_(q.chunk(2)[mesh["expert"].get_local_rank()])
     converted(single)
     for before in (True, False):
-        model = fully_shard(cut_in_fp8(whole_model, mesh["expert"], before), mesh=mesh["data"])
+        model = fully_shard(cut_in_fp8(plain, mesh["expert"], before), mesh=mesh["data"])
         assert local_kinds(model) == {FrozenShard}
         made = []
         for each in (model, single):
-            x = randn(40, K, device=device, grad=True)
-            y = each(x, torch.tensor([13, 27], device=device))
-            y.backward(randn(40, K, seed=1, device=device))
-            made.append((y, x.grad))
-        assert all(map(torch.equal, *made))
+            x = randn(40, K, grad=True)
+            y = each(x, torch.tensor([13, 27]))
+            y.backward(randn(40, K, seed=1))
+            made.append([y, x.grad])
+        assert_equal(*made)
 
 
+@pytest.mark.parametrize("kind", [BlockwiseFP8Weight, BlockwiseFP8Tensor])
 @on_ranks(2, gpus=())
-def test_every_way_to_cut_a_stack(world: int, device: str) -> None:
+def test_every_way_to_cut_a_stack(mesh: DeviceMesh, kind: type) -> None:
     """By experts, rows, columns; the values are those of rank 0, or each rank's own."""
-    mesh = mesh_of(world, device)
-    rank = dist.get_rank()
-    for frozen in (False, True):
-        kind = BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight
-        for experts, dim, source in (
-            *((4, 0, 0), (4, 0, None), (3, 0, 0), (1, 0, 0), (1, 0, None), (2, 1, 0), (2, 1, None)),
-            *((2, 2, 0), (2, -1, None)),
-        ):
-            plain = randn(experts, 512, 256, seed=1, dtype=FLOAT)
-            wanted = plain
-            if frozen:
-                wanted = BlockwiseFP8Tensor.from_values(plain, (128, 128)).dequantize()
-            if rank and source == 0:
-                plain = torch.ones_like(plain)
-            made = BlockwiseFP8Tensor.from_values(plain, (128, 128)) if frozen else None
-            stack = BlockwiseFP8Weight(plain) if made is None else made
-            part = distribute_tensor(stack, mesh, [Shard(dim)], src_data_rank=source)
-            parts = wanted.chunk(world, dim)
-            mine = parts[rank] if rank < len(parts) else wanted.narrow(dim, 0, 0)
-            assert type(part.to_local()) is kind
-            assert torch.equal(local_values(part), mine), (experts, dim, source, frozen)
-        # each rank's own values, of which those of rank 0 are copied
-        own, first = (randn(2, 130, 128, seed=r, dtype=FLOAT, device=device) for r in (rank, 0))
-        if frozen:
-            own, first = (BlockwiseFP8Tensor.from_values(x, (128, 128)) for x in (own, first))
-        else:
-            own, first = BlockwiseFP8Weight(own), BlockwiseFP8Weight(first)
-        copies = distribute_tensor(own, mesh, [Replicate()])
-        assert type(copies.to_local()) is kind
-        assert torch.equal(local_values(copies), local_values(first))
+
+    def in_fp8(values: Tensor) -> Any:
+        if kind is BlockwiseFP8Weight:
+            return BlockwiseFP8Weight(values)
+        return BlockwiseFP8Tensor.from_values(values, (128, 128))
+
+    rank = mesh.get_local_rank()
+    for experts, dim, source in (
+        *((4, 0, 0), (4, 0, None), (3, 0, 0), (1, 0, 0), (1, 0, None), (2, 1, 0), (2, 1, None)),
+        *((2, 2, 0), (2, -1, None)),
+    ):
+        values = randn(experts, 512, 256, seed=1, dtype=FLOAT)
+        parts = local_values(in_fp8(values)).chunk(2, dim)
+        mine = parts[rank] if rank < len(parts) else parts[0][:0]
+        if rank and source == 0:
+            values = torch.ones_like(values)
+        part = distribute_tensor(in_fp8(values), mesh, [Shard(dim)], src_data_rank=source)
+        assert type(part.to_local()) is kind
+        assert torch.equal(local_values(part), mine), (experts, dim, source)
+    # each rank's own values, of which those of rank 0 are copied
+    own, first = (in_fp8(randn(2, 130, 128, seed=r, dtype=FLOAT)) for r in (rank, 0))
+    copies = distribute_tensor(own, mesh, [Replicate()])
+    assert type(copies.to_local()) is kind
+    assert torch.equal(local_values(copies), local_values(first))
 
 
 @on_ranks(2, gpus=())
-def test_cuts_inside_blocks_are_refused_and_change_nothing(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-    model = experts_of(2, 192, 320, device, FLOAT)
+def test_cuts_inside_blocks_are_refused_and_change_nothing(mesh: DeviceMesh) -> None:
+    model = experts_of(2, 192, 320)
     late = cut(copy.deepcopy(model), mesh, 1)
     before = late.w1_EFD._local_tensor
-    text = complaint(NotImplementedError, lambda: converted(late))
     assert_expected_inline(
-        text,
+        complaint(NotImplementedError, lambda: converted(late)),
         """\
 the weight of 'w1_EFD' [2, 320, 192] is cut along dimension 1 into parts of 160,
 inside blocks of 128 that two ranks would share: cut between experts (Shard(0)) or
@@ -159,15 +168,13 @@ over fewer ranks, or leave the stack unconverted (skip=[...])""",
 
 
 @on_ranks(2, gpus=())
-def test_meta_stacks_are_initialised_as_fp8(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
+def test_meta_stacks_are_initialised_as_fp8(mesh: DeviceMesh) -> None:
     for before in (True, False):
-        model = cut_in_fp8(experts_of(4, K, N, "meta", FLOAT), mesh, before)
-        model.to_empty(device=device)
+        model = cut_in_fp8(experts_of(4, device="meta"), mesh, before)
+        model.to_empty(device="cpu")
         assert local_kinds(model) == {BlockwiseFP8Weight}
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(0.5)
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.5)
         step_of(model)
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
@@ -180,18 +187,18 @@ SIZES = torch.tensor([20, 0, 33])
 DIMS = {"w1_EFD": 1, "w3_EFD": 1, "w2_EDF": 2}
 
 
-def step(model: nn.Module, device: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The output, and the gradients of the input and of the stacks; ranks have parts of sums."""
+def run(model: nn.Module, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Run forward and backward; the output and the gradient of the input, both parts of sums."""
     x = randn(53, K, seed=5, device=device, grad=True)
     y = model(x, SIZES.to(device))
     y.backward(randn(53, K, seed=6, device=device))
     assert x.grad is not None
-    return y.detach(), x.grad, [p.grad for p in model.parameters()]
+    return y, x.grad
 
 
 def part_of(model: nn.Module, rank: int, world: int) -> nn.Module:
     """What one process computes with the part of a rank."""
-    part = experts_of(E, K, WIDE // world, "cpu", FLOAT)
+    part = experts_of(E, K, WIDE // world)
     for name, parameter in part.named_parameters():
         values = getattr(model, name).detach().chunk(world, DIMS[name])[rank].contiguous()
         parameter.data = values.clone()
@@ -199,33 +206,29 @@ def part_of(model: nn.Module, rank: int, world: int) -> nn.Module:
 
 
 @on_ranks(2, 4)
-def test_parts_of_experts_compute_as_in_one_process(world: int, device: str) -> None:
+def test_parts_of_experts_compute_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
     """And the gradients of the stacks are those of whole experts."""
-    mesh, rank = mesh_of(world, device), dist.get_rank()
-    plain = experts_of(E, K, WIDE, device, FLOAT)
-    _, _, wanted = step(converted(copy.deepcopy(plain)), device)
-    part = part_of(plain, rank, world).to(device)
+    plain = experts_of(E, K, WIDE, device)
+    single = converted(copy.deepcopy(plain))
+    run(single, device)
+    part = part_of(plain, mesh.get_local_rank(), mesh.size()).to(device)
     report = str(convert(cut(copy.deepcopy(plain), mesh, **DIMS), skip_small=False))
-    assert f"E=3, N=512, K=192; on this rank 3 x {WIDE // world} x 192" in report
+    assert f"E=3, N=512, K=192; on this rank 3 x {WIDE // mesh.size()} x 192" in report
     for before in (True, False):
         model = cut_in_fp8(plain, mesh, before, **DIMS)
-        assert {type(p._local_tensor) for p in model.parameters()} == {BlockwiseFP8Weight}
+        assert local_kinds(model) == {BlockwiseFP8Weight}
         part.zero_grad()
-        y, dx, grads = step(model, device)
-        part_y, part_dx, part_grads = step(part, device)
-        assert torch.equal(y, part_y)
-        assert torch.equal(dx, part_dx)
-        for got, of_part, want in zip(grads, part_grads, wanted, strict=True):
-            assert isinstance(got, DTensor)
-            assert torch.equal(got.to_local(), of_part)
-            assert torch.equal(got.full_tensor(), want)
+        assert_equal(run(model, device), run(part, device))
+        assert all(isinstance(grad, DTensor) for grad in gradients(model))
+        assert_equal([grad.to_local() for grad in gradients(model)], gradients(part))
+        assert_equal(gradients(model), gradients(single))
 
 
 @on_ranks(2, 4, gpus=())
-def test_parts_that_are_small_are_left_alone(world: int, device: str) -> None:
-    model = cut(experts_of(E, K, WIDE, device, FLOAT), mesh_of(world, device), **DIMS)
+def test_parts_that_are_small_are_left_alone(mesh: DeviceMesh) -> None:
+    model = cut(experts_of(E, K, WIDE), mesh, **DIMS)
     small = MinSizes(expert_n=192, expert_k=192, expert_size=0)
-    if world == 2:
+    if mesh.size() == 2:
         assert len(convert(model, skip_small=small).converted) == 3
         return
     with pytest.warns(UserWarning, match="no weight of this GroupedExperts is in FP8"):
@@ -237,40 +240,37 @@ def test_parts_that_are_small_are_left_alone(world: int, device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4, gpus=())
-def test_fsdp_over_parts_of_experts(world: int, device: str) -> None:
-    mesh = shared_mesh(device, 2, 2, names=("data", "tensor"))
-    plain = experts_of(E, K, WIDE, device, FLOAT)
-    part = part_of(plain, mesh["tensor"].get_local_rank(), 2)
-    model = fully_shard(cut_in_fp8(plain, mesh["tensor"], True, **DIMS), mesh=mesh["data"])
-    assert {type(p._local_tensor) for p in model.parameters()} == {FP8Shard}
+def test_fsdp_over_parts_of_experts() -> None:
+    mesh = two_dims()
+    rank = mesh["expert"].get_local_rank()
+    plain = experts_of(E, K, WIDE)
+    part = part_of(plain, rank, 2)
+    model = fully_shard(cut_in_fp8(plain, mesh["expert"], True, **DIMS), mesh=mesh["data"])
+    assert local_kinds(model) == {FP8Shard}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, part)]
     for _ in range(2):
-        for got, want in zip(step(model, device)[:2], step(part, device)[:2], strict=True):
-            assert torch.equal(got, want)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        mine = whole(parameter).chunk(2, DIMS[name])[mesh["tensor"].get_local_rank()]
-        assert torch.equal(mine, getattr(part, name).master)
+        assert_equal(run(model), run(part))
+        step(*optimizers)
+    mine = [whole(p).chunk(2, DIMS[name])[rank] for name, p in model.named_parameters()]
+    assert_equal(mine, part.parameters())
 
 
 @on_ranks(2, gpus=())
-def test_gate_and_up_in_one_stack(world: int, device: str) -> None:
+def test_gate_and_up_in_one_stack(mesh: DeviceMesh) -> None:
     """As the ``gate_up_proj`` of transformers: every rank gets a part of each half of its rows."""
-    mesh, rank = mesh_of(world, device), dist.get_rank()
-    values = randn(E, 512, K, dtype=FLOAT, device=device)
+    rank = mesh.get_local_rank()
+    values = randn(E, 512, K, dtype=FLOAT)
     cut: Any = _StridedShard(1, split_factor=2)
     stack = distribute_tensor(BlockwiseFP8Weight(values), mesh, [cut], src_data_rank=None)
     local = stack.to_local()
-    mine = torch.cat([half.chunk(2, 1)[rank] for half in values.chunk(2, 1)], 1)
     assert type(local) is BlockwiseFP8Weight
-    assert torch.equal(local.master, mine)
-    offs = SIZES.cumsum(0, dtype=torch.int32).to(device)
-    x = randn(53, K, device=device)
-    halves = functional.grouped_linear(x.float(), values, offs).chunk(2, 1)
+    halves = [half.chunk(2, 1)[rank] for half in values.chunk(2, 1)]
+    assert torch.equal(local.master, torch.cat(halves, 1))
+    offs = SIZES.cumsum(0, dtype=torch.int32)
+    x = randn(53, K, dtype=FLOAT)
+    halves = functional.grouped_linear(x, values, offs).chunk(2, 1)
     wanted = torch.cat([half.chunk(2, 1)[rank] for half in halves], 1)
-    assert torch.equal(functional.grouped_linear(x.float(), local, offs), wanted)
+    assert torch.equal(functional.grouped_linear(x, local, offs), wanted)
     unaligned = BlockwiseFP8Weight(values[:, :384])
     text = complaint(NotImplementedError, lambda: distribute_tensor(unaligned, mesh, [cut]))
     assert "along dimension 1 into parts of 96, inside blocks of 128" in text.replace("\n", " ")

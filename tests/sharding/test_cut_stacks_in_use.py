@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,34 +17,25 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
-from tests.support.expert_parallel import (
-    converted,
-    cut,
-    experts_of,
-    local_kinds,
-    local_values,
-    step_of,
-)
+from tests.support.expert_parallel import converted, cut, experts_of, local_values, step_of
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.sharded import mesh_of, whole
+from tests.support.sharded import assert_equal, gradients, local_kinds, scale, step
 from tests.support.sharded_checkpoints import assert_read_by
 from tests.support.split_backward import backward, needs_halves
 
 K, N = 192, 256
 FLOAT = torch.float32
+SIZES = torch.tensor([20, 20])
 
 
 def fresh(count: int = 4, recipe: Recipe | None = None) -> nn.Module:
-    """Return experts in FP8, the same on every rank."""
-    return converted(experts_of(count, K, N, "cpu", FLOAT), recipe)
+    return converted(experts_of(count), recipe)
 
 
 @on_ranks(2, gpus=())
-def test_other_parts_of_the_library_know_cut_stacks(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-    model = experts_of(4, K, N, device, FLOAT)
-    cut(model, mesh)
+def test_other_parts_of_the_library_know_cut_stacks(mesh: DeviceMesh) -> None:
+    model = cut(experts_of(4), mesh)
     report = convert(model, skip_small=False)
     assert_expected_inline(
         "\n".join(str(report).splitlines()[2:]),
@@ -59,23 +49,19 @@ w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E
         *("256 x 192 x 64 in 2 groups", "192 x 256 x 64 in 2 groups"),
     }
     assert blocktensor.memory_report(model).trainable.high_precision == 3 * 2 * K * N * 4
-    audit = blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
-    assert "FP8: 100.0% of FLOPs" in str(audit)
+    assert "FP8: 100.0% of FLOPs" in str(blocktensor.audit(model, randn(40, K), SIZES))
     wanted = step_of(model)
 
     state = model.state_dict()
     assert {type(x._local_tensor) for x in state.values()} == {Tensor}
-    other = converted(cut(experts_of(4, K, N, device, FLOAT), mesh))
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
+    other = converted(cut(experts_of(4), mesh))
+    scale(0, *other.parameters())
     other.load_state_dict(state)
     assert torch.equal(step_of(other), wanted)
     doubled = {name: x.clone() * 2 for name, x in state.items()}
     other.load_state_dict(doubled, assign=True)
-    assert local_kinds(other) == {BlockwiseFP8Weight}
     assert torch.equal(local_values(other.w1_EFD), 2 * local_values(model.w1_EFD))
-    for made in (copy.deepcopy(other), other.bfloat16()):
+    for made in (other, copy.deepcopy(other), other.bfloat16()):
         assert local_kinds(made) == {BlockwiseFP8Weight}
 
     convert(model, Recipe(scale="power_of_two"), skip_small=False)
@@ -87,30 +73,27 @@ w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E
     assert torch.equal(step_of(model), wanted)
     unfreeze(model)
     assert local_kinds(model) == {BlockwiseFP8Weight}
-    frozen = experts_of(4, K, N, device, FLOAT).requires_grad_(False)
+    frozen = experts_of(4).requires_grad_(False)
     assert local_kinds(converted(cut(frozen, mesh))) == {BlockwiseFP8Tensor}
 
 
 @on_ranks(2, gpus=())
-def test_audit_marks_products_with_the_values_of_a_cut_stack(world: int, device: str) -> None:
+def test_audit_marks_products_with_the_values_of_a_cut_stack(mesh: DeviceMesh) -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = cut(converted(experts_of(4, K, N, device, torch.bfloat16)), mesh)
+            self.experts = cut(converted(experts_of(4, dtype=torch.bfloat16)), mesh)
 
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.experts.w1_EFD.to_local().high_precision()[0].t()
 
-    mesh = mesh_of(world, device)
     audit = blocktensor.audit(Around(), randn(40, K))
     assert "reads a view of experts.w" in str(audit)
     assert len(audit.marked) == len(audit.entries) == 2
 
 
 @on_ranks(2, gpus=())
-def test_optimizers_and_clipping(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+def test_optimizers_and_clipping(mesh: DeviceMesh) -> None:
     for make in (
         lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
         lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
@@ -128,75 +111,66 @@ def test_optimizers_and_clipping(world: int, device: str) -> None:
             torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=0)
             for p, q in zip(model.parameters(), single.parameters(), strict=True):
                 q.grad = p.grad.full_tensor()
-            for optimizer in optimizers:
-                optimizer.step()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert torch.equal(local_values(p), q.master[mine])
-            assert torch.equal(whole(p), q.master)
+            step(*optimizers)
+        assert_equal(model.parameters(), single.parameters())
+        mine = [q.master.chunk(2)[mesh.get_local_rank()] for q in single.parameters()]
+        assert_equal(map(local_values, model.parameters()), mine)
 
 
-def as_local(p: Any, buffer: Tensor) -> None:
-    p.to_local().main_grad = buffer
+WAYS: dict[str, Callable[[Any, Tensor], None]] = {
+    "plain": lambda p, buffer: setattr(p, "main_grad", buffer),
+    "cut": lambda p, buffer: setattr(
+        p, "main_grad", DTensor.from_local(buffer, p.device_mesh, [Shard(0)])
+    ),
+    "local": lambda p, buffer: setattr(p.to_local(), "main_grad", buffer),
+}
 
 
-def as_dtensor(p: Any, buffer: Tensor) -> None:
-    p.main_grad = DTensor.from_local(buffer, p.device_mesh, [Shard(0)])
-
-
-WAYS: tuple[Callable[[Any, Tensor], None], ...] = (
-    lambda p, buffer: setattr(p, "main_grad", buffer),
-    as_dtensor,
-    as_local,
-)
-
-
-def with_buffers(mesh: DeviceMesh, way: Callable[[Any, Tensor], None]) -> Any:
-    """Return experts that are cut, their weights, and a ``main_grad`` of each."""
+def with_buffers(mesh: DeviceMesh, way: str) -> Any:
     model = cut(fresh(), mesh)
     weights = list(model.parameters())
     buffers = [torch.zeros_like(local_values(p)) for p in weights]
     for p, buffer in zip(weights, buffers, strict=True):
-        way(p, buffer)
+        WAYS[way](p, buffer)
     return model, weights, buffers
 
 
 @on_ranks(2, gpus=())
-def test_main_grad_of_a_cut_stack(world: int, device: str) -> None:
+def test_main_grad_of_a_cut_stack(mesh: DeviceMesh) -> None:
     """Given to the DTensor, plain or cut as it is, or to its local part."""
-    mesh = mesh_of(world, device)
-    model = cut(fresh(), mesh)
-    step_of(model)
-    wanted = [p.grad.to_local().clone() for p in model.parameters()]
+    plain = cut(fresh(), mesh)
+    step_of(plain)
     for way in WAYS:
         model, weights, buffers = with_buffers(mesh, way)
         for _ in range(2):
             step_of(model)
-        for p, buffer, want in zip(weights, buffers, wanted, strict=True):
+        for p, buffer, want in zip(weights, buffers, gradients(plain), strict=True):
             if torch.__version__ < (2, 13) and p.grad is not None:  # by torch 2.11's DTensor
                 assert not p.grad.to_local().any()
             else:
                 assert p.grad is None
-            torch.testing.assert_close(buffer, 2 * want, rtol=2**-8, atol=0)  # want is rounded
+            # want is rounded
+            torch.testing.assert_close(buffer, 2 * want.to_local(), rtol=2**-8, atol=0)
         before = [buffer.clone() for buffer in buffers]
-        blocktensor.audit(model, randn(40, K), torch.tensor([20, 20]))
-        assert all(map(torch.equal, buffers, before))
+        blocktensor.audit(model, randn(40, K), SIZES)
+        assert_equal(buffers, before)
 
 
 @needs_halves
-@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, gpus=())
-def test_main_grad_of_a_cut_stack_in_a_split_backward(world: int, device: str, way: int) -> None:
+def test_main_grad_of_a_cut_stack_in_a_split_backward(mesh: DeviceMesh, way: str) -> None:
     found = []
     for split in (False, True):
-        model, weights, buffers = with_buffers(mesh_of(world, device), WAYS[way])
+        model, weights, buffers = with_buffers(mesh, way)
         x = randn(40, K, dtype=FLOAT, grad=True)
         for seed in range(2):
-            y = model(x, torch.tensor([20, 20]))
+            y = model(x, SIZES)
             grad = randn(*y.shape, seed=seed, dtype=y.dtype)
             backward(y, grad, x, weights, in_halves=split)
         assert all(p.grad is None for p in weights)
         found.append(buffers)
-    assert all(map(torch.equal, *found))
+    assert_equal(*found)
 
 
 def by_sgd(p: Any) -> None:
@@ -220,53 +194,44 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 @on_ranks(2, gpus=())
-def test_no_write_to_a_cut_stack_leaves_its_cast_stale(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
+def test_no_write_to_a_cut_stack_leaves_its_cast_stale(mesh: DeviceMesh) -> None:
     policies: tuple[Any, ...] = ("backward", "step", False)
     for policy in policies:
         for name, write in WRITES.items():
             model = cut(fresh(2, Recipe(cache_weight=policy)), mesh)
             before = step_of(model)
             model.zero_grad()
-            with torch.no_grad():
-                for p in model.parameters():
-                    write(p)
-            other = cut(experts_of(2, K, N, device, FLOAT), mesh)
+            other = cut(experts_of(2), mesh)
             with torch.no_grad():
                 for p, q in zip(other.parameters(), model.parameters(), strict=True):
+                    write(q)
                     p.to_local().copy_(local_values(q))
             got = step_of(model)
             assert torch.equal(got, step_of(converted(other))), (policy, name)
             assert not torch.equal(got, before), (policy, name)
     y = model(randn(20, K, grad=True), torch.tensor([20]))
-    with torch.no_grad():
-        model.w1_EFD.mul_(2)
+    scale(2, model.w1_EFD)
     with pytest.raises(RuntimeError, match="modified by an in-place operation between a forward"):
         y.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4, gpus=())
-def test_who_reads_a_checkpoint(world: int, device: str, tmp_path: Path) -> None:
+def test_who_reads_a_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Written from 4 ranks; read by experts on 2 x 2, under FSDP2, whole, and by plain ones."""
-    mesh = mesh_of(world, device)
-    both = shared_mesh(device, 2, 2, names=("data", "expert"))
+    both = shared_mesh("cpu", 2, 2, names=("data", "expert"))
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         for p in model.parameters():
             p.grad = randn(4, *p.shape[1:], seed=seed, dtype=FLOAT)
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def over_experts() -> nn.Module:
-        return cut(fresh(), both["expert"])
+        step(optimizer)
 
     others = (
-        over_experts,
-        lambda: fully_shard(over_experts(), mesh=both["data"]),
+        lambda: cut(fresh(), both["expert"]),
+        lambda: fully_shard(cut(fresh(), both["expert"]), mesh=both["data"]),
         fresh,
-        lambda: cut(experts_of(4, K, N, device, FLOAT), mesh),
+        lambda: cut(experts_of(4), mesh),
     )
-    assert_read_by(others, cut(fresh(), mesh), step, tmp_path)
+    assert_read_by(others, cut(fresh(), mesh), train, tmp_path)

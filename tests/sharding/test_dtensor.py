@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import nn
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -25,14 +25,14 @@ from blocktensor.distributed import all_to_all_fp8
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.sharding.dtensor import check_cuts
 from tests.support.models import complaint, linear, randn
-from tests.support.ranks import on_ranks, shared_mesh
+from tests.support.ranks import on_ranks
+from tests.support.sharded import assert_equal
+from tests.support.steps import step
 
 K, N, T = 192, 256, 8
 
 
 class Operands:
-    """Plain operands, and what makes a DTensor of one."""
-
     def __init__(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
         self.as_dtensor = lambda x: DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -74,16 +74,14 @@ CALLS: dict[str, Callable[[Operands], Any]] = {
 
 
 @pytest.fixture
-def pretended() -> Any:
+def operands() -> Any:
     dist.init_process_group("fake", rank=0, world_size=2)
-    yield
+    yield Operands()
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_dtensor_is_refused(call: str) -> None:
-    operands = Operands()
+def test_a_dtensor_is_refused(call: str, operands: Operands) -> None:
     for recording in (True, False):
         with torch.set_grad_enabled(recording):
             text = complaint(NotImplementedError, lambda: CALLS[call](operands))
@@ -91,9 +89,7 @@ def test_a_dtensor_is_refused(call: str) -> None:
         assert any(remedy in text.replace("\n", " ") for remedy in (".to_local()", "local, plain"))
 
 
-@pytest.mark.usefixtures("pretended")
-def test_what_the_error_says() -> None:
-    operands = Operands()
+def test_what_the_error_says(operands: Operands) -> None:
     assert_expected_inline(
         complaint(NotImplementedError, lambda: functional.linear(operands.d, operands.w)),
         """\
@@ -105,41 +101,24 @@ take DTensors""",
 
 
 @on_ranks(2, gpus=())
-def test_what_the_error_recommends(world: int, device: str) -> None:
-    mesh = shared_mesh(device, world, names=("all",))
-    whole = randn(4 * world, K, device=device)
-    grad = randn(4 * world, N, seed=1, device=device)
-
-    def results(take: Callable[[Tensor], Any], given: Tensor) -> list[Tensor]:
-        module, x = linear(N, K, bias=True, device=device), given.detach().requires_grad_()
-        y = module(take(x))
-        y.backward(grad)
-        dx = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-        return [y.detach(), dx, module.weight.grad, module.bias.grad]
-
-    want = results(lambda x: x, whole)
-    ways: tuple[tuple[Any, Callable[[Any], Tensor]], ...] = (
-        (Replicate(), lambda x: x.to_local()),
-        (Replicate(), lambda x: x.full_tensor()),
-        (Shard(0), lambda x: x.full_tensor()),
-        (Shard(1), lambda x: x.full_tensor()),
-    )
-    for placement, take in ways:
-        made = results(take, distribute_tensor(whole, mesh, [placement]))
-        for got, wanted in zip(made, want, strict=True):
-            assert torch.equal(got, wanted)
+def test_what_the_error_recommends(mesh: DeviceMesh) -> None:
+    x, module = randn(8, K), linear(N, K, bias=True)
+    wanted = step(module, x)
+    for placement, take in (
+        (Replicate(), DTensor.to_local),
+        (Replicate(), DTensor.full_tensor),
+        (Shard(0), DTensor.full_tensor),
+        (Shard(1), DTensor.full_tensor),
+    ):
+        given = distribute_tensor(x, mesh, [placement])
+        assert_equal(step(lambda x, take=take: module(take(x)), given, of=[module]), wanted)
 
 
 # Which cuts of a stack are refused, on meshes of one dimension and two
 
 
-def check(shape: tuple[int, ...], sizes: tuple[int, ...], *placements: Any) -> None:
-    mesh = SimpleNamespace(size=lambda dim: sizes[dim])
-    check_cuts(shape, mesh, placements, BLOCKS_128X128, "a stack")
-
-
 HALVES = _StridedShard(1, split_factor=2)
-CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int | None]] = [
+CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]] = [
     ((5, 130, 70), (4,), (Shard(0),), None),
     ((5, 130, 70), (4,), (Replicate(),), None),
     ((5, 130, 70), (1,), (Shard(1),), None),
@@ -150,29 +129,28 @@ CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int | None]]
     ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
     ((2, 512, 70), (2,), (HALVES,), None),
     ((8, 130, 70), (2, 2), (Shard(0), _StridedShard(0, split_factor=2)), None),
-    ((2, 512, 70), (8,), (Shard(1),), 64),
-    ((2, 384, 70), (2,), (Shard(1),), 192),
-    ((2, 100, 384), (2,), (Shard(-1),), 192),
-    ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), 64),
-    ((2, 256, 70), (2,), (HALVES,), 64),
+    ((2, 512, 70), (8,), (Shard(1),), "into parts of 64, inside"),
+    ((2, 384, 70), (2,), (Shard(1),), "into parts of 192, inside"),
+    ((2, 100, 384), (2,), (Shard(-1),), "into parts of 192, inside"),
+    ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), "into parts of 64, inside"),
+    ((2, 256, 70), (2,), (HALVES,), "into parts of 64, inside"),
+    (
+        (2, 128, 128),
+        (2,),
+        (Partial(),),
+        "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
+        "leave the stack unconverted (skip=[...])",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("shape", "sizes", "placements", "part"), CUTS)
+@pytest.mark.parametrize(("shape", "sizes", "placements", "refused"), CUTS)
 def test_cuts_of_a_stack(
-    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...], part: int | None
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: Any, refused: str | None
 ) -> None:
-    """``part``: the size of parts of blocks, which are refused."""
-    if part is None:
-        return check(shape, sizes, *placements)
-    text = complaint(NotImplementedError, lambda: check(shape, sizes, *placements))
-    assert f"into parts of {part}, inside" in " ".join(text.split())
-
-
-def test_partial_sums_of_a_stack() -> None:
-    assert_expected_inline(
-        complaint(NotImplementedError, lambda: check((2, 128, 128), (2,), Partial())),
-        """\
-a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(),
-or leave the stack unconverted (skip=[...])""",
-    )
+    mesh = SimpleNamespace(size=lambda dim: sizes[dim])
+    given = (shape, mesh, placements, BLOCKS_128X128, "a stack")
+    if refused is None:
+        return check_cuts(*given)
+    text = complaint(NotImplementedError, lambda: check_cuts(*given))
+    assert refused in " ".join(text.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,14 @@ AT_ONCE = 60.0
 """Seconds, of which imports on busy cores take most; gloo waits for 30 minutes."""
 
 
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    group = ranks._Group(2, "cpu")
+    yield group
+    assert not group.is_open
+    assert not any(process.is_alive() for process in group._processes)
+
+
 def _raise() -> None:
     raise ValueError("of rank 1 alone")
 
@@ -27,15 +35,10 @@ def _abort() -> None:
     os.abort()
 
 
-def _fail_while_the_other_waits(rank: int, world: int, fail: Callable[[], None]) -> None:
-    if rank == 1:
+def _fail_while_the_other_waits(fail: Callable[[], None]) -> None:
+    if dist.get_rank() == 1:
         fail()
     dist.barrier()
-
-
-def _never_return(rank: int, world: int) -> None:
-    if rank == 0:
-        time.sleep(1000)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +49,38 @@ def _never_return(rank: int, world: int) -> None:
     ],
 )
 def test_a_rank_that_fails_is_named_while_others_wait_for_it(
-    fail: Callable[..., Any], why: str
+    pair: Any, fail: Callable[[], None], why: str
 ) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        ranks.run(_fail_while_the_other_waits, 2, fail)
+        pair.call(_fail_while_the_other_waits, fail)
     assert time.monotonic() - start < AT_ONCE
     assert "rank 1:\n" in str(error.value)
     assert why in str(error.value)
 
 
-def test_a_rank_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ranks._started(2, "cpu") as group:
-        group.call(time.sleep, 0)  # until both have started
-        monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
-        with pytest.raises(RuntimeError, match=r"^waiting: \[0\]$"):
-            group.call(ranks._run_on_rank, _never_return, 2)
+def _rank_0_sleeps() -> None:
+    time.sleep(1000 * (dist.get_rank() == 0))
+
+
+def test_a_rank_that_does_not_return_is_named(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.call(time.sleep, 0)  # until both have started
+    monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
+    with pytest.raises(RuntimeError, match=r"^waiting: \[0\]$"):
+        pair.call(_rank_0_sleeps)
+
+
+def test_a_call_that_is_interrupted_ends_its_ranks(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give its answers to the next call."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        pair.call(time.sleep, 1000)
 
 
 def _corrupt(path: str, times: int) -> int:
@@ -85,7 +104,7 @@ def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(ranks.HeapCorrupted, match=r"free\(\): invalid pointer"):
         ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 2)
     with pytest.raises(RuntimeError, match="exit code -6") as other:
-        ranks.call_on_ranks(2, "cpu", os.abort)
+        ranks.call_on_ranks(1, "cpu", os.abort)
     assert not isinstance(other.value, ranks.HeapCorrupted)
 
 
@@ -94,17 +113,3 @@ def test_a_rank_that_does_not_start_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0:\n(?s:.*)KeyError: 'no such device'"):
         group.call(_raise)
     assert not group.is_open
-
-
-def test_a_call_that_is_interrupted_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would give its answers to the next call."""
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    group = ranks._Group(2, "cpu")
-    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        group.call(time.sleep, 1000)
-    assert not group.is_open
-    assert not any(process.is_alive() for process in group._processes)

@@ -17,9 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
-from tests.support.sharded import whole
-
-AllToAll = Callable[[Tensor, list[int], list[int], Any], Tensor]
+from tests.support.sharded import assert_equal, gradients, step
 
 
 class ExpertParallel(ParallelStyle):
@@ -48,7 +46,7 @@ class Dispatched(nn.Module):
         self,
         experts: nn.Module,
         group: dist.ProcessGroup,
-        all_to_all: AllToAll = all_to_all_single_autograd,
+        all_to_all: Callable[..., Tensor] = all_to_all_single_autograd,
     ) -> None:
         super().__init__()
         self.experts, self.group, self.all_to_all = experts, group, all_to_all
@@ -72,28 +70,10 @@ class Dispatched(nn.Module):
         return all_to_all_single_autograd(y, sent, got, self.group)
 
 
-def experts_of(count: int, k: int, n: int, device: str, dtype: torch.dtype) -> GroupedExperts:
-    """The same experts on every rank."""
+def experts_of(
+    count: int, k: int = 192, n: int = 256, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> GroupedExperts:
     return GroupedExperts(count, k, n).to(device, dtype)
-
-
-def batches(
-    sizes: Sequence[Sequence[int]], k: int, device: str, dtype: torch.dtype, seed: int = 7
-) -> list[tuple[Tensor, Tensor]]:
-    """For each rank, rows that are sorted by expert, and the gradients of what becomes of them."""
-    found = []
-    for rank, counts in enumerate(sizes):
-        x = randn(sum(counts), k, seed=seed + 2 * rank, dtype=dtype)
-        grad = randn(sum(counts), k, seed=seed + 2 * rank + 1, dtype=dtype)
-        found.append((x.to(device), grad.to(device)))
-    return found
-
-
-def as_one(sizes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """How one process sorts the rows of all ranks by expert, then by rank; rows of each expert."""
-    expert = [e for counts in sizes for e, n in enumerate(counts) for _ in range(n)]
-    order = sorted(range(len(expert)), key=expert.__getitem__)
-    return order, [sum(counts) for counts in zip(*sizes, strict=True)]
 
 
 def assert_steps_as_one(
@@ -101,49 +81,41 @@ def assert_steps_as_one(
     model: Dispatched,
     sizes: Sequence[Sequence[int]],
     device: str,
-    *,
-    steps: int = 2,
     cast: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
-    """Outputs, gradients and weights of experts on several ranks are those of one process.
+    """Two steps of AdamW on several ranks are those of one process, bit for bit.
 
     Args:
         single: all experts, which get the rows of all ranks.
         model: the same, of which each rank has some.
         sizes: for each rank of the group, how many rows each expert gets.
-        steps: of AdamW.
         cast: what the process does with its rows before it sorts them.
     """
-    rank = model.group.rank()
+    rank, k = model.group.rank(), next(single.parameters()).shape[-1]
     begin = sum(map(sum, sizes[:rank]))
     mine = slice(begin, begin + sum(sizes[rank]))
-    order, counts = as_one(sizes)
-    index = torch.tensor(order, dtype=torch.long, device=device)
-    k = next(single.parameters()).shape[-1]
+    # one process sorts the rows of all ranks by expert, then by rank
+    expert = [e for counts in sizes for e, n in enumerate(counts) for _ in range(n)]
+    index = torch.tensor(expert, dtype=torch.long).argsort(stable=True).to(device)
+    counts = torch.tensor(sizes).sum(0).to(device)
     options: dict[str, Any] = {"lr": 1e-2, "foreach": False}  # as in sharded.assert_trains_as
     optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (model, single)]
-    for step in range(steps):
-        given = batches(sizes, k, device, torch.bfloat16, seed=7 + 100 * step)
-        everything = torch.cat([x for x, _ in given]).requires_grad_()
-        y = single(cast(everything)[index], torch.tensor(counts, device=device))
+    for number in range(2):
+        everything = randn(len(expert), k, seed=2 * number, device=device, grad=True)
+        grad = randn(len(expert), k, seed=2 * number + 1, device=device)
+        y = single(cast(everything)[index], counts)
         y = torch.empty_like(y).index_copy(0, index, y)
-        y.backward(torch.cat([grad for _, grad in given]))
-        x, grad = given[rank][0].clone().requires_grad_(), given[rank][1]
+        y.backward(grad)
+        x = everything.detach()[mine].clone().requires_grad_()
         got = model(x, sizes[rank])
-        got.backward(grad)
-        assert torch.equal(got, y[mine]), step
-        assert torch.equal(x.grad, everything.grad[mine]), step
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert torch.equal(p.grad.full_tensor(), q.grad), step
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert torch.equal(whole(p), whole(q)), step
+        got.backward(grad[mine])
+        assert_equal([got, x.grad], [y[mine], everything.grad[mine]])
+        assert_equal(gradients(model), gradients(single))
+        step(*optimizers)
+        assert_equal(model.parameters(), single.parameters())
 
 
 def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
-    """The experts in FP8, however small."""
     convert(model, recipe, skip_small=False)
     return model
 
@@ -157,11 +129,6 @@ def cut_in_fp8(model: nn.Module, mesh: DeviceMesh, before: bool, **dims: int) ->
     """Cut a copy of the model; convert it ``before``, or the parts."""
     model = copy.deepcopy(model)
     return cut(converted(model), mesh, **dims) if before else converted(cut(model, mesh, **dims))
-
-
-def local_kinds(model: nn.Module) -> set[type]:
-    """The types of the local parts of all stacks."""
-    return {type(p._local_tensor) for p in model.parameters()}
 
 
 def local_values(stack: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What tensor parallel linears compute, in one process: whole, and as sums over parts.
+"""Tensor parallel models, and what they compute: in one process, whole and as sums over parts.
 
 A partial sum is emulated as a product with all of the weight, of an input or gradient whose columns
 on other ranks are zeros: parts of the weight are not made here.
@@ -12,11 +12,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from blocktensor import Recipe, to_blockwise_fp8_weights
+from blocktensor import Recipe, convert, to_blockwise_fp8_weights
+from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from blocktensor.ops.cast.ops import quantize_both, quantize_forms, quantize_rowwise, transpose
 from blocktensor.ops.gemm.ops import gemm
+from blocktensor.recipe import DEFAULT_RECIPE
+from tests.support.numeric import assert_same
+
+BF16 = torch.bfloat16
+DIM, HEAD = 256, 64
 
 
 @contextmanager
@@ -28,68 +38,81 @@ def one_backend(device: str) -> Iterator[None]:
         yield
 
 
-class Step(NamedTuple):
-    """The results of a forward and a backward."""
-
-    y: Tensor
-    dx: Tensor
-    dw: Tensor
-    dbias: Tensor | None
-
-
-def plain(n: int, k: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    """A linear of the same values on every rank."""
-    torch.manual_seed(0)
-    return nn.Linear(k, n, bias=bias).to(dtype)
-
-
-def converted(
-    n: int, k: int, bias: bool, dtype: torch.dtype, recipe: Recipe | None = None
-) -> nn.Linear:
-    """A :func:`plain` one in FP8."""
-    module = plain(n, k, bias, dtype)
-    to_blockwise_fp8_weights(module, recipe)
-    return module
-
-
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """The same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def step(module: nn.Module, x: Tensor, grad: Tensor) -> Step:
-    """Forward and backward of a linear; local parts of what is cut."""
+def local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def my_part(mesh: DeviceMesh, x: Tensor, dim: int) -> Tensor:
+    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+
+
+class Computed(NamedTuple):
+    y: Tensor
+    dx: Tensor
+    grads: dict[str, Tensor]
+
+
+def compute(model: nn.Module, x: Tensor, grad: Tensor) -> Computed:
+    """A forward and a backward; gradients are the local parts, of those that are there."""
     x = x.clone().requires_grad_()
-    y = module(x)
+    y = model(x)
     y.backward(grad)
     assert x.grad is not None
-    parameters = dict(module.named_parameters())
-    grads = {name: local(parameter.grad) for name, parameter in parameters.items()}
-    return Step(y.detach(), x.grad, grads["weight"], grads.get("bias"))
+    grads = {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return Computed(y.detach(), x.grad, grads)
 
 
-def local(x: Any) -> Tensor:
-    """The local part of what may be a DTensor."""
-    made: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return made
+def assert_alike(got: Computed, want: Computed) -> None:
+    """The same bits; no gradient is zero throughout."""
+    assert_same(got.y, want.y)
+    assert_same(got.dx, want.dx)
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in got.grads.items():
+        assert grad.any(), name
+        assert_same(grad, want.grads[name])
+
+
+# One linear
+
+
+def plain(n: int, k: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(k, n, bias=bias).to(dtype)
+
+
+def converted(
+    n: int = 256,
+    k: int = 256,
+    bias: bool = False,
+    dtype: torch.dtype = BF16,
+    recipe: Recipe | None = None,
+) -> nn.Linear:
+    module = plain(n, k, bias, dtype)
+    to_blockwise_fp8_weights(module, recipe)
+    return module
 
 
 def masked(x: Tensor, ranks: int, rank: int) -> Tensor:
     """``x[..., C]`` flattened to rows, with zeros in the columns that other ranks have."""
     x = x.reshape(-1, x.shape[-1])
     made = torch.zeros_like(x)
-    each = x.shape[1] // ranks
-    mine = slice(rank * each, (rank + 1) * each)
-    made[:, mine] = x[:, mine]
+    made.chunk(ranks, 1)[rank].copy_(x.chunk(ranks, 1)[rank])
     return made
 
 
-def partial_dgrad(module: Any, grad: Tensor, ranks: int, rank: int, wire: torch.dtype) -> Tensor:
-    """What a rank adds to the data gradient of a linear whose outputs are cut."""
-    w_col = transpose(quantize_rowwise(module.weight.master.detach(), module.weight.format))
-    recipe = module.weight.recipe
-    g_row, _ = quantize_both(masked(grad, ranks, rank), recipe.activation_format)
-    return gemm(g_row, w_col, None, wire)
+def partial(
+    module: Any, x: Tensor, ranks: int, rank: int, wire: torch.dtype, dgrad: bool
+) -> Tensor:
+    """What a rank adds to the output for ``x``; of ``dgrad``, to the data gradient for it."""
+    weight = module.weight
+    w = quantize_rowwise(weight.master.detach(), weight.format)
+    row, _ = quantize_both(masked(x, ranks, rank), weight.recipe.activation_format)
+    return gemm(row, transpose(w) if dgrad else w, None, wire)
 
 
 def in_order(partials: list[Tensor]) -> Tensor:
@@ -100,39 +123,29 @@ def in_order(partials: list[Tensor]) -> Tensor:
     return total
 
 
-def summed_dgrad(module: Any, grad: Tensor, ranks: int, wire: torch.dtype | None = None) -> Tensor:
-    """The data gradient of a linear whose outputs are cut: partial sums, added in order."""
-    wire = wire or grad.dtype
-    total = in_order([partial_dgrad(module, grad, ranks, rank, wire) for rank in range(ranks)])
-    return total.to(grad.dtype).view(*grad.shape[:-1], -1)
+def summed(
+    module: Any, x: Tensor, ranks: int, wire: torch.dtype | None = None, dgrad: bool = False
+) -> Tensor:
+    """The output of a linear whose inputs are cut: partial sums, added in order, and the bias.
 
-
-def summed_fprop(module: Any, x: Tensor, ranks: int, wire: torch.dtype | None = None) -> Tensor:
-    """The output of a linear whose inputs are cut: partial sums, added in order, and the bias."""
-    recipe = module.weight.recipe
-    w_row = quantize_rowwise(module.weight.master.detach(), module.weight.format)
-    partials = []
-    for rank in range(ranks):
-        x_row, _ = quantize_both(masked(x, ranks, rank), recipe.activation_format)
-        partials.append(gemm(x_row, w_row, None, wire or x.dtype))
-    total = in_order(partials)
-    if module.bias is not None:
+    With ``dgrad``, the data gradient of one whose outputs are cut.
+    """
+    total = in_order([partial(module, x, ranks, r, wire or x.dtype, dgrad) for r in range(ranks)])
+    if module.bias is not None and not dgrad:
         total = total + module.bias.detach().float()
     return total.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def wgrad_of_part(module: Any, x: Tensor, grad: Tensor, ranks: int, rank: int) -> Tensor:
     """The weight gradient of a linear whose inputs are cut, in columns of one rank."""
-    recipe, each = module.weight.recipe, x.shape[-1] // ranks
-    columns = slice(rank * each, (rank + 1) * each)
+    recipe, format = module.weight.recipe, module.weight.recipe.wgrad_input_format
     rows = grad.reshape(-1, grad.shape[-1])
-    format = recipe.wgrad_input_format
     if format is None:
-        return rows.t() @ x.reshape(-1, x.shape[-1])[:, columns]
+        return rows.t() @ x.chunk(ranks, -1)[rank].flatten(0, -2)
     _, x_col = quantize_forms(masked(x, ranks, rank), None, format)
     _, g_col = quantize_forms(rows, None, recipe.activation_format)
     assert g_col is not None and x_col is not None
-    return gemm(g_col, x_col, None, module.weight.dtype)[:, columns]
+    return gemm(g_col, x_col, None, module.weight.dtype).chunk(ranks, 1)[rank]
 
 
 def summed_dbias(grad: Tensor, dim: int, ranks: int) -> Tensor:
@@ -140,3 +153,87 @@ def summed_dbias(grad: Tensor, dim: int, ranks: int) -> Tensor:
     parts = grad.chunk(ranks, dim=dim)
     sums = [part.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32) for part in parts]
     return in_order(sums).to(grad.dtype)
+
+
+# A decoder block
+
+
+class Attention(nn.Module):
+    def __init__(self, kv: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(DIM, DIM, bias=True)
+        self.k, self.v = (nn.Linear(DIM, kv, bias=False) for _ in range(2))
+        self.o = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(DIM, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, DIM, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU; of 2 ranks, each has 64 rows of k and v and 192 of gate and up."""
+
+    def __init__(self, kv: int = 128, hidden: int = 384) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.attention, self.mlp = Attention(kv), Mlp(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def block(recipe: Recipe | None = DEFAULT_RECIPE, dtype: torch.dtype = BF16, **sizes: int) -> Block:
+    """One of the same values on every rank, converted if there is a recipe."""
+    torch.manual_seed(0)
+    made = Block(**sizes).to(dtype)
+    if recipe is not None:
+        convert(made, recipe, skip_small=False)
+    return made
+
+
+def parallel_block(
+    mesh: DeviceMesh, sequence: bool = True, recipe: Recipe | None = DEFAULT_RECIPE, **options: Any
+) -> Block:
+    """A :func:`block` that is tensor parallel; with ``sequence``, tokens are cut too."""
+    tokens = Shard(1) if sequence else Replicate()
+    norm = SequenceParallel(use_local_output=True)
+    prepare = PrepareModuleInput(
+        input_layouts=tokens, desired_input_layouts=Replicate(), in_rank_order=True
+    )
+    colwise = ColwiseParallel(in_rank_order=True)
+    rowwise = RowwiseParallel(output_layouts=tokens, in_rank_order=True)
+    plan = {
+        **{"attention": prepare, "attention.o": rowwise, "mlp": prepare, "mlp.down": rowwise},
+        **{f"attention.{name}": colwise for name in "qkv"},
+        **{f"mlp.{name}": colwise for name in ("gate", "up")},
+        **({"norm1": norm, "norm2": norm} if sequence else {}),
+    }
+    made: Block = parallelize_module(block(recipe, **options).to(mesh.device_type), mesh, plan)
+    return made
+
+
+def tokens_of(mesh: DeviceMesh, x: Tensor, sequence: bool = True) -> Tensor:
+    """This rank's tokens of ``x[batch, time, DIM]``."""
+    return my_part(mesh, x, 1) if sequence else x
+
+
+def batch(seed: int, tokens: int = 256) -> Tensor:
+    return drawn((2, tokens, DIM), BF16, seed)
+
+
+def batches(mesh: DeviceMesh, tokens: int = 256, sequence: bool = True) -> tuple[Tensor, Tensor]:
+    """This rank's tokens of an input, and of the gradient of the output."""
+    x, grad = (batch(seed, tokens).to(mesh.device_type) for seed in (1, 2))
+    return tokens_of(mesh, x, sequence), tokens_of(mesh, grad, sequence)

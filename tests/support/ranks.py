@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ TIMEOUT = 240.0
 """Seconds that a call may take, imports on two busy cores included."""
 
 # Of torch alone: the server of processes may find another blocktensor than the tests do.
-_IMPORTED_ONCE = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest"]
+_IMPORTED_ONCE = [
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest", "triton"),
+    "torch._dynamo",  # which every optimizer imports, in seconds
+]
 _HEAP = re.compile(r"^(malloc|free|realloc|calloc)\(\): |^corrupted |^double free", re.MULTILINE)
-_GRACE = 2.0  # seconds for more ranks to fail once one has
+_GRACE = 1.0  # seconds for more ranks to fail once one has
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 Test = Callable[..., None]
@@ -45,9 +48,10 @@ class HeapCorrupted(RuntimeError):
 def on_ranks(*worlds: int, gpus: Sequence[int] | None = None) -> Callable[[Test], Test]:
     """Make a test of a function that runs on every rank of a group.
 
-    The function takes ``world``, the number of ranks, ``device``, ``"cpu"`` or ``"cuda"``, and by
-    name whatever else pytest gives the test. Ranks start once for each ``world`` and ``device``,
-    and run one test after the other; a test that fails ends them.
+    The function takes by name what it needs of ``world``, the number of ranks, ``device``,
+    ``"cpu"`` or ``"cuda"``, ``mesh``, of all ranks, ``monkeypatch``, of this rank, and whatever
+    else pytest gives the test. Ranks start once for each ``world`` and ``device``, and run one test
+    after the other; a test that fails ends them.
 
     Args:
         worlds: on the CPU.
@@ -65,9 +69,12 @@ def on_ranks(*worlds: int, gpus: Sequence[int] | None = None) -> Callable[[Test]
         @pytest.mark.parametrize(("world", "device"), cases)
         @functools.wraps(function)
         def test(world: int, device: str, **others: Any) -> None:
-            others |= {"world": world, "device": device}
-            call_on_ranks(world, device, _run_test, test, **others)
+            call_on_ranks(world, device, _run_test, test, world=world, device=device, **others)
 
+        of_pytest = inspect.signature(test).parameters.keys() - {"mesh", "monkeypatch"}
+        names = sorted({"world", "device", *of_pytest})
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)
         return test
 
     return as_test
@@ -90,14 +97,19 @@ def call_on_ranks(
     return _shared(world, device).call(function, *args, **kwargs)
 
 
-def _run_test(test: Test, **arguments: Any) -> None:
+def _run_test(test: Test, **given: Any) -> None:
     """In a rank: the function that :func:`on_ranks` has made a test of."""
     torch.use_deterministic_algorithms(True)  # as conftest.py does for every test
-    try:
-        inspect.unwrap(test)(**arguments)
-    finally:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+    function = inspect.unwrap(test)
+    takes = inspect.signature(function).parameters
+    with pytest.MonkeyPatch.context() as given["monkeypatch"]:
+        try:
+            if "mesh" in takes:
+                given["mesh"] = init_device_mesh(given["device"], (given["world"],))
+            function(**{name: given[name] for name in takes})
+        finally:
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
 
 
 @functools.cache
@@ -116,8 +128,11 @@ def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     Raises:
         RuntimeError: with the traceback of each rank that failed.
     """
-    with _started(world, "cpu") as group:
+    group = _Group(world, "cpu")
+    try:
         return group.call(_run_on_rank, function, world, *args)
+    finally:
+        group.close()
 
 
 def _run_on_rank(function: Callable[..., Any], world: int, *args: Any) -> Any:
@@ -132,17 +147,16 @@ def forking() -> Any:
 
 
 class _Group:
-    """Ranks that wait for calls."""
+    """Ranks that wait for calls; ``options``: of ``init_process_group``."""
 
-    def __init__(self, world: int, device: str) -> None:
+    def __init__(self, world: int, device: str, **options: Any) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
-        self._calls: list[str] = []
         context = forking()
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = rank, world, device, self._folder.name, theirs
+            arguments = rank, world, device, self._folder.name, theirs, options
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -157,50 +171,53 @@ class _Group:
         Raises:
             RuntimeError: with the traceback of each rank that failed. The group is closed then.
         """
-        self._calls.append(_named(function, args, kwargs))
+        self.begin(function, *args, **kwargs)
         try:
-            return self._call(pickle.dumps((function, args, kwargs)))
+            return self.answers()
         except BaseException:  # a time limit or Ctrl-C, too: later calls would get these answers
             self.close()
             raise
 
-    def _call(self, work: bytes) -> list[Any]:
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin a :meth:`call`."""
+        work = pickle.dumps((function, args, kwargs))
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # a process that died is noticed below
+            with suppress(BrokenPipeError):  # a process that died is noticed later
                 pipe.send_bytes(work)
+
+    def answers(self) -> list[Any]:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         kind = RuntimeError
         until = time.monotonic() + TIMEOUT
-        while waiting := [i for i in range(len(self._pipes)) if i not in {**results, **errors}]:
-            left = until - time.monotonic()
-            ready = connection.wait([self._pipes[rank] for rank in waiting], max(left, 0))
-            if not ready:
-                break
-            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+        waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while waiting and (ready := connection.wait(waiting, max(until - time.monotonic(), 0))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
                 try:
-                    error, result = pickle.loads(self._pipes[rank].recv_bytes())
+                    error, results[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join()
-                    code = self._processes[rank].exitcode
-                    said = _stderr(self._folder.name, rank).read_text(errors="replace")
-                    calls = "\n".join(self._calls)
-                    if code == -signal.SIGSEGV or (code == -signal.SIGABRT and _HEAP.search(said)):
-                        kind = HeapCorrupted
-                    said = f"{said[-8000:]}\nits calls, in order:\n{calls}"
-                    error, result = f"the process died with exit code {code}\n{said}", None
-                if error is None:
-                    results[rank] = result
-                else:
+                    error, is_heap = self._death_of(rank)
+                    kind = HeapCorrupted if is_heap else kind
+                if error is not None:
                     errors[rank] = error
                     until = min(until, time.monotonic() + _GRACE)
         if waiting or errors:
             lines = [f"rank {rank}:\n{error}" for rank, error in sorted(errors.items())]
-            raise kind("\n".join([*lines, *([f"waiting: {waiting}"] if waiting else [])]))
+            missing = [f"waiting: {[*waiting.values()]}"] if waiting else []
+            raise kind("\n".join([*lines, *missing]))
         return [result for _, result in sorted(results.items())]
 
+    def _death_of(self, rank: int) -> tuple[str, bool]:
+        """Why a process died, and whether its heap was corrupted."""
+        self._processes[rank].join()
+        code = self._processes[rank].exitcode
+        said = _stderr(self._folder.name, rank).read_text(errors="replace")
+        is_heap = code == -signal.SIGABRT and _HEAP.search(said) is not None
+        error = f"the process died with exit code {code}\n{said[-8000:]}"
+        return error, code == -signal.SIGSEGV or is_heap
+
     def close(self) -> None:
-        """End the processes."""
         self.is_open = False
         atexit.unregister(self.close)
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -208,13 +225,6 @@ class _Group:
             process.join()
             pipe.close()
         self._folder.cleanup()
-
-
-def _named(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """A call of :meth:`_Group.call`, on one line."""
-    called = args[0] if args and callable(args[0]) else function
-    others = {k: v for k, v in kwargs.items() if k not in ("world", "device")}
-    return f"{called.__module__}.{called.__qualname__} {others or ''}".rstrip()
 
 
 _groups: dict[tuple[int, str], _Group] = {}
@@ -228,21 +238,14 @@ def _shared(world: int, device: str) -> _Group:
     return group
 
 
-@contextmanager
-def _started(world: int, device: str) -> Iterator[_Group]:
-    group = _Group(world, device)
-    try:
-        yield group
-    finally:
-        group.close()
-
-
 def _stderr(folder: str, rank: int) -> Path:
     """The file that a rank's stderr goes to: what it says before it dies is in the test's error."""
     return Path(folder, f"stderr_{rank}")
 
 
-def _serve(rank: int, world: int, device: str, folder: str, pipe: Any) -> None:
+def _serve(
+    rank: int, world: int, device: str, folder: str, pipe: Any, options: dict[str, Any]
+) -> None:
     """A rank: answers one call after the other, until the other end of the pipe is gone."""
     with _stderr(folder, rank).open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -251,8 +254,10 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: Any) -> None:
         torch.set_num_threads(1)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        where = f"file://{folder}/store"
-        dist.init_process_group(_BACKENDS[device], init_method=where, rank=rank, world_size=world)
+            # torch waits four times as long between a lost collective and the end of the process
+            os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
+        options |= {"rank": rank, "world_size": world, "init_method": f"file://{folder}/store"}
+        dist.init_process_group(_BACKENDS[device], **options)
     except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
         raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
@@ -40,8 +41,7 @@ class Net(nn.Module):
         x = self.mid(self.norm(self.up(x).relu())).relu()
         if hasattr(self, "mid2"):
             x = self.mid2(x).relu()
-        made: Tensor = self.down(x)
-        return made
+        return self.down(x)
 
 
 def build(
@@ -80,20 +80,44 @@ def shard(model: nn.Module, mesh: DeviceMesh, by_layer: bool = True, **kwargs: A
 
 
 def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The same input on every rank."""
     return torch.randn(20, K, generator=torch.Generator().manual_seed(step)).to(device, dtype)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = model(x).float().square().mean()
-    return made
+    return model(x).float().square().mean()
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter, plain."""
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
-    return parameter.master if isinstance(parameter, (BlockwiseFP8Weight, FP8Shard)) else parameter
+def whole(x: Tensor) -> Tensor:
+    """A plain copy: of all of a DTensor, of the master of an FP8 weight."""
+    x = x.detach()
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.master if isinstance(x, (BlockwiseFP8Weight, FP8Shard)) else x).clone()
+
+
+def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
+    """The wholes agree, bit for bit."""
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(whole(got), whole(want))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+
+def local_kinds(model: nn.Module) -> set[type]:
+    return {type(p._local_tensor) for p in model.parameters()}
+
+
+@torch.no_grad()
+def scale(by: float, *parameters: Tensor) -> None:
+    for p in parameters:
+        p.mul_(by)
+
+
+def step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def assert_trains_as(
@@ -122,30 +146,25 @@ def assert_trains_as(
 
     options: dict[str, Any] = {"lr": 1e-2, "foreach": False, **adamw}
     optimizers = [torch.optim.AdamW(parameters, **options) for parameters in trainable()]
-    for step in range(steps):
+    for number in range(steps):
         for micro in range(microbatches):
-            x = batch(step * microbatches + micro, device)
+            x = batch(number * microbatches + micro, device)
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro == microbatches - 1)
             losses = [run(m, x) for m in (model, single)]
-            assert torch.equal(*[loss.detach() for loss in losses]), (step, losses)
+            assert torch.equal(*[loss.detach() for loss in losses]), (number, losses)
             for loss in losses:
                 loss.backward()
         for p, q in zip(*trainable(), strict=True):
             assert p.grad is not None and q.grad is not None
-            gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             if exact_gradients:
-                assert torch.equal(gradient, q.grad), step
-            q.grad.copy_(gradient)  # ranks that divide by 3 round
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for p, q in zip(*trainable(), strict=True):
-            assert torch.equal(whole(p), whole(q)), step
+                assert_equal([p.grad], [q.grad])
+            q.grad.copy_(whole(p.grad))  # ranks that divide by 3 round
+        step(*optimizers)
+        assert_equal(*trainable())
 
 
 def assert_same_cast(got: Quantized, want: Quantized) -> None:
-    """Data, scales and format agree."""
     assert_same(got.data, want.data)
     assert_same(got.scale, want.scale)
     assert got.format is want.format

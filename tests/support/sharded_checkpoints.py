@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import blocktensor
 from blocktensor.recipe import DEFAULT_RECIPE, Recipe
-from blocktensor.sharding.fsdp.amax_table import known_place
-from blocktensor.sharding.fsdp.fsdp_internals import owner_of
-from blocktensor.sharding.fsdp.shards import shard_of
-from tests.support.sharded import whole as whole_master
+from tests.support.sharded import places_of, scale, whole
 
 # the mean over 3 ranks of what is the same on each is that, if rounded once
 IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -51,35 +47,30 @@ def converted(seed: int = 0, recipe: Recipe = DEFAULT_RECIPE) -> nn.Sequential:
 
 
 def sharded(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """The model, each linear sharded by itself, and an optimizer of it."""
     for layer in (*model[::2], model):
         fully_shard(layer, mesh=mesh, mp_policy=IN_FP32)
     return model, Averaged(model.parameters(), lr=1e-2)
 
 
 def trained(
-    mesh: DeviceMesh, steps: int = 2, recipe: Recipe = DEFAULT_RECIPE
+    mesh: DeviceMesh, recipe: Recipe = DEFAULT_RECIPE
 ) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """A converted, sharded model after its first steps, and its optimizer."""
+    """A converted, sharded model after its first two steps, and its optimizer."""
     model, optimizer = sharded(converted(recipe=recipe), mesh)
-    for step in range(steps):
+    for step in range(2):
         train(model, optimizer, step)
     return model, optimizer
 
 
 def table_of(model: nn.Sequential, layer: int) -> Any:
-    """The amax table that a weight is in."""
-    found = shard_of(model[layer].weight)
-    place = None if found is None else known_place(owner_of(found))
-    assert place is not None
-    return place[0]
+    (place,) = places_of(model[layer])
+    return place.table
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
     x = torch.randn(20, 192, generator=torch.Generator().manual_seed(step)).bfloat16()
     x = x.to(next(model.parameters()).device)
-    loss: Tensor = (model(x).float() - 1).square().mean()
-    return loss
+    return (model(x).float() - 1).square().mean()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -91,34 +82,30 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tens
     return loss.detach()
 
 
-def whole(value: Tensor) -> Tensor:
-    """A copy of a tensor, or of all of a DTensor."""
-    value = value.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole parameters; all ranks of the model must ask."""
+    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole weights and optimizer state; all ranks of the model must ask."""
-    found = {}
+    found = weights_of(model)
     for name, p in model.named_parameters():
-        found[name] = whole(p)
         for key, value in optimizer.state[p].items():
             found[f"{name}:{key}"] = whole(value)
     return found
 
 
 def assert_same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Plain tensors, bit for bit."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert type(found[name]) is Tensor, name
         assert torch.equal(found[name], value), name
 
 
-def assert_forward_is_fresh(model: nn.Sequential) -> None:
-    """The output is that of an unsharded model with the weights as they are now."""
-    reference = converted()
-    reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+def assert_forward_is_fresh(model: nn.Sequential, like: nn.Module | None = None) -> None:
+    """The output is that of an unsharded model (``like``) with the weights as they are now."""
+    reference = like or converted()
+    reference.load_state_dict(weights_of(model))
     with torch.no_grad():
         for step in (7, 8):
             assert torch.equal(loss_of(model, step), loss_of(reference, step))
@@ -160,27 +147,23 @@ def assert_read_by(
         folder: for the checkpoint, empty.
     """
 
-    def weights(model: nn.Module) -> dict[str, Tensor]:
-        return {name: whole_master(p.detach()).clone() for name, p in model.named_parameters()}
-
     def train_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
         found = []
         for number in (1, 2):
             step(model, optimizer, number)
-            found.append(weights(model))
+            found.append(weights_of(model))
         return found
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)
     save(model, optimizer, folder)
-    wanted = [weights(model), *train_on(model, optimizer)]
+    wanted = [weights_of(model), *train_on(model, optimizer)]
     for make in others:
         other = make()
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(2)
+        scale(2, *other.parameters())
         optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
         step(other, optimizer, 7)  # amaxes and moments of other weights are there
         load(other, optimizer, folder)
-        for found, want in zip([weights(other), *train_on(other, optimizer)], wanted, strict=True):
-            assert_same_tensors(found, want)
+        found = [weights_of(other), *train_on(other, optimizer)]
+        for got, want in zip(found, wanted, strict=True):
+            assert_same_tensors(got, want)

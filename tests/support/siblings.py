@@ -16,6 +16,7 @@ from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
 from tests.support.models import FP32_SCALES, randn
 from tests.support.reference_ops import replace_op
+from tests.support.steps import assert_bits, step
 
 K, N = 192, 160
 
@@ -49,7 +50,6 @@ class Mlp(nn.Module):
 
 
 def converted(model: nn.Module, recipe: Recipe = FP32_SCALES) -> nn.Module:
-    """Weights by name, the same in every model."""
     for i, p in enumerate(model.parameters()):
         p.data = randn(*p.shape, seed=i, dtype=p.dtype) / 14
     convert(model, recipe, skip_small=False)
@@ -60,21 +60,11 @@ def results(
     model: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor] | None = None
 ) -> list[Tensor]:
     """y, and the gradients of x and of all parameters."""
-    model.zero_grad()
-    leaf = x.detach().clone().requires_grad_()
-    y = run(model, leaf) if run else model(leaf)
-    y.backward(torch.ones_like(y) / 3)
-    grads = [p.grad for p in model.parameters()]
-    assert leaf.grad is not None
-    return [y.detach(), leaf.grad, *(g for g in grads if g is not None)]
+    found = step((lambda x: run(model, x)) if run else model, x, of=[model])
+    return [tensor for tensor in found if tensor is not None]
 
 
-def assert_same(actual: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(actual) == len(wanted) > 2
-    for a, b in zip(actual, wanted, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert torch.equal(a, b)
-
+assert_same = assert_bits
 
 X = randn(9, K, dtype=torch.float32)
 

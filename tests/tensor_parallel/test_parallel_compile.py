@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -22,20 +21,20 @@ from blocktensor import Recipe, convert
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from tests.support.compiling import compiled_graphs, fresh, graphs
 from tests.support.numeric import assert_same
-from tests.support.parallel_blocks import (
+from tests.support.parallel_linears import (
     DIM,
-    UNALIGNED,
     assert_alike,
-    batch,
-    block,
+    batches,
     compute,
-    parallelize,
-    tokens_of,
+    converted,
+    drawn,
+    my_part,
+    parallel_block,
 )
-from tests.support.parallel_linears import converted, drawn
-from tests.support.ranks import on_ranks
-from tests.support.sharded import mesh_of
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.wire import Wire
+
+EAGERLY = {"fullgraph": True, "backend": "aot_eager"}
 
 
 class Mlp(nn.Module):
@@ -51,22 +50,22 @@ class Mlp(nn.Module):
         x = x.view(-1, DIM)
         if self.breaks:
             torch._dynamo.graph_break()
-        made: Tensor = self.down(self.gate(x).relu() * self.up(x))
-        return made
+        return self.down(self.gate(x).relu() * self.up(x))
 
 
 class Block(nn.Sequential):
     """A module in another, whose hooks are in the graph with it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self[0](x)
-        return made
+        return self[0](x)
 
 
 def mlp(
-    mesh: DeviceMesh, sequence: bool, recipe: Recipe | None = None, skip: tuple[str, ...] = ()
+    mesh: DeviceMesh,
+    sequence: bool = True,
+    recipe: Recipe | None = None,
+    skip: tuple[str, ...] = (),
 ) -> Block:
-    """A parallel one."""
     torch.manual_seed(0)
     model = Mlp().bfloat16()
     convert(model, recipe, skip=list(skip), skip_small=False)
@@ -80,63 +79,49 @@ def mlp(
     return Block(parallelize_module(model, mesh, plan))
 
 
-def rows(mesh: DeviceMesh, sequence: bool, seed: int, tokens: int = 256) -> Tensor:
-    """This rank's tokens, ``[tokens, DIM]``."""
-    x = drawn((tokens, DIM), torch.bfloat16, seed)
-    return x.chunk(mesh.size())[mesh.get_local_rank()].contiguous() if sequence else x
+def rows(mesh: DeviceMesh, sequence: bool = True, tokens: int = 256) -> tuple[Tensor, Tensor]:
+    """This rank's tokens, ``[tokens, DIM]``, and the gradients of what becomes of them."""
+    x, grad = (drawn((tokens, DIM), torch.bfloat16, seed) for seed in (1, 2))
+    return (my_part(mesh, x, 0), my_part(mesh, grad, 0)) if sequence else (x, grad)
 
 
-def assert_compiles(make: Callable[[], nn.Module], *inputs: Tensor, **options: Any) -> nn.Module:
-    """Eager and compiled models compute the same; the compiled one is returned."""
-    want = compute(make(), *inputs)
-    model = make()
-    model.compile(fullgraph=True, **{"backend": "aot_eager", **options})
-    assert_alike(compute(model, *inputs), want)
-    return model
+def assert_compiles(make: Callable[[], nn.Module], *inputs: Tensor, **options: Any) -> None:
+    with fresh():
+        want = compute(make(), *inputs)
+        model = make()
+        model.compile(**EAGERLY | options)
+        assert_alike(compute(model, *inputs), want)
+        assert graphs() == 1
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2)
-def test_a_block(world: int, device: str, sequence: bool) -> None:
+def test_a_block(mesh: DeviceMesh, sequence: bool) -> None:
     """With parts of weights, and tokens, off the grid of blocks."""
-    mesh = mesh_of(world, device)
-
-    def make() -> nn.Module:
-        model = block(**UNALIGNED).to(device)
-        parallelize(model, mesh, sequence)
-        return model
-
-    inputs = (tokens_of(mesh, batch(i, 150).to(device), sequence) for i in (1, 2))
-    with fresh():
-        assert_compiles(make, *inputs)
-        assert graphs() == 1
+    assert_compiles(lambda: parallel_block(mesh, sequence), *batches(mesh, 150, sequence))
 
 
 class Checkpointed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self[0], x, use_reentrant=False)
-        return made
+        return checkpoint(self[0], x, use_reentrant=False)
 
 
 WAYS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any]]] = {
-    "by inductor": (lambda mesh: mlp(mesh, True), {"backend": "inductor"}),
-    "wgrad from 128x128": (lambda mesh: mlp(mesh, True, Recipe(wgrad_input="128x128")), {}),
+    "by inductor": (lambda mesh: mlp(mesh), {"backend": "inductor"}),
+    "wgrad from 128x128": (lambda mesh: mlp(mesh, recipe=Recipe(wgrad_input="128x128")), {}),
     "wgrad in high precision": (
-        lambda mesh: mlp(mesh, True, Recipe(wgrad_input="high_precision")),
+        lambda mesh: mlp(mesh, recipe=Recipe(wgrad_input="high_precision")),
         {},
     ),
-    "checkpointed": (lambda mesh: Checkpointed(mlp(mesh, True)), {}),
+    "checkpointed": (lambda mesh: Checkpointed(mlp(mesh)), {}),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, gpus=())
-def test_an_mlp(world: int, device: str, way: str) -> None:
-    (make, options), mesh = WAYS[way], mesh_of(world, device)
-    with fresh():
-        inputs = (rows(mesh, True, seed) for seed in (1, 2))
-        assert_compiles(lambda: make(mesh), *inputs, **options)
-        assert graphs() == 1
+def test_an_mlp(mesh: DeviceMesh, way: str) -> None:
+    make, options = WAYS[way]
+    assert_compiles(lambda: make(mesh), *rows(mesh), **options)
 
 
 def collectives(graph: Any) -> list[tuple[str, int]]:
@@ -154,11 +139,10 @@ def collectives(graph: Any) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2, gpus=())
-def test_collectives_are_those_of_eager(world: int, device: str, sequence: bool) -> None:
+def test_collectives_are_those_of_eager(mesh: DeviceMesh, sequence: bool) -> None:
     """Those of backward stay there: the forward saves this rank's tokens alone."""
-    mesh = mesh_of(world, device)
     for tokens in (256, 150) if sequence else (256,):
-        x, grad = (rows(mesh, sequence, seed, tokens) for seed in (1, 2))
+        x, grad = rows(mesh, sequence, tokens)
         model = mlp(mesh, sequence)
         compute(model, x, grad)  # ranks compare
         with Wire() as forward:
@@ -179,10 +163,10 @@ def test_collectives_are_those_of_eager(world: int, device: str, sequence: bool)
 
 
 @on_ranks(2, gpus=())
-def test_no_grad(world: int, device: str) -> None:
-    model, x = mlp(mesh_of(world, device), True), rows(mesh_of(world, device), True, 1)
+def test_no_grad(mesh: DeviceMesh) -> None:
+    model, (x, _) = mlp(mesh), rows(mesh)
     with torch.no_grad(), fresh():
-        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        assert_same(torch.compile(model, **EAGERLY)(x), model(x))
         (graph,) = compiled_graphs(model, x)
     # x rowwise; y
     names = [name for name, _ in collectives(graph)]
@@ -190,17 +174,17 @@ def test_no_grad(world: int, device: str) -> None:
 
 
 @on_ranks(2, gpus=())
-def test_blocks_and_batches_share_graphs(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
+def test_blocks_and_batches_share_graphs(mesh: DeviceMesh) -> None:
     with fresh():
-        models = [mlp(mesh, True) for _ in range(3)]
+        models = [mlp(mesh) for _ in range(3)]
+        x, _ = rows(mesh)
         for model in models:
-            model.compile(fullgraph=True, backend="aot_eager")
-            assert_same(model(rows(mesh, True, 1)), models[0](rows(mesh, True, 1)))
+            model.compile(**EAGERLY)
+            assert_same(model(x), models[0](x))
         assert graphs() == 1
-        eager = mlp(mesh, True)
+        eager = mlp(mesh)
         for tokens in (512, 768):
-            inputs = [rows(mesh, True, seed, tokens) for seed in (1, 2)]
+            inputs = rows(mesh, True, tokens)
             models[0].zero_grad()
             eager.zero_grad()
             assert_alike(compute(models[0], *inputs), compute(eager, *inputs))
@@ -210,23 +194,15 @@ def test_blocks_and_batches_share_graphs(world: int, device: str) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2, gpus=())
-def test_graphs_that_begin_and_end_with_a_prepared_input(
-    world: int, device: str, sequence: bool
-) -> None:
+def test_graphs_that_begin_and_end_with_a_prepared_input(mesh: DeviceMesh, sequence: bool) -> None:
     """As where a hook of the compiled module prepares it, and where a graph breaks after."""
-    mesh = mesh_of(world, device)
     for recipe, breaks in ((Recipe(), False), (Recipe(wgrad_input="high_precision"), True)):
-
-        def make(recipe: Recipe = recipe, breaks: bool = breaks) -> nn.Module:
-            model = mlp(mesh, sequence, recipe)[0]
-            model.breaks = breaks  # type: ignore[assignment]
-            return model
-
+        want, model = (mlp(mesh, sequence, recipe)[0] for _ in range(2))
+        want.breaks = model.breaks = breaks  # type: ignore[assignment]
         with fresh():
-            want, model = make(), make()
-            compiled = torch.compile(model, fullgraph=not breaks, backend="aot_eager")
+            compiled = torch.compile(model, **EAGERLY | {"fullgraph": not breaks})
             for tokens in (256,) if breaks else (256, 384):
-                inputs = [rows(mesh, sequence, seed, tokens) for seed in (1, 2)]
+                inputs = rows(mesh, sequence, tokens)
                 for each in (want, model):
                     each.zero_grad()
                 got = compute(compiled, *inputs)
@@ -235,16 +211,12 @@ def test_graphs_that_begin_and_end_with_a_prepared_input(
 
 
 @on_ranks(2, gpus=())
-def test_one_linear(world: int, device: str) -> None:
+def test_one_linear(mesh: DeviceMesh) -> None:
     """Compiled by itself, and with DTensors in and out."""
-    mesh = mesh_of(world, device)
     with fresh():
-        module = parallelize_module(
-            converted(256, 256, True, torch.bfloat16), mesh, ColwiseParallel()
-        )
+        module = parallelize_module(converted(bias=True), mesh, ColwiseParallel())
         x = drawn((128, 256), torch.bfloat16, 1)
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        assert_same(compiled(x), module(x))
+        assert_same(torch.compile(module, **EAGERLY)(x), module(x))
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -258,67 +230,59 @@ def test_one_linear(world: int, device: str) -> None:
         }
         return Block(parallelize_module(model, mesh, plan))
 
-    with fresh():
-        assert_compiles(make, *(tokens_of(mesh, batch(seed)) for seed in (1, 2)))
-        assert graphs() == 1
+    assert_compiles(make, *batches(mesh))
 
 
 @on_ranks(2, gpus=())
-def test_linears_left_in_high_precision(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
-    inputs = [rows(mesh, True, seed) for seed in (1, 2)]
+def test_linears_left_in_high_precision(mesh: DeviceMesh) -> None:
+    inputs, (model, plain) = rows(mesh), (mlp(mesh, skip=("up",)) for _ in range(2))
+    model.compile(**EAGERLY)
     with fresh():
-        model = assert_compiles(lambda: mlp(mesh, True, skip=("up",)), *inputs)
+        assert_alike(compute(model, *inputs), compute(plain, *inputs))
         model.zero_grad()
         convert(model, skip_small=False)
-        assert_alike(compute(model, *inputs), compute(mlp(mesh, True), *inputs))
+        assert_alike(compute(model, *inputs), compute(mlp(mesh), *inputs))
         assert graphs() == 2
 
 
 @on_ranks(2, gpus=())
-def test_fsdp_besides(world: int, device: str) -> None:
-    """A compiled block that FSDP2 gathers, on a mesh of 1 x 2."""
-    mesh = init_device_mesh(device, (1, world), mesh_dim_names=("data", "tensor"))
+def test_fsdp_besides(device: str) -> None:
+    mesh = shared_mesh(device, 1, 2, names=("data", "tensor"))
     made = []
     for compiles in (False, True):
-        model = nn.Sequential(mlp(mesh["tensor"], True))
+        model = nn.Sequential(mlp(mesh["tensor"]))
         if compiles:
-            model[0].compile(fullgraph=True, backend="aot_eager")
+            model[0].compile(**EAGERLY)
         for part in (model[0], model):
             fully_shard(part, mesh=mesh["data"])
         with fresh():
-            made.append(compute(model, *(rows(mesh["tensor"], True, seed) for seed in (1, 2))))
+            made.append(compute(model, *rows(mesh["tensor"])))
             assert graphs() == int(compiles)
     assert_alike(made[1], made[0])
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @on_ranks(2, gpus=())
-def test_other_products_of_a_prepared_input_are_refused(world: int, device: str) -> None:
-    for fp8 in (False, True):
-        model: Any = mlp(mesh_of(world, device), True)
-        other = nn.Linear(DIM, DIM, bias=False).bfloat16()
-        if fp8:
-            convert(other, skip_small=False)
-        model[0].add_module("other", other)
-        model[0].forward = MethodType(lambda mlp, x: mlp.other(x), model[0])
-        with (
-            fresh(),
-            pytest.raises(Exception, match="a product that is not one of ColwiseParallel"),
-        ):
-            torch.compile(model, fullgraph=True, backend="aot_eager")(
-                rows(mesh_of(world, device), True, 1)
-            )
+def test_other_products_of_a_prepared_input_are_refused(mesh: DeviceMesh, fp8: bool) -> None:
+    model: Any = mlp(mesh)
+    other = nn.Linear(DIM, DIM, bias=False).bfloat16()
+    if fp8:
+        convert(other, skip_small=False)
+    model[0].add_module("other", other)
+    model[0].forward = MethodType(lambda mlp, x: mlp.other(x), model[0])
+    refused = pytest.raises(Exception, match="a product that is not one of ColwiseParallel")
+    with fresh(), refused:
+        torch.compile(model, **EAGERLY)(rows(mesh)[0])
 
 
 @pytest.mark.parametrize("where", ["parameter", "local part"])
 @on_ranks(2, gpus=())
-def test_main_grad_is_refused(world: int, device: str, where: str) -> None:
+def test_main_grad_is_refused(mesh: DeviceMesh, where: str) -> None:
     """Also where it is set after the first forward."""
-    module: Any = converted(256, 256, False, torch.bfloat16)
-    parallelize_module(module, mesh_of(world, device), ColwiseParallel())
+    module: Any = parallelize_module(converted(), mesh, ColwiseParallel())
     x = drawn((128, 256), torch.bfloat16, 1)
     with fresh():
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(module, **EAGERLY)
         compiled(x)
         owner = module.weight if where == "parameter" else module.weight._local_tensor
         owner.main_grad = torch.zeros(128, 256)
@@ -326,19 +290,18 @@ def test_main_grad_is_refused(world: int, device: str, where: str) -> None:
             compiled(x)
 
 
-@pytest.mark.parametrize("what", ["input", "linear"])
+@pytest.mark.parametrize("what", ["inputs of tensor parallel linears", "tensor parallel linears"])
 @on_ranks(2, gpus=())
-def test_ranks_that_disagree(world: int, device: str, what: str) -> None:
+def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
     """They compare while the first forward is traced."""
-    mesh, started = mesh_of(world, device), time.monotonic()
-    recipe = (Recipe(), Recipe(scale="power_of_two"))[dist.get_rank()]
-    module: nn.Module = converted(256, 256, False, torch.bfloat16, recipe)
-    x = drawn((128, 256), torch.bfloat16, 1)
-    if what == "linear":
-        parallelize_module(module, mesh, ColwiseParallel())
+    started = time.monotonic()
+    recipe = (Recipe(), Recipe(scale="power_of_two"))[mesh.get_local_rank()]
+    module: nn.Module
+    if what == "tensor parallel linears":
+        module = parallelize_module(converted(recipe=recipe), mesh, ColwiseParallel())
+        x = drawn((128, 256), torch.bfloat16, 1)
     else:
-        module, x = mlp(mesh, True, recipe), rows(mesh, True, 1)
-    noun = {"input": "inputs of tensor parallel linears", "linear": "tensor parallel linears"}[what]
-    with fresh(), pytest.raises(Exception, match=f"ranks disagree on {noun}: rank"):
-        torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        module, (x, _) = mlp(mesh, recipe=recipe), rows(mesh)
+    with fresh(), pytest.raises(Exception, match=f"ranks disagree on {what}: rank"):
+        torch.compile(module, **EAGERLY)(x)
     assert time.monotonic() - started < 30

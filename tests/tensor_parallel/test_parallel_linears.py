@@ -1,33 +1,39 @@
-"""ColwiseParallel and RowwiseParallel compute what one process does, bit for bit."""
+"""Parallel linears and their prepared inputs compute what one process does, bit for bit."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from blocktensor import Recipe, freeze
-from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor import Recipe, convert, freeze
+from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from blocktensor.sharding.dtensor import local_of
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import (
-    Step,
+    BF16,
+    Computed,
+    assert_alike,
+    compute,
     converted,
     drawn,
+    in_order,
+    local,
+    my_part,
     one_backend,
-    step,
+    partial,
+    summed,
     summed_dbias,
-    summed_dgrad,
-    summed_fprop,
     wgrad_of_part,
 )
 from tests.support.ranks import on_ranks
-from tests.support.sharded import mesh_of
+from tests.support.wire import Wire
 
 K = 256
 CUTS = {"on the grid": 128, "192 a rank": 192, "64 a rank": 64}
@@ -41,153 +47,267 @@ TOKENS = {
 }
 """Leading dimensions of a rank's tokens, and which of them is cut."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, BF16)
 RECIPES = (
-    Recipe(),
     Recipe(scale="power_of_two", cache_weight=False),
     Recipe(wgrad_input="128x128"),
     Recipe(wgrad_input="high_precision", cache_weight="step"),
 )
 
-
-class Case:
-    """One linear and its input, whole and cut."""
-
-    def __init__(
-        self, world: int, cut: str, tokens: str, dtype: torch.dtype, bias: bool, sequence: bool
-    ) -> None:
-        (lead, self.dim), self.world = TOKENS[tokens], world
-        self.dtype, self.bias, self.sequence = dtype, bias, sequence
-        self.size = CUTS[cut] * world
-        whole = (*lead[: self.dim], lead[self.dim] * world, *lead[self.dim + 1 :])
-        self.wide, self.narrow = drawn((*whole, self.size), dtype, 1), drawn((*whole, K), dtype, 2)
-
-    def mine(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part."""
-        return x.chunk(self.world, dim=dim)[dist.get_rank()].contiguous()
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """This rank's tokens."""
-        return self.mine(x, self.dim) if self.sequence else x
-
-    def colwise(self, device: str, recipe: Recipe, **options: object) -> tuple[Step, Step]:
-        """What this rank gets of a linear whose outputs are cut, and one process."""
-        style = ColwiseParallel(
-            input_layouts=Shard(self.dim) if self.sequence else Replicate(),
-            **options,  # type: ignore[arg-type]
-        )
-        whole = converted(self.size, K, self.bias, self.dtype, recipe).to(device)
-        module = converted(self.size, K, self.bias, self.dtype, recipe).to(device)
-        module = parallelize_module(module, mesh_of(self.world, device), style)
-        x, grad = self.narrow.to(device), self.wide.to(device)
-        want = step(whole, x, grad)
-        wire = options.get("reduce_dtype")
-        dx = summed_dgrad(whole, grad, self.world, wire)  # type: ignore[arg-type]
-        want = Step(
-            self.mine(want.y, -1),
-            self.tokens(dx),
-            self.mine(want.dw, 0),
-            # a sum of more columns may add rows in another order
-            None if want.dbias is None else summed_dbias(self.mine(grad, -1), 0, 1),
-        )
-        return step(module, self.tokens(x), self.mine(grad, -1)), want
-
-    def rowwise(self, device: str, recipe: Recipe, **options: object) -> tuple[Step, Step]:
-        """What this rank gets of a linear whose inputs are cut, and one process."""
-        style = RowwiseParallel(
-            output_layouts=Shard(self.dim) if self.sequence else Replicate(),
-            **options,  # type: ignore[arg-type]
-        )
-        whole = converted(K, self.size, self.bias, self.dtype, recipe).to(device)
-        module = converted(K, self.size, self.bias, self.dtype, recipe).to(device)
-        module = parallelize_module(module, mesh_of(self.world, device), style)
-        x, grad = self.wide.to(device), self.narrow.to(device)
-        want = step(whole, x, grad)
-        dw = self.mine(want.dw, 1)
-        if recipe.wgrad_input != "1x128":
-            dw = wgrad_of_part(whole, x, grad, self.world, dist.get_rank())
-        dbias = want.dbias
-        if dbias is not None and self.sequence:
-            dbias = summed_dbias(grad, self.dim, self.world)
-        wire = options.get("reduce_dtype")
-        y = summed_fprop(whole, x, self.world, wire)  # type: ignore[arg-type]
-        want = Step(self.tokens(y), self.mine(want.dx, -1), dw, dbias)
-        return step(module, self.mine(x, -1), self.tokens(grad)), want
+both_styles = pytest.mark.parametrize("style", ["colwise", "rowwise"])
 
 
-def assert_equal(got: Step, want: Step) -> None:
-    """Every result, bit for bit."""
-    for name, mine, one in zip(Step._fields, got, want, strict=True):
-        if one is None:
-            assert mine is None, name
-            continue
-        assert one.any(), name
-        assert_same(mine, one)
+def computed(
+    mesh: DeviceMesh,
+    style: str,
+    cut: str,
+    tokens: str,
+    dtype: torch.dtype = BF16,
+    bias: bool = False,
+    sequence: bool = True,
+    recipe: Recipe | None = None,
+    in_rank_order: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> tuple[Computed, Computed]:
+    """What this rank gets of a linear whose outputs or inputs are cut, and one process."""
+    (shape, dim), world, device = TOKENS[tokens], mesh.size(), mesh.device_type
+    shape = (*shape[:dim], shape[dim] * world, *shape[dim + 1 :])
+    wide, narrow = (drawn((*shape, n), dtype, n).to(device) for n in (CUTS[cut] * world, K))
+    is_colwise = style == "colwise"
+    x, grad = (narrow, wide) if is_colwise else (wide, narrow)
+    options: Any = {"in_rank_order": in_rank_order, "reduce_dtype": reduce_dtype}
+    layout = Shard(dim) if sequence else Replicate()
+    how = (
+        ColwiseParallel(input_layouts=layout, **options)
+        if is_colwise
+        else RowwiseParallel(output_layouts=layout, **options)
+    )
+    whole, module = (
+        converted(grad.shape[-1], x.shape[-1], bias, dtype, recipe).to(device) for _ in range(2)
+    )
+    module = parallelize_module(module, mesh, how)
+
+    def tokens_of(x: Tensor) -> Tensor:
+        return my_part(mesh, x, dim) if sequence else x
+
+    def columns_of(x: Tensor) -> Tensor:
+        return my_part(mesh, x, -1)
+
+    with one_backend(device):
+        y, dx, grads = compute(whole, x, grad)
+        if is_colwise:
+            dx = summed(whole, grad, world, reduce_dtype, dgrad=True)
+            want = Computed(
+                columns_of(y), tokens_of(dx), {"weight": my_part(mesh, grads["weight"], 0)}
+            )
+            if bias:  # a sum of more columns may add rows in another order
+                want.grads["bias"] = summed_dbias(columns_of(grad), 0, 1)
+            return compute(module, tokens_of(x), columns_of(grad)), want
+        dw = columns_of(grads["weight"])
+        if whole.weight.recipe.wgrad_input != "1x128":
+            dw = wgrad_of_part(whole, x, grad, world, mesh.get_local_rank())
+        y = summed(whole, x, world, reduce_dtype)
+        want = Computed(tokens_of(y), columns_of(dx), {"weight": dw})
+        if bias:
+            want.grads["bias"] = summed_dbias(grad, dim, world) if sequence else grads["bias"]
+        return compute(module, columns_of(x), tokens_of(grad)), want
 
 
-@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@both_styles
 @pytest.mark.parametrize("cut", CUTS)
 @on_ranks(2, 4, gpus=[2])
-def test_bits_are_those_of_partial_sums(world: int, device: str, cut: str, style: str) -> None:
+def test_bits_are_those_of_partial_sums(mesh: DeviceMesh, cut: str, style: str) -> None:
     """Every dtype and bias meets tokens that are cut and tokens that are not."""
     for (index, tokens), sequence in itertools.product(enumerate(TOKENS), (False, True)):
         dtype, bias = DTYPES[index // 2], bool(index % 2) == sequence
-        case = Case(world, cut, tokens, dtype, bias, sequence)
-        with one_backend(device):
-            got, want = getattr(case, style)(device, Recipe(), in_rank_order=True)
-        assert_equal(got, want)
+        assert_alike(*computed(mesh, style, cut, tokens, dtype, bias, sequence))
 
 
-@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@both_styles
 @on_ranks(2, gpus=[2])
-def test_recipes(world: int, device: str, style: str) -> None:
-    for recipe, cut, tokens in itertools.product(RECIPES[1:], CUTS, TOKENS):
-        case = Case(world, cut, tokens, torch.bfloat16, False, True)
-        with one_backend(device):
-            got, want = getattr(case, style)(device, recipe, in_rank_order=True)
+def test_recipes(mesh: DeviceMesh, style: str) -> None:
+    for recipe, cut, tokens in itertools.product(RECIPES, CUTS, TOKENS):
+        got, want = computed(mesh, style, cut, tokens, recipe=recipe)
         if recipe.wgrad_input == "high_precision":  # products of other sizes, summed otherwise
-            assert relative_error(got.dw, want.dw) < 4e-3
-            got = got._replace(dw=want.dw)
-        assert_equal(got, want)
+            assert relative_error(got.grads["weight"], want.grads["weight"]) < 4e-3
+            got.grads.update(want.grads)
+        assert_alike(got, want)
 
 
-@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@both_styles
 @on_ranks(2, 4, gpus=[2])
-def test_partial_sums_in_fp32(world: int, device: str, style: str) -> None:
+def test_partial_sums_in_fp32(mesh: DeviceMesh, style: str) -> None:
     for sequence in (False, True):
-        case = Case(world, "192 a rank", "128 a rank", torch.bfloat16, True, sequence)
-        options = {"in_rank_order": True, "reduce_dtype": torch.float32}
-        with one_backend(device):
-            got, want = getattr(case, style)(device, Recipe(), **options)
-        assert_equal(got, want)
+        case = (style, "192 a rank", "128 a rank", BF16, True, sequence)
+        assert_alike(*computed(mesh, *case, reduce_dtype=torch.float32))
 
 
-@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@both_styles
 @on_ranks(2, 4, gpus=[2])
-def test_the_backend_adds_in_another_order(world: int, device: str, style: str) -> None:
+def test_the_backend_adds_in_another_order(mesh: DeviceMesh, style: str) -> None:
     for dtype, sequence in itertools.product(DTYPES, (False, True)):
-        case = Case(world, "192 a rank", "off the grid", dtype, False, sequence)
-        with one_backend(device):
-            got, want = getattr(case, style)(device, Recipe())
-        summed = "dx" if style == "colwise" else "y"
-        limit = 8e-3 if dtype == torch.bfloat16 else 1e-6
-        assert relative_error(getattr(got, summed), getattr(want, summed)) < limit
-        assert_equal(got._replace(**{summed: getattr(want, summed)}), want)
+        case = (style, "192 a rank", "off the grid", dtype, False, sequence)
+        got, want = computed(mesh, *case, in_rank_order=False)
+        total = "dx" if style == "colwise" else "y"
+        limit = 8e-3 if dtype == BF16 else 1e-6
+        assert relative_error(getattr(got, total), getattr(want, total)) < limit
+        assert_alike(got._replace(**{total: getattr(want, total)}), want)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @on_ranks(2, gpus=())
-def test_a_linear_that_was_in_float64(world: int, device: str, frozen: bool) -> None:
-    module = converted(K, 256 * world, True, torch.float32, Recipe()).to(device)
+def test_a_linear_that_was_in_float64(mesh: DeviceMesh, frozen: bool) -> None:
+    module = converted(K, 512, True, torch.float32)
     if frozen:
         freeze(module)
-    module = parallelize_module(module, mesh_of(world, device), ColwiseParallel())
+    module = parallelize_module(module, mesh, ColwiseParallel())
     kind = type(local_of(module.weight))
-    x, grad = drawn((9, 256 * world), torch.float32, 1), drawn((9, K // world), torch.float32, 2)
-    before = step(module, x, grad)
+    x, grad = drawn((9, 512), torch.float32, 1), drawn((9, K // 2), torch.float32, 2)
+    before = compute(module, x, grad)
     module.double()
     assert type(local_of(module.weight)) is kind
     with pytest.raises(TypeError, match=r"torch\.float64"):
         module(x.double())
     module.float().zero_grad()
-    assert_equal(step(module, x, grad), before)
+    assert_alike(compute(module, x, grad), before)
+
+
+# PrepareModuleInput casts and gathers once for all linears that read an input
+
+
+WGRAD_INPUTS: tuple[Any, ...] = ("1x128", "128x128", "high_precision")
+LEADS = {"on the grid": ((2, 128), 1), "off the grid": ((2, 51), 1), "across a batch": ((64, 5), 0)}
+
+
+class Siblings(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(K, n, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def siblings(
+    mesh: DeviceMesh, n: int = 256, recipe: Recipe | None = None, skip: tuple[str, ...] = ()
+) -> Siblings:
+    made = Siblings(n).to(mesh.device_type, BF16)
+    convert(made, recipe, skip=skip, skip_small=False)
+    return made
+
+
+def parallel(module: Siblings, mesh: DeviceMesh, tokens: Any = None, **options: Any) -> Siblings:
+    """The module's linears cut; ``tokens``: the layout of its input, ``Shard(1)`` by default."""
+    plan = {name: ColwiseParallel(**options) for name in ("first", "second")}
+    parallelize_module(module, mesh, plan)
+    style = PrepareModuleInput(
+        input_layouts=tokens or Shard(1), desired_input_layouts=Replicate(), **options
+    )
+    parallelize_module(module, mesh, style)
+    return module
+
+
+def input_of(mesh: DeviceMesh) -> Tensor:
+    return drawn((2, 128, K), BF16, 1).to(mesh.device_type).requires_grad_()
+
+
+@on_ranks(2, 4, gpus=[2])
+def test_bits_are_those_of_one_process(mesh: DeviceMesh, world: int, device: str) -> None:
+    for wgrad_input, each, ((*shape,), dim), sequence in itertools.product(
+        WGRAD_INPUTS, (128, 64) if world == 2 else (64,), LEADS.values(), (True, False)
+    ):
+        shape = [size * (world if i == dim else 1) for i, size in enumerate(shape)]
+        n, recipe = each * world, Recipe(wgrad_input=wgrad_input)
+        x, grad = (drawn((*shape, size), BF16, seed).to(device) for size, seed in ((K, 1), (n, 2)))
+        layout = Shard(dim) if sequence else Replicate()
+        module = parallel(siblings(mesh, n, recipe), mesh, layout, in_rank_order=True)
+        whole = siblings(mesh, n, recipe)
+        with one_backend(device):
+            want = compute(whole, x, grad)
+            x_mine = my_part(mesh, x, dim) if sequence else x
+            got = compute(module, x_mine, my_part(mesh, grad, -1))
+            partials = [
+                sum(partial(m, grad, world, r, BF16, True) for m in (whole.first, whole.second))
+                for r in range(world)
+            ]
+        assert_same(got.y, my_part(mesh, want.y, -1))
+        for name, dw in got.grads.items():
+            if wgrad_input == "high_precision":  # a product of another size, summed otherwise
+                assert relative_error(dw, my_part(mesh, want.grads[name], 0)) < 4e-3
+            else:
+                assert_same(dw, my_part(mesh, want.grads[name], 0))
+        want_dx = in_order(partials).to(BF16).view_as(x)  # type: ignore[arg-type]
+        assert_same(got.dx, my_part(mesh, want_dx, dim) if sequence else want_dx)
+
+
+@on_ranks(2)
+def test_bytes_on_the_wire_and_saved(mesh: DeviceMesh, world: int) -> None:
+    """Once for both linears; only this rank's tokens are saved."""
+    x = input_of(mesh)
+    module = parallel(siblings(mesh), mesh)
+    module(x)  # ranks compare
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with Wire() as forward, hooks:
+        y = module(x)
+    with Wire() as backward:
+        y.sum().backward()
+    for wire in (forward, backward):  # forward rowwise, backward columnwise
+        sent = sum(tensor.nbytes for tensor in wire.gathered)
+        assert [tensor.dtype for tensor in wire.gathered] == [torch.uint8] * 2  # data and scales
+        assert x.numel() < sent <= 0.52 * x.nbytes
+    assert not forward.scattered
+    (dx,) = backward.scattered
+    assert (dx.dtype, dx.numel()) == (BF16, x.numel() * world)
+    assert not forward.reduced and not backward.reduced
+    kept = {(t.data_ptr(), t.dtype, t.numel()) for t in saved if not hasattr(t, "master")}
+    assert sorted(str(dtype) for _, dtype, _ in kept) == ["torch.float32", "torch.float8_e4m3fn"]
+    assert {n for _, dtype, n in kept if dtype == torch.float8_e4m3fn} == {x.numel()}
+
+
+@on_ranks(2)
+def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
+    """The input is gathered as it came, and each linear computes in its own precision."""
+    x, grad = (drawn((2, 256, n), BF16, i).to(device) for n, i in ((K, 1), (256, 2)))
+    whole = siblings(mesh, skip=("second",))
+    module = parallel(siblings(mesh, skip=("second",)), mesh)
+    with one_backend(device):
+        want = compute(whole, x, grad)
+        got = compute(module, my_part(mesh, x, 1), my_part(mesh, grad, -1))
+    assert_same(got.grads["first.weight"], my_part(mesh, want.grads["first.weight"], 0))
+    assert relative_error(got.y, my_part(mesh, want.y, -1)) < 4e-3
+
+
+@on_ranks(2)
+def test_what_is_refused(mesh: DeviceMesh, device: str) -> None:
+    """Linears of unequal recipes, and other products of a prepared input."""
+    module, x = siblings(mesh), input_of(mesh)
+    convert(module.second, Recipe(scale="power_of_two"), skip_small=False)
+    parallel(module, mesh)
+    with pytest.raises(ValueError, match="2 FP8 linears of unequal recipes cannot be cast once"):
+        module(x)
+
+    other = pytest.raises(NotImplementedError, match="a product that is not one of ColwiseParallel")
+    module = siblings(mesh)
+    module.add_module("third", nn.Linear(K, 8, bias=False).to(device, BF16))
+    parallel(module, mesh)
+    module.register_forward_pre_hook(lambda m, args: (m.third(args[0].view(-1, K)),))
+    with other:
+        module(x)
+    convert(module.third, skip_small=False)
+    parallelize_module(module.third, mesh, RowwiseParallel(input_layouts=Replicate()))
+    with other:
+        module(x)
+
+
+@on_ranks(2)
+def test_backward_twice(mesh: DeviceMesh) -> None:
+    module = parallel(siblings(mesh), mesh, in_rank_order=True)
+    loss = module(input_of(mesh)).square().sum()
+    loss.backward(retain_graph=True)
+    first = local(module.first.weight.grad).clone()
+    with Wire() as wire:
+        loss.backward()
+    assert_same(local(module.first.weight.grad), first * 2)
+    assert len(wire.gathered) == 2  # again: nothing gathered is kept after its last use

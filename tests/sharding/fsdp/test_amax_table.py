@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
@@ -23,10 +24,11 @@ from blocktensor.ops.formats import BLOCKS_128X128, ceil_div
 from blocktensor.sharding.fsdp import amax_table
 from blocktensor.sharding.fsdp.amax_table import AmaxTable, ShardSlice
 from blocktensor.sharding.fsdp.shards import shard_of
+from tests.support import sharded as nets
+from tests.support.models import POWER_OF_TWO, randn
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks
-from tests.support.sharded import batch, build, mesh_of, places_of
-from tests.support.sharded import loss_of as loss_of_net
+from tests.support.sharded import assert_equal, batch, build, gradients, places_of, scale, whole
 from tests.support.sharded_checkpoints import (
     assert_forward_is_fresh,
     converted,
@@ -35,10 +37,8 @@ from tests.support.sharded_checkpoints import (
     table_of,
     train,
     trained,
-    whole,
 )
 
-POW2 = Recipe(scale="power_of_two")
 both_policies = pytest.mark.parametrize("policy", ["backward", "step"])
 
 
@@ -56,7 +56,7 @@ def aliases(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_the_parts_of_all_ranks_make_the_table_of_the_whole(
     shape: tuple[int, int, int], ranks: int, dim: int, stacked: bool
 ) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+    x = randn(*shape, seed=sum(shape))
     if not stacked:
         x, dim = x[0], max(dim - 1, 0)
     whole = reference.shard_amax(x, BLOCKS_128X128, 0, 0)
@@ -77,8 +77,8 @@ def test_the_parts_of_all_ranks_make_the_table_of_the_whole(
 
 
 @on_ranks(3, gpus=())
-def test_amaxes_that_were_precomputed_serve_one_forward(world: int, device: str) -> None:
-    model, _ = trained(mesh_of(world, device))
+def test_amaxes_that_were_precomputed_serve_one_forward(mesh: DeviceMesh) -> None:
+    model, _ = trained(mesh)
     table = table_of(model, 0)
     before = table.reductions
     assert precompute_block_amax(model) == 3
@@ -86,43 +86,21 @@ def test_amaxes_that_were_precomputed_serve_one_forward(world: int, device: str)
         loss_of(model, 0).backward()
         assert table.reductions == before + forwards
     precompute_block_amax(model)
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    assert_forward_is_fresh(model)
-
-
-@both_policies
-@on_ranks(3, gpus=())
-def test_a_model_that_moves_keeps_its_table(world: int, device: str, policy: Any) -> None:
-    """FSDP pads again on some ranks, which must not wait for the others to compare weights."""
-    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
-    table = table_of(model, 2)
-    model.half().bfloat16()
-    assert_forward_is_fresh(model)
-    assert table_of(model, 2) is table
-    model.half().bfloat16()
-    assert precompute_block_amax(model) == 3
-    for step in (2, 3):
-        assert_forward_is_fresh(model)
-        train(model, optimizer, step)
+    scale(2, model[0].weight)
     assert_forward_is_fresh(model)
 
 
 @on_ranks(2, 3, gpus=())
-def test_shards_of_another_recipe_are_assigned_and_back(world: int, device: str) -> None:
+def test_shards_of_another_recipe_are_assigned_and_back(mesh: DeviceMesh) -> None:
     """They are gathered, and their inputs cast, by that recipe, whether that model has run."""
-    mesh = mesh_of(world, device)
     model, _ = trained(mesh)
-    source, _ = sharded(converted(seed=3, recipe=POW2), mesh)
-    states = {POW2: aliases(source), Recipe(): aliases(model)}
-    for recipe in (POW2, Recipe(), POW2, Recipe()):
+    source, _ = sharded(converted(seed=3, recipe=POWER_OF_TWO), mesh)
+    states = {POWER_OF_TWO: aliases(source), Recipe(): aliases(model)}
+    for recipe in (POWER_OF_TWO, Recipe(), POWER_OF_TWO, Recipe()):
         before = table_of(model, 0)
         model.load_state_dict(states[recipe], assign=True)
-        reference = converted(recipe=recipe)
         for _ in range(2):
-            reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
-            with torch.no_grad():
-                assert torch.equal(loss_of(model, 7), loss_of(reference, 7))
+            assert_forward_is_fresh(model, converted(recipe=recipe))
             model.half().bfloat16()
         assert table_of(model, 0) is not before
         loss_of(source, 0)
@@ -130,12 +108,10 @@ def test_shards_of_another_recipe_are_assigned_and_back(world: int, device: str)
 
 @both_policies
 @on_ranks(2, 3, gpus=())
-def test_shards_of_another_model_are_assigned(world: int, device: str, policy: Any) -> None:
+def test_shards_of_another_model_are_assigned(mesh: DeviceMesh, policy: Any) -> None:
     """They come without its table: each model counts its own forwards and changes."""
-    mesh, recipe = mesh_of(world, device), Recipe(cache_weight=policy)
-    (model, _), (source, _) = trained(mesh, recipe=recipe), trained(mesh, recipe=recipe)
-    with torch.no_grad():
-        source[2].weight.mul_(4)
+    (model, _), (source, _) = (trained(mesh, Recipe(cache_weight=policy)) for _ in range(2))
+    scale(4, source[2].weight)
     loss_of(source, 0)
     own, theirs = table_of(model, 0), table_of(source, 0)
     model.load_state_dict(aliases(source), assign=True)
@@ -144,26 +120,23 @@ def test_shards_of_another_model_are_assigned(world: int, device: str, policy: A
     assert table_of(model, 0) is own is not theirs
     assert table_of(source, 0) is theirs
     model.half().bfloat16()
-    with torch.no_grad():
-        model[2].weight.mul_(16)
+    scale(16, model[2].weight)
     assert_forward_is_fresh(model)
     assert_forward_is_fresh(source)
     loss = loss_of(model, 0)
-    with torch.no_grad():
-        model[2].weight.mul_(4)
+    scale(4, model[2].weight)
     with pytest.raises(RuntimeError, match="was changed or moved on this rank"):
         loss.backward()
 
 
 @both_policies
 @on_ranks(2, 3, gpus=())
-def test_two_models_share_parameters(world: int, device: str, policy: Any) -> None:
+def test_two_models_share_parameters(mesh: DeviceMesh, policy: Any) -> None:
     """Each has them in a table of its own, though the shards are the same objects.
 
     Biases are not shared: FSDP gathers old values of what another model pads again.
     """
-    mesh, recipe = mesh_of(world, device), Recipe(cache_weight=policy)
-    (model, _), (source, _) = trained(mesh, recipe=recipe), trained(mesh, recipe=recipe)
+    (model, _), (source, _) = (trained(mesh, Recipe(cache_weight=policy)) for _ in range(2))
     state = source.state_dict(keep_vars=True)
     del state["0.bias"]
     model.load_state_dict(state, strict=False, assign=True)
@@ -180,12 +153,12 @@ def test_two_models_share_parameters(world: int, device: str, policy: Any) -> No
 
 
 @on_ranks(2, gpus=())
-def test_another_recipe_is_assigned_before_backward(world: int, device: str) -> None:
+def test_another_recipe_is_assigned_before_backward(mesh: DeviceMesh) -> None:
     """A backward that does not read this weight reads the others as its forward did."""
-    model, other = converted(), converted(recipe=POW2)
+    model, other = converted(), converted(recipe=POWER_OF_TWO)
     for root in (model, other):  # backward gathers all weights at once
-        fully_shard(root, mesh=mesh_of(world, device), reshard_after_forward=True)
-    gradients = []
+        fully_shard(root, mesh=mesh, reshard_after_forward=True)
+    found = []
     for assigns in (False, True):
         model.zero_grad()
         loss = loss_of(model, 0)
@@ -193,47 +166,39 @@ def test_another_recipe_is_assigned_before_backward(world: int, device: str) -> 
             first = {"0.weight": other[0].weight.detach()}
             model.load_state_dict(first, strict=False, assign=True)
         loss.backward()
-        found = [p.grad for name, p in model.named_parameters() if name != "0.weight"]
-        gradients.append([whole(grad) for grad in found if grad is not None])
+        found.append([whole(p.grad) for name, p in model.named_parameters() if name != "0.weight"])
         loss_of(model, 0).backward()
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(*found)
 
 
 @on_ranks(2, gpus=())
-def test_parameters_are_pickled_after_a_forward(world: int, device: str) -> None:
-    model, _ = trained(mesh_of(world, device))
+def test_parameters_are_pickled_after_a_forward(mesh: DeviceMesh) -> None:
+    model, _ = trained(mesh)
     file = io.BytesIO()
     torch.save(dict(model.named_parameters()), file)
     file.seek(0)
-    found = torch.load(file, weights_only=False)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(whole(found[name]), whole(parameter))
+    assert_equal(torch.load(file, weights_only=False).values(), model.parameters())
 
 
 @on_ranks(2, gpus=())
-def test_two_weights_are_exchanged(world: int, device: str) -> None:
+def test_two_weights_are_exchanged(mesh: DeviceMesh) -> None:
     def squares() -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(2))).bfloat16()
         convert(model, skip_small=False)
         return model
 
-    model, _ = sharded(squares(), mesh_of(world, device))
+    model, _ = sharded(squares(), mesh)
     loss_of(model, 0).backward()
-    with torch.no_grad():
-        model[0].weight.mul_(8)
+    scale(8, model[0].weight)
     first, second = aliases(model).values()
     model.load_state_dict({"0.weight": second, "1.weight": first}, assign=True)
-    reference = squares()
-    reference.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
-    for step in (7, 8):
-        assert torch.equal(loss_of(model, step), loss_of(reference, step))
+    assert_forward_is_fresh(model, squares())
 
 
 @on_ranks(2, gpus=())
-def test_tables_end_with_their_model(world: int, device: str) -> None:
-    model, optimizer = trained(mesh_of(world, device))
+def test_tables_end_with_their_model(mesh: DeviceMesh) -> None:
+    model, optimizer = trained(mesh)
     table = weakref.ref(table_of(model, 0))
     model.half().bfloat16()
     loss_of(model, 0)
@@ -250,18 +215,21 @@ def test_tables_end_with_their_model(world: int, device: str) -> None:
 LAYERS = 3
 
 
-def after_a_step(world: int, device: str, policy: Any) -> nn.Module:
+def after_a_step(mesh: DeviceMesh, policy: Any = "step") -> nn.Module:
     """Return a model after its first step, whose layers are gathered one by one."""
-    model = build(Recipe(cache_weight=policy)).to(device)
+    model = build(Recipe(cache_weight=policy)).to(mesh.device_type)
     for layer in (model.up, model.mid, model.down, model):
-        fully_shard(layer, mesh=mesh_of(world, device))
-    loss_of_net(model, batch(0, device)).backward()
+        fully_shard(layer, mesh=mesh)
+    loss_of_net(model, 0).backward()
     model.zero_grad()
     return model
 
 
+def loss_of_net(model: nn.Module, seed: int) -> Tensor:
+    return nets.loss_of(model, batch(seed, next(model.parameters()).device.type))
+
+
 def casts(run: Callable[[], Any]) -> int:
-    """Run, and return how many shards were cast."""
     made, cast = [], amax_table.quantize_shard
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amax_table, "quantize_shard", lambda *x: (made.append(x), cast(*x))[1])
@@ -270,66 +238,49 @@ def casts(run: Callable[[], Any]) -> int:
 
 
 def held(model: nn.Module) -> int:
-    """Return how many weights' casts are kept."""
     return sum(len(table._kept) for table in {place.table for place in places_of(model)})
 
 
 @pytest.mark.parametrize(
-    ("policy", "wanted"), [("backward", (6, 6, 6)), ("step", (3, 0, 0)), (False, (6, 6, 6))]
+    ("policy", "wanted"), [("backward", [6, 6, 6]), ("step", [3, 0, 0]), (False, [6, 6, 6])]
 )
 @on_ranks(2)
 def test_how_many_casts_the_microbatches_of_a_step_make(
-    world: int, device: str, policy: Any, wanted: tuple[int, ...]
+    mesh: DeviceMesh, policy: Any, wanted: list[int]
 ) -> None:
-    model = after_a_step(world, device, policy)
+    model = after_a_step(mesh, policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for _ in range(2):
         optimizer.step()
-        inputs = [batch(micro, device) for micro in range(3)]
-        made = [casts(lambda x=x: loss_of_net(model, x).backward()) for x in inputs]
-        assert tuple(made) == wanted
+        made = [casts(lambda seed=seed: loss_of_net(model, seed).backward()) for seed in range(3)]
+        assert made == wanted
         assert held(model) == (LAYERS if policy == "step" else 0)
 
 
 @on_ranks(2)
-def test_an_evaluation_makes_the_cast_of_the_step(world: int, device: str) -> None:
+def test_an_evaluation_makes_the_cast_of_the_step(mesh: DeviceMesh) -> None:
     """A move frees it."""
-    model, x = after_a_step(world, device, "step"), batch(1, device)
+    model = after_a_step(mesh)
     with torch.no_grad():
         model.mid.weight.mul_(2)
         # of one weight the rows changed, and with it the amaxes of all
-        assert casts(lambda: loss_of_net(model, x)) == LAYERS
-    assert casts(lambda: loss_of_net(model, x).backward()) == 0
+        assert casts(lambda: loss_of_net(model, 1)) == LAYERS
+    assert casts(lambda: loss_of_net(model, 1).backward()) == 0
     assert held(model) == LAYERS
     model.float()
     assert held(model) == 0
 
 
 @on_ranks(2)
-def test_an_uncounted_write_before_backward_is_not_read(world: int, device: str) -> None:
-    found: list[list[Tensor]] = []
-    for writes in (False, True):
-        model = after_a_step(world, device, "step")
-        loss = loss_of_net(model, batch(1, device))
-        for p in model.parameters() if writes else []:
-            local = shard_of(p)
-            if local is not None:
-                local.master.data.mul_(64)
+def test_an_uncounted_write_before_backward_is_not_read(mesh: DeviceMesh) -> None:
+    model, other = after_a_step(mesh), after_a_step(mesh)
+    losses = loss_of_net(model, 1), loss_of_net(other, 1)
+    for p in other.parameters():
+        if (local := shard_of(p)) is not None:
+            local.master.data.mul_(64)
+    for loss in losses:
         loss.backward()
-        found.append([whole(p.grad) for p in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-@on_ranks(2)
-def test_scales_of_a_later_forward_are_not_used(world: int, device: str) -> None:
-    """An evaluation of other values lies between a forward and its backward."""
-    model = after_a_step(world, device, "step")
-    loss = loss_of_net(model, batch(1, device))
-    with torch.no_grad():
-        model.mid.weight.mul_(8)
-        loss_of_net(model, batch(2, device))
-    with pytest.raises(RuntimeError, match="changed"):
-        loss.backward()
+    assert_equal(gradients(model), gradients(other))
 
 
 def table_of_one(device: str = "cpu") -> tuple[AmaxTable, Any]:
@@ -344,17 +295,21 @@ def table_of_one(device: str = "cpu") -> tuple[AmaxTable, Any]:
 
 def test_bytes_of_other_values_or_rows_are_not_found() -> None:
     table, weight = table_of_one()
-    first = table.once_a_step(0, lambda: torch.zeros(3))
-    assert table.once_a_step(0, lambda: torch.zeros(3)) is first
+
+    def cast() -> Tensor:
+        return table.once_a_step(0, lambda: torch.zeros(3))
+
+    first = cast()
+    assert cast() is first
     weight.count += 1
-    second = table.once_a_step(0, lambda: torch.zeros(3))
+    second = cast()
     assert second is not first
     table.reductions += 1
-    third = table.once_a_step(0, lambda: torch.zeros(3))
+    third = cast()
     assert third is not second
     weight.local = FP8Shard(torch.ones(3, 8), Recipe())  # other rows, and the first are freed
     assert len(table._kept) == 0
-    assert table.once_a_step(0, lambda: torch.zeros(3)) is not third
+    assert cast() is not third
     assert len(table._kept) == 1
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,7 +19,17 @@ from blocktensor.distributed import FP8Shard, FrozenShard
 from tests.support.models import SQUARE, randn
 from tests.support.moe_models import BatchedMoE, TitanMoE
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.sharded import K, assert_trains_as, batch, loss_of, mesh_of, reductions, whole
+from tests.support.sharded import (
+    K,
+    assert_trains_as,
+    batch,
+    gradients,
+    local_kinds,
+    loss_of,
+    reductions,
+    step,
+    whole,
+)
 from tests.support.sharded_checkpoints import assert_read_by
 from tests.support.wire import Wire
 
@@ -30,7 +39,6 @@ N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
 def converted(
     model: nn.Module, recipe: Recipe | None = None, skip: Sequence[str] = ("gate",)
 ) -> nn.Module:
-    """The model with its stacks in FP8."""
     experts = {"experts": ["up", "down"]} if isinstance(model, BatchedMoE) else None
     convert(model, recipe, skip=skip, skip_small=False, stacks=experts)
     return model
@@ -51,8 +59,8 @@ def shard(
     return model
 
 
-def two_dims(world: int, device: str) -> DeviceMesh:
-    return shared_mesh(device, world // 2, 2, names=("outer", "inner"))
+def two_dims(device: str) -> DeviceMesh:
+    return shared_mesh(device, 2, 2, names=("outer", "inner"))
 
 
 def in_fp32(model: nn.Module, x: Tensor) -> Tensor:
@@ -79,16 +87,15 @@ def assert_trains_as_one_process(
     single = converted(make().to(device), recipe, skip)
     model = copy.deepcopy(single)
     sharded(model)
-    assert all(isinstance(p._local_tensor, FP8Shard) for p in model.experts.parameters())
+    assert local_kinds(model.experts) == {FP8Shard}
     assert_trains_as(single, model, device, steps=2, run=in_fp32, **steps)
     assert wanted in (None, reductions(model))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2, 4)
-def test_experts_train_as_in_one_process(world: int, device: str, dim: int) -> None:
+def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str, dim: int) -> None:
     """Whole experts, fewer of them than ranks and unevenly; rows and columns inside blocks."""
-    mesh = mesh_of(world, device)
     for make in (titan, lambda: BatchedMoE(3, K, N)):
         assert_trains_as_one_process(lambda m: shard(m, mesh, dim), device, make)
 
@@ -108,10 +115,9 @@ MICROBATCHES = {"microbatches": 2, "exact_gradients": False}
 )
 @on_ranks(2)
 def test_ways_to_gather_experts(
-    world: int, device: str, options: dict[str, Any], recipe: Recipe, steps: dict[str, Any]
+    mesh: DeviceMesh, device: str, options: dict[str, Any], recipe: Recipe, steps: dict[str, Any]
 ) -> None:
     """In blocks that no rank shares, and in others."""
-    mesh = mesh_of(world, device)
     for make in (lambda: TitanMoE(2, 128, 512), lambda: TitanMoE(2, K, N)):
         assert_trains_as_one_process(
             lambda m: shard(m, mesh, 1, **options), device, make, recipe, **steps
@@ -119,12 +125,12 @@ def test_ways_to_gather_experts(
 
 
 @on_ranks(4)
-def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
+def test_experts_on_a_mesh_of_their_own(mesh: DeviceMesh, device: str) -> None:
     """The rest over all ranks; also with replicas, and given for each parameter (torch 2.13)."""
-    everywhere, both = mesh_of(world, device), two_dims(world, device)
+    both = two_dims(device)
     for own, dim in ((both["inner"], 0), (both["outer"], 1), (both, 0)):
         assert_trains_as_one_process(
-            lambda m, own=own, dim=dim: shard(m, everywhere, dim, own),
+            lambda m, own=own, dim=dim: shard(m, mesh, dim, own),
             device,
             skip=[],  # the router in FP8, too
             wanted=2 * 2,  # steps, and groups of ranks
@@ -136,31 +142,31 @@ def test_experts_on_a_mesh_of_their_own(world: int, device: str) -> None:
     if not hasattr(common, "ShardPlacementResult"):
         return
 
-    infos = [common.FSDPMeshInfo(m, shard_mesh_dim=0) for m in (everywhere, both["inner"])]
+    infos = [common.FSDPMeshInfo(m, shard_mesh_dim=0) for m in (mesh, both["inner"])]
 
     def place(p: Tensor) -> Any:
         dim = int(p.ndim == 3)
         return common.ShardPlacementResult(Shard(dim), infos[dim])
 
     assert_trains_as_one_process(
-        lambda m: fully_shard(m, mesh=everywhere, shard_placement_fn=place), device
+        lambda m: fully_shard(m, mesh=mesh, shard_placement_fn=place), device
     )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(2, gpus=())
-def test_a_byte_a_parameter_and_one_small_reduction(world: int, device: str, dim: int) -> None:
+def test_a_byte_a_parameter_and_one_small_reduction(mesh: DeviceMesh, dim: int) -> None:
     steps = []
     for model in (TitanMoE(4, 128, 256), converted(TitanMoE(4, 128, 256))):
-        shard(model.bfloat16(), mesh_of(world, device), dim)
+        shard(model.bfloat16(), mesh, dim)
         with Wire() as wire:
             model(randn(30, 128)).float().sum().backward()
         steps.append(wire.traffic())
     was, found = steps
     gate, stacks = 4 * 128, 3 * 4 * 128 * 256
-    sent = 2 * stacks // world  # for forward, and again for backward
-    assert (was.gathered_bytes, was.reductions) == (2 * sent + 2 * gate // world, 0)
-    assert (found.gathered_bytes, found.reductions) == (sent + 2 * gate // world, 1)
+    sent = 2 * stacks // 2  # for forward, and again for backward
+    assert (was.gathered_bytes, was.reductions) == (2 * sent + 2 * gate // 2, 0)
+    assert (found.gathered_bytes, found.reductions) == (sent + 2 * gate // 2, 1)
     assert found.gathered_dtypes == {torch.bfloat16, torch.uint8}
     assert found.gathers == was.gathers
     # rows of 4 scales: w1 and w3 have 2 of them, w2 has one
@@ -168,131 +174,66 @@ def test_a_byte_a_parameter_and_one_small_reduction(world: int, device: str, dim
 
 
 @on_ranks(2, 4)
-def test_frozen_experts_are_sharded_as_bytes(world: int, device: str) -> None:
+def test_frozen_experts_are_sharded_as_bytes(mesh: DeviceMesh, device: str) -> None:
     """Also fewer of them than ranks."""
     for make in (TitanMoE, BatchedMoE):
         for dim in (0, 1):
             model = make(3, K, N).to(device)
             model.experts.requires_grad_(False)
             single = copy.deepcopy(converted(model))
-            shard(model, mesh_of(world, device), dim)
-            held = [p._local_tensor for p in model.experts.parameters()]
-            assert {type(x) for x in held} == {FrozenShard}
-            rank, size = dist.get_rank(), (3, N)[dim]
-            each = -(-size // world)
+            shard(model, mesh, dim)
+            assert local_kinds(model.experts) == {FrozenShard}
+            rank, size = mesh.get_local_rank(), (3, N)[dim]
+            each = -(-size // mesh.size())
             mine = max(min(size - rank * each, each), 0)
-            assert any(x.data_rows.shape[dim] == mine for x in held)
+            held = [p._local_tensor.data_rows.shape[dim] for p in model.experts.parameters()]
+            assert mine in held
             assert_trains_as(single, model, device, steps=2, run=in_fp32)
 
 
 @on_ranks(4)
-def test_clipping(world: int, device: str) -> None:
+def test_clipping(mesh: DeviceMesh, device: str) -> None:
     single = converted(TitanMoE(3, K, N).to(device))
-    wanted = None
-    for own in (None, two_dims(world, device)["inner"]):
-        model = shard(copy.deepcopy(single), mesh_of(world, device), 1, own)
+    models = [shard(copy.deepcopy(single), mesh, 1, x) for x in (None, two_dims(device)["inner"])]
+    for model in (single, *models):
         in_fp32(model, batch(0, device)).backward()
-        if own is None:
-            in_fp32(single, batch(0, device)).backward()
-            wanted = nn.utils.clip_grad_norm_(single.parameters(), 1e-3)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
-        else:  # torch has no norm of gradients on several meshes
-            parts = [p.parameters() for p in (model.gate, model.experts)]
-            norms = [nn.utils.get_total_norm([p.grad for p in ps]).full_tensor() for ps in parts]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            for part in (model.gate, model.experts):
-                nn.utils.clip_grads_with_norm_(part.parameters(), 1e-3, norm)
-        torch.testing.assert_close(norm, wanted)
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    wanted = nn.utils.clip_grad_norm_(single.parameters(), 1e-3)
+    norm = nn.utils.clip_grad_norm_(models[0].parameters(), 1e-3).full_tensor()
+    torch.testing.assert_close(norm, wanted)
+    # torch has no norm of gradients on several meshes
+    parts = models[1].gate, models[1].experts
+    norms = [nn.utils.get_total_norm(gradients(part)).full_tensor() for part in parts]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for part in parts:
+        nn.utils.clip_grads_with_norm_(part.parameters(), 1e-3, norm)
+    torch.testing.assert_close(norm, wanted)
+    for model in models:
+        torch.testing.assert_close([*map(whole, gradients(model))], gradients(single))
 
 
 @on_ranks(4, gpus=())
-def test_who_reads_a_checkpoint(world: int, device: str, tmp_path: Path) -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def test_who_reads_a_checkpoint(mesh: DeviceMesh, device: str, tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         in_fp32(model, batch(number, device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
 
-    everywhere, both = mesh_of(world, device), two_dims(world, device)
+    both = two_dims(device)
     others = [
-        lambda: shard(converted(titan()), everywhere, 1),
-        lambda: shard(converted(titan()), everywhere, 1, both["inner"]),
+        lambda: shard(converted(titan()), mesh, 1),
+        lambda: shard(converted(titan()), mesh, 1, both["inner"]),
         lambda: shard(converted(titan()), both["outer"], 0),
         lambda: converted(titan()),
     ]
-    assert_read_by(others, shard(converted(titan()), everywhere), step, tmp_path)
-
-
-class LocalExperts(nn.Module):
-    """Experts of which a rank has some, as under expert parallelism, and no exchange of tokens."""
-
-    def __init__(self, stack: Tensor) -> None:
-        super().__init__()
-        self.w = nn.Parameter(stack)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
-        offs = torch.tensor([7, 7, 20], dtype=torch.int32, device=x.device)
-        return torch._grouped_mm(x, w.bfloat16().transpose(-2, -1), offs=offs)
-
-
-NAMED = {"": ["w"]}
-
-
-@pytest.mark.filterwarnings("ignore:While redistributing")
-@on_ranks(4)
-def test_experts_of_expert_parallelism(world: int, device: str) -> None:
-    """Converted before, as local parts, or after fully_shard, which cuts every rank's experts."""
-    mesh = two_dims(world, device)
-    stack = randn(6, N, K, dtype=torch.float32, device=device) / K**0.5
-    mine = 3 * mesh["inner"].get_local_rank()
-    local = stack[mine : mine + 3].clone()
-    for is_converted in (True, False):
-        for dim in (0, 1):
-            single = LocalExperts(BlockwiseFP8Weight(local.clone()))
-            part = BlockwiseFP8Weight(local.clone()) if is_converted else local.clone()
-            ep = DTensor.from_local(part, mesh["inner"], [Shard(0)], run_check=False)
-            model = LocalExperts(ep)
-            fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
-            if not is_converted:
-                convert(model, skip_small=False, stacks=NAMED)
-            assert isinstance(model.w._local_tensor, FP8Shard)
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
-            for step in range(2):
-                outputs = [m(batch(step, device)) for m in (model, single)]
-                assert torch.equal(*outputs)
-                for y in outputs:
-                    y.float().square().mean().backward()
-                assert torch.equal(model.w.grad.full_tensor()[mine : mine + 3], single.w.grad)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert torch.equal(whole(model.w)[mine : mine + 3], single.w.master)
-
-
-@on_ranks(4)
-def test_stacks_that_are_no_whole_experts_are_not_converted(world: int, device: str) -> None:
-    mesh = two_dims(world, device)
-    values = randn(4, 128, 192, device=device)
-    remedy = "convert stacks that are cut inside experts before fully_shard"
-    for cut, dim in ((1, 0), (2, 1), (1, 1)):
-        ep = DTensor.from_local(values.clone(), mesh["inner"], [Shard(cut)], run_check=False)
-        model = LocalExperts(ep)
-        fully_shard(model, mesh=mesh["outer"], shard_placement_fn=lambda p, d=dim: Shard(d))
-        before = model.w._local_tensor
-        with pytest.raises(NotImplementedError, match=f"FSDP2 alone did not make: {remedy}"):
-            convert(model, skip_small=False, stacks=NAMED)
-        assert model.w._local_tensor is before
+    assert_read_by(others, shard(converted(titan()), mesh), train, tmp_path)
 
 
 @on_ranks(2)
-def test_the_local_part_of_a_stack_on_another_mesh_is_fp8(world: int, device: str) -> None:
+def test_the_local_part_of_a_stack_on_another_mesh_is_fp8(mesh: DeviceMesh, device: str) -> None:
     values = randn(2, 128, 192, device=device)
     frozen = BlockwiseFP8Tensor.from_values(values, SQUARE)
     for stack in (BlockwiseFP8Weight(values), frozen):
-        sharded = DTensor.from_local(stack, mesh_of(world, device), [Shard(0)], run_check=False)
-        assert sharded.shape == (2 * world, 128, 192)
+        sharded = DTensor.from_local(stack, mesh, [Shard(0)], run_check=False)
+        assert sharded.shape == (4, 128, 192)
         local = sharded.to_local()
         assert type(local) is type(local[1]) is type(local.float()) is type(stack)
         assert type(local.transpose(-2, -1)) is type(stack)

@@ -1,8 +1,9 @@
-"""Ranks count the same changes: what writes and loads change is noticed by the next forward."""
+"""What FSDP2 does to parameters: which changes a forward sees, and which are none."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import FP8Shard, precompute_block_amax
 from blocktensor.sharding.fsdp.shards import shard_of
+from tests.support.models import randn
 from tests.support.ranks import on_ranks
-from tests.support.sharded import mesh_of
+from tests.support.sharded import assert_equal, gradients, scale, step, whole
 from tests.support.sharded_checkpoints import (
     Averaged,
     assert_forward_is_fresh,
@@ -32,14 +35,16 @@ from tests.support.sharded_checkpoints import (
     table_of,
     train,
     trained,
-    whole,
+    weights_of,
 )
+
+both_policies = pytest.mark.parametrize("policy", ["backward", "step"])
 
 
 @on_ranks(3, gpus=())
-def test_one_reduction_a_step_for_rows_on_all_ranks(world: int, device: str) -> None:
+def test_one_reduction_a_step_for_rows_on_all_ranks(mesh: DeviceMesh) -> None:
     """If the recipe asks for reuse."""
-    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    model, optimizer = trained(mesh, Recipe(cache_weight="step"))
     reused, alone = table_of(model, 0), table_of(model, 4)
     assert reused is table_of(model, 2) is not alone
     for _ in range(2):
@@ -48,8 +53,7 @@ def test_one_reduction_a_step_for_rows_on_all_ranks(world: int, device: str) -> 
             model.set_requires_gradient_sync(microbatch == 2)
             loss_of(model, microbatch).backward()
         assert (reused.reductions, alone.reductions) == (before[0] + 1, before[1] + 3)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -69,38 +73,62 @@ UNCOUNTED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["backward", "step"])
+def another_model_steps() -> None:
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=0.1).step()
+
+
+ENDS_THE_REUSE: tuple[Callable[[Tensor], Any], ...] = (
+    lambda p: another_model_steps(),
+    lambda p: torch.autograd.graph.increment_version(p),
+)
+
+
+@both_policies
 @on_ranks(3, gpus=())
-def test_writes_through_aliases(world: int, device: str, policy: Any) -> None:
-    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
-    writes = WRITES if policy == "step" else WRITES | UNCOUNTED
-    for write in writes.values():
+def test_writes_through_aliases(mesh: DeviceMesh, policy: Any) -> None:
+    """Those that PyTorch does not count are seen, with reuse, after a step or a count."""
+    model, _ = trained(mesh, Recipe(cache_weight=policy))
+    ends: tuple[Any, ...] = ENDS_THE_REUSE if policy == "step" else (lambda p: None,)
+    counted = itertools.product(WRITES.values(), [lambda p: None])
+    for write, end in (*counted, *itertools.product(UNCOUNTED.values(), ends)):
         for layer in (0, 4):
             with torch.no_grad():
                 write(model[layer].weight)
+            end(model[layer].weight)
             assert_forward_is_fresh(model)
+    for rank in range(3) if policy == "backward" else ():  # on one rank alone
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                model[0].weight.to_local().mul_(8)
+                model[2].weight.to_local().data.mul_(8)
+        assert_forward_is_fresh(model)
+    model, _ = trained(mesh, Recipe(cache_weight=policy))
+    with torch.inference_mode():  # PyTorch counts no writes to such tensors
+        model.half().bfloat16()
+        assert_forward_is_fresh(model)
+        model[2].weight.mul_(8)
+        assert_forward_is_fresh(model)
 
 
 @on_ranks(3, gpus=())
-def test_loads_in_place(world: int, device: str, tmp_path: Path) -> None:
-    model, _ = trained(mesh_of(world, device))
+def test_loads_in_place(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model, _ = trained(mesh)
     larger = {name: value * 64 for name, value in model.state_dict().items()}
     dcp.save(larger, checkpoint_id=tmp_path)
     for names in (["4.weight"], ["2.weight"], ["0.bias"], ["0.weight"], list(larger)):
         assert_forward_is_fresh(model)
         state = model.state_dict()
         dcp.load({name: state[name] for name in names}, checkpoint_id=tmp_path)
-        for name in names:
-            assert torch.equal(whole(model.get_parameter(name)), whole(larger[name]))
+        loaded = [model.get_parameter(name) for name in names]
+        assert_equal(loaded, [larger[name] for name in names])
         assert_forward_is_fresh(model)
-        with torch.no_grad():
-            for name in names:
-                model.get_parameter(name).mul_(1 / 64)
+        scale(1 / 64, *loaded)
 
 
 @on_ranks(3, gpus=())
-def test_saved_while_training_goes_on(world: int, device: str, tmp_path: Path) -> None:
-    mesh = mesh_of(world, device)
+def test_saved_while_training_goes_on(mesh: DeviceMesh, tmp_path: Path) -> None:
     model, optimizer = trained(mesh)
     at_call = snapshot(model, optimizer)
     weights, state = dcs.get_state_dict(model, optimizer)
@@ -108,8 +136,8 @@ def test_saved_while_training_goes_on(world: int, device: str, tmp_path: Path) -
     saving = dcp.async_save(
         {"model": weights, "optimizer": state}, checkpoint_id=tmp_path, process_group=group
     )
-    for step in range(3):
-        train(model, optimizer, step)
+    for number in range(3):
+        train(model, optimizer, number)
     saving.result()
     dist.barrier()
 
@@ -125,10 +153,9 @@ def test_saved_while_training_goes_on(world: int, device: str, tmp_path: Path) -
 )
 @on_ranks(3, gpus=())
 def test_plain_dtensors_become_weights_that_are_gathered_in_fp8(
-    world: int, device: str, names: list[str] | None, assign: bool, after_forward: bool
+    mesh: DeviceMesh, names: list[str] | None, assign: bool, after_forward: bool
 ) -> None:
     """All or one; assigned or copied, before the first forward or after it."""
-    mesh = mesh_of(world, device)
     model, _ = trained(mesh)
     target, _ = sharded(converted(seed=4), mesh)
     if after_forward:
@@ -139,52 +166,43 @@ def test_plain_dtensors_become_weights_that_are_gathered_in_fp8(
     target.load_state_dict(state, assign=assign, strict=names is None)
     assert_forward_is_fresh(target)
     for name in state:
-        local = target.get_parameter(name)._local_tensor
-        assert torch.equal(whole(target.get_parameter(name)), whole(values[name]))
+        p, q = target.get_parameter(name), model.get_parameter(name)
+        assert_equal([p], [q])
         if name.endswith("weight"):
-            assert type(local) is FP8Shard
-            assert local.recipe == model.get_parameter(name)._local_tensor.recipe
+            assert type(p._local_tensor) is FP8Shard
+            assert p._local_tensor.recipe == q._local_tensor.recipe
     train(target, Averaged(target.parameters(), lr=1e-2), 9)
     assert_forward_is_fresh(target)
 
 
-@on_ranks(3, gpus=())
-def test_a_write_on_one_rank_alone_is_noticed(world: int, device: str) -> None:
-    model, _ = trained(mesh_of(world, device))
-    for rank in range(world):
-        if dist.get_rank() == rank:
-            with torch.no_grad():
-                model[0].weight.to_local().mul_(8)
-                model[2].weight.to_local().data.mul_(8)
-        assert_forward_is_fresh(model)
-
-
+@both_policies
 @on_ranks(2, gpus=())
-def test_a_rank_may_send_its_rows(world: int, device: str) -> None:
+def test_a_rank_may_send_its_rows(mesh: DeviceMesh, policy: Any) -> None:
     """A read: it is no change on that rank, between a forward and its backward or elsewhere."""
-    for policy in ("backward", "step"):
-        model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
-        loss = loss_of(model, 0)
-        rows = model[0].weight.detach().to_local()
-        if dist.get_rank() == 1:
-            dist.send(rows, 0)
-        else:
-            dist.recv(torch.empty(rows.shape, dtype=rows.dtype), 1)
-        loss.backward()
-        assert_forward_is_fresh(model)
+    model, _ = trained(mesh, Recipe(cache_weight=policy))
+    loss = loss_of(model, 0)
+    rows = model[0].weight.detach().to_local()
+    if dist.get_rank() == 1:
+        dist.send(rows, 0)
+    else:
+        dist.recv(torch.empty(rows.shape, dtype=rows.dtype), 1)
+    loss.backward()
+    assert_forward_is_fresh(model)
 
 
 CHANGED = r"FP8 weight that FSDP2 gathers was changed or moved on this rank between a forward"
 
 
+@both_policies
 @pytest.mark.parametrize("forwards", [1, 2])
 @on_ranks(2, gpus=())
-def test_a_change_between_forward_and_backward(world: int, device: str, forwards: int) -> None:
+def test_a_change_between_forward_and_backward(
+    mesh: DeviceMesh, forwards: int, policy: Any
+) -> None:
     """Raises, alike on all ranks, also if a second forward has seen the change."""
-    model, optimizer = trained(mesh_of(world, device))
+    model, optimizer = trained(mesh, Recipe(cache_weight=policy))
     losses = [loss_of(model, 0)]
-    with torch.no_grad():
-        model[2].weight.mul_(2)
+    scale(2, model[2].weight)
     if forwards == 2:
         losses.append(loss_of(model, 1))
     with pytest.raises(RuntimeError, match=CHANGED):
@@ -201,58 +219,35 @@ def test_a_change_between_forward_and_backward(world: int, device: str, forwards
 
 
 @on_ranks(2, gpus=())
-def test_an_optimizer_in_backward_after_an_evaluation(world: int, device: str) -> None:
+def test_an_optimizer_in_backward_after_an_evaluation(mesh: DeviceMesh) -> None:
     """FSDP gathers ahead for backward what no backward uses, and what has stepped already."""
-    model, _ = sharded(converted(), mesh_of(world, device))
+    model, _ = sharded(converted(), mesh)
     for parameter in model.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
-        )
-    for step in range(3):
+        parameter.register_post_accumulate_grad_hook(lambda p, own=optimizer: step(own))
+    for number in range(3):
         with torch.no_grad():
-            loss_of(model, step)
-        loss_of(model, step).backward()
-        assert_forward_is_fresh(model)
-
-
-@pytest.mark.parametrize("ends", ["an optimizer's step", "its author's count"])
-@on_ranks(3, gpus=())
-def test_what_ends_the_reuse(world: int, device: str, ends: str) -> None:
-    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    for write in UNCOUNTED.values():
-        loss_of(model, 0)
-        with torch.no_grad():
-            write(model[0].weight)
-        if ends == "an optimizer's step":
-            torch.optim.SGD([other], lr=0.1).step()
-        else:
-            torch.autograd.graph.increment_version(model[0].weight)
+            loss_of(model, number)
+        loss_of(model, number).backward()
         assert_forward_is_fresh(model)
 
 
 @on_ranks(2, gpus=())
-def test_another_models_optimizer_steps_before_backward(world: int, device: str) -> None:
+def test_another_models_optimizer_steps_before_backward(mesh: DeviceMesh) -> None:
     """As in adversarial training: it is no change of these weights."""
-    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+    model, optimizer = trained(mesh, Recipe(cache_weight="step"))
     optimizer.zero_grad()
     single = converted()
-    single.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    single.load_state_dict(weights_of(model))
     model.set_reshard_after_backward(False)
-    other = nn.Parameter(torch.ones(2))
-    for step in range(2):
-        losses = [loss_of(model, step), loss_of(single, step)]
-        other.grad = torch.ones(2)
-        torch.optim.SGD([other], lr=0.1).step()
+    for number in range(2):
+        losses = [loss_of(model, number), loss_of(single, number)]
+        another_model_steps()
         for loss in losses:
             loss.backward()
     for part in (*model[::2], model):
         part.reshard()
-    for p, wanted in zip(model.parameters(), single.parameters(), strict=True):
-        assert p.grad is not None and wanted.grad is not None
-        assert torch.equal(whole(p.grad), wanted.grad)
+    assert_equal(gradients(model), gradients(single))
 
 
 class Twice(nn.Module):
@@ -267,18 +262,17 @@ class Twice(nn.Module):
         y = self.layer(x)
         shard = shard_of(self.layer.weight)
         (self.layer.weight if shard is None else shard).master.mul_(64)
-        made: Tensor = self.layer(y)
-        return made
+        return self.layer(y)
 
 
 @on_ranks(2, gpus=())
-def test_a_change_between_two_uses_in_one_forward(world: int, device: str) -> None:
+def test_a_change_between_two_uses_in_one_forward(mesh: DeviceMesh) -> None:
     model = Twice().bfloat16()
     convert(model, skip_small=False)
     single = copy.deepcopy(model)
     for part in (model.layer, model):
-        fully_shard(part, mesh=mesh_of(world, device))
-    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+        fully_shard(part, mesh=mesh)
+    x = randn(5, 192)
     with torch.no_grad():
         assert torch.equal(model(x), single(x))
 
@@ -299,35 +293,37 @@ CHANGES_NO_VALUES: dict[str, Callable[[nn.Module], Any]] = {
     "move to where it is": lambda model: model.bfloat16(),
     "load of nothing": lambda model: model.load_state_dict({}, strict=False),
 }
-both_policies = pytest.mark.parametrize("policy", ["backward", "step"])
 
 
+@both_policies
 @pytest.mark.parametrize("again", CHANGES_NO_VALUES)
 @pytest.mark.parametrize("pads", PADS_AGAIN)
 @on_ranks(3, gpus=())
-def test_rows_that_were_padded_again(world: int, device: str, pads: str, again: str) -> None:
-    model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
+def test_rows_that_were_padded_again(mesh: DeviceMesh, pads: str, again: str, policy: Any) -> None:
+    """The table is kept: those ranks must not wait for the others to compare weights."""
+    model, optimizer = trained(mesh, Recipe(cache_weight=policy))
+    table = table_of(model, 2)
     PADS_AGAIN[pads](model)
     assert_forward_is_fresh(model)
     CHANGES_NO_VALUES[again](model)
     assert_forward_is_fresh(model)
     train(model, optimizer, 1)
-    CHANGES_NO_VALUES[again](model)
-    assert_forward_is_fresh(model)
-    model, _ = trained(mesh_of(world, device))
     PADS_AGAIN[pads](model)
-    loss_of(model, 0)
     assert precompute_block_amax(model) == 3
-    CHANGES_NO_VALUES[again](model)
+    for number in (2, 3):
+        CHANGES_NO_VALUES[again](model)
+        assert_forward_is_fresh(model)
+        train(model, optimizer, number)
     assert_forward_is_fresh(model)
+    assert table_of(model, 2) is table
 
 
 @both_policies
 @on_ranks(3, gpus=())
-def test_a_part_moves_and_the_root_pads_it_later(world: int, device: str, policy: Any) -> None:
+def test_a_part_moves_and_the_root_pads_it_later(mesh: DeviceMesh, policy: Any) -> None:
     """FSDP notices the part, which it does not shard by itself, at the root's next load."""
     model = converted(recipe=Recipe(cache_weight=policy))
-    fully_shard(model, mesh=mesh_of(world, device))
+    fully_shard(model, mesh=mesh)
     loss_of(model, 0).backward()
     model.reshard()
     model[0].half().bfloat16()
@@ -348,10 +344,10 @@ def test_a_part_moves_and_the_root_pads_it_later(world: int, device: str, policy
 
 @both_policies
 @on_ranks(3, gpus=())
-def test_a_move_between_forward_and_backward(world: int, device: str, policy: Any) -> None:
+def test_a_move_between_forward_and_backward(mesh: DeviceMesh, policy: Any) -> None:
     """All ranks raise, those that did not pad again too; a load of nothing is no change."""
     for prepare in PADS_AGAIN.values():
-        model, optimizer = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
+        model, optimizer = trained(mesh, Recipe(cache_weight=policy))
         prepare(model)
         loss = loss_of(model, 0)
         model.load_state_dict({}, strict=False)
@@ -363,26 +359,15 @@ def test_a_move_between_forward_and_backward(world: int, device: str, policy: An
             loss.backward()
 
 
-@both_policies
-@on_ranks(3, gpus=())
-def test_a_move_under_inference_mode(world: int, device: str, policy: Any) -> None:
-    """PyTorch counts no writes to such tensors: every forward sees them."""
-    model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight=policy))
-    with torch.inference_mode():
-        model.half().bfloat16()
-        assert_forward_is_fresh(model)
-        model[2].weight.mul_(8)
-        assert_forward_is_fresh(model)
-
-
 @on_ranks(2, gpus=())
-def test_memory_that_a_model_gave_up_is_given_to_it_again(world: int, device: str) -> None:
+def test_memory_that_a_model_gave_up_is_given_to_it_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An address that comes back does not hide the change: counters begin at 0 again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "data_ptr", lambda x: 0)
-        model, _ = trained(mesh_of(world, device), recipe=Recipe(cache_weight="step"))
-        for _ in range(2):
-            model.half().bfloat16()
-            before = table_of(model, 0).reductions
-            loss_of(model, 0)
-            assert table_of(model, 0).reductions == before + 1
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)
+    model, _ = trained(mesh, Recipe(cache_weight="step"))
+    for _ in range(2):
+        model.half().bfloat16()
+        before = table_of(model, 0).reductions
+        loss_of(model, 0)
+        assert table_of(model, 0).reductions == before + 1

@@ -23,7 +23,7 @@ from blocktensor import Recipe, functional
 from blocktensor.distributed import precompute_block_amax
 from tests.support.models import linear, randn
 from tests.support.ranks import on_ranks
-from tests.support.sharded import mesh_of, whole
+from tests.support.sharded import step, whole
 
 SEQUENCES = int(os.environ.get("BLOCKTENSOR_FUZZ", "20"))
 WIDTHS = (64, 160, 64)
@@ -65,6 +65,7 @@ ON_ANY_RANK: dict[str, Write] = {
     "numpy": lambda p: p._local_tensor.master.numpy().__imul__(2),
 }
 WRITES = ON_ALL_RANKS | ON_ANY_RANK
+MOVES = {"write": 5, "forward": 3, "backward": 1, "step": 2, "evaluate": 2}
 
 
 class Player:
@@ -85,19 +86,18 @@ class Player:
         self.loss: Tensor | None = None
         self.trace: list[str] = []
 
-    def run(self, run: Callable[[Tensor], Tensor], grad: bool) -> Tensor:
+    def evaluate(self, grad: bool = False, **checkpointed: Any) -> Tensor:
         """Run on an input; the output is that of the weights as they are now."""
         for module in self.model.modules():  # what FSDP keeps whole is not gathered anew
             if isinstance(module, FSDPModule):
                 module.reshard()
         seed = self.choice.randrange(1000)
         x = wanted = randn(5, WIDTHS[0], seed=seed, dtype=torch.float32, device=self.device)
-        with torch.no_grad():
-            masters = [whole(p.detach()).clone() for p in self.sharded]
-        for master in masters:
+        for master in [whole(p) for p in self.sharded]:
             wanted = functional.linear(wanted, master, recipe=self.recipe)
         with torch.set_grad_enabled(grad):
-            y = run(x.requires_grad_(grad))
+            x.requires_grad_(grad)
+            y = checkpoint(self.model, x, **checkpointed) if checkpointed else self.model(x)
         assert torch.equal(y, wanted), self.trace
         return y
 
@@ -112,13 +112,8 @@ class Player:
             values.copy_(values.nan_to_num(1, 1, 1).clamp(-4, 4))
 
     def forward(self) -> None:
-        again = self.choice.choice([None, None, False])
-
-        def run(x: Tensor) -> Tensor:
-            made: Tensor = checkpoint(self.model, x, use_reentrant=again)
-            return made
-
-        self.loss = self.run(self.model if again is None else run, True).square().mean()
+        checkpointed = self.choice.choice([{}, {}, {"use_reentrant": False}])
+        self.loss = self.evaluate(True, **checkpointed).square().mean()
 
     def backward(self) -> None:
         if self.loss is not None:
@@ -126,26 +121,20 @@ class Player:
         self.loss = None
 
     def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step(self.optimizer)
         if self.choice.random() < 0.3:
             precompute_block_amax(self.model)
             self.evaluate()
 
-    def evaluate(self) -> None:
-        self.run(self.model, False)
-
     def move(self) -> None:
-        moves = {"write": 5, "forward": 3, "backward": 1, "step": 2, "evaluate": 2}
-        name = self.choice.choices(list(moves), list(moves.values()))[0]
+        name = self.choice.choices(list(MOVES), list(MOVES.values()))[0]
         self.trace.append(name)
         self.backward()
         getattr(self, name)()
 
 
 @on_ranks(2)
-def test_no_forward_is_stale(world: int, device: str) -> None:
-    mesh = mesh_of(world, device)
+def test_no_forward_is_stale(mesh: DeviceMesh, device: str) -> None:
     for seed in range(SEQUENCES):
         player = Player(seed, device, mesh)
         player.evaluate()  # of the root, as FSDP2 asks

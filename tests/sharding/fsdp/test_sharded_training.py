@@ -22,16 +22,18 @@ from blocktensor.distributed import FP8Shard, precompute_block_amax
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.sharding.fsdp.shards import shard_of
+from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
     RECIPES,
     K,
+    assert_equal,
     assert_same_cast,
     assert_trains_as,
     batch,
     deep,
+    gradients,
     loss_of,
-    mesh_of,
     places_of,
     reductions,
     shard,
@@ -54,25 +56,17 @@ def gathered_early(model: nn.Module, mesh: DeviceMesh) -> None:
     assert reductions(model) == 3
 
 
-def compiled_before(model: nn.Module, mesh: DeviceMesh) -> None:
+def compiled(model: nn.Module, mesh: DeviceMesh, before: bool) -> None:
     torch.use_deterministic_algorithms(False)
     backend = "aot_eager" if mesh.device_type == "cpu" else "inductor"
-    for name in ("up", "down"):
+    # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
+    fullgraph = TorchVersion(torch.__version__) < (2, 14)
+    for name in ("up", "down") if before else ():
         module = torch.compile(getattr(model, name), fullgraph=True, backend=backend)
         setattr(model, name, module)
     shard(model, mesh)
-
-
-def compiled_after(model: nn.Module, mesh: DeviceMesh) -> None:
-    torch.use_deterministic_algorithms(False)
-    shard(model, mesh)
-    # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
-    options = {
-        "fullgraph": TorchVersion(torch.__version__) < (2, 14),
-        "backend": "aot_eager" if mesh.device_type == "cpu" else "inductor",
-    }
-    for module in (model.up, model.down):
-        module.compile(**options)
+    for module in () if before else (model.up, model.down):
+        module.compile(fullgraph=fullgraph, backend=backend)
 
 
 def evaluated(m: nn.Module, x: Tensor) -> Tensor:
@@ -84,8 +78,7 @@ def evaluated(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def recomputed(m: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = checkpoint(loss_of, m, x, use_reentrant=False)
-    return made
+    return checkpoint(loss_of, m, x, use_reentrant=False)
 
 
 def on_columns(p: Tensor) -> Shard | None:
@@ -124,18 +117,18 @@ WAYS = {
     "prefetching": Way(shard=prefetching),
     "evaluation between steps": Way(steps={"run": evaluated}, reductions=6),
     "activation checkpointing": Way(steps={"run": recomputed}),
-    "compiled, then sharded": Way(shard=compiled_before),
-    "sharded, then compiled": Way(shard=compiled_after),
+    "compiled, then sharded": Way(shard=partial(compiled, before=True)),
+    "sharded, then compiled": Way(shard=partial(compiled, before=False)),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_a_way_to_shard_and_run(world: int, device: str, way: str) -> None:
+def test_a_way_to_shard_and_run(mesh: DeviceMesh, device: str, way: str) -> None:
     recipe, options, sharded, steps, wanted = WAYS[way]
     model, single = twins(device, recipe, **(options or {}))
     assert precompute_block_amax(model) == 0
-    sharded(model, mesh_of(world, device))
+    sharded(model, mesh)
     assert_trains_as(single, model, device, **(steps or {}))
     (table,) = {place.table for place in places_of(model)}
     before = table.reductions
@@ -146,57 +139,50 @@ def test_a_way_to_shard_and_run(world: int, device: str, way: str) -> None:
 
 
 @on_ranks(2, 4)
-def test_twenty_steps(world: int, device: str) -> None:
+def test_twenty_steps(mesh: DeviceMesh, device: str) -> None:
     """Also over half the ranks and replicated."""
-    for mesh in (mesh_of(world, device), two_dims(world, device)):
-        if mesh is not None:
+    both = shared_mesh(device, 2, mesh.size() // 2, names=("replicate", "shard"))
+    for over, steps in ((mesh, 20), (both, 3)):
+        if over.size(-1) > 1:
             model, single = twins(device)
-            shard(model, mesh)
-            assert_trains_as(single, model, device, steps=20 if mesh.ndim == 1 else 3, foreach=True)
-            assert reductions(model) == (20 if mesh.ndim == 1 else 3)
-
-
-def two_dims(world: int, device: str) -> DeviceMesh | None:
-    names = ("replicate", "shard")
-    return shared_mesh(device, 2, world // 2, names=names) if world == 4 else None
+            shard(model, over)
+            assert_trains_as(single, model, device, steps=steps, foreach=True)
+            assert reductions(model) == steps
 
 
 @on_ranks(2)
-def test_weights_of_different_recipes(world: int, device: str) -> None:
+def test_weights_of_different_recipes(mesh: DeviceMesh, device: str) -> None:
     """Their scales lie in one table, by recipe, and not in the order of layers."""
     model = deep(4).to(device)
     for layer, module in enumerate(model):
         to_blockwise_fp8_weights(module, RECIPES[layer % 2])
     single = copy.deepcopy(model)
     for part in (*model, model):
-        fully_shard(part, mesh=mesh_of(world, device))
-    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        fully_shard(part, mesh=mesh)
+    x = randn(4, 512, device=device)
     for m in (model, single):
         m(x).float().square().mean().backward()
-    assert torch.equal(*[m(x).detach() for m in (model, single)])
-    for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        assert torch.equal(p.grad.full_tensor(), q.grad)
+    assert torch.equal(model(x), single(x))
+    assert_equal(gradients(model), gradients(single))
     assert reductions(model) == 2
 
 
 @on_ranks(2)
-def test_shards_that_rest_on_the_cpu(world: int, device: str) -> None:
+def test_shards_that_rest_on_the_cpu(mesh: DeviceMesh, device: str) -> None:
     model, single = twins(device)
-    policy = CPUOffloadPolicy(pin_memory=False)
-    shard(model, mesh_of(world, device), offload_policy=policy)
+    shard(model, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if device == "cpu":
         assert_trains_as(single, model, device)
     else:
-        for step in range(2):
-            assert torch.equal(*[loss_of(m, batch(step, device)).detach() for m in (model, single)])
+        for number in range(2):
+            assert torch.equal(*[loss_of(m, batch(number, device)) for m in (model, single)])
 
 
 @on_ranks(2)
-def test_masters_in_fp32_are_cast_as_under_autocast(world: int, device: str) -> None:
-    """The cast is of them, as under autocast in one process."""
+def test_masters_in_fp32_are_cast_as_under_autocast(mesh: DeviceMesh, device: str) -> None:
     model, single = twins(device, dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard(model, mesh_of(world, device), mp_policy=policy)
+    shard(model, mesh, mp_policy=policy)
     model.unshard()
     model.up.unshard()
     for name in ("up", "mid"):
@@ -207,14 +193,14 @@ def test_masters_in_fp32_are_cast_as_under_autocast(world: int, device: str) -> 
     model.up.reshard()
     model.reshard()
     loss_of(model, batch(0, device)).backward()
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert all(grad.dtype == torch.float32 for grad in gradients(model))
 
 
 @on_ranks(2, gpus=())
-def test_a_model_that_was_in_float64(world: int, device: str) -> None:
+def test_a_model_that_was_in_float64(mesh: DeviceMesh, device: str) -> None:
     """Its shards stay shards: the weights are in FP8 again when it is back."""
     model, single = twins(device, dtype=torch.float32)
-    shard(model, mesh_of(world, device))
+    shard(model, mesh)
     x = batch(0, device, torch.float32)
     for each in (model, single):
         loss_of(each, x).backward()
@@ -225,10 +211,8 @@ def test_a_model_that_was_in_float64(world: int, device: str) -> None:
     assert isinstance(shard_of(model.up.weight), FP8Shard)
     for each in (model, single):
         loss_of(each, x).backward()
-    for name, weight in single.named_parameters():
-        got = model.get_parameter(name)
-        assert got.dtype == torch.float32
-        assert torch.equal(got.grad.full_tensor(), weight.grad), name
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert_equal(gradients(model), gradients(single))
 
 
 class Two(nn.Module):
@@ -245,51 +229,49 @@ class Two(nn.Module):
             return self.maker(x) * self.critic(x)
         if which != "critic":
             x = self.maker(x)
-        made: Tensor = x if which == "maker" else self.critic(x)
-        return made
+        return x if which == "maker" else self.critic(x)
+
+
+def two(device: str) -> tuple[Two, Two]:
+    model = Two().to(device, torch.bfloat16)
+    convert(model, skip_small=False)
+    return model, copy.deepcopy(model)
 
 
 @on_ranks(2)
-def test_linears_that_share_their_input(world: int, device: str) -> None:
+def test_linears_that_share_their_input(mesh: DeviceMesh, device: str) -> None:
     def run(m: nn.Module, x: Tensor) -> Tensor:
-        made: Tensor = m(x, "product").float().square().mean()
-        return made
+        return m(x, "product").float().square().mean()
 
-    model = Two().to(device, torch.bfloat16)
-    convert(model, skip_small=False)
-    single = copy.deepcopy(model)
-    fully_shard(model, mesh=mesh_of(world, device))
+    model, single = two(device)
+    fully_shard(model, mesh=mesh)
     report = share_inputs(model)
     assert_trains_as(single, model, device, run=run)
     assert (report.casts, report.saved) == (3, 3)
 
 
 @on_ranks(2)
-def test_parts_that_are_run_and_trained_in_turns(world: int, device: str) -> None:
+def test_parts_that_are_run_and_trained_in_turns(mesh: DeviceMesh, device: str) -> None:
     """One part steps while the graph of the other waits for its backward."""
-    model = Two().to(device, torch.bfloat16)
-    convert(model, skip_small=False)
-    single = copy.deepcopy(model)
+    model, single = two(device)
     for part in (model.maker, model.critic, model):
-        fully_shard(part, mesh=mesh_of(world, device))
-    results = []
+        fully_shard(part, mesh=mesh)
+    results: list[list[Tensor]] = []
     for m in (single, model):
         results.append([])
         steps = [torch.optim.SGD(part.parameters(), lr=8.0) for part in (m.maker, m.critic)]
         m(batch(0, device))  # of the root, as FSDP2 asks
-        for step in range(3):
-            leaf = batch(step, device).requires_grad_()  # so that backward reads the weight
+        for number in range(3):
+            leaf = batch(number, device).requires_grad_()  # so that backward reads the weight
             waiting = m(leaf, "critic").float().square().mean()
-            made = m(batch(step, device), "maker").float().square().mean()
+            made = m(batch(number, device), "maker").float().square().mean()
             made.backward()
             steps[0].step()
-            again = m(batch(step, device), "maker")
+            again = m(batch(number, device), "maker")
             waiting.backward()
             steps[1].step()
-            alone = m.maker(batch(step, device))  # without the root
-            outputs = [waiting, made, again, alone]
-            results[-1] += [*(output.detach() for output in outputs), leaf.grad]
+            alone = m.maker(batch(number, device))  # without the root
+            results[-1] += [waiting, made, again, alone, leaf.grad]
             for optimizer in steps:
                 optimizer.zero_grad()
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(*results)

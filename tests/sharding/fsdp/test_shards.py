@@ -1,4 +1,4 @@
-"""Shards: how they come to be, what they show to others, frozen ones under adapters."""
+"""Shards: how they come to be, what others see, what FSDP2 gathers, frozen ones under adapters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from blocktensor import Recipe, convert, freeze, memory_report
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, memory_report
 from blocktensor.distributed import FP8Shard, FrozenShard
+from blocktensor.ops import reference
 from blocktensor.sharding.fsdp.shards import chunks, shard_of
-from tests.support.models import linear, plain
+from tests.support.models import linear, plain, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     HIDDEN,
@@ -25,29 +27,31 @@ from tests.support.sharded import (
     assert_trains_as,
     batch,
     build,
+    deep,
     loss_of,
-    mesh_of,
+    reductions,
     shard,
+    step,
     twins,
     whole,
 )
+from tests.support.wire import Traffic, Wire
 
 # In which order a model is converted, sharded and filled
 
 
 @on_ranks(2)
-def test_converted_after_it_was_sharded(world: int, device: str) -> None:
+def test_converted_after_it_was_sharded(mesh: DeviceMesh, device: str) -> None:
     model, single = build().to(device), build(Recipe()).to(device)
-    shard(model, mesh_of(world, device))
+    shard(model, mesh)
     report = convert(model, skip_small=False)
-    assert len(report.converted) == 3
-    assert {entry.reason for entry in report.converted} == {"trainable, gathered in FP8"}
+    assert [entry.reason for entry in report.converted] == 3 * ["trainable, gathered in FP8"]
     assert_trains_as(single, model, device)
 
 
 @on_ranks(2)
-def test_sharded_on_the_meta_device_and_filled_and_loaded(world: int, device: str) -> None:
-    single, mesh = build(Recipe()).to(device), mesh_of(world, device)
+def test_sharded_on_the_meta_device_and_filled_and_loaded(mesh: DeviceMesh, device: str) -> None:
+    single = build(Recipe()).to(device)
     with torch.device("meta"):
         model = build(Recipe())
     shard(model, mesh)
@@ -62,10 +66,9 @@ def test_sharded_on_the_meta_device_and_filled_and_loaded(world: int, device: st
 
 
 @on_ranks(2, gpus=())
-def test_fsdp1_is_refused_on_every_rank(world: int, device: str) -> None:
-    model = build(Recipe())
+def test_fsdp1_is_refused_on_every_rank() -> None:
     with pytest.raises(NotImplementedError, match=r"^FullyShardedDataParallel"):
-        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        FullyShardedDataParallel(build(Recipe()), device_id=torch.device("cpu"))
 
 
 new_zeros = torch.ops.aten.new_zeros
@@ -111,9 +114,9 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
 
 
 @on_ranks(2)
-def test_what_others_see_of_a_sharded_model(world: int, device: str) -> None:
+def test_what_others_see_of_a_sharded_model(mesh: DeviceMesh, device: str) -> None:
     model, single = twins(device)
-    shard(model, mesh_of(world, device))
+    shard(model, mesh)
     report = memory_report(model).trainable
     rows = sum(p._local_tensor.nbytes for p in model.parameters() if shard_of(p) is not None)
     assert memory_report(single).trainable.high_precision > report.high_precision == rows > 0
@@ -125,6 +128,8 @@ def test_what_others_see_of_a_sharded_model(world: int, device: str) -> None:
     assert torch.allclose(norms[0].full_tensor(), norms[1], rtol=1e-2)
     for name, value in get_model_state_dict(model).items():
         assert type(value._local_tensor) is Tensor, name
+    state = model.state_dict(keep_vars=True)
+    assert all(state[name] is parameter for name, parameter in model.named_parameters())
     weight = model.up.weight
     for full in (weight.full_tensor(), weight.detach().full_tensor()):
         assert type(full) is Tensor
@@ -142,28 +147,17 @@ def test_what_others_see_of_a_sharded_model(world: int, device: str) -> None:
 
 
 @on_ranks(1, gpus=())
-def test_a_full_tensor_of_one_rank_is_plain(world: int, device: str) -> None:
+def test_a_full_tensor_of_one_rank_is_plain(mesh: DeviceMesh, device: str) -> None:
     model, _ = twins(device)
-    shard(model, mesh_of(world, device))
+    shard(model, mesh)
     for weight in (model.up.weight, model.up.weight.detach()):
         assert type(weight.full_tensor()) is Tensor
-
-
-@on_ranks(2, gpus=())
-def test_state_dicts_give_the_parameters_themselves_if_asked(world: int, device: str) -> None:
-    model, _ = twins(device)
-    shard(model, mesh_of(world, device))
-    loss_of(model, batch(0, device)).backward()
-    state = model.state_dict(keep_vars=True)
-    for name, parameter in model.named_parameters():
-        assert state[name] is parameter
 
 
 # Adapters on a base of frozen weights
 
 
-def adapters_on_a_frozen_base(device: str) -> tuple[nn.Module, nn.Module]:
-    """Return three frozen FP8 linears and one that trains; and a copy."""
+def adapters_on_a_frozen_base(device: str = "cpu") -> tuple[nn.Module, nn.Module]:
     model = build(Recipe()).to(device)
     model.requires_grad_(False)
     freeze(model)
@@ -172,16 +166,15 @@ def adapters_on_a_frozen_base(device: str) -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
-def shard_base(model: nn.Module, world: int, device: str) -> list[FrozenShard]:
-    """Shard the model; return what this rank holds of the base."""
+def shard_base(model: nn.Module, mesh: DeviceMesh) -> list[FrozenShard]:
     for part in (model.up, model):
-        fully_shard(part, mesh=mesh_of(world, device))
+        fully_shard(part, mesh=mesh)
     held = [p._local_tensor for p in model.parameters()]
     return [x for x in held if isinstance(x, FrozenShard)]
 
 
 def test_frozen_rows_move() -> None:
-    rows = chunks(adapters_on_a_frozen_base("cpu")[0].up.weight, 2)[0]
+    rows = chunks(adapters_on_a_frozen_base()[0].up.weight, 2)[0]
     assert (rows.dtype, rows.to(torch.float32).dtype) == (torch.bfloat16, torch.float32)
     assert rows.float().new_zeros(2, 3).dtype == torch.float32
     with torch.inference_mode():
@@ -193,20 +186,22 @@ def test_frozen_rows_move() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @on_ranks(2)
-def test_a_sharded_model_changes_its_dtype(world: int, device: str, dtype: torch.dtype) -> None:
+def test_a_sharded_model_changes_its_dtype(
+    mesh: DeviceMesh, device: str, dtype: torch.dtype
+) -> None:
     model, single = adapters_on_a_frozen_base(device)
-    shard_base(model, world, device)
+    shard_base(model, mesh)
     model.double().to(dtype), single.to(dtype)
     x = batch(0, device).to(dtype)
     assert torch.equal(model(x), single(x))
 
 
 @on_ranks(2)
-def test_adapters_train_and_the_base_stays(world: int, device: str) -> None:
+def test_adapters_train_and_the_base_stays(mesh: DeviceMesh, device: str) -> None:
     """It rests at a byte a parameter over all ranks; checkpoints hold the adapters alone."""
     model, single = adapters_on_a_frozen_base(device)
     before = {name: single.get_submodule(name).weight.rowwise() for name in ("up", "mid")}
-    shards = shard_base(model, world, device)
+    shards = shard_base(model, mesh)
     assert len(shards) == 3
     report = memory_report(model).frozen
     assert report.data == sum(x.numel() for x in shards) <= 150 * (K + 2 * HIDDEN)
@@ -226,3 +221,129 @@ def test_adapters_train_and_the_base_stays(world: int, device: str) -> None:
         weight = model.get_submodule(name).weight
         assert not weight.requires_grad
         assert_same_cast(weight.rowwise(), form)
+
+
+# What is gathered: the bytes of the whole cast, one for each parameter, and little else
+
+
+COLUMNS = 240  # 2, 3 and 4 ranks share them evenly, in parts of blocks
+
+
+class Pair(nn.Module):
+    def __init__(self, rows: int, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(rows)
+        self.a = nn.Linear(COLUMNS, rows, bias=False)
+        self.b = nn.Linear(COLUMNS, rows, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("rows", "recipe"),
+    [
+        *((rows, Recipe()) for rows in (1, 127, 128, 192, 1000, 10944)),
+        (192, Recipe(scale="power_of_two")),
+    ],
+)
+@on_ranks(2, 3, 4, gpus=(2,))
+def test_bytes_of_the_whole_cast(mesh: DeviceMesh, device: str, rows: int, recipe: Recipe) -> None:
+    for tied, dim in ((False, 0), (False, 1), *([(True, 0)] if rows <= 1000 else [])):
+        model = Pair(rows, tied).to(device, torch.bfloat16)
+        with torch.no_grad():
+            model.a.weight[rows // 2, 5] = 300.0  # a block's maximum on one rank
+        convert(model, recipe, skip_small=False)
+        masters = [m.weight.master.clone() for m in (model.a, model.b)]
+        place = None if dim == 0 else (lambda p: Shard(1))
+        fully_shard(model, mesh=mesh, shard_placement_fn=place, reshard_after_forward=False)
+        with torch.no_grad():
+            y = model(torch.ones(2, COLUMNS, device=device, dtype=torch.bfloat16))
+        assert y.shape == (2, rows)
+        for module, master in zip((model.a, model.b), masters, strict=True):
+            assert isinstance(module.weight, BlockwiseFP8Tensor)
+            assert module.weight.columnwise_data is None
+            wanted = reference.quantize_rowwise(master, recipe.weight_format)
+            assert_same_cast(module.weight.rowwise(), wanted)
+        model.reshard()
+        assert reductions(model) == 1
+
+
+@on_ranks(2)
+def test_a_byte_a_parameter_is_held_and_memory_does_not_grow(mesh: DeviceMesh, device: str) -> None:
+    model = deep(4).to(device)
+    convert(model, skip_small=False)
+    for module in model:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held = []
+    for number in range(200 if device == "cuda" else 5):
+        loss = model(randn(64, 512, seed=number, device=device)).float().square().mean()
+        for module in model:  # in forward, and here until backward is done with it
+            weight = module.weight
+            assert isinstance(weight, BlockwiseFP8Tensor) and weight.columnwise_data is None
+            data, scale, _ = weight.rowwise()
+            assert data.nbytes + scale.nbytes <= 1.01 * weight.numel()
+        loss.backward()
+        step(optimizer)
+        held.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
+    assert max(held[3:]) == held[3]
+
+
+def three_steps(model: nn.Sequential, mesh: DeviceMesh) -> list[Traffic]:
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for number in range(3):
+        with Wire() as wire:
+            model(randn(4, 512, seed=number)).float().sum().backward()
+            step(optimizer)
+        steps.append(wire.traffic())
+    return steps
+
+
+@on_ranks(2, gpus=())
+def test_half_the_bytes_and_one_small_reduction_a_step(mesh: DeviceMesh) -> None:
+    plain, fp8 = deep(3), deep(3)
+    convert(fp8, skip_small=False)
+    for was, found in zip(three_steps(plain, mesh), three_steps(fp8, mesh), strict=True):
+        assert (was.reductions, was.gathered_dtypes) == (0, {torch.bfloat16})
+        assert (found.reductions, found.gathered_dtypes) == (1, {torch.uint8})
+        assert found.gathers == was.gathers
+        assert found.reduced_bytes == 3 * 16 * 4  # 3 weights of 4 x 4 blocks
+        assert found.gathered_bytes == was.gathered_bytes / 2
+        assert found.gathered_bytes + found.reduced_bytes <= 0.505 * was.gathered_bytes
+
+
+@on_ranks(4, gpus=())
+def test_gathering_over_fewer_ranks_for_backward_is_refused(mesh: DeviceMesh, device: str) -> None:
+    model = build(Recipe())
+    shard(model, mesh, reshard_after_forward=2)
+    with pytest.raises(NotImplementedError, match=r"^reshard_after_forward=2 with FP8 weights"):
+        model(batch(0, device)).sum().backward()
+
+
+def test_a_later_gather_changes_the_weight_in_place() -> None:
+    """FSDP may gather into other memory; scales are copied, since the table of amaxes goes on."""
+    shape, recipe = torch.Size((200, 192)), Recipe()
+    rows = FP8Shard(torch.ones(shape), recipe)
+    made = None
+    for seed in range(2):
+        values = randn(*shape, seed=seed, dtype=torch.float32)
+        cast = reference.quantize_rowwise(values, recipe.weight_format)
+        gathered, table = cast.data.view(torch.uint8).flatten(), cast.scale.clone()
+        returned = rows.fsdp_post_all_gather(
+            (gathered,), (shape, table, recipe, (seed, False)), torch.bfloat16, out=made
+        )
+        made, others = (made, ()) if returned is None else returned
+        assert others == ()
+        table.fill_(-1)
+        assert (type(made), made.dtype) == (BlockwiseFP8Tensor, torch.bfloat16)
+        assert made.rowwise_data.data_ptr() == gathered.data_ptr()
+        assert_same_cast(made.rowwise(), cast)
+        made.columnwise()
+        assert made.columnwise_data is None  # FSDP frees what it has gathered, and no more
