@@ -17,7 +17,7 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .compare_ranks import agree
+from .ranks import agree
 
 Gradient = Literal["high_precision", "fp8"]
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..autograd.linear import refuse_prepared
-from ..sharding.compare_ranks import agree
 from ..sharding.dtensor import local_of
+from ..sharding.ranks import agree
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .collectives import Reduction, TokenShards

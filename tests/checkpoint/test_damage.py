@@ -158,9 +158,9 @@ def zeros(monkeypatch: pytest.MonkeyPatch) -> Tensor:
 
 
 def read_all(entries: Iterable[Entry]) -> None:
-    with reading() as read:
+    with reading() as reader:
         for one in entries:
-            read(one)
+            reader.read(one)
 
 
 def test_checks_stay_few_tensors_behind(size: str, zeros: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.distributed import all_to_all_fp8
-from blocktensor.sharding import compare_ranks
+from blocktensor.sharding import ranks
 from tests.support.compiling import assert_as_eager, fresh, instantiates
 from tests.support.expert_parallel import (
     Dispatched,
@@ -168,7 +168,7 @@ def test_a_rank_that_sends_otherwise_later_is_told(
     all_to_all_fp8(x, None, None, group)
     if mesh.get_local_rank() == 0:  # has compared such tokens, and waits in the collective
         return
-    monkeypatch.setattr(compare_ranks, "TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=1))
     with pytest.raises(RuntimeError) as raised:
         all_to_all_fp8(x, None, None, group, recipe=POWER_OF_TWO)
     assert str(raised.value) == (

@@ -1,115 +1,94 @@
-"""The ranks that tests run on: one that fails is named at once, and no call hangs."""
+"""Ranks that compare their weights: they name what differs and who stays away."""
 
 from __future__ import annotations
 
-import os
+import datetime
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.support import ranks
+if not dist.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
 
-AT_ONCE = 60.0
-"""Seconds, of which imports on busy cores take most; gloo waits for 30 minutes."""
+from torch.distributed.device_mesh import DeviceMesh
 
+from blocktensor import Recipe, convert
+from blocktensor.sharding import ranks
+from tests.support.ranks import on_ranks
+from tests.support.sharded import RECIPES, batch, build, mesh_of, reductions, shard
 
-@pytest.fixture
-def pair() -> Iterator[Any]:
-    group = ranks._Group(2, "cpu")
-    yield group
-    assert not group.is_open
-    assert not any(process.is_alive() for process in group._processes)
-
-
-def _raise() -> None:
-    raise ValueError("of rank 1 alone")
+RANKS = 4
 
 
-def _abort() -> None:
-    os.write(2, b"why it aborts")
-    os.abort()
+@pytest.mark.parametrize("what", ["recipe", "conversion"])
+@on_ranks(2, gpus=())
+def test_what_differs_is_named_on_every_rank(mesh: DeviceMesh, what: str) -> None:
+    rank = mesh.get_local_rank()
+    if what == "recipe":
+        model = build(RECIPES[rank])
+    else:
+        model = build()
+        convert(model, skip=["mid"][:rank], skip_small=False)
+    shard(model, mesh)
+    with pytest.raises(RuntimeError, match=r"^ranks disagree on sharded FP8 weights: rank "):
+        model(batch(0, "cpu"))
 
 
-def _fail_while_the_other_waits(fail: Callable[[], None]) -> None:
-    if dist.get_rank() == 1:
-        fail()
-    dist.barrier()
+@on_ranks(2, gpus=())
+def test_who_does_not_come_is_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = dist.new_group()  # for comparisons of its own, of which one is not answered
+    if dist.get_rank():
+        return
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=1))
+    model = build(Recipe())
+    shard(model, DeviceMesh.from_group(group, device))
+    with pytest.raises(RuntimeError, match=r"^rank 0 waited 1 s for rank 1 to compare sharded FP8"):
+        model(batch(0, device))
 
 
-@pytest.mark.parametrize(
-    ("fail", "why"),
-    [
-        (_raise, "ValueError: of rank 1 alone"),
-        (_abort, "the process died with exit code -6\nwhy it aborts"),
-    ],
-)
-def test_a_rank_that_fails_is_named_while_others_wait_for_it(
-    pair: Any, fail: Callable[[], None], why: str
+class _SlowStore:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.5)
+        return bytes(self._store.get(key))
+
+
+@on_ranks(2, gpus=())
+def test_who_disagrees_stays_until_all_have_read(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = time.monotonic()
-    with pytest.raises(RuntimeError) as error:
-        pair.call(_fail_while_the_other_waits, fail)
-    assert time.monotonic() - start < AT_ONCE
-    assert "rank 1:\n" in str(error.value)
-    assert why in str(error.value)
-
-
-def _rank_0_sleeps() -> None:
-    time.sleep(1000 * (dist.get_rank() == 0))
-
-
-def test_a_rank_that_does_not_return_is_named(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.call(time.sleep, 0)  # until both have started
-    monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
-    with pytest.raises(RuntimeError, match=r"^waiting: \[0\]$"):
-        pair.call(_rank_0_sleeps)
-
-
-def test_a_call_that_is_interrupted_ends_its_ranks(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would give its answers to the next call."""
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        pair.call(time.sleep, 1000)
-
-
-def _corrupt(path: str, times: int) -> int:
-    """What a corrupted heap does to rank 1 in the first calls."""
-    made = Path(path, "calls")
-    calls = len(made.read_text()) if made.exists() else 0
+    """The process of rank 0 serves the store in most jobs, and ends by the error."""
+    rank = mesh.get_local_rank()
+    if rank:
+        store = _SlowStore(dist.distributed_c10d._get_default_store())
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     dist.barrier()
-    if dist.get_rank() == 1:
-        made.write_text("x" * (calls + 1))
-        if calls < times:
-            os.write(2, b"free(): invalid pointer\n")
-            os.abort()
-    dist.barrier()
-    return calls
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"^ranks disagree on things: rank {rank} has {rank}, "):
+        ranks.agree("things", [str(rank)], mesh.get_group())
+    assert time.monotonic() - begun > 0.6  # rank 1 has read twice
 
 
-def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
-    assert ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 1) == [1, 1]
-    assert "once more, since rank" in capsys.readouterr().err
-    (tmp_path / "calls").unlink()
-    with pytest.raises(ranks.HeapCorrupted, match=r"free\(\): invalid pointer"):
-        ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 2)
-    with pytest.raises(RuntimeError, match="exit code -6") as other:
-        ranks.call_on_ranks(1, "cpu", os.abort)
-    assert not isinstance(other.value, ranks.HeapCorrupted)
-
-
-def test_a_rank_that_does_not_start_says_why() -> None:
-    group = ranks._Group(1, "no such device")
-    with pytest.raises(RuntimeError, match=r"rank 0:\n(?s:.*)KeyError: 'no such device'"):
-        group.call(_raise)
-    assert not group.is_open
+def test_a_fake_group_runs_dry(request: pytest.FixtureRequest) -> None:
+    dist.init_process_group("fake", rank=1, world_size=RANKS)
+    request.addfinalizer(dist.destroy_process_group)
+    model = build(Recipe())
+    whole = sum(p.numel() for p in model.parameters())
+    shard(model, mesh_of(RANKS, "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        y = model(batch(step, "cpu"))
+        y.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    assert whole / RANKS <= held < 1.5 * whole / RANKS  # some rows are few, or uneven
+    assert reductions(model) >= 2  # one of each step, were there anybody

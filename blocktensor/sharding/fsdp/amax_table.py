@@ -26,7 +26,7 @@ from ...ops.scale_layouts import pad4
 from ...recipe import Recipe
 from ...tensor.base import MasterBase
 from ...tensor.weight_cache import optimizer_steps
-from ..compare_ranks import agree
+from ..ranks import agree
 from .fsdp_internals import ShardedParam, owners_in, sharded_with
 
 

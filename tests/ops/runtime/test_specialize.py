@@ -17,7 +17,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.op import runner
 from blocktensor.ops.registry import Backend, NotCompiled, first_choice
 from blocktensor.ops.runtime import specialize
-from blocktensor.ops.runtime.launch import watch_launches
+from blocktensor.ops.runtime.launch import this_thread, watch_launches
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, Specialized, forced_gemm, recorded
 from tests.support.models import Trace
 
@@ -193,6 +193,8 @@ class Family:
         return runner(choice.backend, "add")
 
     def _fast(self, x: Tensor) -> Tensor:
+        if this_thread.launches is not None:
+            this_thread.launches.append(("fast", None))  # type: ignore[arg-type]
         if x.is_floating_point():
             raise NotCompiled("Triton does not compile add_kernel: no floats")
         self.ran.append("fast")
@@ -225,6 +227,14 @@ def test_the_next_backend_runs_what_the_first_cannot_compile(way: str, family: F
     assert torch.equal(run(x), x + 1)
     assert torch.equal(run(whole), whole + 1)
     assert family.ran == ["fast", "slow", "slow", "slow"]
+
+
+def test_launches_of_a_failed_attempt_are_not_repeated(family: Family) -> None:
+    with watch_launches() as launches:
+        family.table.run(torch.arange(3))
+        with pytest.warns(UserWarning, match="does not compile"):
+            family.table.run(torch.rand(3))
+    assert launches == [("fast", None)]  # of the first run alone
 
 
 def test_what_no_backend_compiles_raises(family: Family) -> None:

@@ -1,0 +1,115 @@
+"""The ranks that tests run on: one that fails is named at once, and no call hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import ranks
+
+AT_ONCE = 60.0
+"""Seconds, of which imports on busy cores take most; gloo waits for 30 minutes."""
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    group = ranks._Group(2, "cpu")
+    yield group
+    assert not group.is_open
+    assert not any(process.is_alive() for process in group._processes)
+
+
+def _raise() -> None:
+    raise ValueError("of rank 1 alone")
+
+
+def _abort() -> None:
+    os.write(2, b"why it aborts")
+    os.abort()
+
+
+def _fail_while_the_other_waits(fail: Callable[[], None]) -> None:
+    if dist.get_rank() == 1:
+        fail()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fail", "why"),
+    [
+        (_raise, "ValueError: of rank 1 alone"),
+        (_abort, "the process died with exit code -6\nwhy it aborts"),
+    ],
+)
+def test_a_rank_that_fails_is_named_while_others_wait_for_it(
+    pair: Any, fail: Callable[[], None], why: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        pair.call(_fail_while_the_other_waits, fail)
+    assert time.monotonic() - start < AT_ONCE
+    assert "rank 1:\n" in str(error.value)
+    assert why in str(error.value)
+
+
+def _rank_0_sleeps() -> None:
+    time.sleep(1000 * (dist.get_rank() == 0))
+
+
+def test_a_rank_that_does_not_return_is_named(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.call(time.sleep, 0)  # until both have started
+    monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
+    with pytest.raises(RuntimeError, match=r"^waiting: \[0\]$"):
+        pair.call(_rank_0_sleeps)
+
+
+def test_a_call_that_is_interrupted_ends_its_ranks(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give its answers to the next call."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        pair.call(time.sleep, 1000)
+
+
+def _corrupt(path: str, times: int) -> int:
+    """What a corrupted heap does to rank 1 in the first calls."""
+    made = Path(path, "calls")
+    calls = len(made.read_text()) if made.exists() else 0
+    dist.barrier()
+    if dist.get_rank() == 1:
+        made.write_text("x" * (calls + 1))
+        if calls < times:
+            os.write(2, b"free(): invalid pointer\n")
+            os.abort()
+    dist.barrier()
+    return calls
+
+
+def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
+    assert ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 1) == [1, 1]
+    assert "once more, since rank" in capsys.readouterr().err
+    (tmp_path / "calls").unlink()
+    with pytest.raises(ranks.HeapCorrupted, match=r"free\(\): invalid pointer"):
+        ranks.call_on_ranks(2, "cpu", _corrupt, str(tmp_path), 2)
+    with pytest.raises(RuntimeError, match="exit code -6") as other:
+        ranks.call_on_ranks(1, "cpu", os.abort)
+    assert not isinstance(other.value, ranks.HeapCorrupted)
+
+
+def test_a_rank_that_does_not_start_says_why() -> None:
+    group = ranks._Group(1, "no such device")
+    with pytest.raises(RuntimeError, match=r"rank 0:\n(?s:.*)KeyError: 'no such device'"):
+        group.call(_raise)
+    assert not group.is_open
