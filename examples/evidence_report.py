@@ -115,17 +115,21 @@ def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
     """Draw the training loss of the runs of one model, and the difference to bf16."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, parts = figure.subplots(2, 1, sharex=True)
+    colors: dict[str, str] = {}
     for name, result in results.items():
         kind, _, rest = name.partition("_")
-        reference = results.get(f"{model}_bf16_{name.rpartition('_')[2]}")
+        variant, _, seed = rest.rpartition("_")
+        reference = results.get(f"{model}_bf16_{seed}")
         if kind != model or reference is None:
             continue
-        losses.plot(smooth(result["loss"], SMOOTHED), linewidth=0.6)
+        label = None if variant in colors else variant
+        color = colors.setdefault(variant, f"C{len(colors)}")
+        losses.plot(smooth(result["loss"], SMOOTHED), color, linewidth=0.6)
         if reference is not result:
             pairs = zip(result["loss"], reference["loss"], strict=True)
-            parts.plot(
-                smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED), label=rest, linewidth=0.8
-            )
+            difference = smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED)
+            parts.plot(difference, color, label=label, linewidth=0.8)
+    parts.legend()
     losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     parts.axhline(0, color="gray", linewidth=0.8)
     parts.set_ylabel("against bf16 of the same seed, %")
