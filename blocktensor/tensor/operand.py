@@ -55,13 +55,12 @@ def _derive(form: Quantized | None, wanted: str, format: BlockFormat | None) -> 
     assert form is not None
     is_other = format is not None and format.name != form.format.name
     if is_other or not form.format.transposes:
-        shape = list(form.data.shape)
-        shape = shape if wanted == "columnwise" else shape[::-1]
+        held = "rowwise" if wanted == "columnwise" else "columnwise"
         rows, cols = form.format.block_shape
         raise ValueError(
-            f"this BlockwiseFP8Tensor {shape} was cast in {rows}x{cols} blocks without its "
-            f"{wanted} form, which needs other scales: quantize the high-precision tensor with "
-            f"{wanted}=True"
+            f"this BlockwiseFP8Tensor was cast in {rows}x{cols} blocks to a {held} form "
+            f"{list(form.data.shape)}, without its {wanted} form, which needs other scales: "
+            f"quantize the high-precision tensor with {wanted}=True"
         )
     return transpose(form)
 

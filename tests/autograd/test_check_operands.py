@@ -132,8 +132,9 @@ ValueError: the input of an FP8 linear has blocks of (128, 128): expected (1, 12
   blocktensor.quantize(x) makes them
 ValueError: block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
   (weights)
-ValueError: this BlockwiseFP8Tensor [5, 384] was cast in 1x128 blocks without its columnwise
-  form, which needs other scales: quantize the high-precision tensor with columnwise=True""",
+ValueError: this BlockwiseFP8Tensor was cast in 1x128 blocks to a rowwise form [5, 384], without
+  its columnwise form, which needs other scales: quantize the high-precision tensor with
+  columnwise=True""",
     )
     rows = BlockwiseFP8Tensor.from_values(W)
     assert torch.isfinite(functional.linear(X, rows)).all()  # 1x128 weights are allowed

@@ -79,8 +79,9 @@ def test_the_wrong_forms_are_refused() -> None:
         ),
         """\
 ValueError: from_values(rowwise=False, columnwise=False) makes nothing: pick a form
-ValueError: this BlockwiseFP8Tensor [5, 200] was cast in 1x128 blocks without its columnwise
-  form, which needs other scales: quantize the high-precision tensor with columnwise=True
+ValueError: this BlockwiseFP8Tensor was cast in 1x128 blocks to a rowwise form [5, 200], without
+  its columnwise form, which needs other scales: quantize the high-precision tensor with
+  columnwise=True
 ValueError: BlockwiseFP8Tensor needs a rowwise or a columnwise form, got neither;
   BlockwiseFP8Tensor.from_values(x) makes them""",
     )
