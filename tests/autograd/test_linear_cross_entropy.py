@@ -99,10 +99,11 @@ def test_any_number_of_tokens(rows: int) -> None:
         assert rows == 0 or relative_error(made[2], want[2]) <= 2e-3
 
 
-def test_options_of_cross_entropy() -> None:
+@pytest.mark.parametrize("smoothing", [0.2, 1])
+def test_options_of_cross_entropy(smoothing: float) -> None:
     x, target = randn(T, K, grad=True), classes(T, ignored=3)
     weight = torch.rand(V, generator=torch.Generator().manual_seed(2))
-    options: Any = {"weight": weight, "ignore_index": 3, "label_smoothing": 0.2}
+    options: Any = {"weight": weight, "ignore_index": 3, "label_smoothing": smoothing}
     for made, want in chunks_and_whole(x, linear(V, K), target, **options):
         assert relative_error(made[1], want[1]) <= 2e-3
         assert relative_error(made[2], want[2]) <= 2e-3

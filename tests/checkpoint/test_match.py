@@ -191,6 +191,14 @@ def test_scales_that_no_matrix_needs(tmp_path: Path) -> None:
         assert torch.equal(x, read(folder)[f"experts.{e}.down_proj.weight"])
 
 
+@pytest.mark.parametrize(("count", "rest"), [(5, ""), (6, ", …")])
+def test_a_message_lists_five_names(tmp_path: Path, count: int, rest: str) -> None:
+    more = {f"x{i}": torch.ones(1) for i in range(count)}
+    folder = written(tmp_path / "fp8", lambda made: made.update(more))
+    message = rf"0 missing, {count} unexpected \(x0, x1, x2, x3, x4{rest}\)"
+    assert_refused(folder, layer(1, convert=False), message)
+
+
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_stacks_that_cannot_be_split(tmp_path: Path, is_transposed: bool) -> None:
     """Of 144 rows of gate and of up the second block has 112 of gate's and 16 of up's."""

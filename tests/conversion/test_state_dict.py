@@ -123,6 +123,8 @@ def test_assigned_weights_keep_their_main_grad() -> None:
     module(randn(3, K)).sum().backward()
     assert module.weight.grad is None
     assert module.weight.main_grad.any()
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module.load_state_dict({"weight": randn(N, 2 * K)}, assign=True)
 
 
 def of_kind(kind: str, seed: int = 3) -> nn.Linear:

@@ -284,6 +284,7 @@ def test_a_failed_call_changes_nothing() -> None:
 def test_explain_lists_the_products_of_stacks() -> None:
     model = nn.ModuleDict({"a": Flagged(is_transposed=True), "b": Flagged()})
     model["a"].config = type("Config", (), {"num_experts_per_tok": 2})()
+    model["b"].config = type("Config", (), {"top_k": 0})()  # says nothing
     model["b"].down_proj.requires_grad_(False)
     convert(model, skip_small=False)
     found = explain(model, tokens=100).products

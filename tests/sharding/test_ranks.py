@@ -77,6 +77,19 @@ def test_who_disagrees_stays_until_all_have_read(
     assert time.monotonic() - begun > 0.6  # rank 1 has read twice
 
 
+@on_ranks(2, gpus=())
+def test_an_exception_that_cannot_be_sent_keeps_its_name(mesh: DeviceMesh) -> None:
+    class Local(Exception):
+        pass
+
+    def fail() -> None:
+        if mesh.get_local_rank():
+            raise Local("why")
+
+    with pytest.raises(RuntimeError, match=r"^Local: why$"):
+        ranks.Ranks(mesh).each(fail)
+
+
 def test_a_fake_group_runs_dry(request: pytest.FixtureRequest) -> None:
     dist.init_process_group("fake", rank=1, world_size=RANKS)
     request.addfinalizer(dist.destroy_process_group)

@@ -36,6 +36,7 @@ CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = [
     ((5, 256, 130), (4,), (Shard(0),)),
     ((6, 256, 512), (2, 2), (Shard(0), Shard(2))),
     ((3, 512, 130), (2,), (HALVES,)),  # gate and up in one stack
+    ((2, 128, 130), (2,), (HALVES,)),  # a rank has two parts of a block
 ]
 """Shape, mesh and placements."""
 
