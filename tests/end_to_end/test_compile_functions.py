@@ -27,7 +27,7 @@ from tests.support.compiling import (
 )
 from tests.support.gated import results, unfused, weights
 from tests.support.groups import ends
-from tests.support.models import SQUARE, plain, randn
+from tests.support.models import POWER_OF_TWO, SQUARE, plain, randn
 from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
 from tests.support.steps import assert_bits
 
@@ -166,6 +166,7 @@ def stack(
 def ways() -> dict[str, tuple[Run, list[Tensor]]]:
     w, kn, other = stack(), stack(kn=True), stack()
     squares, high = (stack(recipe=Recipe(wgrad_input=x)) for x in ("128x128", "high_precision"))
+    scaled = stack(recipe=POWER_OF_TWO)
     leaf, bias = plain(w).requires_grad_(), randn(E, N, seed=2, grad=True)
     frozen, master = BlockwiseFP8Tensor.from_values(plain(w), SQUARE), stack(dtype=torch.float32)
     linear = functional.grouped_linear
@@ -179,6 +180,10 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
         "F.grouped_mm of [E, K, N]": (lambda x, o: F.grouped_mm(x, kn, offs=o), [kn]),
         "functional, with bias": (lambda x, o: linear(x, w, o, bias), [w, bias]),
         "two weights": (lambda x, o: torch.cat(linear(x, [w, other], o)), [w, other]),
+        "one of two plain": (
+            lambda x, o: torch.cat(linear(x, [scaled, leaf], o, recipe=POWER_OF_TWO)),
+            [scaled, leaf],
+        ),
         "plain": (lambda x, o: linear(x, leaf, o), [leaf]),
         "frozen": (lambda x, o: F.grouped_mm(x, frozen.mT, offs=o), []),
         "x in squares": (lambda x, o: linear(x, squares, o), [squares]),

@@ -224,7 +224,7 @@ ValueError: operand a is on cpu and offs on meta: move them to one device""",
 
 def test_grouped_products() -> None:
     matrix = Quantized(EXPERTS.data[0], EXPERTS.scale[0], SQUARES)
-    out = torch.zeros(2, 130, 200)
+    out, wide = torch.zeros(2, 130, 200), torch.zeros(2, 130, 208)
     assert_expected_inline(
         refused(
             lambda: grouped_gemm(TOKENS, matrix, OFFS),
@@ -240,6 +240,7 @@ def test_grouped_products() -> None:
             lambda: grouped_gemm_wgrad_add_(out.bfloat16(), G_COL, X_COL, OFFS, 40),
             lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130), G_COL, X_COL, OFFS, 40),
             lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130).mT, G_COL, X_COL, OFFS, 40),
+            lambda: grouped_gemm_wgrad_add_(wide[..., :200], G_COL, X_COL, OFFS, 40),
         ),
         """\
 ValueError: operand b has 2 dimensions, shape [130, 200]: expected 3; expected a stack [E, N, K]
@@ -261,7 +262,9 @@ TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got an output of tor
 ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 200, 130]
   with strides (26000, 130, 1)
 ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
-  with strides (26000, 1, 130)""",
+  with strides (26000, 1, 130)
+ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
+  with strides (27040, 208, 1)""",
     )
 
 

@@ -117,6 +117,16 @@ def test_frozen_experts_that_are_cut_and_sharded() -> None:
         assert_equal(*made)
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+@on_ranks(2, gpus=())
+def test_a_rank_that_gets_nothing_of_a_matrix_has_all_experts(mesh: DeviceMesh, dim: int) -> None:
+    shape = [2, 256, 256]
+    shape[dim] = 1
+    part: Any = distribute_tensor(BlockwiseFP8Weight(randn(*shape)), mesh, [Shard(dim)])
+    shape[dim] -= mesh.get_local_rank()
+    assert list(part.to_local().shape) == shape
+
+
 @pytest.mark.parametrize("kind", [BlockwiseFP8Weight, BlockwiseFP8Tensor])
 @on_ranks(2, gpus=())
 def test_every_way_to_cut_a_stack(mesh: DeviceMesh, kind: type) -> None:

@@ -267,6 +267,14 @@ def test_bytes_on_the_wire_and_saved(mesh: DeviceMesh, world: int) -> None:
 
 
 @on_ranks(2)
+def test_sums_of_data_gradients_travel_in_the_dtype_asked_for(mesh: DeviceMesh) -> None:
+    module = parallel(siblings(mesh), mesh, reduce_dtype=torch.float32)
+    with Wire() as wire:
+        module(input_of(mesh)).sum().backward()
+    assert [x.dtype for x in wire.scattered] == [torch.float32]
+
+
+@on_ranks(2)
 def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
     """The input is gathered as it came, and each linear computes in its own precision."""
     x, grad = (drawn((2, 256, n), BF16, i).to(device) for n, i in ((K, 1), (256, 2)))

@@ -26,7 +26,7 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.integrations.transformers import BlockwiseFP8Quantizer
-from blocktensor.integrations.transformers.loading import FP8Checkpoint
+from blocktensor.integrations.transformers.loading import FP8Checkpoint, fp8_checkpoint
 from tests.support.checkpoint_experts import read
 from tests.support.checkpoint_models import assert_same, state
 from tests.support.moe_models import transformers_moe
@@ -279,6 +279,12 @@ def test_values_without_their_scales_are_refused(dtype: torch.dtype, tmp_path: P
     rewritten(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"up_proj.weight' is .*(without its|has 0) scales"):
         loaded(tmp_path, choices(frozen=True), dtype="auto")
+
+
+def test_bools_need_no_scales() -> None:
+    model = llama()
+    state = {UP: torch.ones(model.get_parameter(UP).shape, dtype=torch.bool)}
+    assert fp8_checkpoint(model, None, state, ()) is None
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_a_weight_that_a_product_is_added_to_is_a_weight(name: str, kind: str) -
         assert torch.equal(got, want)
 
 
+def test_what_is_computed_from_a_weight_has_its_recipe() -> None:
+    w = BlockwiseFP8Weight(W, POWER_OF_TWO).requires_grad_()
+    for made in (w + B @ A, w * 2, torch.addmm(w, B, A), w.t() + (B @ A).t()):
+        assert isinstance(made, BlockwiseFP8Weight)
+        assert made.recipe == POWER_OF_TWO
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_stack_that_products_are_added_to_is_a_stack(frozen: bool) -> None:
     module = nn.ParameterDict({"w": BlockwiseFP8Weight(randn(3, 256, 384, seed=1))})
