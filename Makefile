@@ -12,8 +12,8 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # More arguments for pytest or for the demo: make test ARGS="-m gpu"
 ARGS   ?=
-# Modules are compiled as they are imported: most never are. What is compiled is kept, for the many
-# processes of tests that import torch, wherever the environment says otherwise.
+# Modules are compiled when they are imported: most never are. Keep their bytecode, whatever the
+# environment says: tests start many processes that import torch.
 export PYTHONDONTWRITEBYTECODE =
 INSTALL = $(PY) -m pip install --no-compile
 # Versions that `make kernels` compiles with.

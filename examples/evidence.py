@@ -1,10 +1,10 @@
 """The runs of ``long_run.py`` that decide: list them, make those that are left, report.
 
     python examples/evidence.py list
-    python examples/evidence.py make runs/kernel_text --group calm --stop-after 500
+    python examples/evidence.py make runs/kernel_text --group 320m --stop-after 500
     python examples/evidence.py report --out docs/evidence.md
 
-``make`` makes the runs that have no result yet, each in a process of its own.
+``make`` makes the runs that have no result yet, one on each GPU at a time, each in its own process.
 Results are in benchmarks/results/evidence; a run that was stopped goes on from ``--work``.
 
 The rule was fixed before the runs. A run is compared by its last held-out loss with the bf16 run of
@@ -151,31 +151,29 @@ def command(run: Run, data: Path, work: Path, stop_after: float) -> list[str]:
     return [sys.executable, script, str(data), *run.arguments, "--save-every", "100000", *where]
 
 
-def make(
-    runs: Sequence[Run], data: Path, work: Path, devices: int, together: int, until: float
-) -> None:
-    """Make ``runs`` until the clock shows ``until``, ``together`` on each device at a time."""
+def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float) -> None:
+    """Make ``runs`` until the clock shows ``until``, one on each device at a time."""
     waiting, running = list(runs), dict[int, tuple[Run, subprocess.Popen[bytes]]]()
     work.mkdir(parents=True, exist_ok=True)
     while waiting or running:
-        for slot in range(devices * together):
+        for device in range(devices):
             left = until - time.monotonic()
-            if slot not in running and waiting and left > SHORTEST:
+            if device not in running and waiting and left > SHORTEST:
                 run = waiting.pop(0)
                 log = (work / f"{run.name}.log").open("ab")
                 process = subprocess.Popen(
                     command(run, data, work, left - 10),
                     env={
                         **os.environ,
-                        "CUDA_VISIBLE_DEVICES": str(slot % devices),
+                        "CUDA_VISIBLE_DEVICES": str(device),
                         "OMP_NUM_THREADS": "8",  # more of them wait for each other
                     },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-                running[slot] = run, process
-            elif slot in running and running[slot][1].poll() is not None:
-                run, process = running.pop(slot)
+                running[device] = run, process
+            elif device in running and running[device][1].poll() is not None:
+                run, process = running.pop(device)
                 collect(run, work, process.returncode)
         if waiting and not running and until - time.monotonic() <= SHORTEST:
             break
@@ -207,7 +205,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     making.add_argument("data", type=Path, help="folder that kernel_text.py has written")
     making.add_argument("--group", help="only this group")
     making.add_argument("--stop-after", type=float, default=1e9, help="seconds")
-    making.add_argument("--together", type=int, default=1, help="runs on each GPU at a time")
     making.add_argument("--work", type=Path, default=Path("runs/evidence"), help="checkpoints")
     reporting = verbs.add_parser("report", help="write the page and its figures from the results")
     reporting.add_argument("--out", type=Path, required=True, help="the page")
@@ -222,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run for run in queue() if options.group in (None, run.group) and not run.result.exists()
         ]
         until = time.monotonic() + options.stop_after
-        make(left, options.data, options.work, torch.cuda.device_count(), options.together, until)
+        make(left, options.data, options.work, torch.cuda.device_count(), until)
     else:
         from evidence_report import write
 

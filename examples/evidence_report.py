@@ -164,7 +164,7 @@ def write(
     Args:
         tried: The sizes and options of the set-ups that were not chosen, by name.
         chosen: The options of those that were, by size.
-        variants: What is compared, with bf16 first.
+        variants: The variants to compare, bf16 first.
     """
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     plots = out.parent / "plots"

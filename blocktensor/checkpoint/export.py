@@ -17,7 +17,7 @@ from ..sharding.dtensor import local_of
 from ..sharding.whole import form_of, format_of, fp8_of, whole_form, whole_tensor
 from ..tensor.base import MasterBase
 from .names import EXPERT_NAMES, Names, names_to_write, possible_names
-from .on_disk import SCALE_SUFFIXES, bad_scale
+from .on_disk import SCALE_SUFFIXES, Layout, bad_scale
 
 
 class Exported(NamedTuple):
@@ -26,7 +26,7 @@ class Exported(NamedTuple):
     Attributes:
         tensors: of the model, by its names, each once.
         names: the names of exported tensors, by the model's.
-        units: what is exported at once.
+        units: the parts of the export.
     """
 
     tensors: Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Exported(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is exported at once: a tensor of the model, or an expert of a stack.
+    """The smallest part of an export: a tensor of the model, or an expert of a stack.
 
     Attributes:
         x: the tensor or the stack, perhaps a DTensor.
@@ -54,7 +54,7 @@ class Unit(NamedTuple):
         """The shape of all of its matrices, one below the other."""
         return self.x.shape if self.expert is None else self.x.shape[1:]
 
-    def layout(self, suffix: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def layout(self, suffix: str) -> dict[str, Layout]:
         """Return dtype and shape of each tensor that it is exported as, without its values."""
         fp8, count = fp8_of(self.x), len(self.names)
         if fp8 is None:

@@ -78,7 +78,7 @@ class Source(NamedTuple):
         """Return the views of a plain tensor, or of its scales, that belong to ``weights``."""
         if self.names.experts is None:
             return [whole]
-        return [rows for expert in whole for rows in expert.chunk(len(self.names.templates))]
+        return [whole[box] for box in self.boxes(whole.shape)]
 
     def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
         """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""

@@ -246,7 +246,7 @@ def _write(shards: Sequence[Shard], suffix: str, folder: Path, ranks: Ranks) -> 
                         turns[turn].write(name, x)
                 digests |= zip(tensors, hashed, strict=True)
                 mine.add(turns[turn].path)
-            except OSError as error:
+            except Exception as error:
                 if ranks.size == 1:
                     raise
                 failure = error
