@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..model.names import is_module
 from ..ops.cast.ops import quantize_rowwise
-from ..ops.formats import Quantized
+from ..ops.formats import BlockFormat, Quantized
 from ..sharding.dtensor import local_of
-from ..sharding.whole import form_of, format_of, fp8_of, whole_form, whole_tensor
+from ..sharding.whole import form_of, format_of, fp8_of, whole_tensors
 from ..tensor.base import MasterBase
 from .names import EXPERT_NAMES, Names, names_to_write, possible_names
 from .on_disk import SCALE_SUFFIXES, Layout, bad_scale
@@ -167,15 +167,29 @@ def stored_in_turn(units: Sequence[Unit], suffix: str) -> Iterator[tuple[Unit, d
     Raises:
         ValueError: a weight that FP8 cannot hold.
     """
-    for _, same in itertools.groupby(units, key=lambda unit: id(unit.x)):
-        whole: Any = None
+    groups = [list(same) for _, same in itertools.groupby(units, key=lambda unit: id(unit.x))]
+
+    def check(index: int, scale: Tensor, format: BlockFormat) -> None:
+        _check_scales(groups[index][0].label, scale, format)
+
+    with torch.no_grad():
+        gathering = whole_tensors([same[0].x for same in groups], check)
+    for same in groups:
+        with torch.no_grad():
+            whole = next(gathering)
         for unit in same:
             with torch.no_grad():
-                if local_of(unit.x) is not None and whole is None:
-                    gather = whole_tensor if fp8_of(unit.x) is None else whole_form
-                    whole = gather(unit.x)
                 stored = _stored(unit, whole, suffix)
             yield unit, stored
+
+
+def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
+    problem = bad_scale(scale, format)
+    if problem is not None:
+        raise ValueError(
+            f"{label} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight "
+            f"makes such a scale: find it with torch.isfinite, or save the masters (state_dict)"
+        )
 
 
 def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
@@ -193,12 +207,8 @@ def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
     else:
         form = form_of(fp8)
         form = form if expert is None else _expert_of(form, expert)
-    problem = bad_scale(form.scale.cpu(), form.format)
-    if problem is not None:
-        raise ValueError(
-            f"{unit.label} has a block that FP8 cannot hold, {problem}; a NaN or Inf in the weight "
-            f"makes such a scale: find it with torch.isfinite, or save the masters (state_dict)"
-        )
+    if whole is None:
+        _check_scales(unit.label, form.scale.cpu(), form.format)
     scales = [f"{name}{suffix}" for name in unit.names]
     return _named(unit.names, form.data) | _named(scales, form.scale)
 

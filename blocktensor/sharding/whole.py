@@ -1,4 +1,4 @@
-"""Gather whole FP8 weights, of which ranks hold parts, as e4m3 bytes.
+"""Gather whole tensors, of which ranks hold parts: FP8 weights as e4m3 bytes.
 
 It serves every DTensor, whoever cut it (FSDP2, tensor or expert parallelism, or several of them),
 with trainable and frozen local parts. What travels is one byte an element, and 4 bytes a block. A
@@ -7,8 +7,8 @@ block may lie on several ranks: its scale is that of the whole block, as in a fo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,11 @@ from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .cuts import Cut, Piece, Region, frozen_parts, pieces_of, regions, regions_of, scale_regions
 from .dtensor import local_of
-from .fsdp.shards import FrozenShard
+
+_ALIGNMENT = 16
+"""Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
 
 
 def fp8_of(x: Tensor) -> FP8Base | None:
@@ -39,98 +42,6 @@ def format_of(x: FP8Base) -> BlockFormat:
     return format
 
 
-def whole_form(x: Tensor) -> Quantized:
-    """Return the rowwise form of a whole FP8 weight: the bytes that its next forward multiplies by.
-
-    All ranks of a DTensor's mesh must call it; each gets all of the weight, on the mesh's device.
-    """
-    part, local = fp8_of(x), local_of(x)
-    assert part is not None
-    if local is None:
-        return form_of(part)
-    format, device = format_of(part), mesh_device(x)
-    table = torch.zeros(format.scale_shape(x.shape), dtype=torch.float32, device=device)
-    if isinstance(part, MasterBase):
-        regions = list(regions_of(x)) if part.numel() else []
-        master = part.master.detach().to(device)
-        for region in regions:
-            blocks = table[region.blocks(format)]
-            amax = shard_amax(region.of(master), format, *region.offsets(format))
-            blocks.copy_(torch.maximum(blocks, amax))
-        _max_over_ranks(table, x)
-        data = torch.empty(master.shape, dtype=format.dtype, device=device)
-        for region in regions:
-            amax = table[region.blocks(format)]
-            cast = quantize_shard(region.of(master), amax, format, *region.offsets(format))
-            region.of(data).view(torch.uint8).copy_(cast.view(torch.uint8))
-        scale = scale_from_amax(table, format)
-    else:
-        data, scale = _put_scales(table, part, x, format).to(device), table
-        _max_over_ranks(scale, x)
-    return Quantized(_full(data.view(torch.uint8), x).view(format.dtype), scale, format)
-
-
-def whole_tensor(x: Tensor) -> Tensor:
-    """Return all of a tensor that is not in FP8, on all ranks of its mesh."""
-    if local_of(x) is None:
-        return x
-    return x.detach().to(mesh_device(x)).full_tensor()  # type: ignore[attr-defined]
-
-
-def mesh_device(x: Any) -> torch.device:
-    """Return the device on which the ranks of a DTensor send; FSDP may have moved it to the CPU."""
-    return torch.device(x.device_mesh.device_type)
-
-
-class Piece(NamedTuple):
-    """A run of indices along one dimension: where it is in the whole, and in the local part."""
-
-    start: int
-    local: int
-    size: int
-
-
-class Region(NamedTuple):
-    """A part of a weight that lies in one piece in the whole, by a :class:`Piece` a dimension."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where it is in the whole."""
-        return tuple(slice(p.start, p.start + p.size) for p in self.pieces)
-
-    def of(self, local: Tensor) -> Tensor:
-        """Return the view of it in the local part."""
-        return local[tuple(slice(p.local, p.local + p.size) for p in self.pieces)]
-
-    def blocks(self, format: BlockFormat) -> tuple[slice, ...]:
-        """Return where its blocks are in the scales of the whole."""
-        return tuple(
-            slice(p.start // block, ceil_div(p.start + p.size, block))
-            for p, block in zip(self.pieces, _edges(format, len(self.pieces)), strict=True)
-        )
-
-    def offsets(self, format: BlockFormat) -> tuple[int, int]:
-        """Return how many rows and columns into its first block it begins."""
-        rows, cols = self.pieces[-2:]
-        return rows.start % format.rows, cols.start % format.cols
-
-    def in_blocks(self, format: BlockFormat) -> Region:
-        """Return the region of its blocks, where pieces begin at borders of blocks."""
-        edges = _edges(format, len(self.pieces))
-        return Region(
-            tuple(
-                Piece(p.start // edge, p.local // edge, ceil_div(p.size, edge))
-                for p, edge in zip(self.pieces, edges, strict=True)
-            )
-        )
-
-
-def _edges(format: BlockFormat, ndim: int) -> tuple[int, ...]:
-    return (1,) * (ndim - 2) + format.block_shape
-
-
 def form_of(x: FP8Base) -> Quantized:
     """Return the rowwise form of an FP8 weight that is no DTensor."""
     if isinstance(x, BlockwiseFP8Tensor):
@@ -138,83 +49,203 @@ def form_of(x: FP8Base) -> Quantized:
     return quantize_rowwise(x.master.detach(), format_of(x))  # type: ignore[attr-defined]
 
 
-def _put_scales(table: Tensor, part: FP8Base, x: Any, format: BlockFormat) -> Tensor:
-    """Enter the scales of a frozen part into the table of all; return the bytes of the part."""
-    data, held = frozen_parts(part)
-    for region in scale_regions(x, part, format):
-        table[region.slices] = region.of(held).to(table.device)
-    return data
+def whole_tensors(
+    tensors: Sequence[Any], check: Callable[[int, Tensor, BlockFormat], None]
+) -> Iterator[Quantized | Tensor | None]:
+    """Yield whole tensors in turn: the forms of FP8 weights, and the values of other DTensors.
 
+    None for a tensor that is no DTensor. All ranks of the meshes must exhaust it, for the same
+    tensors in the same order; each gets all, on the mesh's device. The forms are the bytes that the
+    next forward multiplies by.
 
-def frozen_parts(part: FP8Base) -> tuple[Tensor, Tensor]:
-    """Return the bytes and the scales that a rank holds of a frozen weight."""
-    if isinstance(part, FrozenShard):
-        return part.data_rows, part.scale
-    assert isinstance(part, BlockwiseFP8Tensor)
-    data, scale, _ = part.rowwise()
-    return data, scale
-
-
-def scale_regions(x: Any, part: FP8Base, format: BlockFormat) -> list[Region]:
-    """Return where the scales that a rank holds of a frozen weight are among all scales."""
-    if not isinstance(part, FrozenShard):
-        return [region.in_blocks(format) for region in regions_of(x)]
-    # It has the scales of all that its group of FSDP shards, whose placements come first.
-    for count in range(len(x.placements) + 1):
-        regions = list(regions_of(x, count))
-        blocks = regions[0].blocks(format) if len(regions) == 1 else ()
-        if [each.stop - each.start for each in blocks] == list(part.scale.shape):
-            return [Region(tuple(Piece(each.start, 0, each.stop - each.start) for each in blocks))]
-    raise AssertionError(f"{tuple(part.scale.shape)} scales of {tuple(x.shape)}, {x.placements}")
-
-
-def regions_of(x: Any, skip: int = 0) -> Iterator[Region]:
-    """Cut a DTensor's local part into regions; it has several if a rank gets parts of halves.
-
-    Without the first ``skip`` placements: as if the tensor were whole along these dimensions of the
-    mesh.
+    Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
+    and the scales on the CPU. Then tensors are gathered in batches of at most the size of the
+    largest FP8 weight, or of one tensor; one batch is on its way while another is in use.
     """
-    placements = x.placements[skip:]
-    pieces = [list(_pieces(x, dim, placements)) for dim in range(x.ndim)]
-    return map(Region, itertools.product(*pieces))
+    items = [*map(_item, tensors)]
+    weights = {i: item for i, item in enumerate(items) if isinstance(item, _Weight)}
+    _make_tables([*weights.values()])
+    for i, weight in weights.items():
+        check(i, weight.scales(weight.on_cpu), weight.format)
+    limit = max((weight.x.numel() for weight in weights.values()), default=0)
+    made = _gathered([item for item in items if item is not None], limit)
+    for item in items:
+        yield None if item is None else next(made)
 
 
-def _pieces(x: Any, dim: int, placements: Sequence[Any]) -> Iterator[Piece]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+class _Item:
+    """A DTensor to gather; ``dtype``: of what is sent."""
 
-    def along(placement: Any) -> Any:
-        if getattr(placement, "dim", None) not in (dim, dim - x.ndim):
-            return Replicate()
-        factor = getattr(placement, "split_factor", None)
-        return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+    def __init__(self, x: Any) -> None:
+        self.x, self.cut = x, Cut.of(x)
+        self.dtype: torch.dtype = x.dtype
 
-    # torch cuts the indices as it has cut the tensor, without communication
-    indices = torch.arange(x.shape[dim])
-    kept = [Replicate()] * (len(x.placements) - len(placements)) + [*map(along, placements)]
-    cut = distribute_tensor(indices, x.device_mesh, kept, src_data_rank=None)
-    held: Sequence[int] = local_of(cut).tolist()  # type: ignore[union-attr]
-    first = 0
-    for at in range(1, len(held) + 1):
-        if at == len(held) or held[at] != held[at - 1] + 1:
-            yield Piece(held[first], first, at - first)
-            first = at
+    def write(self, part: Tensor) -> None:
+        """Write what this rank sends into ``part``, which has the shape of its local part."""
+        part.copy_(local_of(self.x).detach())  # type: ignore[union-attr]
+
+    def whole(self, values: Tensor) -> Quantized | Tensor:
+        """Return what is yielded of it."""
+        return values
 
 
-def _max_over_ranks(table: Tensor, x: Any) -> None:
-    """Reduce entries of which ranks have some, and zeros for the rest."""
-    for index, placement in enumerate(x.placements):
-        if not placement.is_replicate() and x.device_mesh.size(index) > 1:
+class _Weight(_Item):
+    """A sharded weight in FP8.
+
+    Attributes:
+        part, format: its local part, and the format of that.
+        master: the local part in high precision; None if the weight is frozen.
+        table, on_cpu: one fp32 number for each block: its amax, or its scale if frozen.
+    """
+
+    table: Tensor
+    on_cpu: Tensor
+
+    def __init__(self, x: Any, part: FP8Base) -> None:
+        super().__init__(x)
+        self.part, self.format, self.dtype = part, format_of(part), torch.uint8
+        self.master = part.master.detach() if isinstance(part, MasterBase) else None
+
+    def fill(self, table: Tensor) -> None:
+        """Enter this rank's numbers into the table."""
+        self.table = table
+        if self.master is None:
+            _, scale = frozen_parts(self.part)
+            for region in scale_regions(self.x, self.part, self.format):
+                table[region.slices] = region.of(scale).to(table.device)
+        for region, rows in self._regions():
+            blocks = table[region.blocks(self.format)]
+            amax = shard_amax(rows, self.format, *region.offsets(self.format))
+            blocks.copy_(torch.maximum(blocks, amax))
+
+    def write(self, part: Tensor) -> None:
+        if self.master is None:
+            part.copy_(frozen_parts(self.part)[0].view(torch.uint8))
+        for region, rows in self._regions():
+            amax, place = self.table[region.blocks(self.format)], region.offsets(self.format)
+            cast = quantize_shard(rows, amax, self.format, *place)
+            region.of(part).copy_(cast.view(torch.uint8))
+
+    def whole(self, values: Tensor) -> Quantized:
+        return Quantized(values.view(self.format.dtype), self.scales(self.table), self.format)
+
+    def scales(self, table: Tensor) -> Tensor:
+        """Return the scales of the blocks in a table."""
+        return table if self.master is None else scale_from_amax(table, self.format)
+
+    def _regions(self) -> Iterator[tuple[Region, Tensor]]:
+        """Yield the regions of the master, each with its values."""
+        if self.master is not None and self.master.numel():
+            master = self.master.to(self.cut.device)
+            for region in regions_of(self.x):
+                yield region, region.of(master)
+
+
+def _item(x: Any) -> _Item | None:
+    part = fp8_of(x)
+    if local_of(x) is None:
+        return None
+    return _Item(x) if part is None else _Weight(x, part)
+
+
+def _make_tables(weights: Sequence[_Weight]) -> None:
+    """Make the tables of all blocks, by one reduction for all weights that are cut alike."""
+    for cut in dict.fromkeys(item.cut for item in weights):
+        alike = [item for item in weights if item.cut == cut]
+        shapes = [item.format.scale_shape(item.x.shape) for item in alike]
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=cut.device)
+        for item, table, shape in zip(alike, flat.split(sizes), shapes, strict=True):
+            item.fill(table.view(shape))
+        for dim in cut.dims:
             # as integers, magnitudes keep their order, with NaN above Inf
-            group = x.device_mesh.get_group(index)
-            dist.all_reduce(table.view(torch.int32), dist.ReduceOp.MAX, group)
+            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, cut.mesh.get_group(dim))
+        for item, table in zip(alike, flat.cpu().split(sizes), strict=True):
+            item.on_cpu = table.view(item.table.shape)
 
 
-def _full(as_bytes: Tensor, x: Any) -> Tensor:
-    """Gather the bytes of a tensor that is cut as ``x`` is; gloo does not support e4m3."""
-    from torch.distributed.tensor import DTensor
+def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
+    """Yield all items whole, in batches of at most ``limit`` bytes, or of one item."""
+    ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
+    for batch in _batches(items, limit):
+        receive = _send(batch)
+        if ahead is not None:
+            yield from ahead()
+        ahead = receive
+    if ahead is not None:
+        yield from ahead()
 
-    strides = torch.empty(x.shape, device="meta").stride()
-    cut = DTensor.from_local(
-        as_bytes, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=strides
-    )
-    return cut.full_tensor()
+
+def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
+    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
+    batch: list[_Item] = []
+    size = 0
+    for item in items:
+        more = item.x.numel() * item.dtype.itemsize
+        if batch and (item.cut != batch[0].cut or size + more > limit):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
+
+
+class _Slot(NamedTuple):
+    """Where a rank's part of a tensor is: among the bytes that it sends, and in the whole."""
+
+    start: int
+    dtype: torch.dtype
+    pieces: list[list[Piece]]
+
+    @property
+    def shape(self) -> list[int]:
+        return [sum(piece.size for piece in along) for along in self.pieces]
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, sent: Tensor) -> Tensor:
+        """Return the view of the part in what a rank sends."""
+        return sent[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+def _slots(batch: Sequence[_Item], coordinate: Sequence[int]) -> list[_Slot]:
+    """Return where all parts are of the rank at ``coordinate``."""
+    slots: list[_Slot] = []
+    for item in batch:
+        start = ceil_div(slots[-1].end, _ALIGNMENT) * _ALIGNMENT if slots else 0
+        slots.append(_Slot(start, item.dtype, pieces_of(item.x, coordinate)))
+    return slots
+
+
+def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
+    """Cast this rank's parts and begin to gather; return what waits, and yields the whole items."""
+    cut = batch[0].cut
+    ranks = [_slots(batch, coordinate) for coordinate in cut.coordinates()]
+    size = ceil_div(max(slots[-1].end for slots in ranks), _ALIGNMENT) * _ALIGNMENT
+    sent = torch.empty(size, dtype=torch.uint8, device=cut.device)
+    for item, slot in zip(batch, _slots(batch, cut.mesh.get_coordinate()), strict=True):
+        item.write(slot.of(sent))
+    work: Any = None
+    for dim in reversed(cut.dims):
+        if work is not None:
+            work.wait()
+        whole = sent.new_empty(cut.mesh.size(dim) * sent.numel())
+        work = dist.all_gather_into_tensor(whole, sent, cut.mesh.get_group(dim), async_op=True)
+        sent = whole
+
+    def receive() -> Iterator[Quantized | Tensor]:
+        if work is not None:
+            work.wait()
+        received = sent.view(len(ranks), size)
+        for i, item in enumerate(batch):
+            values = torch.empty(item.x.shape, dtype=item.dtype, device=cut.device)
+            for slots, bytes in zip(ranks, received, strict=True):
+                part = slots[i].of(bytes)
+                for region in regions(slots[i].pieces):
+                    values[region.slices].copy_(region.of(part))
+            yield item.whole(values)
+
+    return receive

@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
 from blocktensor.ops.cast.ops import quantize_rowwise
-from blocktensor.sharding.whole import whole_form, whole_tensor
+from blocktensor.ops.formats import Quantized
+from blocktensor.sharding.whole import form_of, whole_tensors
 from tests.support.models import randn
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks, shared_mesh
@@ -49,22 +50,47 @@ def values(shape: tuple[int, ...], device: str) -> Tensor:
     return x
 
 
+def whole(*tensors: Any) -> list[Any]:
+    """The tensors whole; the scales that were checked before are theirs."""
+    checked: dict[int, Tensor] = {}
+    made = list(whole_tensors(tensors, lambda i, scale, format: checked.update({i: scale})))
+    for i, scale in checked.items():
+        assert_same(scale, made[i].scale.cpu())
+    assert [i for i, x in enumerate(made) if isinstance(x, Quantized)] == [*checked]
+    return made
+
+
+def assert_form(got: Any, want: Quantized) -> None:
+    assert_same(got.data, want.data)
+    assert_same(got.scale, want.scale)
+    assert got.format is want.format
+
+
 @on_ranks(2, 4, gpus=(2,))
 def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
+    """One after another, and all at once, in batches of several."""
+    cuts, wanted = [], []
     for shape, sizes, placements in CUTS:
         if torch.Size(sizes).numel() != world:
             continue
         mesh = shared_mesh(device, *sizes, names=tuple(f"d{i}" for i in range(len(sizes))))
         for recipe, dtype in ((Recipe(), torch.bfloat16), (POWERS, torch.float32)):
             plain = values(shape, device).to(dtype)
-            cut = distribute_tensor(plain, mesh, placements, src_data_rank=None)
-            assert_same(whole_tensor(cut), plain)
-            local = BlockwiseFP8Weight(cut.to_local().contiguous(), recipe)
-            cut._local_tensor = local
-            got, want = whole_form(cut), quantize_rowwise(plain, recipe.weight_format)
-            assert_same(got.data, want.data)
-            assert_same(got.scale, want.scale)
-            assert got.format is want.format
+            cut, weight = (
+                distribute_tensor(plain, mesh, placements, src_data_rank=None) for _ in range(2)
+            )
+            local = cut.to_local()
+            weight._local_tensor = BlockwiseFP8Weight(local.clone(), recipe)
+            form = quantize_rowwise(plain, recipe.weight_format)
+            assert_same(*whole(cut), plain)
+            assert_form(*whole(weight), form)
+            cuts += [cut, weight, torch.ones(3)]
+            wanted += [plain, form, None]
+    for got, want in zip(whole(*cuts), wanted, strict=True):
+        if isinstance(want, Quantized):
+            assert_form(got, want)
+        else:
+            assert (got is None) if want is None else torch.equal(got, want)
 
 
 @on_ranks(2)
@@ -73,9 +99,7 @@ def test_blocks_that_hold_nan(world: int, device: str) -> None:
     plain[150, 7], plain[3, 290] = float("nan"), float("inf")
     cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
     cut._local_tensor = BlockwiseFP8Weight(cut.to_local())
-    got, want = whole_form(cut), quantize_rowwise(plain, Recipe().weight_format)
-    assert_same(got.scale, want.scale)
-    assert_same(got.data, want.data)
+    assert_form(*whole(cut), quantize_rowwise(plain, Recipe().weight_format))
 
 
 def net(device: str, frozen: bool) -> nn.Sequential:
@@ -93,18 +117,15 @@ def net(device: str, frozen: bool) -> nn.Sequential:
 @pytest.mark.parametrize("frozen", [False, True])
 @on_ranks(2, 4, gpus=(2,))
 def test_models_in_parallel(world: int, device: str, frozen: bool) -> None:
-    want = [whole_form(p) for p in net(device, frozen).parameters()]
+    want = [form_of(p) for p in net(device, frozen).parameters()]
     tensor = shared_mesh(device, world, names=("all",))
     both = shared_mesh(device, 2, 2, names=("data", "tensor")) if world == 4 else None
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 
     def checked(model: nn.Module) -> None:
-        for p, wanted in zip(model.parameters(), want, strict=True):
-            got = whole_form(p)
-            assert_same(got.data, wanted.data)
-            assert_same(got.scale, wanted.scale)
+        for got, wanted in zip(whole(*model.parameters()), want, strict=True):
+            assert_form(got, wanted)
 
-    checked(net(device, frozen))  # on one rank
     checked(fully_shard(net(device, frozen), mesh=tensor))
     checked(parallelize_module(net(device, frozen), tensor, plan))
     if both is not None:
