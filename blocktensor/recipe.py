@@ -40,6 +40,10 @@ class Recipe:
             - ``"high_precision"``: the input itself. The weight gradient is then computed in its
               dtype, and the input takes twice the memory.
 
+        batch_invariant: compute each row of an output with the same bits, whatever other rows there
+            are. Products of few tokens are then not cut along K, which makes them slower
+            (docs/guides/rl.md); with 2,048 tokens or more nothing changes.
+
     Raises:
         ValueError: for a value outside the choices above.
     """
@@ -47,12 +51,14 @@ class Recipe:
     scale: ScaleRounding = "fp32"
     cache_weight: CachePolicy = "backward"
     wgrad_input: WgradInput = "1x128"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         fields = {
             "scale": ScaleRounding,
             "cache_weight": CachePolicy,
             "wgrad_input": WgradInput,
+            "batch_invariant": Literal[False, True],
         }
         for name, choices in fields.items():
             value, allowed = getattr(self, name), get_args(choices)

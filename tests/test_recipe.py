@@ -15,8 +15,12 @@ from tests.support.models import complaint
 
 def test_the_defaults() -> None:
     assert_expected_inline(
-        repr(Recipe()),
-        """Recipe(scale='fp32', cache_weight='backward', wgrad_input='1x128')""",
+        repr(Recipe()).replace(", ", ",\n"),
+        """\
+Recipe(scale='fp32',
+cache_weight='backward',
+wgrad_input='1x128',
+batch_invariant=False)""",
     )
 
 
@@ -34,6 +38,7 @@ def test_every_choice_is_a_value(
     for name, one, other in (
         ("cache_weight", "step", "backward"),
         ("wgrad_input", "1x128", "128x128"),
+        ("batch_invariant", False, True),
     ):
         value = other if getattr(recipe, name) == one else one
         assert recipe != dataclasses.replace(recipe, **{name: value})
@@ -55,6 +60,7 @@ def test_a_recipe_is_frozen() -> None:
         *(("scale", v) for v in ("ue8m0", "FP32", "", None, True)),
         *(("cache_weight", v) for v in ("no", None, 1, 0, True)),
         *(("wgrad_input", v) for v in ("bf16", None, (128, 128), "128x1")),
+        *(("batch_invariant", v) for v in ("yes", None, 1)),
     ],
 )
 def test_other_values_are_refused(name: str, value: Any) -> None:
@@ -62,6 +68,7 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
         "scale": "'fp32', 'power_of_two'",
         "cache_weight": "'backward', 'step', False",
         "wgrad_input": "'1x128', '128x128', 'high_precision'",
+        "batch_invariant": "False, True",
     }
     text = complaint(ValueError, lambda: Recipe(**{name: value}))
     assert text == f"Recipe({name}={value!r}): expected one of {choices[name]}"

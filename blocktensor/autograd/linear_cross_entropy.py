@@ -212,7 +212,7 @@ class _LinearCrossEntropy(FP8Function):
             tokens = x[part]
             x_row, x_col = quantize_forms(tokens, plan.format, plan.x_columnwise)
             assert x_row is not None
-            logits = gemm(x_row, w_row, bias, plan.out_dtype)
+            logits = gemm(x_row, w_row, bias, plan.out_dtype, plan.batch_invariant)
             if not is_trained:
                 made += loss.of(logits, target[part], total)
                 continue

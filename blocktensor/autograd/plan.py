@@ -46,7 +46,7 @@ class Plan:
         x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
             or if wgrad runs in high precision.
         saves_x: save x itself, for a wgrad in high precision.
-        wgrad_input: of the recipe.
+        wgrad_input, batch_invariant: of the recipe.
         grad_formats: rowwise and columnwise formats of the output's gradient; None where no matmul
             reads that form.
         weight_format: of a plain weight.
@@ -66,11 +66,11 @@ class Plan:
         serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
-    __slots__ = ("_backwards", "are_tensors", "bias_dtype", "casts_weight", "casts_x", "format",
-                 "fprop", "grad_formats", "needs", "out_dtype", "records_backward",
-                 "records_forward", "saves_x", "serves_all", "tracing", "w_dtype",
-                 "w_is_transposed", "weight_format",
-                 "wgrad_input", "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
+    __slots__ = ("_backwards", "are_tensors", "batch_invariant", "bias_dtype", "casts_weight",
+                 "casts_x", "format", "fprop", "grad_formats", "needs", "out_dtype",
+                 "records_backward", "records_forward", "saves_x", "serves_all", "tracing",
+                 "w_dtype", "w_is_transposed", "weight_format", "wgrad_input",
+                 "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Plan:
             has_graph and x.requires_grad,
             has_graph and w.requires_grad,
         )
-        self.wgrad_input = recipe.wgrad_input
+        self.wgrad_input, self.batch_invariant = recipe.wgrad_input, recipe.batch_invariant
         self.x_columnwise = recipe.wgrad_input_format if needs_dw else None
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (
@@ -191,11 +191,12 @@ def _key(
     if isinstance(w, BlockwiseFP8Weight):
         cache, how = w.cache, w.cache.recipe
         weight_key = (
-            *(type(cache), cache.format, how.wgrad_input, how.cache_weight, w.transposed),
+            *(type(cache), cache.format, w.transposed),
+            *(how.wgrad_input, how.cache_weight, how.batch_invariant),
             key_of((cache.master,)),  # which a recorded forward casts
         )
     else:
-        weight_key = key_of(w.operand), w.recipe.wgrad_input
+        weight_key = key_of(w.operand), w.recipe.wgrad_input, w.recipe.batch_invariant
     return (  # every eager call builds it
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
         (*x.formats, x.columnwise_data is None, x.source is None)
@@ -204,7 +205,9 @@ def _key(
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
         None if bias is None else (key_of((bias,)), bias.requires_grad),
-        None if recipe is None else (recipe.activation_format, recipe.wgrad_input),
+        None
+        if recipe is None
+        else (recipe.activation_format, recipe.wgrad_input, recipe.batch_invariant),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), key_of((offs,))),

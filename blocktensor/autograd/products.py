@@ -65,7 +65,7 @@ class Dense:
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms."""
-        return gemm(x, w, bias, plan.out_dtype)
+        return gemm(x, w, bias, plan.out_dtype, plan.batch_invariant)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
         """Return the shape of y, but for its last dimension, of an x of ``shape``."""

@@ -138,10 +138,18 @@ def largest_fp32(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
-def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return ``A[M, K] B[N, K]^T``: each block of K in fp32, scaled, then summed in fp32.
+def gemm(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Return ``A[M, K] B[N, K]^T``: each block of K rounded to fp32, scaled, then summed in fp32.
 
-    ``bias`` ``[N]`` joins the fp32 sum before the one rounding to ``out_dtype``.
+    ``bias`` ``[N]`` joins the fp32 sum before the one rounding to ``out_dtype``. The sum of a block
+    is exact before it is rounded: no bit depends on the order in which a machine adds, nor on other
+    rows. So it is batch invariant in any case.
     """
     return _gemm_fp32(a, b, bias).to(out_dtype)
 
@@ -156,17 +164,18 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
     col_scale = b.scale.repeat_interleave(b.format.rows, 0)[:n]  # [N, K/cols]
     # either may be filled up with zeros, which change no bit of the sums
+    # fp64 holds sums of 128 products of e4m3 numbers exactly: multiples of 2^-18 below 2^25
     a_wide, b_wide = (
-        F.pad(x.float(), (0, padded_to_vectors(x.shape[1]) - x.shape[1])) for x in (a.data, b.data)
+        F.pad(x.double(), (0, padded_to_vectors(x.shape[1]) - x.shape[1])) for x in (a.data, b.data)
     )
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
     step = math.gcd(a.format.cols, b.format.cols)  # one scale of either side
     for first in range(0, k, step):
         inside = slice(first, first + step)
-        with torch.autocast(a.data.device.type, enabled=False):  # the caller's would round to bf16
-            partial = a_wide[:, inside] @ b_wide[:, inside].t()  # [M, N]
+        partial = (a_wide[:, inside] @ b_wide[:, inside].t()).float()  # [M, N]
         partial *= row_scale[:, first // a.format.cols, None]
-        acc.addcmul_(partial, col_scale[:, first // b.format.cols])
+        partial *= col_scale[:, first // b.format.cols]
+        acc += partial
     return acc if bias is None else acc.add_(bias.float())
 
 

@@ -115,7 +115,7 @@ def linear_cross_entropy(
 
 def _fields(recipe: Recipe) -> tuple[Any, ...]:
     # dataclasses.astuple makes deep copies in Python 3.10, which Dynamo cannot trace
-    return recipe.scale, recipe.cache_weight, recipe.wgrad_input
+    return recipe.scale, recipe.cache_weight, recipe.wgrad_input, recipe.batch_invariant
 
 
 def _gated_mlp_whole(*args: Any) -> Tensor:

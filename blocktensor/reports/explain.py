@@ -171,7 +171,9 @@ def _products(
         sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[kind]
         if kind != "wgrad":
             added = bias if kind == "fprop" else None
-            choice = _chosen(kind, sizes, (rows, squares), dtype, device, added, experts)
+            invariant = kind == "fprop" and recipe.batch_invariant
+            formats = rows, squares
+            choice = _chosen(kind, sizes, formats, dtype, device, added, experts, invariant)
             backend, reason = choice.name, choice.reason
         elif x_format is not None:
             choice = _chosen(kind, sizes, (rows, x_format), weight_dtype, device, None, experts)
@@ -192,12 +194,16 @@ def _chosen(
     device: torch.device,
     bias: torch.dtype | None,
     experts: int | None,
+    batch_invariant: bool = False,
 ) -> Choice[Any]:
     m, n, k = sizes
     if experts is None:
         if kind == "wgrad":
             k = columnwise_width(k, formats[1])
-        return choose_gemm(GemmProblem(m, n, k, *formats, out_dtype, device, bias=bias))
+        of = GemmProblem(
+            m, n, k, *formats, out_dtype, device, bias=bias, batch_invariant=batch_invariant
+        )
+        return choose_gemm(of)
     if kind == "wgrad":
         problem = GroupedProblem("wgrad", k, m, n, experts, *formats, out_dtype, device)
     else:

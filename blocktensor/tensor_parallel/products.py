@@ -177,7 +177,8 @@ class Rowwise(_Parallel):
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return the sum of all ranks, of this rank's tokens or of all."""
-        partial = gemm(x, w, None, self.reduction.wire(plan.out_dtype))
+        wire = self.reduction.wire(plan.out_dtype)
+        partial = gemm(x, w, None, wire, plan.batch_invariant)
         if self.tokens is None:
             y = self.reduction.all_reduce(partial).wait()
         else:

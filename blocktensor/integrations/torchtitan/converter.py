@@ -70,6 +70,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
         wgrad_input: WgradInput = "1x128"
         """The form of the input that weight gradients read; see blocktensor.Recipe."""
 
+        batch_invariant: bool = False
+        """Rows with the same bits whatever other rows there are; see blocktensor.Recipe."""
+
     def __init__(self, config: Config) -> None:
         """Check the choices.
 
@@ -86,6 +89,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
             scale=config.scale,
             cache_weight=config.cache_weight,
             wgrad_input=config.wgrad_input,
+            batch_invariant=config.batch_invariant,
         )
 
     def convert(self, model_config: Any) -> Any:

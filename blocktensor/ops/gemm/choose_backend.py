@@ -31,6 +31,7 @@ class GemmProblem:
     device: torch.device
     bias: torch.dtype | None = None
     accumulate: bool = False
+    batch_invariant: bool = False
 
 
 def unknown_format(*formats: BlockFormat) -> str | None:
@@ -64,6 +65,8 @@ def _cublas_declines(p: GemmProblem) -> str | None:
         return reason
     if p.accumulate:
         return "cannot add to an existing output"
+    if p.batch_invariant:
+        return "may compute a row in another order for another M"
     if p.bias is not None and (p.bias, p.out_dtype) != (torch.bfloat16, torch.bfloat16):
         return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
     if p.out_dtype not in (torch.bfloat16, torch.float32):
@@ -123,8 +126,9 @@ def _gluon_declines(p: GemmProblem) -> str | None:
 
 def _gluon_why(p: GemmProblem) -> str:
     tile, parts, us = choose_tile(
-        p.m, p.n, num_blocks(p.k), p.b_format.rows, card(p.device), accumulate=p.accumulate
-    )
+        p.m, p.n, num_blocks(p.k), p.b_format.rows, card(p.device), accumulate=p.accumulate,
+        splits_k=not p.batch_invariant,
+    )  # fmt: skip
     cut = f" and {parts} parts of K" if parts > 1 else ""
     rows, cols = tile.size
     return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us"
@@ -133,7 +137,7 @@ def _gluon_why(p: GemmProblem) -> str:
 def _gluon_yields(p: GemmProblem) -> str | None:
     cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
     shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
-    if cublas_takes and cublas_is_faster(*shape, card(p.device)):
+    if cublas_takes and cublas_is_faster(*shape, card(p.device), not p.batch_invariant):
         return "cuBLAS is predicted to be faster here"
     return None
 

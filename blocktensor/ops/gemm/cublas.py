@@ -9,7 +9,13 @@ from ..formats import BlockFormat, Quantized
 from ..scale_layouts import cublas_scale, in_vectors
 
 
-def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def gemm(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`; for problems that the registry accepts."""
     # the function that scaled_mm calls, without its checks of enums and lists
     return torch._scaled_mm_v2(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from ..scale_layouts import in_vectors
 from .choose_backend import GemmBackend, GemmProblem, choose_gemm
 
 
-def _check(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+def _check(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+) -> None:
     checks.gemm_operands(a, b, out_dtype)
     if bias is not None:
         checks.bias_of(bias, b.data.shape[:1], a.data, "operand a")
@@ -26,17 +33,22 @@ def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
 
 
 def _decide_gemm(
-    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> Callable[..., Tensor]:
     if 0 in (a.data.shape[0], b.data.shape[0]):
         return _empty
-    run = runner(_backend_for(a, b, bias, out_dtype), "gemm")
+    backend = _backend_for(a, b, bias, out_dtype, batch_invariant=batch_invariant)
+    run = runner(backend, "gemm")
     if _is_dense(a) and _is_dense(b) and (bias is None or bias.is_contiguous()):
         return run
-    return lambda a, b, bias, out_dtype: run(_dense(a), _dense(b), _contiguous(bias), out_dtype)
+    return lambda a, b, bias, *how: run(_dense(a), _dense(b), _contiguous(bias), *how)
 
 
-def _empty(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _empty(a: Quantized, b: Quantized, bias: Any, out_dtype: torch.dtype, *_: bool) -> Tensor:
     return a.data.new_empty((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
 
 
@@ -55,6 +67,7 @@ def _backend_for(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     accumulate: bool = False,
+    batch_invariant: bool = False,
 ) -> GemmBackend:
     problem = GemmProblem(
         a.data.shape[0],
@@ -66,6 +79,7 @@ def _backend_for(
         a.data.device,
         None if bias is None else bias.dtype,
         accumulate,
+        batch_invariant,
     )
     return choose_gemm(problem).backend
 
@@ -99,11 +113,16 @@ def flops(a: Quantized, b: Quantized) -> int:
 
 @op(decide=_decide_gemm, check=_check, flops=lambda a, b, *_: flops(a, b))
 def gemm(
-    a: Quantized, b: Quantized, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiply: ``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])``.
 
-    See :func:`blocktensor.ops.reference.gemm`.
+    See :func:`blocktensor.ops.reference.gemm`. If ``batch_invariant``, the bits of a row do not
+    depend on M.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.

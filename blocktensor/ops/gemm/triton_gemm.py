@@ -102,7 +102,13 @@ def _dense(x: Quantized) -> Quantized:
     return x._replace(data=in_vectors(x.data))
 
 
-def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def gemm(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`."""
     shape = a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)

@@ -48,7 +48,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{left.shape[1]} and {right.shape[0]} differ"
         )
     check_same_scaling(left.format, right.format)
-    return gemm(left.rowwise(), right.columnwise(), bias, a.dtype)
+    return gemm(left.rowwise(), right.columnwise(), bias, a.dtype, recipe.batch_invariant)
 
 
 def _refuse_untracked(func: Any, *operands: Tensor) -> None:

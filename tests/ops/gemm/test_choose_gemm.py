@@ -181,6 +181,18 @@ def test_where_cublas_is_faster_it_is_left_to_it(
     assert words(choose_gemm(PROBLEM)) == ("gluon", "forced by BLOCKTENSOR_GEMM")
 
 
+def test_rows_that_keep_their_bits_share_one_way_to_sum(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend((9, 0))
+    monkeypatch.setattr(choose_backend, "cublas_is_faster", lambda *_: True)
+    for m in (1, 64, 4096):
+        choice = choose_gemm(replace(PROBLEM, m=m, n=2048, k=7168, batch_invariant=True))
+        assert choice.name == "gluon"
+        assert "parts" not in choice.reason
+    assert "parts" in choose_gemm(replace(PROBLEM, m=65, n=2048, k=7168)).reason
+
+
 def test_an_empty_variable_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GEMM_VARIABLE, "")
     assert choose_gemm(replace(PROBLEM, device=CPU)).reason.startswith("runs on any device")

@@ -65,7 +65,7 @@ def test_a_backend_is_given_rows_as_it_reads_them(
     strided = torch.randn(2 * 129, generator=rng)[::2]
     for bias in (strided, strided.contiguous(), None):
         gemm(a, b, bias)
-        x, y, z, _ = watched.given.pop()
+        x, y, z, *_ = watched.given.pop()
         assert (is_in_vectors(x), is_in_vectors(y)) == (True, True)
         assert (x.data is a.data) == (aligned and k % 16 == 0)
         assert (x.scale is a.scale, y.scale is b.scale) == (True, True)
@@ -197,6 +197,18 @@ def test_a_bad_block_spoils_the_outputs_it_enters(
     spoiled = torch.zeros(300, 129, dtype=torch.bool)
     spoiled[140 if blocks[0] == 1 else slice(128, 256)] = True
     assert torch.equal(~out.isfinite(), spoiled)
+
+
+@pytest.mark.parametrize("b_rows", [1, 128])
+def test_no_bit_depends_on_an_order_or_on_other_rows(b_rows: int, rng: Generator) -> None:
+    a, b = operand(300, 256, 1, rng), operand(130, 256, b_rows, rng)
+    want = reference.gemm(a, b, None, torch.float32)
+    order = torch.cat([128 * i + torch.randperm(128, generator=rng) for i in range(2)])
+    shuffled = [x._replace(data=x.data.view(torch.uint8)[:, order].view(E4M3)) for x in (a, b)]
+    assert_same(reference.gemm(*shuffled, None, torch.float32), want)
+    for rows in (slice(0, 1), slice(7, 10), slice(100, 300)):
+        part = a._replace(data=a.data[rows], scale=a.scale[rows])
+        assert_same(reference.gemm(part, b, None, torch.float32), want[rows])
 
 
 @pytest.mark.parametrize("k", [1, 127, 129, 300, 4095])

@@ -174,13 +174,21 @@ def for_tma(x: Quantized) -> Quantized:
     return Quantized(in_vectors(x.data), tma_scale(x), x.format)
 
 
-def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
+def _run(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: bool,
+    splits_k: bool = True,
+) -> None:
     """Run ``out (+)= A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, splits, _ = choose_tile(
-        m, n, num_blocks(k), b.format.rows, card(out.device), plain, accumulate, turned=bias is None
-    )
+        m, n, num_blocks(k), b.format.rows, card(out.device), plain, accumulate,
+        turned=bias is None, splits_k=splits_k,
+    )  # fmt: skip
     a, b = for_tma(a), for_tma(b)
     if splits == 1:
         plan_gemm(a, b, bias, out, accumulate, tile)()
@@ -191,11 +199,17 @@ def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulat
     plan_sum(sums.view(splits, rows, n), bias, out, accumulate)()
 
 
-def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def gemm(
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.gemm`."""
     shape = a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    _run(a, b, bias, out, accumulate=False)
+    _run(a, b, bias, out, accumulate=False, splits_k=not batch_invariant)
     return out
 
 

@@ -138,11 +138,13 @@ def choose_tile(
     plain: bool = True,
     accumulate: bool = False,
     turned: bool = True,
+    splits_k: bool = True,
 ) -> tuple[Tile, int, float]:
     """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
     ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
     which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
+    Not ``splits_k``: the bits of a row may not depend on ``m``.
     """
     predicted = {}
     for tile in TILES.values():
@@ -151,7 +153,7 @@ def choose_tile(
         if tile.turned and not turned:
             continue
         speed = speed_of(tile, accumulate, card.name)
-        for splits in [1] if tile.turned else possible_splits(blocks):
+        for splits in possible_splits(blocks) if splits_k and not tile.turned else [1]:
             us = speed.microseconds(m, n, blocks, card.sms, splits)
             if splits > 1:
                 us = (us + SUM_US + splits * m * n / SUMMED_PER_US) / SPLITS_MARGIN
@@ -177,8 +179,10 @@ def programs_in_turn(items: int, at_once: int, us: float) -> int:
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
 
 
-def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, card: Card) -> bool:
+def cublas_is_faster(
+    m: int, n: int, blocks: int, b_block: int, card: Card, splits_k: bool = True
+) -> bool:
     """Return whether cuBLAS is predicted to be faster than the best tile."""
-    ours = choose_tile(m, n, blocks, b_block, card)[2]
+    ours = choose_tile(m, n, blocks, b_block, card, splits_k=splits_k)[2]
     theirs = speeds(card.name)[CUBLAS[b_block]].microseconds(m, n, blocks, card.sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)
