@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.formats import BlockFormat
 from ..recipe import Recipe
-from ..sharding.cuts import Region, frozen_parts, regions_of, scale_regions
+from ..sharding.cuts import Region, frozen_parts, held, scale_regions
 from ..sharding.dtensor import local_of, with_local
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.whole import format_of, fp8_of
@@ -53,15 +53,15 @@ def read_part(x: Any, source: Source, read: Read) -> tuple[Tensor, ...]:
     part = fp8_of(x)
     if not source.is_fp8:
         local = local_of(x)
-        held = part.master if isinstance(part, MasterBase) else local
-        assert held is not None
-        made = torch.empty_like(held, memory_format=torch.contiguous_format)
-        return (_fill(made, regions_of(x), source.weights, source.boxes(x.shape), read),)
+        rows = part.master if isinstance(part, MasterBase) else local
+        assert rows is not None
+        made = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        return (_fill(made, held(x).regions, source.weights, source.boxes(x.shape), read),)
     assert part is not None
     format = format_of(part)
     data, scale = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in frozen_parts(part))
     boxes = source.boxes(x.shape)
-    _fill(data.view(torch.uint8), regions_of(x), source.weights, boxes, _as_bytes(read))
+    _fill(data.view(torch.uint8), held(x).regions, source.weights, boxes, _as_bytes(read))
 
     def read_scales(entry: Entry) -> Tensor:
         return checked_scales(entry, read, format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -92,25 +93,20 @@ class Cut(NamedTuple):
             yield coordinate
 
 
-def regions_of(x: Any, uncut: int = 0) -> list[Region]:
-    """Cut the local part of a DTensor into regions; it has several if a rank gets parts of halves.
+class Held(NamedTuple):
+    """The part of a DTensor that a rank holds; it has several regions if it is parts of halves."""
+
+    shape: tuple[int, ...]
+    regions: list[Region]
+
+
+def held_by_ranks(x: Any, uncut: int = 0) -> list[Held]:
+    """Return what each rank of a DTensor's mesh holds, in the order of the mesh.
 
     The first ``uncut`` dimensions of the mesh are taken as if they did not cut the tensor.
     """
-    return regions(pieces_of(x, x.device_mesh.get_coordinate(), uncut))
-
-
-def regions(pieces: Sequence[Sequence[Piece]]) -> list[Region]:
-    """Combine the pieces along each dimension."""
-    return [Region(each) for each in itertools.product(*pieces)]
-
-
-def pieces_of(x: Any, coordinate: Sequence[int], uncut: int = 0) -> list[list[Piece]]:
-    """Return for each dimension of a DTensor what the rank at ``coordinate`` of the mesh holds."""
     mesh = x.device_mesh
-    sizes, rank = [mesh.size(i) for i in range(mesh.ndim)], 0
-    for size, at in zip(sizes, coordinate, strict=True):
-        rank = rank * size + at
+    sizes = [mesh.size(i) for i in range(mesh.ndim)]
 
     def parts(i: int, placement: Any, dim: int) -> int:
         if i < uncut or placement.is_replicate() or placement.dim % x.ndim != dim:
@@ -118,10 +114,30 @@ def pieces_of(x: Any, coordinate: Sequence[int], uncut: int = 0) -> list[list[Pi
         # how many parts there are of which each is cut between ranks
         return int(getattr(placement, "split_factor", 1))
 
-    return [
-        _pieces(size, tuple((sizes[i], parts(i, p, dim)) for i, p in enumerate(x.placements)))[rank]
+    along = [
+        _pieces(size, tuple((sizes[i], parts(i, p, dim)) for i, p in enumerate(x.placements)))
         for dim, size in enumerate(x.shape)
     ]
+    return [
+        Held(
+            tuple(sum(piece.size for piece in each[rank]) for each in along),
+            [Region(pieces) for pieces in itertools.product(*(each[rank] for each in along))],
+        )
+        for rank in range(math.prod(sizes))
+    ]
+
+
+def held(x: Any, uncut: int = 0) -> Held:
+    """Return :func:`held_by_ranks` of this rank."""
+    return held_by_ranks(x, uncut)[rank_at(x.device_mesh, x.device_mesh.get_coordinate())]
+
+
+def rank_at(mesh: Any, coordinate: Sequence[int]) -> int:
+    """Return the place of a coordinate in the order of the mesh."""
+    rank = 0
+    for i, at in enumerate(coordinate):
+        rank = rank * int(mesh.size(i)) + at
+    return rank
 
 
 @functools.cache
@@ -169,10 +185,10 @@ def frozen_parts(part: FP8Base) -> tuple[Tensor, Tensor]:
 def scale_regions(x: Any, part: FP8Base, format: BlockFormat) -> list[Region]:
     """Return where the scales that a rank holds of a frozen weight are among all scales."""
     if not isinstance(part, FrozenShard):
-        return [region.in_blocks(format) for region in regions_of(x)]
+        return [region.in_blocks(format) for region in held(x).regions]
     # It has the scales of all that its group of FSDP shards, whose placements come first.
     for count in range(len(x.placements) + 1):
-        regions = regions_of(x, uncut=count)
+        regions = held(x, uncut=count).regions
         blocks = regions[0].blocks(format) if len(regions) == 1 else ()
         if [each.stop - each.start for each in blocks] == list(part.scale.shape):
             return [Region(tuple(Piece(each.start, 0, each.stop - each.start) for each in blocks))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .cuts import Cut, Piece, Region, frozen_parts, pieces_of, regions, regions_of, scale_regions
+from .cuts import Cut, Region, frozen_parts, held_by_ranks, rank_at, scale_regions
 from .dtensor import local_of
+
+_TOGETHER = 2**20
+"""Bytes of tensors that are gathered together."""
 
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
@@ -59,30 +62,56 @@ def whole_tensors(
     next forward multiplies by.
 
     Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
-    and the scales on the CPU. Then tensors are gathered in batches of at most the size of the
-    largest FP8 weight, or of one tensor; one batch is on its way while another is in use.
+    and the scales on the CPU. Then tensors are gathered one by one, small ones together; the next
+    ones are on their way while some are in use.
     """
-    items = [*map(_item, tensors)]
+    layouts: dict[Any, _Layout] = {}
+    items = [None if local_of(x) is None else _item(x, layouts) for x in tensors]
     weights = {i: item for i, item in enumerate(items) if isinstance(item, _Weight)}
-    _make_tables([*weights.values()])
+    _make_scales([*weights.values()])
     for i, weight in weights.items():
-        check(i, weight.scales(weight.on_cpu), weight.format)
-    limit = max((weight.x.numel() for weight in weights.values()), default=0)
-    made = _gathered([item for item in items if item is not None], limit)
+        check(i, weight.scale_on_cpu, weight.format)
+    made = _gathered([item for item in items if item is not None])
     for item in items:
         yield None if item is None else next(made)
+
+
+class _Layout:
+    """How DTensors of one shape are shared between ranks.
+
+    Attributes:
+        cut: the dimensions of the mesh that cut them.
+        device: the one that sends.
+        mine: the part of this rank.
+        ranks: the parts of all ranks along these dimensions, in the order in which they arrive.
+        is_stacked: True if the parts, one after another, are the whole.
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.cut, mesh = Cut.of(x), x.device_mesh
+        self.device = self.cut.device
+        everybody = held_by_ranks(x)
+        self.mine = everybody[rank_at(mesh, mesh.get_coordinate())]
+        self.ranks = [everybody[rank_at(mesh, at)] for at in self.cut.coordinates()]
+        rows = self.mine.shape[0] if self.mine.shape else 0
+        self.is_stacked = len(self.cut.dims) <= 1 and all(
+            each.shape == self.mine.shape
+            and [r.slices for r in each.regions]
+            == [(slice(i * rows, (i + 1) * rows), *map(slice, [0] * (x.ndim - 1), x.shape[1:]))]
+            for i, each in enumerate(self.ranks)
+        )
 
 
 class _Item:
     """A DTensor to gather; ``dtype``: of what is sent."""
 
-    def __init__(self, x: Any) -> None:
-        self.x, self.cut = x, Cut.of(x)
+    def __init__(self, x: Any, layout: _Layout) -> None:
+        self.x, self.layout = x, layout
         self.dtype: torch.dtype = x.dtype
 
-    def write(self, part: Tensor) -> None:
-        """Write what this rank sends into ``part``, which has the shape of its local part."""
-        part.copy_(local_of(self.x).detach())  # type: ignore[union-attr]
+    def part(self) -> Tensor:
+        """Return what this rank sends, in the shape of its local part."""
+        return local_of(self.x).detach().to(self.layout.device)  # type: ignore[union-attr]
 
     def whole(self, values: Tensor) -> Quantized | Tensor:
         """Return what is yielded of it."""
@@ -93,82 +122,95 @@ class _Weight(_Item):
     """A sharded weight in FP8.
 
     Attributes:
-        part, format: its local part, and the format of that.
+        held, format: its local part, and the format of that.
         master: the local part in high precision; None if the weight is frozen.
-        table, on_cpu: one fp32 number for each block: its amax, or its scale if frozen.
+        amax: of each block; its scale if the weight is frozen.
+        scale, scale_on_cpu: of each block.
     """
 
-    table: Tensor
-    on_cpu: Tensor
+    amax: Tensor
+    scale: Tensor
+    scale_on_cpu: Tensor
 
-    def __init__(self, x: Any, part: FP8Base) -> None:
-        super().__init__(x)
-        self.part, self.format, self.dtype = part, format_of(part), torch.uint8
-        self.master = part.master.detach() if isinstance(part, MasterBase) else None
+    def __init__(self, x: Any, layout: _Layout, held: FP8Base) -> None:
+        super().__init__(x, layout)
+        self.held, self.format, self.dtype = held, format_of(held), torch.uint8
+        self.master = held.master.detach() if isinstance(held, MasterBase) else None
 
-    def fill(self, table: Tensor) -> None:
-        """Enter this rank's numbers into the table."""
-        self.table = table
+    def fill(self, amax: Tensor) -> None:
+        """Enter what this rank knows of ``amax``."""
+        self.amax = amax
         if self.master is None:
-            _, scale = frozen_parts(self.part)
-            for region in scale_regions(self.x, self.part, self.format):
-                table[region.slices] = region.of(scale).to(table.device)
+            _, scale = frozen_parts(self.held)
+            for region in scale_regions(self.x, self.held, self.format):
+                amax[region.slices] = region.of(scale).to(amax.device)
         for region, rows in self._regions():
-            blocks = table[region.blocks(self.format)]
-            amax = shard_amax(rows, self.format, *region.offsets(self.format))
-            blocks.copy_(torch.maximum(blocks, amax))
+            blocks = amax[region.blocks(self.format)]
+            found = shard_amax(rows, self.format, *region.offsets(self.format))
+            torch.maximum(blocks, found, out=blocks)
 
-    def write(self, part: Tensor) -> None:
+    def part(self) -> Tensor:
         if self.master is None:
-            part.copy_(frozen_parts(self.part)[0].view(torch.uint8))
-        for region, rows in self._regions():
-            amax, place = self.table[region.blocks(self.format)], region.offsets(self.format)
-            cast = quantize_shard(rows, amax, self.format, *place)
+            return frozen_parts(self.held)[0].to(self.layout.device).view(torch.uint8)
+        casts = [
+            (region, quantize_shard(rows, self.amax[region.blocks(self.format)], self.format, *at))
+            for region, rows in self._regions()
+            for at in [region.offsets(self.format)]
+        ]
+        if len(casts) == 1:
+            return casts[0][1].view(torch.uint8)
+        part = torch.empty(self.layout.mine.shape, dtype=torch.uint8, device=self.layout.device)
+        for region, cast in casts:
             region.of(part).copy_(cast.view(torch.uint8))
+        return part
 
     def whole(self, values: Tensor) -> Quantized:
-        return Quantized(values.view(self.format.dtype), self.scales(self.table), self.format)
-
-    def scales(self, table: Tensor) -> Tensor:
-        """Return the scales of the blocks in a table."""
-        return table if self.master is None else scale_from_amax(table, self.format)
+        return Quantized(values.view(self.format.dtype), self.scale, self.format)
 
     def _regions(self) -> Iterator[tuple[Region, Tensor]]:
         """Yield the regions of the master, each with its values."""
         if self.master is not None and self.master.numel():
-            master = self.master.to(self.cut.device)
-            for region in regions_of(self.x):
+            master = self.master.to(self.layout.device)
+            for region in self.layout.mine.regions:
                 yield region, region.of(master)
 
 
-def _item(x: Any) -> _Item | None:
+def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:
+    """Return the item of a DTensor; DTensors that are cut alike share a layout."""
+    key = id(x.device_mesh), x.placements, x.shape
+    if key not in layouts:
+        layouts[key] = _Layout(x)
     part = fp8_of(x)
-    if local_of(x) is None:
-        return None
-    return _Item(x) if part is None else _Weight(x, part)
+    return _Item(x, layouts[key]) if part is None else _Weight(x, layouts[key], part)
 
 
-def _make_tables(weights: Sequence[_Weight]) -> None:
-    """Make the tables of all blocks, by one reduction for all weights that are cut alike."""
-    for cut in dict.fromkeys(item.cut for item in weights):
-        alike = [item for item in weights if item.cut == cut]
-        shapes = [item.format.scale_shape(item.x.shape) for item in alike]
+def _make_scales(weights: Sequence[_Weight]) -> None:
+    """Make the scales of all whole blocks, by one reduction for all weights that are alike."""
+    alike: dict[Any, list[_Weight]] = {}
+    for weight in weights:
+        key = weight.layout.cut, weight.format, weight.master is None
+        alike.setdefault(key, []).append(weight)
+    for (cut, format, is_frozen), some in alike.items():
+        shapes = [format.scale_shape(weight.x.shape) for weight in some]
         sizes = [math.prod(shape) for shape in shapes]
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=cut.device)
-        for item, table, shape in zip(alike, flat.split(sizes), shapes, strict=True):
-            item.fill(table.view(shape))
+        amax = torch.zeros(sum(sizes), dtype=torch.float32, device=cut.device)
+        for weight, part, shape in zip(some, amax.split(sizes), shapes, strict=True):
+            weight.fill(part.view(shape))
         for dim in cut.dims:
             # as integers, magnitudes keep their order, with NaN above Inf
-            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, cut.mesh.get_group(dim))
-        for item, table in zip(alike, flat.cpu().split(sizes), strict=True):
-            item.on_cpu = table.view(item.table.shape)
+            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, cut.mesh.get_group(dim))
+        scale = amax if is_frozen else scale_from_amax(amax, format)
+        parts = zip(some, shapes, scale.split(sizes), scale.cpu().split(sizes), strict=True)
+        for weight, shape, part, on_cpu in parts:
+            weight.scale, weight.scale_on_cpu = part.view(shape), on_cpu.view(shape)
 
 
-def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
-    """Yield all items whole, in batches of at most ``limit`` bytes, or of one item."""
+def _gathered(items: Sequence[_Item]) -> Iterator[Quantized | Tensor]:
+    """Yield all items whole."""
     ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
-    for batch in _batches(items, limit):
-        receive = _send(batch)
+    for batch in _batches(items):
+        is_alone = len(batch) == 1 and batch[0].layout.is_stacked
+        receive = _send_stacked(batch[0]) if is_alone else _send(batch)
         if ahead is not None:
             yield from ahead()
         ahead = receive
@@ -176,13 +218,13 @@ def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor
         yield from ahead()
 
 
-def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
-    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
+def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    """Divide items into runs that are cut alike and are small together, or one item."""
     batch: list[_Item] = []
     size = 0
     for item in items:
         more = item.x.numel() * item.dtype.itemsize
-        if batch and (item.cut != batch[0].cut or size + more > limit):
+        if batch and (item.layout.cut != batch[0].layout.cut or size + more > _TOGETHER):
             yield batch
             batch, size = [], 0
         batch.append(item)
@@ -191,61 +233,65 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
         yield batch
 
 
-class _Slot(NamedTuple):
-    """Where a rank's part of a tensor is: among the bytes that it sends, and in the whole."""
+def _send_stacked(item: _Item) -> Callable[[], Iterator[Quantized | Tensor]]:
+    """Begin to gather parts which, one after another, are the whole."""
+    mesh, dims = item.layout.cut
+    part = item.part().contiguous()
+    sent = _gather(part, mesh.get_group(dims[0])) if dims else part
 
-    start: int
-    dtype: torch.dtype
-    pieces: list[list[Piece]]
+    def receive() -> Iterator[Quantized | Tensor]:
+        yield item.whole(_wait(sent).view(item.dtype).view(item.x.shape))
 
-    @property
-    def shape(self) -> list[int]:
-        return [sum(piece.size for piece in along) for along in self.pieces]
-
-    @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, sent: Tensor) -> Tensor:
-        """Return the view of the part in what a rank sends."""
-        return sent[self.start : self.end].view(self.dtype).view(self.shape)
-
-
-def _slots(batch: Sequence[_Item], coordinate: Sequence[int]) -> list[_Slot]:
-    """Return where all parts are of the rank at ``coordinate``."""
-    slots: list[_Slot] = []
-    for item in batch:
-        start = ceil_div(slots[-1].end, _ALIGNMENT) * _ALIGNMENT if slots else 0
-        slots.append(_Slot(start, item.dtype, pieces_of(item.x, coordinate)))
-    return slots
+    return receive
 
 
 def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
-    """Cast this rank's parts and begin to gather; return what waits, and yields the whole items."""
-    cut = batch[0].cut
-    ranks = [_slots(batch, coordinate) for coordinate in cut.coordinates()]
-    size = ceil_div(max(slots[-1].end for slots in ranks), _ALIGNMENT) * _ALIGNMENT
-    sent = torch.empty(size, dtype=torch.uint8, device=cut.device)
-    for item, slot in zip(batch, _slots(batch, cut.mesh.get_coordinate()), strict=True):
-        item.write(slot.of(sent))
-    work: Any = None
-    for dim in reversed(cut.dims):
-        if work is not None:
-            work.wait()
-        whole = sent.new_empty(cut.mesh.size(dim) * sent.numel())
-        work = dist.all_gather_into_tensor(whole, sent, cut.mesh.get_group(dim), async_op=True)
-        sent = whole
+    """Begin to gather parts of any shapes; a rank sends those of all items, one after another."""
+    mesh, dims = batch[0].layout.cut
+    ranks = range(len(batch[0].layout.ranks))
+    sizes = [[_padded_bytes(item, rank) for item in batch] for rank in ranks]
+    size = max(map(sum, sizes))
+    sent = torch.empty(size, dtype=torch.uint8, device=batch[0].layout.device)
+    at = 0
+    for item in batch:
+        part = item.part()
+        sent[at : at + part.nbytes].view(item.dtype).view(part.shape).copy_(part)
+        at += ceil_div(part.nbytes, _ALIGNMENT) * _ALIGNMENT
+    for dim in reversed(dims):
+        sent = _gather(_wait(sent), mesh.get_group(dim))
 
     def receive() -> Iterator[Quantized | Tensor]:
-        if work is not None:
-            work.wait()
-        received = sent.view(len(ranks), size)
+        _wait(sent)
+        begins = [rank * size for rank in ranks]
         for i, item in enumerate(batch):
-            values = torch.empty(item.x.shape, dtype=item.dtype, device=cut.device)
-            for slots, bytes in zip(ranks, received, strict=True):
-                part = slots[i].of(bytes)
-                for region in regions(slots[i].pieces):
-                    values[region.slices].copy_(region.of(part))
-            yield item.whole(values)
+            whole = torch.empty(item.x.shape, dtype=item.dtype, device=sent.device)
+            for rank, held in enumerate(item.layout.ranks):
+                begin = begins[rank]
+                count = math.prod(held.shape) * item.dtype.itemsize
+                part = sent[begin : begin + count].view(item.dtype).view(held.shape)
+                for region in held.regions:
+                    whole[region.slices].copy_(region.of(part))
+                begins[rank] += sizes[rank][i]
+            yield item.whole(whole)
 
     return receive
+
+
+def _padded_bytes(item: _Item, rank: int) -> int:
+    """Return how many bytes a rank sends of an item, so that the next one can be viewed."""
+    size = math.prod(item.layout.ranks[rank].shape) * item.dtype.itemsize
+    return ceil_div(size, _ALIGNMENT) * _ALIGNMENT
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Begin to gather the bytes of contiguous tensors."""
+    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(
+        part.view(-1).view(torch.uint8), group.size(), group.group_name
+    )
+    return gathered
+
+
+def _wait(sent: Tensor) -> Tensor:
+    """Wait for a tensor that is gathered; the host does not."""
+    made: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return made

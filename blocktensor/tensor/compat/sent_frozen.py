@@ -106,10 +106,15 @@ def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
     plain = [_plain_parts(func, x) if isinstance(x, FP8Base) else [x] for x in held]
     for part in itertools.chain(*plain):
         sent = part.contiguous()
-        _, result = func([sent], *args)
+        _, result = func([sent], *_begun(args))
         result.wait()
         part.copy_(sent)
     return tensors, result
+
+
+def _begun(args: Sequence[Any]) -> list[Any]:
+    """Ask a collective for work to wait for: of one that is not asynchronous, NCCL returns null."""
+    return [True if isinstance(x, bool) else x for x in args]
 
 
 def _scatter(
@@ -121,7 +126,7 @@ def _scatter(
     for index, target in enumerate(_plain_parts(func, output)):
         received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         parts = [[x[index].contiguous() for x in each] for each in sent]
-        _, result = func([received], parts, *args)
+        _, result = func([received], parts, *_begun(args))
         result.wait()
         target.copy_(received)
     return outputs, result
