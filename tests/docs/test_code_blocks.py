@@ -17,7 +17,11 @@ from tests.docs.setups import SETUPS, common
 PAGES = pages()
 WITH_CODE = [name for name, blocks in PAGES.items() if any(b.language == "python" for b in blocks)]
 
-NOT_RUN: dict[str, int] = {"docs/guides/expert_parallel.md": 2, "docs/guides/torchtitan.md": 1}
+NOT_RUN: dict[str, int] = {
+    "docs/guides/expert_parallel.md": 2,
+    "docs/guides/rl.md": 1,
+    "docs/guides/torchtitan.md": 1,
+}
 """How many blocks of each page do not run."""
 
 LANGUAGES = {"", "console", "python"}

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+import blocktensor
 from blocktensor import BlockwiseFP8Weight
 from tests.support.pretrained import VOCABULARY, choices, llama, loaded, quiet, saved
 
@@ -64,7 +65,21 @@ def policy(folder: Path) -> Any:
 
 KWARGS = {"model_init_kwargs": {"quantization_config": choices()}}
 
+
+def frozen(model: Any) -> Any:
+    """A copy of 1 byte a weight."""
+    made = copy.deepcopy(model)
+    assert blocktensor.freeze(made)
+    return made.requires_grad_(False)
+
+
+def beside_frozen(folder: Path) -> float:
+    model = policy(folder)
+    return dpo(folder, model, ref_model=frozen(model))
+
+
 WAYS: dict[str, Callable[[Path], float]] = {
+    "a frozen copy": beside_frozen,
     "precomputed": lambda x: dpo(x, policy(x), {"precompute_ref_log_probs": True}),
     "arguments": lambda x: dpo(x, policy(x), KWARGS),
     "a path": lambda x: dpo(x, str(x), quantization_config=choices()),
@@ -88,8 +103,12 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
 GROUPS = {**COMMON, "num_generations": 4, "max_completion_length": 4}
 
 
-def test_the_first_divergence_of_grpo(folder: Path) -> None:
-    arguments = GRPOConfig(str(folder / "out"), **GROUPS, **KWARGS, beta=0.1, learning_rate=0.0)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_first_divergence_of_grpo(frozen: bool, folder: Path) -> None:
+    """Of a reference model that could be trained, or has 1 byte a weight."""
+    kwargs = {"quantization_config": choices(frozen=frozen)}
+    options: Any = {**GROUPS, "model_init_kwargs": kwargs, "beta": 0.1, "learning_rate": 0.0}
+    arguments = GRPOConfig(str(folder / "out"), **options)
     assert logged(GRPOTrainer, arguments, "kl", policy(folder), reward_funcs=lengths) == [0]
 
 

@@ -55,9 +55,11 @@ FLAGS: dict[str, list[tuple[list[str], str]]] = {
         (["--steps", "0"], "--steps must be at least 1"),
         (["--model", "nowhere"], "no config.json there"),
     ],
+    "grpo_fp8": [(["--steps", "0"], "--steps must be at least 1, got 0")],
 }
 NEEDED = {"train_lm": ["matplotlib"], "lora_fp8": ["safetensors"]}
 NEEDED["finetune_hf"] = ["peft", "accelerate", "transformers"]
+NEEDED["grpo_fp8"] = ["trl", "datasets"]
 
 
 @pytest.mark.parametrize(
