@@ -101,19 +101,15 @@ def dequantize(x: Quantized) -> Tensor:
 
 def gemm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``out[M, N] = A[M, K] B[N, K]^T (+ bias[N])``, rounded once, at the end."""
-    (m, k), n = a.data.shape, len(b.data)
-    # Kernels read rows in 16-byte vectors, so they fill K up with zeros; the same shapes here give
-    # the same order of sums.
-    a_data, b_data = (F.pad(x.data.float(), (0, -k % 16)) for x in (a, b))
+    m, n = len(a.data), len(b.data)
+    a_data, b_data = a.data.double(), b.data.double()  # fp64 holds the sum of a block exactly
     a_scale = a.scale.repeat_interleave(a.block_rows, 0)[:m]  # [M, blocks of K]
     b_scale = b.scale.repeat_interleave(b.block_rows, 0)[:n]  # [N, blocks of K]
     out = torch.zeros(m, n, device=a.data.device)
     for block in range(a_scale.shape[1]):
         inside = slice(block * BLOCK, (block + 1) * BLOCK)
-        with torch.autocast(out.device.type, enabled=False):  # it would round the sum to bf16
-            partial = a_data[:, inside] @ b_data[:, inside].t()
-        partial *= a_scale[:, block, None]
-        out.addcmul_(partial, b_scale[:, block])
+        partial = (a_data[:, inside] @ b_data[:, inside].t()).float()
+        out += partial * a_scale[:, block, None] * b_scale[:, block]
     if bias is not None:
         out += bias.float()
     return out.to(out_dtype)

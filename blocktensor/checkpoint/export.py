@@ -83,13 +83,13 @@ def iter_fp8(
 
     Names, dtypes and bytes are those of :func:`save_fp8`: e4m3 weights beside their fp32 scales
     (``weight_scale_inv``), which the next forward would multiply by, and the other tensors in their
-    dtypes. One weight, or stack of experts, is whole at a time, on the device of the model::
+    dtypes, on the device of the model::
 
-        engine_model.load_weights(blocktensor.iter_fp8(model))  # vLLM
         state = dict(blocktensor.iter_fp8(model))
 
     The model may be sharded, by ``fully_shard``, tensor parallel, expert parallel (as DTensors) or
-    several of them. What travels between ranks is FP8. All ranks of the model's meshes must then
+    several of them. What travels between ranks is FP8, in batches of at most twice the largest
+    weight, of which two are in memory at a time. All ranks of the model's meshes must then
     exhaust the iterator, with the same arguments; the tensors are the same on all.
 
     Args:
@@ -104,7 +104,7 @@ def iter_fp8(
 
     Raises:
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
-            holds NaN or Inf, when its turn comes, on all ranks.
+            holds NaN or Inf, before the first tensor if it is sharded, or when its turn comes.
     """
     units = exported(model, "iter_fp8", format, expert_names).units
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)

@@ -68,8 +68,8 @@ def save_fp8(
     other file in the folder stays. A link to a folder is followed.
 
     All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
-    share of the weights, which are gathered in FP8, one at a time: a rank holds one whole weight
-    beyond its shards. The folder is that of one process, byte for byte.
+    share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder is that of
+    one process, byte for byte.
 
     Args:
         model: any module, converted; sharded by ``fully_shard``, tensor parallel, expert parallel

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns
-from .scale_layouts import columnwise_width, empty_quantized, padded_to_vectors
+from .scale_layouts import columnwise_width, empty_quantized
 
 
 def largest(format: BlockFormat) -> float:
@@ -163,11 +163,8 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
     m, n, k = len(a.data), len(b.data), min(a.data.shape[1], b.data.shape[1])
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
     col_scale = b.scale.repeat_interleave(b.format.rows, 0)[:n]  # [N, K/cols]
-    # either may be filled up with zeros, which change no bit of the sums
     # fp64 holds sums of 128 products of e4m3 numbers exactly: multiples of 2^-18 below 2^25
-    a_wide, b_wide = (
-        F.pad(x.double(), (0, padded_to_vectors(x.shape[1]) - x.shape[1])) for x in (a.data, b.data)
-    )
+    a_wide, b_wide = a.data[:, :k].double(), b.data[:, :k].double()  # one may end with zeros
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
     step = math.gcd(a.format.cols, b.format.cols)  # one scale of either side
     for first in range(0, k, step):

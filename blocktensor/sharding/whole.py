@@ -23,9 +23,6 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .cuts import Cut, Region, frozen_parts, held_by_ranks, rank_at, scale_regions
 from .dtensor import local_of
 
-_TOGETHER = 2**20
-"""Bytes of tensors that are gathered together."""
-
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
 
@@ -62,8 +59,8 @@ def whole_tensors(
     next forward multiplies by.
 
     Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
-    and the scales on the CPU. Then tensors are gathered one by one, small ones together; the next
-    ones are on their way while some are in use.
+    and the scales on the CPU. Then tensors are gathered in batches of at most twice the bytes of
+    the largest weight, or of one tensor; a batch is on its way while the one before is in use.
     """
     layouts: dict[Any, _Layout] = {}
     items = [None if local_of(x) is None else _item(x, layouts) for x in tensors]
@@ -71,7 +68,8 @@ def whole_tensors(
     _make_scales([*weights.values()])
     for i, weight in weights.items():
         check(i, weight.scale_on_cpu, weight.format)
-    made = _gathered([item for item in items if item is not None])
+    limit = 2 * max((weight.x.numel() for weight in weights.values()), default=0)
+    made = _gathered([item for item in items if item is not None], limit)
     for item in items:
         yield None if item is None else next(made)
 
@@ -82,6 +80,7 @@ class _Layout:
     Attributes:
         cut: the dimensions of the mesh that cut them.
         device: the one that sends.
+        groups: of ranks, along each of these dimensions.
         mine: the part of this rank.
         ranks: the parts of all ranks along these dimensions, in the order in which they arrive.
         is_stacked: True if the parts, one after another, are the whole.
@@ -90,6 +89,7 @@ class _Layout:
     def __init__(self, x: Any) -> None:
         self.cut, mesh = Cut.of(x), x.device_mesh
         self.device = self.cut.device
+        self.groups = [mesh.get_group(dim) for dim in self.cut.dims]
         everybody = held_by_ranks(x)
         self.mine = everybody[rank_at(mesh, mesh.get_coordinate())]
         self.ranks = [everybody[rank_at(mesh, at)] for at in self.cut.coordinates()]
@@ -196,21 +196,20 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
         amax = torch.zeros(sum(sizes), dtype=torch.float32, device=cut.device)
         for weight, part, shape in zip(some, amax.split(sizes), shapes, strict=True):
             weight.fill(part.view(shape))
-        for dim in cut.dims:
+        for group in some[0].layout.groups:
             # as integers, magnitudes keep their order, with NaN above Inf
-            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, cut.mesh.get_group(dim))
+            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group)
         scale = amax if is_frozen else scale_from_amax(amax, format)
         parts = zip(some, shapes, scale.split(sizes), scale.cpu().split(sizes), strict=True)
         for weight, shape, part, on_cpu in parts:
             weight.scale, weight.scale_on_cpu = part.view(shape), on_cpu.view(shape)
 
 
-def _gathered(items: Sequence[_Item]) -> Iterator[Quantized | Tensor]:
+def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
     """Yield all items whole."""
     ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
-    for batch in _batches(items):
-        is_alone = len(batch) == 1 and batch[0].layout.is_stacked
-        receive = _send_stacked(batch[0]) if is_alone else _send(batch)
+    for batch in _batches(items, limit):
+        receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
         if ahead is not None:
             yield from ahead()
         ahead = receive
@@ -218,13 +217,14 @@ def _gathered(items: Sequence[_Item]) -> Iterator[Quantized | Tensor]:
         yield from ahead()
 
 
-def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Divide items into runs that are cut alike and are small together, or one item."""
+def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
+    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
     batch: list[_Item] = []
     size = 0
     for item in items:
         more = item.x.numel() * item.dtype.itemsize
-        if batch and (item.layout.cut != batch[0].layout.cut or size + more > _TOGETHER):
+        kinds = {(x.layout.cut, x.layout.is_stacked) for x in (item, *batch[:1])}
+        if batch and (len(kinds) > 1 or size + more > limit):
             yield batch
             batch, size = [], 0
         batch.append(item)
@@ -233,32 +233,33 @@ def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _send_stacked(item: _Item) -> Callable[[], Iterator[Quantized | Tensor]]:
-    """Begin to gather parts which, one after another, are the whole."""
-    mesh, dims = item.layout.cut
-    part = item.part().contiguous()
-    sent = _gather(part, mesh.get_group(dims[0])) if dims else part
+def _send_stacked(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
+    """Begin to gather parts which, one after another, are the whole: no bytes are copied."""
+    parts = [item.part().contiguous() for item in batch]
+    for group in batch[0].layout.groups:  # at most one
+        parts = _gather(parts, group)
 
     def receive() -> Iterator[Quantized | Tensor]:
-        yield item.whole(_wait(sent).view(item.dtype).view(item.x.shape))
+        for item, part in zip(batch, parts, strict=True):
+            yield item.whole(_wait(part).view(item.dtype).view(item.x.shape))
 
     return receive
 
 
 def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
     """Begin to gather parts of any shapes; a rank sends those of all items, one after another."""
-    mesh, dims = batch[0].layout.cut
-    ranks = range(len(batch[0].layout.ranks))
+    layout = batch[0].layout
+    ranks = range(len(layout.ranks))
     sizes = [[_padded_bytes(item, rank) for item in batch] for rank in ranks]
     size = max(map(sum, sizes))
-    sent = torch.empty(size, dtype=torch.uint8, device=batch[0].layout.device)
+    sent = torch.empty(size, dtype=torch.uint8, device=layout.device)
     at = 0
     for item in batch:
         part = item.part()
         sent[at : at + part.nbytes].view(item.dtype).view(part.shape).copy_(part)
         at += ceil_div(part.nbytes, _ALIGNMENT) * _ALIGNMENT
-    for dim in reversed(dims):
-        sent = _gather(_wait(sent), mesh.get_group(dim))
+    for group in reversed(layout.groups):
+        (sent,) = _gather([_wait(sent)], group)
 
     def receive() -> Iterator[Quantized | Tensor]:
         _wait(sent)
@@ -283,10 +284,10 @@ def _padded_bytes(item: _Item, rank: int) -> int:
     return ceil_div(size, _ALIGNMENT) * _ALIGNMENT
 
 
-def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin to gather the bytes of contiguous tensors."""
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(
-        part.view(-1).view(torch.uint8), group.size(), group.group_name
+def _gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Begin to gather the bytes of contiguous tensors, in one collective."""
+    gathered: list[Tensor] = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
+        [part.view(-1).view(torch.uint8) for part in parts], group.size(), group.group_name
     )
     return gathered
 
