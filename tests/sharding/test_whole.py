@@ -16,6 +16,7 @@ from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import Quantized
+from blocktensor.sharding import whole as whole_module
 from blocktensor.sharding.whole import form_of, whole_tensors
 from tests.support.models import randn
 from tests.support.numeric import assert_same
@@ -91,6 +92,30 @@ def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
             assert_form(got, want)
         else:
             assert (got is None) if want is None else torch.equal(got, want)
+
+
+@on_ranks(2)
+def test_few_weights_are_gathered_before_they_are_used(
+    world: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches, each of at most twice the bytes of a weight."""
+    on_their_way: list[int] = []
+    gather = whole_module._gather
+
+    def watched(parts: Any, group: Any) -> Any:
+        on_their_way.extend([len(parts)] * len(parts))
+        return gather(parts, group)
+
+    monkeypatch.setattr(whole_module, "_gather", watched)
+    mesh = shared_mesh(device, world, names=("all",))
+    weights = [
+        distribute_tensor(randn(256, 128, device=device), mesh, [Shard(0)]) for _ in range(9)
+    ]
+    for weight in weights:
+        weight._local_tensor = BlockwiseFP8Weight(weight.to_local())
+    for used, _ in enumerate(whole_tensors(weights, lambda *_: None)):
+        assert len(on_their_way) <= min(9, 2 * (used // 2) + 4)
+    assert on_their_way == [2] * 8 + [1]
 
 
 @on_ranks(2)
