@@ -241,9 +241,9 @@ if dist.is_available():
 
     @on_ranks(2, gpus=())
     def test_sharded_and_wrapped_models(world: int, device: str) -> None:
-        for reshard in (True, False):
+        for reshard, by_layer in ((True, True), (False, True), (False, False)):
             model = build()
-            shard(model, mesh_of(world, device), reshard_after_forward=reshard)
+            shard(model, mesh_of(world, device), by_layer, reshard_after_forward=reshard)
             model(batch(0, device))
             text = refused(model, NotImplementedError)
             if reshard:

@@ -55,8 +55,8 @@ class Traced(MLP):
         y: Tensor = self.down_proj(self.method(self.alone(x)))
         if self.is_on:
             y = -y
-        factors = self.of_instance, self.of_class, self.of_tuple[0], self.config.scale, FACTOR
-        for factor in factors:
+        factors = self.of_instance, self.of_class, self.of_tuple[0], self.config.scale
+        for factor in (x * FACTOR for x in factors):  # code inside of code
             y = y * factor if factor != 1 else y
         return y
 

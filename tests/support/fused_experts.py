@@ -60,7 +60,7 @@ class Ends(Sizes):
     """Is given the ends of the groups."""
 
     def offs(self, groups: Tensor) -> Tensor:
-        return groups
+        return groups.int()
 
 
 def converted(model: nn.Module, recipe: Recipe | None = None) -> Any:

@@ -27,7 +27,7 @@ X = randn(5, K)
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": lambda w: w.bfloat16(),
     "to": lambda w: w.to(torch.bfloat16),
-    "to device and dtype": lambda w: w.to(w.device, torch.bfloat16),
+    "to device and dtype": lambda w: w.to(w.device, torch.bfloat16, non_blocking=True),
     "type_as": lambda w: w.type_as(X),
     "before a transpose": lambda w: w.bfloat16().transpose(-2, -1).mT,
     "after a transpose": lambda w: w.transpose(-2, -1).bfloat16().mT,

@@ -32,7 +32,7 @@ from tests.support.parallel_linears import (
     summed_dbias,
     wgrad_of_part,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.wire import Wire
 
 K = 256
@@ -121,6 +121,13 @@ def test_bits_are_those_of_partial_sums(mesh: DeviceMesh, cut: str, style: str) 
     for (index, tokens), sequence in itertools.product(enumerate(TOKENS), (False, True)):
         dtype, bias = DTYPES[index // 2], bool(index % 2) == sequence
         assert_alike(*computed(mesh, style, cut, tokens, dtype, bias, sequence))
+
+
+@both_styles
+@on_ranks(4, gpus=())
+def test_ranks_of_a_mesh_of_two_dimensions(style: str) -> None:
+    mesh = shared_mesh("cpu", 2, 2, names=("data", "tensor"))["tensor"]
+    assert_alike(*computed(mesh, style, "192 a rank", "off the grid"))
 
 
 @both_styles
@@ -272,6 +279,14 @@ def test_sums_of_data_gradients_travel_in_the_dtype_asked_for(mesh: DeviceMesh) 
     with Wire() as wire:
         module(input_of(mesh)).sum().backward()
     assert [x.dtype for x in wire.scattered] == [torch.float32]
+
+
+@on_ranks(2, gpus=())
+def test_autocast(mesh: DeviceMesh) -> None:
+    module, x = parallel(siblings(mesh), mesh), drawn((2, 128, K), torch.float32, 1)
+    with torch.autocast("cpu", BF16):
+        y = module(x)
+    assert_same(y, module(x.to(BF16)))
 
 
 @on_ranks(2)

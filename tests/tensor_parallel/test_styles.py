@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +170,8 @@ def test_frozen_weights(mesh: DeviceMesh, device: str) -> None:
     want = single(x)
     colwise = parallelize_module(copy.deepcopy(single), mesh, ColwiseParallel())
     assert_same(colwise(x), my_part(mesh, want, -1))
+    uneven = distribute_tensor(x[:127], mesh, [Shard(0)])
+    assert_same(colwise(uneven), my_part(mesh, single(x[:127]), -1))
     rowwise = parallelize_module(single, mesh, RowwiseParallel(in_rank_order=True))
     assert relative_error(rowwise(my_part(mesh, x, -1)), want) < 4e-3
     assert not any(p.requires_grad for m in (colwise, rowwise) for p in m.parameters())

@@ -52,7 +52,7 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "last rows": lambda x: x[256:],
     "middle rows": lambda x: x[128:256],
     "from the end": lambda x: x[-44:],
-    "no rows": lambda x: x[128:128],
+    "no rows": lambda x: x[256:128],
     "first columns": lambda x: x[:, :256],
     "last columns": lambda x: x[:, 128:],
     "rows and columns": lambda x: x[128:, :128],
