@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import nn
 
 import blocktensor as bt
 
-from .llama import BATCH, LAYERS, TIME, Shape, compared, inputs, stack
+from . import peers
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, modes_of, stack
+from .timing import Call, by_mode, peaks_by_mode
+from .turns import measured_in_turns
 
 QUICK: dict[str, Any] = {"layers": 1, "rounds": 3}
 """The arguments of a smoke run."""
@@ -31,11 +34,17 @@ VARIANTS = (
 )
 
 
-def variant(name: str, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` as the variant has it."""
-    made = copy.deepcopy(model)
+def facts() -> dict[str, Any]:
+    """Return which peers are absent."""
+    return {"absent": peers.without_torchao()}
+
+
+def variant(name: str, made: nn.Module) -> nn.Module:
+    """Make ``made`` what the variant is."""
     if name == "bf16":
         return made
+    if name in peers.TORCHAO_TRAINS:
+        return peers.torchao_training(name, made)
     chosen: tuple[bt.recipe.WgradInput, ...] = "128x128", "high_precision"
     policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
     recipe = bt.Recipe(
@@ -50,12 +59,17 @@ def variant(name: str, model: nn.Module) -> nn.Module:
     return made
 
 
-def measure(layers: int = LAYERS, rounds: int = 12) -> Iterator[dict[str, Any]]:
-    """One row a variant: milliseconds eager and compiled, and the speed-ups over bf16."""
+def calls(name: str, layers: int) -> dict[str, Call]:
+    """Return the steps of a variant, eager and compiled."""
     torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 2 * len(VARIANTS)  # all compile the same code
-    base = stack(Shape(), layers, "cuda")
-    x, grad = inputs()
-    models = {name: variant(name, base) for name in VARIANTS}
-    for row in compared(models, x, grad, rounds, fullgraph=True):
-        yield {**row, "layers": layers, "tokens": BATCH * TIME}
+    model = variant(name, stack(Shape(), layers, "cuda"))
+    return modes_of(name, model, *inputs(), fullgraph=name not in peers.TORCHAO_TRAINS)
+
+
+def measure(layers: int = LAYERS, rounds: int = 12) -> Iterator[dict[str, Any]]:
+    """One row a variant: milliseconds eager and compiled, speed-ups over bf16, and peaks."""
+    names = [*VARIANTS, *(() if peers.without_torchao() else peers.TORCHAO_TRAINS)]
+    ms, peaks = measured_in_turns(names, functools.partial(calls, layers=layers), rounds)
+    for name in names:
+        row = {"variant": name, **by_mode(ms, name), **peaks_by_mode(peaks, name)}
+        yield row | {"layers": layers, "tokens": BATCH * TIME}

@@ -13,8 +13,10 @@ import torch
 
 import blocktensor as bt
 
+from . import peers
 from .memory import peak
-from .timing import MODES, Call, by_mode, round_robin
+from .timing import Call, by_mode, peaks_by_mode, round_robin
+from .turns import measured_in_turns
 
 VARIANTS = (
     "bf16",
@@ -25,6 +27,9 @@ VARIANTS = (
     "fp8, fused, 128x128",
     "fp8, fused, 128x128, head too",
 )
+
+_AT_ONCE = 4
+"""Variants beside bf16 that fit into 80 GB, with the states of their optimizers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ QUICK: dict[str, Any] = {"shape": Shape(layers=1, batch=1), "rounds": 2}
 
 def facts() -> dict[str, Any]:
     """Return the reason why nothing was measured, if there is one."""
-    return {"absent": absent()}
+    return {"absent": absent() or peers.without_torchao()}
 
 
 def absent() -> dict[str, str]:
@@ -88,7 +93,6 @@ def times_and_peaks(
     make: Callable[[str], Any],
     tokens: torch.Tensor,
     rounds: int,
-    modes: Sequence[str] = MODES[:1],
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Train every variant; return milliseconds a step and peak bytes of each model alone.
 
@@ -101,12 +105,9 @@ def times_and_peaks(
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = make(name)
-        optimizer = adamw(model)
-        for mode in modes:
-            run = torch.compile(model) if mode == "compiled" else model
-            key = f"{name}/{mode}"
-            steps[key] = step(run, optimizer, tokens)
-            peaks[key] = peak(steps[key]) - before
+        key = f"{name}/eager"
+        steps[key] = step(model, adamw(model), tokens)
+        peaks[key] = peak(steps[key]) - before
     return round_robin({key: [call] for key, call in steps.items()}, rounds, 30.0), peaks
 
 
@@ -126,7 +127,9 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     options: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
     config = transformers.LlamaConfig(**sizes, **options)
     model = in_bf16(transformers.LlamaForCausalLM, config, device)
-    if name != "bf16":
+    if name in peers.TORCHAO_TRAINS:
+        model = peers.torchao_training(name, model)
+    elif name != "bf16":
         recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
         bt.convert(model, recipe, convert_head="head" in name)
     if "fused" in name:
@@ -134,19 +137,24 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     return model
 
 
+def calls(name: str, shape: Shape) -> dict[str, Call]:
+    """Return the steps of a variant, eager and compiled."""
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.time), device="cuda")
+    model = make_model(name, shape)
+    optimizer = adamw(model)
+    runs = {"eager": model, "compiled": torch.compile(model)}
+    return {mode: step(run, optimizer, tokens) for mode, run in runs.items()}
+
+
 def measure(shape: Shape | None = None, rounds: int = 10) -> Iterator[dict[str, Any]]:
     """One row a variant: milliseconds a step, eager and compiled, and the peak of each alone."""
     if absent():
         return
     made = shape or Shape()
-    tokens = torch.randint(made.vocab, (made.batch, made.time), device="cuda")
-    make = functools.partial(make_model, shape=made)
-    ms, peaks = times_and_peaks(VARIANTS, make, tokens, rounds, MODES)
-    for name in VARIANTS:
-        row = {"variant": name, "layers": made.layers, "tokens": tokens.numel()}
-        row |= by_mode(ms, name)
-        for mode in MODES:
-            of_mode = peaks[f"{name}/{mode}"]
-            row[f"{mode}_peak_mib"] = round(of_mode / 2**20, 1)
-            row[f"{mode}_peak_of_bf16"] = round(of_mode / peaks[f"bf16/{mode}"], 3)
-        yield row
+    names = [*VARIANTS, *(() if peers.without_torchao() else peers.TORCHAO_TRAINS)]
+    for first in range(1, len(names), _AT_ONCE):
+        some = ["bf16", *names[first : first + _AT_ONCE]]
+        ms, peaks = measured_in_turns(some, functools.partial(calls, shape=made), rounds)
+        for name in some[first > 1 :]:
+            row = {"variant": name, "layers": made.layers, "tokens": made.batch * made.time}
+            yield row | by_mode(ms, name) | peaks_by_mode(peaks, name)

@@ -7,6 +7,7 @@ The step is timed without a profiler too. Limits: dense peaks of the tensor core
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ def measure(shape: Shape | None = None, rounds: int = 20) -> Iterator[dict[str, 
     grad = torch.randn_like(x)
     calls: dict[tuple[str, str], Call] = {}
     for name in VARIANTS:
-        model = variant(name, base)
+        model = variant(name, copy.deepcopy(base))
         runs: dict[str, nn.Module] = {
             "eager": model,
             "compiled": torch.compile(model, fullgraph=True),  # type: ignore[dict-item]

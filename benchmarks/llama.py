@@ -110,16 +110,25 @@ def step(
     return once
 
 
+def modes_of(
+    name: str, model: nn.Module, x: Tensor, grad: Tensor, fullgraph: bool
+) -> dict[str, Call]:
+    """Return the steps of a variant by mode."""
+    calls = {"eager": step(model, model, x, grad)}
+    if "shared" not in name:  # sharing is off while compiling
+        compiled = torch.compile(model, fullgraph=fullgraph)
+        calls["compiled"] = step(model, compiled, x, grad)
+    return calls
+
+
 def compared(
     models: Mapping[str, nn.Module], x: Tensor, grad: Tensor, rounds: int, fullgraph: bool
 ) -> Iterator[dict[str, Any]]:
     """One row a variant: milliseconds eager and compiled, and the speed-ups over bf16."""
     calls: dict[str, Call] = {}
     for name, model in models.items():
-        calls[f"{name}/eager"] = step(model, model, x, grad)
-        if "shared" not in name:  # sharing is off while compiling
-            compiled = torch.compile(model, fullgraph=fullgraph)
-            calls[f"{name}/compiled"] = step(model, compiled, x, grad)
+        for mode, call in modes_of(name, model, x, grad, fullgraph).items():
+            calls[f"{name}/{mode}"] = call
     for call in calls.values():
         call()
     ms = round_robin({name: [call] for name, call in calls.items()}, rounds)

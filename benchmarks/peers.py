@@ -76,6 +76,29 @@ def torchao_linear(layer: nn.Linear) -> nn.Linear:
     return converted
 
 
+TORCHAO_TRAINS = ("torchao tensorwise", "torchao rowwise")
+"""Variants of models: torchao's float8 training by the recipe of that name."""
+
+
+def without_torchao() -> dict[str, str]:
+    """Return why torchao's float8 training is absent here; empty if it is not."""
+    try:
+        importlib.import_module("torchao.float8")
+    except Exception as error:
+        return {"torchao": f"{type(error).__name__}: {error}"}
+    return {}
+
+
+def torchao_training(name: str, model: nn.Module) -> nn.Module:
+    """Convert all linears of ``model`` but its head to torchao's float8 training, in place."""
+    module: Any = importlib.import_module("torchao.float8")
+    config = module.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
+    converted: nn.Module = module.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, path: "lm_head" not in path
+    )
+    return converted
+
+
 def deepgemm_fprop(a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of DeepGEMM's 1x128 by 128x128 product into ``out``."""
     module: Any = _load("deepgemm")

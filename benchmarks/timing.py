@@ -84,6 +84,17 @@ def by_mode(ms: Mapping[str, float], name: str) -> dict[str, Any]:
     return row
 
 
+def peaks_by_mode(peaks: Mapping[str, int], name: str) -> dict[str, float]:
+    """Return a variant's columns of peaks, in MiB and over bf16; keys as in :func:`by_mode`."""
+    row: dict[str, float] = {}
+    for mode in MODES:
+        if f"{name}/{mode}" in peaks:
+            row[f"{mode}_peak_mib"] = round(peaks[f"{name}/{mode}"] / 2**20, 1)
+            ratio = peaks[f"{name}/{mode}"] / peaks[f"bf16/{mode}"]
+            row[f"{mode}_peak_of_bf16"] = round(ratio, 3)
+    return row
+
+
 def graphed(*calls: Call, repeats: int = 1) -> Call:
     """Return one replayed CUDA graph of ``calls`` in turn, ``repeats`` times over: no host time."""
     stream = torch.cuda.Stream()

@@ -1,0 +1,55 @@
+"""Variants that are measured in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from benchmarks import turns
+from benchmarks.timing import by_mode, peaks_by_mode
+
+MILLISECONDS = {"bf16": 4.0, "fp8": 2.0}
+
+
+def waits(name: str) -> Mapping[str, Callable[[], object]]:
+    if name == "broken":
+        raise ValueError("no such model")
+    modes = ("eager",) if name == "bf16" else ("eager", "compiled")
+    return {mode: lambda: time.sleep(MILLISECONDS[name] / 1000) for mode in modes}
+
+
+def clock(call: Callable[[], object], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count * 1000
+
+
+def process_id(call: Callable[[], object]) -> int:
+    return os.getpid()
+
+
+def test_each_variant_has_a_process_and_all_of_its_modes() -> None:
+    ms, peaks = turns.measured_in_turns(["bf16", "fp8"], waits, 4, 8.0, clock, process_id)
+    assert [*ms] == [*peaks] == ["bf16/eager", "fp8/eager", "fp8/compiled"]
+    assert 4 <= ms["bf16/eager"] < 40
+    assert 2 <= ms["fp8/compiled"] < 20
+    assert peaks["fp8/eager"] == peaks["fp8/compiled"] != peaks["bf16/eager"]
+    assert os.getpid() not in peaks.values()
+
+
+def test_a_variant_that_fails_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"broken:\n(.*\n)*ValueError: no such model"):
+        turns.measured_in_turns(["bf16", "broken"], waits, 4, 8.0, clock, process_id)
+
+
+def test_the_columns_of_a_variant() -> None:
+    ms = {"bf16/eager": 4.0, "bf16/compiled": 3.0, "fp8/eager": 2.0}
+    assert by_mode(ms, "fp8") == {
+        "eager_ms": 2.0, "eager_speedup": 2.0, "compiled_ms": None, "compiled_speedup": None
+    }  # fmt: skip
+    peaks = {"bf16/eager": 2**22, "fp8/eager": 2**20}
+    assert peaks_by_mode(peaks, "fp8") == {"eager_peak_mib": 1.0, "eager_peak_of_bf16": 0.25}
