@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..model.names import is_module
 from ..ops.cast.ops import quantize_rowwise
+from ..ops.checks import bad_scale
 from ..ops.formats import BlockFormat, Quantized
 from ..sharding.dtensor import local_of
 from ..sharding.whole import form_of, format_of, fp8_of, whole_tensors
 from ..tensor.base import MasterBase
 from .names import EXPERT_NAMES, Names, names_to_write, possible_names
-from .on_disk import SCALE_SUFFIXES, Layout, bad_scale
+from .on_disk import SCALE_SUFFIXES, Layout
 
 
 class Exported(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,13 @@ from torch import Tensor, nn
 from ..conversion.pretrained_models import follow_pretrained_models
 from ..conversion.state_dict import register_state_hooks
 from ..model.names import is_module
-from ..ops.formats import BlockFormat
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import Recipe
 from ..sharding.dtensor import local_of
+from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
 from ..text_table import collapse, text_table
 from .contents import Entry, entries_of
-from .load_sharded import assign_part, check_part, checked_scales, read_part
 from .match import Source, check_fits, match, some
 from .names import possible_names
 from .on_disk import (
@@ -42,6 +39,7 @@ from .on_disk import (
     require_safetensors,
     tensor_digest,
 )
+from .read import check_cut, read_values, write_values
 
 _AHEAD = 2 * HASHING_THREADS
 """Large tensors that may wait: after too long their pages would have left the memory."""
@@ -156,23 +154,21 @@ def load_entries(
     for name, source in sources.items():
         check_fits(name, source, targets[name].current)
         if local_of(targets[name].current) is not None:
-            check_part(name, targets[name].current, source, recipe)
+            check_cut(name, targets[name].current, source, recipe)
 
     home = torch.device("cpu" if device is None else device)
     ranks = Ranks.of(target.current for target in targets.values())
-    values: dict[str, Any] = {}
+    values: dict[str, Tensor | list[Tensor]] = {}
     ranks.each(lambda: values.update(_read(sources, targets, home, recipe, ranks)))
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
-        if isinstance(made, tuple):
-            other = assign_part(current, made)
-            if other is not None:
-                replaced[id(current)] = nn.Parameter(other, current.requires_grad)
-        elif isinstance(made, list):
-            _copy_into(current, sources[name], made)
+        if isinstance(made, list):
+            write_values(current, sources[name], made)
+        elif isinstance(local_of(current), FrozenShard):
+            current.copy_(made)  # FSDP holds the memory
         elif isinstance(current, nn.Parameter):
-            trains = current.requires_grad and not isinstance(made, BlockwiseFP8Tensor)
+            trains = current.requires_grad and not sources[name].is_fp8
             replaced[id(current)] = nn.Parameter(made, requires_grad=trains)
         else:
             replaced[id(current)] = made
@@ -217,89 +213,24 @@ def _read(
     device: torch.device,
     recipe: Recipe | None,
     ranks: Ranks,
-) -> dict[str, Any]:
-    """Read the new tensors of the model, file by file, to be kept only if all checks pass.
+) -> dict[str, Tensor | list[Tensor]]:
+    """Read the values of the model, file by file, to be kept only if all checks pass.
 
-    Returns what takes a tensor's place; or for a tensor that stays a list of what is copied into
-    its rows; or for a sharded one a tuple of what its part takes.
+    The digests of tensors that several ranks read are compared by these in turn.
     """
+    made: dict[str, Tensor | list[Tensor]] = {}
+    turn = 0
     with reading() as reader:
-        made: dict[str, Any] = {}
-        turn = 0
         for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
             current = targets[name].current
-            if local_of(current) is None:
-                made[name] = _read_whole(current, source, device, recipe, reader.read)
-                continue
-            made[name] = read_part(current, source, reader.unchecked)
+            stored = {}
             for entry in source.entries:
-                if turn % ranks.size == ranks.index:
-                    reader.read(entry)
-                turn += 1
-        return made
-
-
-def _read_whole(
-    current: Tensor,
-    source: Source,
-    device: torch.device,
-    recipe: Recipe | None,
-    read: Callable[[Entry], Tensor],
-) -> Tensor | list[Tensor]:
-    """Read one tensor of the model; see :func:`_read`."""
-    shape = tuple(current.shape)
-    home = device if current.is_meta else current.device
-
-    # What safetensors gives lies in the file. What the model keeps must not: whoever wrote to the
-    # file would change the model.
-    def copy(into: Tensor) -> Tensor:
-        for entry, rows in zip(source.weights, source.rows(into), strict=True):
-            rows.copy_(read(entry))
-        return into
-
-    def scales(entry: Entry, shape: tuple[int, ...], format: BlockFormat) -> Tensor:
-        return checked_scales(entry, read, format).view(format.scale_shape(shape))
-
-    def copy_scales(into: Tensor, format: BlockFormat) -> Tensor:
-        stack = source.stack_scales
-        if stack is not None:
-            return into.copy_(stack.rows(scales(stack.entry, stack.scaled(shape), format)))
-        rows_of = zip(source.weights, source.scales, source.rows(into), strict=True)
-        for weight, entry, rows in rows_of:
-            rows.copy_(scales(entry, weight.shape, format))
-        return into
-
-    if source.is_fp8:
-        own: Recipe = getattr(current, "recipe", DEFAULT_RECIPE)
-        chosen = recipe or own
-        format = chosen.weight_format
-        data = torch.empty(shape, dtype=format.dtype, device=home)
-        scale = torch.empty(format.scale_shape(shape), dtype=torch.float32, device=home)
-        return BlockwiseFP8Tensor.from_data(
-            copy(data),
-            copy_scales(scale, format),
-            block_shape=format.block_shape,
-            dtype=current.dtype,
-            recipe=chosen,
-        )
-    if not current.is_meta:
-        return [read(entry) for entry in source.weights]
-    value = copy(torch.empty(shape, dtype=current.dtype, device=home))
-    return (
-        BlockwiseFP8Weight(value, current.recipe)
-        if isinstance(current, BlockwiseFP8Weight)
-        else value
-    )
-
-
-def _copy_into(current: Tensor, source: Source, values: list[Tensor]) -> None:
-    """Write the values of a source into a tensor that is not FP8, or into its master."""
-    if source.names.experts is not None and isinstance(current, BlockwiseFP8Weight):
-        current._before_write()
-        current = current.master
-    with torch.no_grad():
-        for rows, value in zip(source.rows(current), values, strict=True):
-            rows.copy_(value)
+                is_cut = local_of(current) is not None
+                checks = not is_cut or turn % ranks.size == ranks.index
+                stored[entry] = (reader.read if checks else reader.unchecked)(entry)
+                turn += is_cut
+            made[name] = read_values(current, source, device, recipe, stored.__getitem__)
+    return made
 
 
 class Reader:

@@ -74,12 +74,6 @@ class Source(NamedTuple):
         stack = [] if self.stack_scales is None else [self.stack_scales.entry]
         return [*self.weights, *self.scales, *stack]
 
-    def rows(self, whole: Tensor) -> list[Tensor]:
-        """Return the views of a plain tensor, or of its scales, that belong to ``weights``."""
-        if self.names.experts is None:
-            return [whole]
-        return [whole[box] for box in self.boxes(whole.shape)]
-
     def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
         """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""
         if self.names.experts is None:

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.formats import BlockFormat
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
@@ -56,19 +54,6 @@ def require_safetensors() -> None:
         raise ImportError(
             f"FP8 checkpoints need {error.name}: pip install 'blocktensor[checkpoint]'"
         ) from None
-
-
-def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
-    """Say what is wrong with stored fp32 scales on the CPU, which must be finite and above 0."""
-    fits = scale.isfinite() & (scale > 0)
-    expected = "a finite number above 0"
-    if format.power_of_two and fits.all():
-        fits = torch.frexp(scale).mantissa == 0.5
-        expected = "a power of two, as Recipe(scale='power_of_two') has them"
-    if fits.all():
-        return None
-    block = (~fits).nonzero()[0].tolist()
-    return f"the scale of block {block} is {scale[tuple(block)].item()}: expected {expected}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

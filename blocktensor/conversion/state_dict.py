@@ -1,17 +1,26 @@
-"""Hooks with which a converted module saves and loads plain tensors, as if not converted."""
+"""Hooks with which a converted module saves and loads plain tensors, as if not converted.
+
+A frozen weight is an FP8 tensor in ``state_dict``. ``torch.distributed.checkpoint`` can cut and
+join plain tensors alone: ``get_model_state_dict`` gets a frozen weight as a dict of two,
+``{"data": e4m3, "scale": fp32}``, which share its memory, so that ``load`` writes into the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..model.weights import fp8_part, frozen_form, local_stack
+from ..ops import checks
 from ..ops.checks import HIGH_PRECISION
-from ..sharding.dtensor import local_of, with_local
-from ..sharding.fsdp.shards import FP8Shard
+from ..sharding.cuts import frozen_like, frozen_parts, held
+from ..sharding.dtensor import local_of, own_part, with_local
+from ..sharding.fsdp.shards import FP8Shard, FrozenShard
 from ..tensor.base import MasterBase
+from ..tensor.compat.callers import saves_parts
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
@@ -22,8 +31,8 @@ def register_state_hooks(module: nn.Module) -> None:
     Without ``assign`` a loaded tensor is copied: into the master, which needs no hook, or into a
     frozen weight, for which it is cast.
     """
-    if _plain_shards not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_plain_shards)
+    if _plain_parts not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_plain_parts)
         module.register_load_state_dict_pre_hook(_wrap_loaded_weights)
 
 
@@ -39,13 +48,15 @@ def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
 register_module_parameter_registration_hook(_join)
 
 
-def _plain_shards(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Unwrap local parts; a whole weight is plain already (``overrides/by_caller.py``)."""
+def _plain_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Unwrap local parts; a whole master is plain already (``overrides/by_caller.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
         local = local_of(value)
         if isinstance(local, MasterBase) and value is not parameter:  # it is with keep_vars=True
             state[f"{prefix}{name}"] = with_local(value, local.master)
+        elif _is_frozen(value) and saves_parts():
+            state[f"{prefix}{name}"] = _parts(f"{prefix}{name}", value)
 
 
 def _wrap_loaded_weights(
@@ -55,12 +66,73 @@ def _wrap_loaded_weights(
         value = state.get(f"{prefix}{name}")
         if weight is None or value is None:
             continue
+        if isinstance(value, Mapping):
+            value = state[f"{prefix}{name}"] = _joined(f"{prefix}{name}", weight, value)
         if metadata.get("assign_to_params_buffers"):
             wrapped = _wrapped(module, name, weight, value)
             if wrapped is not None:
                 state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
         elif isinstance(weight, BlockwiseFP8Tensor) and _is_plain_value(value, weight):
             state[f"{prefix}{name}"] = frozen_form(module, name, value, weight.recipe)
+
+
+_PARTS = "data", "scale"
+"""Keys of the parts of a frozen weight, and suffixes of its names in a checkpoint."""
+
+
+def _is_frozen(weight: Any) -> bool:
+    """Return True for a weight that :func:`frozen_parts` takes."""
+    part = fp8_part(weight)
+    return isinstance(part, FrozenShard) or (
+        isinstance(part, BlockwiseFP8Tensor) and part.format.transposes
+    )
+
+
+def _parts(name: str, weight: Any) -> dict[str, Tensor]:
+    """Return the parts of a frozen weight for a checkpoint.
+
+    Raises:
+        NotImplementedError: a rank has several pieces of it.
+    """
+    parts = dict(zip(_PARTS, frozen_parts(weight), strict=True))
+    if len(held(weight).regions) > 1:
+        raise NotImplementedError(
+            f"{name} is cut by {weight.placements}, which gives a rank several pieces; "
+            f"torch.distributed.checkpoint can save one piece a rank: use blocktensor.save_fp8 and "
+            f"load_fp8"
+        )
+    return parts
+
+
+def _joined(name: str, weight: Tensor, parts: Mapping[str, Any]) -> Tensor:
+    """Return the frozen weight of loaded parts.
+
+    Raises:
+        ValueError: ``weight`` is not frozen, is cut in another way, or has a recipe that the
+            scales do not fit.
+    """
+    if not _is_frozen(weight):
+        raise ValueError(
+            f"{name} is loaded as the bytes and scales of a frozen FP8 weight, and the model's is "
+            f"not frozen: blocktensor.freeze the model before it is sharded and loaded"
+        )
+    expected = dict(zip(_PARTS, frozen_parts(weight), strict=True))
+    got, want = ({k: _layout(x) for k, x in each.items()} for each in (parts, expected))
+    if got != want:
+        raise ValueError(
+            f"{name} is loaded in parts {got}, expected {want}: give "
+            f"torch.distributed.checkpoint.load the get_model_state_dict of this model to fill"
+        )
+    recipe, scale = fp8_part(weight).recipe, own_part(parts["scale"])
+    problem = None if scale.is_meta else checks.bad_scale(scale, recipe.weight_format)
+    if problem is not None:
+        raise ValueError(f"{name}: {problem}; freeze the model with the recipe of the checkpoint")
+    return frozen_like(weight, own_part(parts["data"]), scale, recipe)
+
+
+def _layout(x: Any) -> list[Any]:
+    """Return what must agree for a part to be loaded."""
+    return [getattr(x, name, None) for name in ("shape", "dtype", "placements")]
 
 
 def _is_plain_value(value: Any, weight: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torch import Tensor, dtype, float16, float32, int32
+from torch import Tensor, dtype, float16, float32, frexp, int32
 from torch import bfloat16 as bf16
 
 from .formats import BlockFormat, Quantized
@@ -260,3 +260,16 @@ def main_grad(buffer: Tensor, weight: Tensor) -> None:
         )
     if buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
         raise ValueError(f"main_grad has strides {buffer.stride()}: expected contiguous rows")
+
+
+def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
+    """Say what is wrong with stored fp32 scales, which must be finite and above 0."""
+    fits = scale.isfinite() & (scale > 0)
+    expected = "a finite number above 0"
+    if format.power_of_two and fits.all():
+        fits = frexp(scale).mantissa == 0.5
+        expected = "a power of two, as Recipe(scale='power_of_two') has them"
+    if fits.all():
+        return None
+    block = (~fits).nonzero()[0].tolist()
+    return f"the scale of block {block} is {scale[tuple(block)].item()}: expected {expected}"

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.formats import BlockFormat, ceil_div
-from ..tensor.base import FP8Base
+from ..ops.formats import BLOCKS_128X128, BlockFormat, ceil_div
+from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .dtensor import cut_as, own_part, with_local
 from .fsdp.shards import FrozenShard
 
 
@@ -41,29 +42,16 @@ class Region(NamedTuple):
 
     def blocks(self, format: BlockFormat) -> tuple[slice, ...]:
         """Return where its blocks are in the scales of the whole."""
+        edges = (1,) * (len(self.pieces) - 2) + format.block_shape
         return tuple(
             slice(p.start // block, ceil_div(p.start + p.size, block))
-            for p, block in zip(self.pieces, _edges(format, len(self.pieces)), strict=True)
+            for p, block in zip(self.pieces, edges, strict=True)
         )
 
     def offsets(self, format: BlockFormat) -> tuple[int, int]:
         """Return how many rows and columns into its first block it begins."""
         rows, cols = self.pieces[-2:]
         return rows.start % format.rows, cols.start % format.cols
-
-    def in_blocks(self, format: BlockFormat) -> Region:
-        """Return the region of its blocks, where pieces begin at borders of blocks."""
-        edges = _edges(format, len(self.pieces))
-        return Region(
-            tuple(
-                Piece(p.start // edge, p.local // edge, ceil_div(p.size, edge))
-                for p, edge in zip(self.pieces, edges, strict=True)
-            )
-        )
-
-
-def _edges(format: BlockFormat, ndim: int) -> tuple[int, ...]:
-    return (1,) * (ndim - 2) + format.block_shape
 
 
 class Cut(NamedTuple):
@@ -100,22 +88,19 @@ class Held(NamedTuple):
     regions: list[Region]
 
 
-def held_by_ranks(x: Any, uncut: int = 0) -> list[Held]:
-    """Return what each rank of a DTensor's mesh holds, in the order of the mesh.
-
-    The first ``uncut`` dimensions of the mesh are taken as if they did not cut the tensor.
-    """
+def held_by_ranks(x: Any) -> list[Held]:
+    """Return what each rank of a DTensor's mesh holds, in the order of the mesh."""
     mesh = x.device_mesh
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
 
-    def parts(i: int, placement: Any, dim: int) -> int:
-        if i < uncut or placement.is_replicate() or placement.dim % x.ndim != dim:
+    def parts(placement: Any, dim: int) -> int:
+        if placement.is_replicate() or placement.dim % x.ndim != dim:
             return 0
         # how many parts there are of which each is cut between ranks
         return int(getattr(placement, "split_factor", 1))
 
     along = [
-        _pieces(size, tuple((sizes[i], parts(i, p, dim)) for i, p in enumerate(x.placements)))
+        _pieces(size, tuple((sizes[i], parts(p, dim)) for i, p in enumerate(x.placements)))
         for dim, size in enumerate(x.shape)
     ]
     return [
@@ -127,9 +112,11 @@ def held_by_ranks(x: Any, uncut: int = 0) -> list[Held]:
     ]
 
 
-def held(x: Any, uncut: int = 0) -> Held:
-    """Return :func:`held_by_ranks` of this rank."""
-    return held_by_ranks(x, uncut)[rank_at(x.device_mesh, x.device_mesh.get_coordinate())]
+def held(x: Any) -> Held:
+    """Return what this rank holds of a tensor: all of a plain one."""
+    if own_part(x) is x:
+        return Held(tuple(x.shape), [Region(tuple(Piece(0, 0, size) for size in x.shape))])
+    return held_by_ranks(x)[rank_at(x.device_mesh, x.device_mesh.get_coordinate())]
 
 
 def rank_at(mesh: Any, coordinate: Sequence[int]) -> int:
@@ -173,23 +160,37 @@ def _runs(indices: Sequence[int]) -> Iterator[Piece]:
             first = at
 
 
-def frozen_parts(part: FP8Base) -> tuple[Tensor, Tensor]:
-    """Return the bytes and the scales that a rank holds of a frozen weight."""
+def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
+    """Return a frozen weight in the place of ``x``, of parts as :func:`frozen_parts` cuts them."""
+    part, rows, scales = map(own_part, (x, data, scale))
     if isinstance(part, FrozenShard):
-        return part.data_rows, part.scale
-    assert isinstance(part, BlockwiseFP8Tensor)
-    data, scale, _ = part.rowwise()
-    return data, scale
+        return with_local(x, FrozenShard(rows, scales, recipe, x.dtype))
+    made = BlockwiseFP8Tensor.from_data(
+        rows, scales, block_shape=recipe.weight_format.block_shape, dtype=x.dtype, recipe=recipe
+    )
+    return made if part is x else with_local(x, made)
 
 
-def scale_regions(x: Any, part: FP8Base, format: BlockFormat) -> list[Region]:
-    """Return where the scales that a rank holds of a frozen weight are among all scales."""
-    if not isinstance(part, FrozenShard):
-        return [region.in_blocks(format) for region in held(x).regions]
-    # It has the scales of all that its group of FSDP shards, whose placements come first.
-    for count in range(len(x.placements) + 1):
-        regions = held(x, uncut=count).regions
-        blocks = regions[0].blocks(format) if len(regions) == 1 else ()
-        if [each.stop - each.start for each in blocks] == list(part.scale.shape):
-            return [Region(tuple(Piece(each.start, 0, each.stop - each.start) for each in blocks))]
-    raise AssertionError(f"{tuple(part.scale.shape)} scales of {tuple(x.shape)}, {x.placements}")
+def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
+    """Return bytes and scales of a frozen weight, plain tensors that share its memory.
+
+    Of a DTensor they are DTensors. A shard of FSDP2 has the scales of all that its group shards.
+    """
+    part = own_part(x)
+    if isinstance(part, FrozenShard):
+        data, scale = part.data_rows, part.scale
+    else:
+        assert isinstance(part, BlockwiseFP8Tensor)
+        row = part.operand.rowwise
+        data, scale = row[:2] if row else (t.transpose(-1, -2) for t in part.columnwise()[:2])
+    if part is x:
+        return data, scale
+    from torch.distributed.tensor import Replicate
+
+    cuts, shape = x.placements, BLOCKS_128X128.scale_shape(x.shape)
+    # the first ones are of FSDP, which does not cut scales
+    for whole in range(len(cuts) if isinstance(part, FrozenShard) else 0, -1, -1):
+        scales = cut_as(x, scale, (*(Replicate(),) * whole, *cuts[whole:]), shape)
+        if held(scales).shape == scale.shape:
+            return cut_as(x, data, cuts), scales
+    raise AssertionError(f"{tuple(scale.shape)} scales of {tuple(x.shape)}, {cuts}")

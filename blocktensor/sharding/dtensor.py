@@ -17,12 +17,39 @@ def local_of(x: Any) -> Tensor | None:
     return local
 
 
+def own_part(x: Any) -> Tensor:
+    """Return what this rank holds: the local part of a DTensor, or a plain tensor itself."""
+    local = local_of(x)
+    return x if local is None else local
+
+
 def with_local(x: Any, local: Tensor) -> Tensor:
     """Return the DTensor ``x`` with another local part of the same shape."""
     from torch.distributed.tensor import DTensor
 
     # from_local would take a view of the local part, which is not an FP8Shard
     return DTensor(local, x._spec, requires_grad=False)
+
+
+def cut_as(
+    x: Any, local: Tensor, placements: Sequence[Any], shape: Sequence[int] | None = None
+) -> Tensor:
+    """Return a plain DTensor on the mesh of ``x``, with ``local`` itself as its local part.
+
+    Args:
+        x: a DTensor, whose shape is the default.
+        local: of any dtype, perhaps on another device than the mesh.
+        placements, shape: of the whole.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    size = torch.Size(x.shape if shape is None else shape)
+    strides = torch.empty(size, device="meta").stride()
+    spec = DTensorSpec(
+        x.device_mesh, tuple(placements), tensor_meta=TensorMeta(size, strides, local.dtype)
+    )
+    return DTensor(local, spec, requires_grad=False)
 
 
 def parallel_kind(module: nn.Module) -> str | None:

@@ -20,8 +20,8 @@ from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .cuts import Cut, Region, frozen_parts, held_by_ranks, rank_at, scale_regions
-from .dtensor import local_of
+from .cuts import Cut, Region, frozen_parts, held, held_by_ranks, rank_at
+from .dtensor import local_of, own_part
 
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
@@ -141,9 +141,9 @@ class _Weight(_Item):
         """Enter what this rank knows of ``amax``."""
         self.amax = amax
         if self.master is None:
-            _, scale = frozen_parts(self.held)
-            for region in scale_regions(self.x, self.held, self.format):
-                amax[region.slices] = region.of(scale).to(amax.device)
+            _, scale = frozen_parts(self.x)
+            for region in held(scale).regions:
+                amax[region.slices] = region.of(own_part(scale)).to(amax.device)
         for region, rows in self._regions():
             blocks = amax[region.blocks(self.format)]
             found = shard_amax(rows, self.format, *region.offsets(self.format))
@@ -151,7 +151,8 @@ class _Weight(_Item):
 
     def part(self) -> Tensor:
         if self.master is None:
-            return frozen_parts(self.held)[0].to(self.layout.device).view(torch.uint8)
+            data, _ = frozen_parts(self.x)
+            return own_part(data).to(self.layout.device).view(torch.uint8)
         casts = [
             (region, quantize_shard(rows, self.amax[region.blocks(self.format)], self.format, *at))
             for region, rows in self._regions()
@@ -266,11 +267,11 @@ def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
         begins = [rank * size for rank in ranks]
         for i, item in enumerate(batch):
             whole = torch.empty(item.x.shape, dtype=item.dtype, device=sent.device)
-            for rank, held in enumerate(item.layout.ranks):
+            for rank, theirs in enumerate(item.layout.ranks):
                 begin = begins[rank]
-                count = math.prod(held.shape) * item.dtype.itemsize
-                part = sent[begin : begin + count].view(item.dtype).view(held.shape)
-                for region in held.regions:
+                count = math.prod(theirs.shape) * item.dtype.itemsize
+                part = sent[begin : begin + count].view(item.dtype).view(theirs.shape)
+                for region in theirs.regions:
                     whole[region.slices].copy_(region.of(part))
                 begins[rank] += sizes[rank][i]
             yield item.whole(whole)

@@ -23,7 +23,7 @@ from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, StraightThrough, wrapper
 from .operand import Operand, checked, form_of, operand_of
-from .refusals import refuse_rebuilding
+from .refusals import refuse_one_tensor, refuse_rebuilding
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``tensor/aten``; all others are refused."""
@@ -90,6 +90,7 @@ class BlockwiseFP8Tensor(FP8Base):
     prepared: Any = None
     _ops = ATEN_OPS
     prepared_data, prepared_scale, prepared_runs = map(_prepared_part, range(3))
+    __create_write_items__ = __create_chunk_list__ = refuse_one_tensor
 
     @staticmethod
     def __new__(

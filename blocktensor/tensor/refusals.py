@@ -33,6 +33,15 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def refuse_one_tensor(*_: Any) -> NoReturn:
+    """Raise for ``torch.distributed.checkpoint``, which would take FP8 bytes for high precision."""
+    raise NotImplementedError(
+        "torch.distributed.checkpoint cannot save or load a frozen FP8 weight as one tensor: give "
+        "it the state of get_model_state_dict(model) instead of model.state_dict(), which has the "
+        "bytes and the scales as two tensors; or .dequantize() the weight"
+    )
+
+
 def refuse_bytes(weight: Tensor, source: Tensor) -> None:
     """Raise TypeError for FP8 values that are to be copied into an FP8 weight without scales."""
     if source.is_floating_point() and source.dtype.itemsize == 1:

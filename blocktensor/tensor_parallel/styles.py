@@ -149,8 +149,8 @@ class _OfThisProcess:
         raise NotImplementedError(
             "a linear with ColwiseParallel or RowwiseParallel cannot be pickled, as torch.save("
             "model) does: its forward and its mesh belong to this process. Save "
-            "model.state_dict() with torch.distributed.checkpoint, and load it into a model that "
-            "is parallelized alike"
+            "get_model_state_dict(model) with torch.distributed.checkpoint, and load it into a "
+            "model that is parallelized in any way"
         )
 
 

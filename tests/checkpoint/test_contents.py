@@ -23,12 +23,12 @@ from blocktensor import CheckpointError, load_fp8
 from blocktensor.checkpoint import on_disk
 from blocktensor.checkpoint.contents import check_blocks, entries_of, scales_of
 from blocktensor.checkpoint.on_disk import (
-    bad_scale,
     header_digest,
     read_json,
     require_safetensors,
     tensor_digest,
 )
+from blocktensor.ops.checks import bad_scale
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
 from tests.support.checkpoint_models import (
     INDEX,

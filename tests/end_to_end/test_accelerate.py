@@ -28,10 +28,12 @@ from accelerate import (
 )
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, set_module_tensor_to_device
+from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
+from blocktensor.distributed import FrozenShard
 from tests.support.models import Model, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import K, mesh_of, reductions, whole
@@ -164,8 +166,9 @@ def accelerator(world: int, precision: str, plugin: Any) -> Iterator[Accelerator
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def plugin_of(efficient: bool) -> FullyShardedDataParallelPlugin:
+def plugin_of(efficient: bool, **options: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
+        **options,
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         cpu_ram_efficient_loading=efficient,
@@ -233,6 +236,25 @@ def test_a_model_trains_as_one_that_fully_shard_has_sharded(
         model.blocks[0].unshard()
         for part in (model.blocks[0].up, model.blocks[0].down):
             assert isinstance(part.weight, BlockwiseFP8Tensor)  # what was gathered
+
+
+@on_ranks(2, gpus=())
+def test_its_sharded_checkpoints_have_frozen_weights(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    plugin = plugin_of(efficient=False, state_dict_type="SHARDED_STATE_DICT")
+    with accelerator(world, "no", plugin) as accelerate:
+        model = built(torch.bfloat16, frozen=True)
+        model, _ = accelerate.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        wanted = model(TOKENS)
+        save_fsdp_model(plugin, accelerate, model, tmp_path)
+        for local in (p._local_tensor for p in model.parameters()):
+            if isinstance(local, FrozenShard):
+                for x in (local.data_rows, local.scale):
+                    x.view(torch.uint8).bitwise_xor_(1)
+        assert not torch.equal(model(TOKENS), wanted)
+        load_fsdp_model(plugin, accelerate, model, tmp_path)
+        assert torch.equal(model(TOKENS), wanted)
 
 
 @on_ranks(2, gpus=())

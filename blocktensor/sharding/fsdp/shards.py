@@ -14,7 +14,7 @@ from ...ops.formats import Quantized
 from ...recipe import Recipe
 from ...tensor.base import implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from ...tensor.refusals import refuse
+from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
 from ..dtensor import local_of
 from .amax_table import check_no_main_grad
@@ -155,6 +155,8 @@ class FrozenShard(GatheredFrozen):
         scale: the scales of the whole weight.
     """
 
+    __create_write_items__ = __create_chunk_list__ = refuse_one_tensor
+
     @staticmethod
     def __new__(
         cls, data: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
@@ -180,6 +182,7 @@ class FrozenShard(GatheredFrozen):
         dtype = kwargs.pop("dtype", None)  # the rows stay e4m3
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
             first.data_rows.copy_(others[0].data_rows)
+            first.scale.copy_(others[0].scale)
             return first
         if not isinstance(first, FrozenShard) or func not in _ON_BYTES:
             _refuse_values(str(func))
@@ -192,16 +195,12 @@ class FrozenShard(GatheredFrozen):
         scale = move(first.scale, device=rows.device)
         return FrozenShard(rows, scale, first.recipe, dtype or first.dtype)
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Raise: ``torch.distributed.checkpoint`` would take e4m3 bytes for high precision."""
-        _refuse_values("torch.distributed.checkpoint")
-
 
 def _refuse_values(what: str) -> NoReturn:
     raise NotImplementedError(
         f"{what} needs the values of a frozen FP8 weight, of which a rank has some rows in e4m3: "
-        f"save what trains (get_model_state_dict with ignore_frozen_params=True), and load the "
-        f"base anew with blocktensor.load_fp8, before fully_shard"
+        f"get_model_state_dict without full_state_dict returns these, and with "
+        f"ignore_frozen_params=True what trains; blocktensor.save_fp8 and iter_fp8 gather in FP8"
     )
 
 

@@ -80,6 +80,13 @@ def converts_a_model() -> bool:
     return any(x.place == APPLY for x in callers())
 
 
+def saves_parts() -> bool:
+    """Return True if ``get_model_state_dict`` asks for what each rank holds, not for wholes."""
+    asks = "torch.distributed.checkpoint.state_dict", "_get_model_state_dict"
+    who = next((x for x in callers() if x.place == asks), None)
+    return who is not None and not who.local("info").full_state_dict
+
+
 def modules_that_run() -> list[nn.Module]:
     """Return the modules whose methods are on the stack, from the innermost outward."""
     found = (x.local("self") for x in callers())
