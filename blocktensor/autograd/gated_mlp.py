@@ -185,7 +185,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     grad: Tensor | None = grads.pop()
     of_down: SavedWeight = ctx.reads[2]
     product = product_of(saved.pop(0))
-    x_data, x_scale, *of_h = saved[:8]
+    (x_data, x_scale), of_h = saved[:2], list(saved[2:8])  # Dynamo of 2.11 makes *of_h a tuple
     weights = saved[8:]
     saved.clear()
     w_gate, w_up, w_down = _split(weights, ctx.counts)

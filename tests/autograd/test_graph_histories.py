@@ -127,7 +127,7 @@ class Part(nn.Module):
             self.weights[0] = nn.Parameter(BlockwiseFP8Weight(self.weights[0].detach()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(x, *self.weights)
+        return self.run(x, *(self.weights[i] for i in range(len(self.weights))))
 
 
 WAYS = ("plain", "plain", "checkpoint", "reentrant", "compiled")

@@ -269,6 +269,7 @@ the file is damaged or was not written by blocktensor
 : its rowwise form does not fit: output dtype torch.float64: expected torch.bfloat16,
 torch.float16 or torch.float32
  has a source that is no torch.bfloat16 [300, 200] on cpu
- has format None and recipe Recipe(scale='fp32', cache_weight='backward', wgrad_input='1x128'):
-expected a BlockFormat and a Recipe; the file is damaged or was not written by blocktensor""",
+ has format None and recipe Recipe(scale='fp32', cache_weight='backward', wgrad_input='1x128',
+batch_invariant=False): expected a BlockFormat and a Recipe; the file is damaged or was not
+written by blocktensor""",
     )

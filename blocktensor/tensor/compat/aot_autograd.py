@@ -101,3 +101,7 @@ def source_key() -> str:
                 digest.update(os.urandom(32))
             digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + file.read())
     return digest.hexdigest()
+
+
+if torch.__version__ < "2.13":  # it does not ask a tensor for its key
+    torch.compiler.config.cache_key_tag += source_key()

@@ -103,7 +103,7 @@ quantization_config has the unknown entries ['skipp']: expected some of ['conver
 'experts', 'frozen', 'fuse', 'mark', 'recipe', 'skip', 'skip_small']; they may be those of
 a later version of blocktensor
 recipe of quantization_config has the unknown entries ['scales']: expected some of
-['cache_weight', 'scale', 'wgrad_input']; they may be those of a later version of
-blocktensor
+['batch_invariant', 'cache_weight', 'scale', 'wgrad_input']; they may be those of a later
+version of blocktensor
 Recipe(scale='e8'): expected one of 'fp32', 'power_of_two'""",
     )
