@@ -59,8 +59,8 @@ def whole_tensors(
     next forward multiplies by.
 
     Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
-    and the scales on the CPU. Then tensors are gathered in batches of at most twice the bytes of
-    the largest weight, or of one tensor; a batch is on its way while the one before is in use.
+    and the scales on the CPU. Then tensors are gathered in batches of at most the bytes of the
+    largest weight, or of one tensor; a batch is on its way while the one before is in use.
     """
     layouts: dict[Any, _Layout] = {}
     items = [None if local_of(x) is None else _item(x, layouts) for x in tensors]
@@ -68,7 +68,7 @@ def whole_tensors(
     _make_scales([*weights.values()])
     for i, weight in weights.items():
         check(i, weight.scale_on_cpu, weight.format)
-    limit = 2 * max((weight.x.numel() for weight in weights.values()), default=0)
+    limit = max((weight.x.numel() for weight in weights.values()), default=0)
     made = _gathered([item for item in items if item is not None], limit)
     for item in items:
         yield None if item is None else next(made)

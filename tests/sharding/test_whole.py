@@ -98,24 +98,25 @@ def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
 def test_few_weights_are_gathered_before_they_are_used(
     world: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two batches, each of at most twice the bytes of a weight."""
-    on_their_way: list[int] = []
+    """Two batches, each of at most the bytes of the largest weight."""
+    sizes: list[int] = []
     gather = whole_module._gather
 
     def watched(parts: Any, group: Any) -> Any:
-        on_their_way.extend([len(parts)] * len(parts))
+        sizes.append(len(parts))
         return gather(parts, group)
 
     monkeypatch.setattr(whole_module, "_gather", watched)
     mesh = shared_mesh(device, world, names=("all",))
     weights = [
-        distribute_tensor(randn(256, 128, device=device), mesh, [Shard(0)]) for _ in range(9)
+        distribute_tensor(randn(n, 128, device=device), mesh, [Shard(0)])
+        for n in (128, 128, 256, *[128] * 6)
     ]
     for weight in weights:
         weight._local_tensor = BlockwiseFP8Weight(weight.to_local())
     for used, _ in enumerate(whole_tensors(weights, lambda *_: None)):
-        assert len(on_their_way) <= min(9, 2 * (used // 2) + 4)
-    assert on_their_way == [2] * 8 + [1]
+        assert sum(sizes) <= used + 4
+    assert sizes == [2, 1, 2, 2, 2]
 
 
 @on_ranks(2)
