@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..sharding.dtensor import local_of
 from ..tensor.weight import BlockwiseFP8Weight
+from .pipelining import stage_module, wrap
 
 _aten = torch.ops.aten
 _running: list[object] = []
@@ -85,16 +86,10 @@ def where_to_add(ctx: Any, main_grad: Tensor, place: int = 1) -> Tensor | None:
 
 def _watch_pipelining() -> None:
     """Wrap pipelining's functions, if it was imported, so that they know of the buffers."""
-    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    stage = stage_module()
     for module in (stage, sys.modules.get("torch.distributed.pipelining._backward")):
-        _wrap(module, "stage_backward_weight", _noticed)
-    _wrap(getattr(stage, "_PipelineStageBase", None), "scale_grads", _of_buffers_too)
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name, None)
-    if original is not None and not hasattr(original, "__wrapped__"):
-        setattr(owner, name, wrapper(original))
+        wrap(module, "stage_backward_weight", _noticed)
+    wrap(getattr(stage, "_PipelineStageBase", None), "scale_grads", _of_buffers_too)
 
 
 def _noticed(original: Callable[..., Any]) -> Callable[..., Any]:

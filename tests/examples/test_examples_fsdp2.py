@@ -292,3 +292,29 @@ def test_precisions_and_cuts_learn_alike(world: int, device: str, tmp_path: Path
     # that are no multiple of 128 a rank
     tokens, dim = 128 // 4, 256
     assert cut["wire_bytes"][key] == 8 * tokens * dim * (1 + 4 / 128 + 2)
+
+
+@on_ranks(4, gpus=())
+def test_schedules_of_a_pipeline_give_the_same_losses(
+    world: int, device: str, tmp_path: Path
+) -> None:
+    def run(name: str, *flags: str) -> dict[str, Any]:
+        out = tmp_path / name
+        flags = ("--pp", "2", "--batch", "4", *flags)
+        assert example.main([*TINY_TP, "--seq", "32", *flags, "--out", str(out)]) == 0
+        dist.barrier()
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        assert result["losses"][-1] < result["losses"][0] and result["tokens_per_second"] > 0
+        return result
+
+    with examples() as load:
+        example = load("pp_llama")
+        bf16 = run("bf16", "--schedule", "zb")
+        fp8 = run("fp8", "--precision", "fp8")
+        split = run("zb", "--precision", "fp8", "--schedule", "zb")
+        with pytest.raises(SystemExit, match="--pp 3 must divide the 4 ranks"):
+            example.main([*TINY_TP, "--pp", "3", "--batch", "4"])
+    assert [x["fp8_linears"] for x in (bf16, fp8, split)] == [0, 28, 28]
+    assert fp8["losses"] == split["losses"]
+    assert bf16["losses"] == pytest.approx(fp8["losses"], rel=0.01)
+    assert bf16["losses"] != fp8["losses"]

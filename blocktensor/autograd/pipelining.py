@@ -1,0 +1,47 @@
+"""Wrap functions of ``torch.distributed.pipelining``, whose zero-bubble schedules split a backward.
+
+Before torch 2.13 the half that computes input gradients frees the graph that the half for weight
+gradients runs, if an ``autograd.Function`` made it (pytorch#166577): the second half raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOSES_GRAPHS = torch.__version__ < "2.13"  # versions, not texts, are compared
+
+
+def stage_module() -> Any:
+    """Return the module of stages if it was imported: this package does not import it."""
+    return sys.modules.get("torch.distributed.pipelining.stage")
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function of a module or class, if there is one, by ``wrapper(function)``, once."""
+    original = getattr(owner, name, None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        setattr(owner, name, wrapper(original))
+
+
+def keep_graphs() -> None:
+    """Keep the graph of a stage until both halves of its backward have run."""
+    wrap(stage_module(), "stage_backward_input", _keeping)
+
+
+def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stage_backward_input(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        # nodes of views own the nodes of the outputs, which detach_() releases
+        above = [y.view_as(y).grad_fn for y in outputs if y.requires_grad]
+        gradients, groups = original(outputs, *args, **kwargs)
+        for group in groups:
+            group["graph"] = above
+        return gradients, groups
+
+    return stage_backward_input

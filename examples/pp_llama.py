@@ -1,0 +1,241 @@
+"""Pipeline parallel training of a Llama-shaped decoder, bf16 or FP8. See ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# as in train_lm.py: read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+
+    import blocktensor
+    from common.llama import SHAPES, Block, Shape, rope_tables, seed_of
+    from fsdp2_llama import ranks
+except ModuleNotFoundError as error:
+    package = (error.name or "").partition(".")[0]
+    if package not in ("rich", "blocktensor"):
+        raise
+    sys.exit(f"pp_llama.py needs {package}: pip install 'blocktensor[demo]'")
+
+# a block for each of two stages on each of two ranks
+SIZES = {**SHAPES, "tiny": Shape(dim=256, layers=4, heads=4, kv_heads=4, hidden=512, vocab=256)}
+SCHEDULES = {"1f1b": ("1F1B", 1), "zb": ("InterleavedZeroBubble", 2)}
+"""torch's name of a schedule, and how many stages a rank has in it."""
+
+DESCRIPTION = """\
+Train a Llama-shaped decoder whose blocks are split in pipeline stages, in bf16 or in blockwise FP8,
+on random tokens. Ranks that --pp leaves over shard each stage with FSDP2. The FP8 run differs by
+one line, blocktensor.convert(stage). Both schedules give the same losses, bit for bit.
+"""
+
+EPILOG = """\
+examples:
+  torchrun --nproc-per-node 2 examples/pp_llama.py --precision fp8                   1F1B
+  torchrun --nproc-per-node 2 examples/pp_llama.py --precision fp8 --schedule zb     zero bubble
+  torchrun --nproc-per-node 4 examples/pp_llama.py --pp 2 --precision fp8            and FSDP2
+"""
+
+
+class Stage(nn.Module):
+    """Some blocks; the first stage embeds tokens, the last one returns logits."""
+
+    def __init__(self, shape: Shape, index: int, count: int, seed: int) -> None:
+        super().__init__()
+        self.shape, mine = shape, shape.layers // count
+        self.embedding = self.norm = self.lm_head = None
+        self.blocks = nn.ModuleList()
+        # one model, whatever the number of stages
+        for layer in range(mine * index, mine * (index + 1)):
+            torch.manual_seed(seed_of(seed, "block", layer))
+            self.blocks.append(Block(shape))
+        torch.manual_seed(seed_of(seed, "ends"))
+        if index == 0:
+            self.embedding = nn.Embedding(shape.vocab, shape.dim)
+        if index == count - 1:
+            self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
+            self.lm_head = nn.Linear(shape.dim, shape.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[batch, time]`` or activations ``[batch, time, dim]`` in."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        cos, sin = rope_tables(self.shape, x.shape[1], x.device)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        if self.norm is not None and self.lm_head is not None:
+            x = self.lm_head(self.norm(x))
+        return x
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of a microbatch."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def build(
+    options: argparse.Namespace, shape: Shape, mesh: DeviceMesh
+) -> tuple[list[PipelineStage], int]:
+    """The stages of this rank, and how many of their linears are FP8."""
+    rank, per_rank = mesh["pipe"].get_local_rank(), SCHEDULES[options.schedule][1]
+    count, converted = per_rank * mesh["pipe"].size(), 0
+    device, group = torch.device(options.device), mesh.get_group("pipe")
+    stages = []
+    for index in range(rank, count, mesh["pipe"].size()):
+        stage = Stage(shape, index, count, options.seed).to(torch.bfloat16).to(device)
+        if options.precision == "fp8":
+            # tiny's linears are all too small for FP8 to pay, and are here to be tried
+            report = blocktensor.convert(stage, skip_small=options.model != "tiny")
+            converted += len(report.converted)
+        if mesh["data"].size() > 1:
+            # stages stay gathered in a step, which zero-bubble schedules rely on
+            for block in stage.blocks:
+                fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
+            fully_shard(stage, mesh=mesh["data"], reshard_after_forward=False)
+        stages.append(PipelineStage(stage, index, count, device, group=group))
+    return stages, converted
+
+
+def batch(options: argparse.Namespace, shape: Shape, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and those that follow, ``[batch, seq]`` each, the same on ranks of one pipeline."""
+    generator = torch.Generator().manual_seed(seed_of(options.seed, "data", rank, step))
+    random = torch.rand(options.batch, options.seq + 1, generator=generator)
+    # small tokens are more frequent: there is something to learn
+    tokens = random.pow(3).mul(shape.vocab).long().to(options.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[str, Any]:
+    """All steps; what is written down."""
+    stages, converted = build(options, shape, mesh)
+    name, per_rank = SCHEDULES[options.schedule]
+    given: Any = stages[0] if per_rank == 1 else stages
+    schedule: Any = get_schedule_class(name)
+    pipeline = schedule(given, n_microbatches=options.microbatches, loss_fn=loss_of)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr, foreach=True)
+    is_first = any(stage.is_first for stage in stages)
+    is_last = any(stage.is_last for stage in stages)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step in range(options.steps):
+        inputs, targets = batch(options, shape, mesh["data"].get_local_rank(), step)
+        begin = time.perf_counter()
+        parts: list[Tensor] = []
+        pipeline.step(
+            *((inputs,) if is_first else ()),
+            target=targets if is_last else None,
+            losses=parts if is_last else None,
+        )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # of the last stages of all pipelines
+        total = torch.zeros((), device=options.device)
+        if parts:
+            total += torch.stack(parts).mean().detach()
+        dist.all_reduce(total)
+        losses.append(total.item() / mesh["data"].size())  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    counted = torch.tensor(converted, device=options.device)
+    dist.all_reduce(counted, group=mesh.get_group("pipe"))
+    tokens = options.batch * options.seq * mesh["data"].size()
+    return {
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "world_size": dist.get_world_size(),
+        "fp8_linears": int(counted),
+        "losses": losses,
+        "tokens_per_second": tokens / median(seconds[options.warmup_steps :]),
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result for people."""
+    options, drawn = result["options"], Table("what", "value")
+    name, per_rank = SCHEDULES[options["schedule"]]
+    drawn.add_row("precision", f"{options['precision']}, {result['fp8_linears']} FP8 linears")
+    drawn.add_row("schedule", f"{name}, {options['microbatches']} microbatches")
+    drawn.add_row("ranks", f"{result['world_size']}, {options['pp']} a pipeline")
+    drawn.add_row("stages a rank", str(per_rank))
+    drawn.add_row("loss", f"{result['losses'][0]:.4f} at first, {result['losses'][-1]:.4f} at last")
+    drawn.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}")
+    return drawn
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="pp_llama.py",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=tuple(SIZES), default="tiny", help="sizes: Llama 3's 1B and 8B")
+    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of linears (default: bf16)")
+    add("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="default: 1f1b")
+    add("--pp", type=int, help="ranks of a pipeline (default: all)")
+    add("--microbatches", type=int, default=4, help="of a step (default: 4)")
+    add("--seq", type=int, default=256, help="tokens of a sequence (default: 256)")
+    add("--batch", type=int, default=4, help="sequences of a step (default: 4)")
+    add("--steps", type=int, default=20, help="optimizer steps (default: 20)")
+    add("--warmup-steps", type=int, default=3, help="first steps, not timed (default: 3)")
+    add("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--out", type=Path, help="folder of result.json")
+    options = parser.parse_args(argv)
+    if not 0 <= options.warmup_steps < options.steps:
+        parser.error(f"--warmup-steps must be from 0 to {options.steps - 1}: a step is timed")
+    if options.batch % options.microbatches:
+        parser.error(f"--batch {options.batch} must be a multiple of --microbatches")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return options, SIZES[options.model]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, report, write down."""
+    options, shape = parse(argv)
+    with ranks(options.device):
+        world = dist.get_world_size()
+        options.pp = options.pp or world
+        stages = options.pp * SCHEDULES[options.schedule][1]
+        if world % options.pp or shape.layers % stages:
+            sys.exit(
+                f"--pp {options.pp} must divide the {world} ranks, and its {stages} stages the "
+                f"{shape.layers} blocks"
+            )
+        names = ("data", "pipe")
+        mesh = init_device_mesh(
+            options.device, (world // options.pp, options.pp), mesh_dim_names=names
+        )
+        result = train(options, shape, mesh)
+        if dist.get_rank() == 0:
+            Console().print(table(result))
+            if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        dist.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
