@@ -42,6 +42,7 @@ from .gated_forms import (
 )
 from .linear import grouped_linears, has_no_experts, linear, with_leading
 from .main_grad import where_to_add
+from .pipelining import is_input_half, watch_halves
 from .products import product_of
 from .saved_weight import SavedWeight
 
@@ -132,6 +133,8 @@ class _GatedMLP(FP8Function):
         offs: Tensor | None,
         plan: GatedPlan,
     ) -> Tensor:
+        if not plan.down.tracing:
+            watch_halves()
         ctx.plan, product = plan, product_of(offs)
         ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
                                                    bias_up, bias_down)]  # fmt: skip
@@ -203,24 +206,29 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     g = None
     if grad is not None and (row or col):
         g = product.forms(grad, row, col)
+    dh = _held_dh(ctx, grad) if needs_dh else None
+    holds_dh = not plan.down.tracing and is_input_half() and any(ctx.needs_input_grad[2:4])
+    held = grad if holds_dh else None
     del grad
     has_dh = needs_dh and g is not None
-    w_col = of_down.columnwise(w_down, has_dh)
+    w_col = of_down.columnwise(w_down, has_dh and dh is None)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
         _read_no_firsts(ctx.reads, (w_gate, w_up))
         return None, None, *dws, *dbiases, None, None
 
     g_row, g_col = g
     del g
-    dh: Tensor | None = None
     if has_dh:
-        assert w_col is not None
-        dh = product.dgrad(g_row, w_col, plan.down)
+        if dh is None:
+            assert w_col is not None
+            dh = product.dgrad(g_row, w_col, plan.down)
+            if held is not None:
+                ctx.held = held, held._version, dh
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
     sources = Sources(plan, of_h, dh)
-    del dh
+    del dh, held
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
@@ -246,6 +254,20 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
     return dxs[1], dxs[0], *dws, *dbiases, None, None
+
+
+def _held_dh(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    """Return the gradient of h that the input half computed from this very gradient, once.
+
+    Plain autograd keeps the gradients of gate and up, which are larger, between the halves.
+    """
+    if ctx.plan.down.tracing:
+        return None
+    held = ctx.__dict__.pop("held", None)
+    if held is None or grad is None or held[0] is not grad or held[1] != grad._version:
+        return None
+    dh: Tensor = held[2]
+    return dh
 
 
 def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> None:

@@ -29,19 +29,33 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, wrapper(original))
 
 
-def keep_graphs() -> None:
-    """Keep the graph of a stage until both halves of its backward have run."""
-    wrap(stage_module(), "stage_backward_input", _keeping)
+_input_halves: list[object] = []
+"""Calls that compute the input half of a backward now; on CUDA in threads of autograd."""
 
 
-def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+def watch_halves() -> None:
+    """Wrap the function that computes input halves, if pipelining was imported."""
+    wrap(stage_module(), "stage_backward_input", _watched)
+
+
+def is_input_half() -> bool:
+    """Return True in a backward whose half for weight gradients follows, with the same gradient."""
+    return bool(_input_halves)
+
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def stage_backward_input(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         # nodes of views own the nodes of the outputs, which detach_() releases
-        above = [y.view_as(y).grad_fn for y in outputs if y.requires_grad]
-        gradients, groups = original(outputs, *args, **kwargs)
-        for group in groups:
-            group["graph"] = above
+        above = [y.view_as(y).grad_fn for y in outputs if y.requires_grad and LOSES_GRAPHS]
+        _input_halves.append(original)
+        try:
+            gradients, groups = original(outputs, *args, **kwargs)
+        finally:
+            _input_halves.pop()
+        if above:
+            for group in groups:
+                group["graph"] = above
         return gradients, groups
 
     return stage_backward_input

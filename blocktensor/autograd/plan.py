@@ -27,7 +27,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_same_scaling
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
-from .pipelining import LOSES_GRAPHS, keep_graphs
+from .pipelining import LOSES_GRAPHS, watch_halves
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
@@ -181,7 +181,7 @@ def _key(
     if not is_compiling():
         _refuse_surroundings(x)
         if LOSES_GRAPHS:
-            keep_graphs()
+            watch_halves()
     x_inner, w_inner = inner(x), inner(w)
     if (
         not isinstance(w, FP8_TYPES)

@@ -287,14 +287,13 @@ def matmuls(run: Any, *args: Any) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("is_fused", [False, True])
 @on_ranks(2, gpus=())
-def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str) -> None:
-    """Halves of a backward compute what they are asked for.
-
-    Not of fused MLPs: the half for weights computes the gradient of h again.
-    """
+def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str, is_fused: bool) -> None:
+    """Halves of a backward compute what they are asked for."""
     model = plain(End).bfloat16()
     convert(model, skip=["*.gate"], skip_small=False, convert_head=True)
+    assert not is_fused or len(fuse(model).fused) == 2
     sharing = share_inputs(model)
     pipeline = Pipeline(name, model)
     pipeline.step(33)  # the first step of torch 2.13 begins with another forward
@@ -302,5 +301,8 @@ def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str) -> N
     dist.all_reduce(found)
     # forward and two of backward, of twelve weights, for each microbatch
     wanted = matmuls(one_by_one, plain().bfloat16(), 33)
-    assert found == wanted == 3 * 12 * MICROBATCHES
+    assert wanted == 3 * 12 * MICROBATCHES
+    # torch 2.11 gives the half for weights a copy of the gradient: that of h is computed again
+    again = 2 * MICROBATCHES if is_fused and name == SPLIT and torch.__version__ < (2, 13) else 0
+    assert found == wanted + again
     assert sharing.saved >= MICROBATCHES or not pipeline.is_last
