@@ -168,6 +168,14 @@ def _two_dims() -> dict[str, object]:
     return {**names, "model": model.bfloat16(), "mesh": mesh}
 
 
+def _migrated() -> dict[str, object]:
+    """An input, and the state of a model of TransformerEngine: it has entries of its own."""
+    layers = {"up": nn.Linear(DIM, HIDDEN), "down": nn.Linear(HIDDEN, DIM)}
+    state = dict(nn.ModuleDict(layers).state_dict())
+    state["up._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return {**common(), "x": torch.randn(8, DIM), "state": state}
+
+
 def _pretrained() -> dict[str, object]:
     """Models of transformers in folders, and a Trainer of one step."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -191,6 +199,7 @@ def _pretrained() -> dict[str, object]:
 
 
 SETUPS: dict[str, Callable[[], dict[str, object]]] = {
+    "docs/faq.md": _converted,
     "docs/guides/audit.md": _converted,
     "docs/guides/backends.md": _converted,
     "docs/guides/checkpoints.md": _converted,
@@ -198,6 +207,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/fsdp2.md": _meshes,
     "docs/guides/fusing.md": _mlps,
     "docs/guides/lora.md": _checkpoint,
+    "docs/guides/migrating.md": _migrated,
     "docs/guides/moe.md": _experts,
     "docs/guides/rl.md": _converted,
     "docs/guides/tensor_parallel.md": _two_dims,
