@@ -149,10 +149,17 @@ def fp8_weights(module: nn.Module) -> list[str]:
     ]
 
 
+_CAST_THEMSELVES = {"torchao", "transformer_engine"}
+"""Libraries whose linears compute with casts of their own."""
+
+
 def why_unconvertible(module: nn.Module, key: str) -> str | None:
     """Return why one of :func:`weights_of` cannot be converted where it is; None if it can."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies by it without calling it"
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] in _CAST_THEMSELVES:
+            return f"a {kind.__name__} of {kind.__module__}, which casts its weight itself"
     weight: Any = module._parameters.get(key)
     if weight is None:
         return "its weight is computed (parametrized), not a parameter"

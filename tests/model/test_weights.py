@@ -114,14 +114,19 @@ class Theirs(nn.Parameter):
 
 
 def test_weights_of_other_libraries_are_left_alone() -> None:
-    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    theirs = type("Float8Linear", (nn.Linear,), {"__module__": "torchao.float8.float8_linear"})
+    kinds = (nn.Linear, nn.Linear, nn.Linear, theirs, type("Sub", (theirs,), {}))
+    model = nn.Sequential(*(kind(DIM, DIM) for kind in kinds))
     model[0].weight = Theirs(randn(DIM, DIM, dtype=torch.float32))
     model[1].weight = nn.Parameter(torch.zeros(DIM * DIM // 2, 1, 1))
     report = convert(model, skip_small=False)
     assert converted_names(model) == ["2"]
+    casts = "a Float8Linear of torchao.float8.float8_linear, which casts its weight itself"
     assert reasons(report) == {
         "0": "its weight is a Theirs, a type of another library",
         "1": "its weight has 3 dimensions",
+        "3": casts,
+        "4": casts,
     }
 
 
