@@ -77,12 +77,12 @@ def measured_in_turns(
 def _turns(
     pipes: Mapping[str, Any], rounds: int, block_ms: float
 ) -> tuple[dict[str, float], dict[str, int]]:
-    keys = [(name, mode) for name, pipe in pipes.items() for mode in _answer(pipe)]
+    keys = [(name, mode) for name, pipe in pipes.items() for mode in _answer(name, pipe)]
 
     def ask(key: tuple[str, str], count: int) -> Any:
         name, mode = key
         pipes[name].send((mode, count))
-        return _answer(pipes[name])
+        return _answer(name, pipes[name])
 
     peaks = {"/".join(key): ask(key, 0) for key in keys}
     counts = {key: max(1, round(block_ms / ask(key, 3))) for key in keys}
@@ -95,8 +95,11 @@ def _turns(
     return {key: middle_mean(found) for key, found in times.items()}, peaks
 
 
-def _answer(pipe: Any) -> Any:
-    found = pipe.recv()
+def _answer(name: str, pipe: Any) -> Any:
+    try:
+        found = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{name}: its process has ended, perhaps for want of memory") from None
     if isinstance(found, tuple):
         raise RuntimeError(found[0])
     return found

@@ -91,7 +91,8 @@ def iter_fp8(
     The model may be sharded, by ``fully_shard``, tensor parallel, expert parallel (as DTensors) or
     several of them. What travels between ranks is FP8, in batches of at most the largest
     weight's size, of which two are in memory at a time. All ranks of the model's meshes must then
-    exhaust the iterator, with the same arguments; the tensors are the same on all.
+    exhaust the iterator, with the same arguments; the tensors are the same on all. Scales are made
+    before the first tensor: do not change the weights until the iterator is exhausted.
 
     Args:
         model: any module, converted, on one device or sharded.
@@ -101,7 +102,7 @@ def iter_fp8(
             their iterators are empty. Default: all ranks.
 
     Yields:
-        Name and tensor. Tensors of a weight in FP8 are new; others may be the model's own memory.
+        Name and tensor. Those of a trainable weight are new; others may be the model's own memory.
 
     Raises:
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that

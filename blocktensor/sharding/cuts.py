@@ -134,7 +134,7 @@ def _pieces(size: int, cuts: tuple[tuple[int, int], ...]) -> list[list[Piece]]:
     ``cuts``: for each dimension of the mesh its size, and the number of parts that it cuts; 0 if
     its ranks hold the same.
     """
-    held = [torch.arange(size)]
+    held = [torch.arange(size, device="cpu")]  # whatever the default device is
     for ranks, parts in cuts:
         held = [
             torch.cat([_chunks(part, ranks)[rank] for part in _chunks(indices, parts)])

@@ -209,13 +209,18 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
 def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
     """Yield all items whole."""
     ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
-    for batch in _batches(items, limit):
-        receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
+    receive = None
+    try:
+        for batch in _batches(items, limit):
+            receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
+            if ahead is not None:
+                yield from ahead()
+            ahead, receive = receive, None
         if ahead is not None:
             yield from ahead()
-        ahead = receive
-    if ahead is not None:
-        yield from ahead()
+    finally:
+        if receive is not None:  # abandoned: torch keeps what nobody has waited for
+            next(receive())
 
 
 def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
@@ -241,8 +246,8 @@ def _send_stacked(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | T
         parts = _gather(parts, group)
 
     def receive() -> Iterator[Quantized | Tensor]:
-        for item, part in zip(batch, parts, strict=True):
-            yield item.whole(_wait(part).view(item.dtype).view(item.x.shape))
+        for item, part in zip(batch, [_wait(part) for part in parts], strict=True):
+            yield item.whole(part.view(item.dtype).view(item.x.shape))
 
     return receive
 

@@ -17,6 +17,8 @@ MILLISECONDS = {"bf16": 4.0, "fp8": 2.0}
 def waits(name: str) -> Mapping[str, Callable[[], object]]:
     if name == "broken":
         raise ValueError("no such model")
+    if name == "killed":
+        os._exit(1)
     modes = ("eager",) if name == "bf16" else ("eager", "compiled")
     return {mode: lambda: time.sleep(MILLISECONDS[name] / 1000) for mode in modes}
 
@@ -42,6 +44,8 @@ def test_each_variant_has_a_process_and_all_of_its_modes() -> None:
 
 
 def test_a_variant_that_fails_is_named() -> None:
+    with pytest.raises(RuntimeError, match="killed: its process has ended"):
+        turns.measured_in_turns(["killed"], waits, 4, 8.0, clock, process_id)
     with pytest.raises(RuntimeError, match=r"broken:\n(.*\n)*ValueError: no such model"):
         turns.measured_in_turns(["bf16", "broken"], waits, 4, 8.0, clock, process_id)
 

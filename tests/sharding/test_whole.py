@@ -119,6 +119,32 @@ def test_few_weights_are_gathered_before_they_are_used(
     assert sizes == [2, 1, 2, 2, 2]
 
 
+@on_ranks(2, gpus=())
+def test_what_is_abandoned_is_waited_for(world: int, device: str) -> None:
+    """Torch keeps what a collective fills until somebody waits for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    mesh = shared_mesh(device, world, names=("all",))
+    for rows in (256, 255):  # parts that are the whole one after another, or not
+        cuts = [distribute_tensor(randn(rows, 128), mesh, [Shard(0)]) for _ in range(6)]
+        gathering = whole_tensors(cuts, lambda *_: None)
+        before = c10d._get_work_registry_size()
+        for _ in range(2):
+            next(gathering)
+            assert c10d._get_work_registry_size() == before + 1
+        gathering.close()
+        assert c10d._get_work_registry_size() == before
+
+
+@on_ranks(2, gpus=())
+def test_the_default_device_may_be_meta(world: int, device: str) -> None:
+    plain = randn(77, 131)  # of a size that no other test has cut
+    cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
+    with torch.device("meta"):
+        made = whole(cut)
+    assert_same(*made, plain)
+
+
 @on_ranks(2)
 def test_blocks_that_hold_nan(world: int, device: str) -> None:
     plain = randn(200, 300, device=device)
