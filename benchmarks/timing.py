@@ -23,7 +23,8 @@ _MOST_SETS = 8
 _GRAPH_FLOPS = 1e12  # a millisecond of FP8: the few microseconds between two graphs do not count
 
 
-def _block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def timed_block(calls: Sequence[Call], count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Run calls in turn, ``count`` in all; return the events before and after, not awaited."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for i in range(count):
@@ -55,7 +56,7 @@ def round_robin(
     for name in names:
         for call in candidates[name]:
             call()
-        start, end = _block(candidates[name], 3)
+        start, end = timed_block(candidates[name], 3)
         end.synchronize()
         counts[name] = max(1, round(block_ms * 3 / start.elapsed_time(end)))
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -64,7 +65,7 @@ def round_robin(
     for turn in range(rounds + 2):
         # the first block of a round also waits for the host
         turns = turns[::-1] if turn % 2 else order.sample(names, len(names))
-        blocks = [(name, _block(candidates[name], counts[name])) for name in turns]
+        blocks = [(name, timed_block(candidates[name], counts[name])) for name in turns]
         torch.cuda.synchronize()
         for name, (start, end) in blocks if turn >= 2 else ():
             times[name].append(start.elapsed_time(end) / counts[name])
@@ -138,7 +139,7 @@ def flushed_device(call: Call, repeats: int = 100) -> float:
         blocks = []
         for _ in range(count):
             flush.zero_()
-            blocks.append(_block([call], 1))
+            blocks.append(timed_block([call], 1))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in blocks]
 

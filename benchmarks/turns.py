@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .memory import peak
-from .timing import Call, middle_mean
+from .timing import Call, middle_mean, timed_block
 
 Prepare = Callable[[str], Mapping[str, Call]]
 """Makes the calls of a variant by mode. Pickled: a function of a module, perhaps a partial."""
@@ -30,11 +30,7 @@ Clock = Callable[[Call, int], float]
 def on_gpu(call: Call, count: int) -> float:
     """Return milliseconds a call, by events of the GPU, after a call that warms up."""
     call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
+    start, end = timed_block([call], count)
     end.synchronize()
     milliseconds = start.elapsed_time(end) / count
     torch.cuda.empty_cache()  # for the processes that wait, which hold weights and gradients alone

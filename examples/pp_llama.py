@@ -31,6 +31,7 @@ try:
     import blocktensor
     from common.llama import SHAPES, Block, Shape, rope_tables, seed_of
     from fsdp2_llama import ranks
+    from tp_llama import batch
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
@@ -113,15 +114,6 @@ def build(
             fully_shard(stage, mesh=mesh["data"], reshard_after_forward=False)
         stages.append(PipelineStage(stage, index, count, device, group=group))
     return stages, converted
-
-
-def batch(options: argparse.Namespace, shape: Shape, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and those that follow, ``[batch, seq]`` each, the same on ranks of one pipeline."""
-    generator = torch.Generator().manual_seed(seed_of(options.seed, "data", rank, step))
-    random = torch.rand(options.batch, options.seq + 1, generator=generator)
-    # small tokens are more frequent: there is something to learn
-    tokens = random.pow(3).mul(shape.vocab).long().to(options.device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Wire(TorchDispatchMode):
 
 
 def batch(options: argparse.Namespace, shape: Shape, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and those that follow, ``[batch, seq]`` each, the same on ranks that cut linears."""
+    """Tokens and those that follow, ``[batch, seq]`` each, the same for equal ``rank``."""
     generator = torch.Generator().manual_seed(seed_of(options.seed, "data", rank, step))
     random = torch.rand(options.batch, options.seq + 1, generator=generator)
     # small tokens are more frequent: there is something to learn

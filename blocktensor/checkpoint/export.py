@@ -174,8 +174,7 @@ def stored_in_turn(units: Sequence[Unit], suffix: str) -> Iterator[tuple[Unit, d
     def check(index: int, scale: Tensor, format: BlockFormat) -> None:
         _check_scales(groups[index][0].label, scale, format)
 
-    with torch.no_grad():
-        gathering = whole_tensors([same[0].x for same in groups], check)
+    gathering = whole_tensors([same[0].x for same in groups], check)
     for same in groups:
         with torch.no_grad():
             whole = next(gathering)

@@ -29,8 +29,7 @@ _ALIGNMENT = 16
 
 def fp8_of(x: Tensor) -> FP8Base | None:
     """Return a tensor in FP8, or the local part in FP8 of a DTensor; None for others."""
-    local = local_of(x)
-    found = x if local is None else local
+    found = own_part(x)
     return found if isinstance(found, FP8Base) else None
 
 
@@ -75,7 +74,7 @@ def whole_tensors(
 
 
 class _Layout:
-    """How DTensors of one shape are shared between ranks.
+    """Describe how DTensors of one shape are shared between ranks.
 
     Attributes:
         cut: the dimensions of the mesh that cut them.
@@ -299,6 +298,6 @@ def _gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _wait(sent: Tensor) -> Tensor:
-    """Wait for a tensor that is gathered; the host does not."""
+    """Make the current stream, not the host, wait for a gathered tensor."""
     made: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return made
