@@ -80,13 +80,18 @@ def op(
             assert flops is not None
             return flops(*schema.arguments(flat))
 
+        def compute(*flat: Any) -> Any:
+            return schema.tensors(table.run(*schema.arguments(flat)))
+
         OPS[name] = table = Specialized(checked, dispatch)
         registered = torch.library.custom_op(
             f"blocktensor::{name}",
-            lambda *flat: schema.tensors(table.run(*schema.arguments(flat))),
+            compute,
             mutates_args=(mutates,) if mutates else (),
             schema=schema.text,
         )
+        if not mutates:
+            _skip_layers(name, compute)
         make: Callable[..., Any] = fake
         registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(flat))))
         if flops is not None:
@@ -94,6 +99,33 @@ def op(
         return _called(fake, table, mutates or "made")
 
     return declare
+
+
+_LIBRARY = torch.library.Library("blocktensor", "FRAGMENT")
+# Keys of modes and subclasses, and of the tensors of a compiler that removes mutations
+_PYTHON, _FUNCTIONALIZE = torch.DispatchKey.Python, torch.DispatchKey.Functionalize
+
+
+def _skip_layers(name: str, compute: Callable[..., Any]) -> None:
+    """Make calls of a registered op that need no layer of ``custom_op`` run ``compute`` at once.
+
+    The layers raise where a gradient would be lost, and serve modes and subclasses. In a compiled
+    graph they took half of an op's host time (docs/experiments/host_time.md).
+    """
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        layers = torch.library.get_kernel(f"blocktensor::{name}", key)
+
+        def call(keyset: Any, *flat: Any, layers: Any = layers) -> Any:
+            is_traced = keyset.has(_PYTHON) or keyset.has(_FUNCTIONALIZE)
+            if is_traced or (torch.is_grad_enabled() and any(map(_has_graph, flat))):
+                return layers.call_boxed(keyset, *flat)
+            return compute(*flat)
+
+        _LIBRARY.impl(name, call, key, with_keyset=True)
+
+
+def _has_graph(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:

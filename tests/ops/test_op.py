@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
@@ -121,7 +124,7 @@ def test_eager_calls_run_the_first_backend_that_takes_them() -> None:
         tried_halved(x[0, 0], BLOCKS_1X128)
     out = torch.zeros(130, 300)
     assert tried_added_(out, whole, 3) is out
-    assert_same(out, 3 * reference.dequantize(whole, torch.float32))
+    assert_same(out, 0 + 3 * reference.dequantize(whole, torch.float32))  # 0 of -0
 
 
 def test_a_gradient_that_would_be_lost_raises() -> None:
@@ -129,3 +132,26 @@ def test_a_gradient_that_would_be_lost_raises() -> None:
     data, _ = NAMES.tried_halved(x, "1x128")
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         data.float().sum().backward()
+
+
+def test_a_call_without_gradients_or_modes_passes_no_layers_of_custom_op() -> None:
+    x, called = torch.randn(130, 300), []
+    want = NAMES.tried_halved(x, "1x128")
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename))
+    try:
+        made = NAMES.tried_halved(x, "1x128")
+    finally:
+        sys.setprofile(None)
+    assert ran == ["fake kernels"] * 2
+    assert inspect.getfile(op) in called
+    assert not [name for name in called if Path(name).parent.name == "_library"]
+    for got, wanted in zip(made, want, strict=True):
+        assert_same(got, wanted)
+
+
+def test_modes_see_a_call() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        data, scale = NAMES.tried_halved(torch.randn(130, 300), "1x128")
+    assert isinstance(data, FakeTensor) and isinstance(scale, FakeTensor)
+    assert (data.shape, scale.shape) == ((130, 300), (130, 3))
+    assert ran == []
