@@ -89,10 +89,10 @@ def iter_fp8(
         state = dict(blocktensor.iter_fp8(model))
 
     The model may be sharded, by ``fully_shard``, tensor parallel, expert parallel (as DTensors) or
-    several of them. What travels between ranks is FP8, in batches of at most the largest
-    weight's size, of which two are in memory at a time. All ranks of the model's meshes must then
-    exhaust the iterator, with the same arguments; the tensors are the same on all. Scales are made
-    before the first tensor: do not change the weights until the iterator is exhausted.
+    several of them. What travels between ranks is FP8, in batches of about a Transformer layer, of
+    which two are in memory at a time. All ranks of the model's meshes must then exhaust the
+    iterator, with the same arguments; the tensors are the same on all. Scales are made before the
+    first tensor: do not change the weights until the iterator is exhausted.
 
     Args:
         model: any module, converted, on one device or sharded.

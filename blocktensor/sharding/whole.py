@@ -23,6 +23,11 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .cuts import Cut, Region, frozen_parts, held, held_by_ranks, rank_at
 from .dtensor import local_of, own_part
 
+_BATCH = 4
+"""Most bytes gathered at a time, in sizes of the largest weight, and in all: two batches, a
+Transformer layer each, take no more than a layer in bf16."""
+_BATCH_BYTES = 256 << 20
+
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
 
@@ -58,8 +63,9 @@ def whole_tensors(
     next forward multiplies by.
 
     Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
-    and the scales on the CPU. Then tensors are gathered in batches of at most the bytes of the
-    largest weight, or of one tensor; a batch is on its way while the one before is in use.
+    and the scales on the CPU. Then tensors are gathered in batches of at most four times the bytes
+    of the largest weight and 256 MiB, or of one tensor; a batch is on its way while the one before
+    is in use.
     """
     layouts: dict[Any, _Layout] = {}
     items = [None if local_of(x) is None else _item(x, layouts) for x in tensors]
@@ -67,7 +73,8 @@ def whole_tensors(
     _make_scales([*weights.values()])
     for i, weight in weights.items():
         check(i, weight.scale_on_cpu, weight.format)
-    limit = max((weight.x.numel() for weight in weights.values()), default=0)
+    largest = max((weight.x.numel() for weight in weights.values()), default=0)
+    limit = min(_BATCH * largest, _BATCH_BYTES)
     made = _gathered([item for item in items if item is not None], limit)
     for item in items:
         yield None if item is None else next(made)

@@ -98,7 +98,7 @@ def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
 def test_few_weights_are_gathered_before_they_are_used(
     world: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two batches, each of at most the bytes of the largest weight."""
+    """Two batches, each of at most four times the bytes of the largest weight, and 256 MiB."""
     sizes: list[int] = []
     gather = whole_module._gather
 
@@ -110,13 +110,16 @@ def test_few_weights_are_gathered_before_they_are_used(
     mesh = shared_mesh(device, world, names=("all",))
     weights = [
         distribute_tensor(randn(n, 128, device=device), mesh, [Shard(0)])
-        for n in (128, 128, 256, *[128] * 6)
+        for n in (128, 128, 256, *[128] * 12)
     ]
     for weight in weights:
         weight._local_tensor = BlockwiseFP8Weight(weight.to_local())
-    for used, _ in enumerate(whole_tensors(weights, lambda *_: None)):
-        assert sum(sizes) <= used + 4
-    assert sizes == [2, 1, 2, 2, 2]
+    for limit, wanted in ((256 << 20, [7, 8]), (256 * 128, [2, 1, *[2] * 6])):
+        monkeypatch.setattr(whole_module, "_BATCH_BYTES", limit)
+        for used, _ in enumerate(whole_tensors(weights, lambda *_: None)):
+            assert sum(sizes) <= used + 2 * max(wanted)
+        assert sizes == wanted
+        sizes.clear()
 
 
 @on_ranks(2, gpus=())
