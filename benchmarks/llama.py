@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import blocktensor as bt
 
-from .timing import Call, by_mode, round_robin
+from .timing import Call
 
 BATCH, TIME, LAYERS = 2, 4096, 4
 
@@ -119,18 +118,3 @@ def modes_of(
         compiled = torch.compile(model, fullgraph=fullgraph)
         calls["compiled"] = step(model, compiled, x, grad)
     return calls
-
-
-def compared(
-    models: Mapping[str, nn.Module], x: Tensor, grad: Tensor, rounds: int, fullgraph: bool
-) -> Iterator[dict[str, Any]]:
-    """One row a variant: milliseconds eager and compiled, and the speed-ups over bf16."""
-    calls: dict[str, Call] = {}
-    for name, model in models.items():
-        for mode, call in modes_of(name, model, x, grad, fullgraph).items():
-            calls[f"{name}/{mode}"] = call
-    for call in calls.values():
-        call()
-    ms = round_robin({name: [call] for name, call in calls.items()}, rounds)
-    for name in models:
-        yield {"variant": name, **by_mode(ms, name)}

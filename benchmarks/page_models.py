@@ -11,7 +11,8 @@ from .profiled import SHOWN
 from .results import Row, columns, select
 from .timing import MODES
 
-SPEEDS = ("eager, ms", "over bf16", "torch.compile, ms", "over bf16")
+_BOTH = "eager", "compiled"
+_MODES = {"eager": "eager", "compiled": "torch.compile", "graphs": "CUDA graphs"}
 _PARTS = ("gemms", "attention", "casts", "norms", "swiglu", "rest", "idle")
 _KERNELS = {
     "gemms": "GEMMs",
@@ -24,12 +25,18 @@ _KERNELS = {
 _DRY = "; a dry run is rank 0 of a fake process group: nothing is sent, memory is a real rank's"
 
 
-def speeds(row: Row) -> list[Any]:
-    """Cells below :data:`SPEEDS`."""
-    cells: list[Any] = []
-    for mode in MODES:
-        cells += [row[f"{mode}_ms"] or "–", times(row[f"{mode}_speedup"])]
-    return cells
+def speeds(rows: Sequence[Row], *names: str) -> tuple[tuple[str, ...], list[Sequence[Any]]]:
+    """Return the header and the rows of a table: columns ``names``, then the speed in each mode."""
+    modes = [mode for mode in MODES if f"{mode}_ms" in rows[0]]
+    titles = (title for mode in modes for title in (f"{_MODES[mode]}, ms", "over bf16"))
+    cells = [
+        (
+            *(row[name] for name in names),
+            *(x for m in modes for x in (row[f"{m}_ms"] or "–", times(row[f"{m}_speedup"]))),
+        )
+        for row in rows
+    ]
+    return (*[""] * len(names), *titles), cells
 
 
 def block(content: Content, page: Path) -> list[str]:
@@ -38,8 +45,7 @@ def block(content: Content, page: Path) -> list[str]:
     return section(
         f"**{layers} Llama-8B-shaped blocks, {tokens} tokens**, forward + backward with attention "
         f"and norms, every weight cast as after an optimizer step:",
-        ("", *SPEEDS),
-        [(r["variant"], *speeds(r)) for r in content["rows"]],
+        *speeds(content["rows"], "variant"),
         content,
         "; torch.compile merges equal casts, so inputs are not shared there",
     )
@@ -49,7 +55,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     """The stack's speed-ups in a sentence."""
     by_variant = {row["variant"]: row for row in content["rows"]}
     row = by_variant["fp8"]
-    eager, compiled = (times(row[f"{mode}_speedup"]) for mode in MODES)
+    eager, compiled = (times(row[f"{mode}_speedup"]) for mode in _BOTH)
     said = [f"{eager} bf16 in eager mode, {compiled} compiled"]
     ways = {
         "with `fuse`": "fp8, fused",
@@ -59,7 +65,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     }
     for name, variant in ways.items():
         if found := by_variant.get(variant):
-            speeds = (times(found[f"{mode}_speedup"]) for mode in MODES)
+            speeds = (times(found[f"{mode}_speedup"]) for mode in _BOTH)
             said.append(f"{name} {' and '.join(speeds)}")
     return [
         f"{row['layers']} Llama-8B-shaped blocks, forward + backward: {'; '.join(said)} "
@@ -119,7 +125,7 @@ def memory(content: Content, page: Path) -> list[str]:
 def hf_llama(content: Content, page: Path) -> list[str]:
     """Training steps of transformers' Llama."""
     rows = [
-        (r["variant"], *(cell for mode in MODES for cell in (
+        (r["variant"], *(cell for mode in _BOTH for cell in (
             r[f"{mode}_ms"], times(r[f"{mode}_speedup"]),
             f"{r[f'{mode}_peak_mib'] / 1024:.1f}", times(r[f"{mode}_peak_of_bf16"]))))
         for r in content["rows"]
@@ -298,14 +304,13 @@ def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
 
 def shards(content: Content, page: Path) -> list[str]:
     """Linears of one tensor parallel rank."""
-    rows = [(r["model"], r["variant"], *speeds(r)) for r in content["rows"]]
     return section(
         f"**Linear layers of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} "
         f"tokens, forward + backward without collectives:",
-        ("", "", *SPEEDS),
-        rows,
+        *speeds(content["rows"], "model", "variant"),
         content,
-        "; host time limits the small linear layers of 8B",
+        "; host time limits the small linear layers of 8B outside CUDA graphs, which are those of "
+        "torch.compile(mode='reduce-overhead')",
     )
 
 

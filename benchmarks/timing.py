@@ -15,7 +15,7 @@ Call = Callable[[], object]
 Maker = Callable[[Any], Call]
 """Given a set of inputs, return the call that multiplies, or casts, them."""
 
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "graphs")
 
 _FLUSHED_BYTES = 2**28  # five times the L2 of an H200
 _ROTATED_BYTES = 200 * 2**20  # four times the L2
@@ -75,10 +75,10 @@ def round_robin(
 def by_mode(ms: Mapping[str, float], name: str) -> dict[str, Any]:
     """Return a variant's columns: milliseconds by mode, and speed-ups over bf16; None if untimed.
 
-    The keys of ``ms`` are ``variant/mode``.
+    The keys of ``ms`` are ``variant/mode``. The modes are those of bf16.
     """
     row: dict[str, Any] = {}
-    for mode in MODES:
+    for mode in (mode for mode in MODES if f"bf16/{mode}" in ms):
         found = ms.get(f"{name}/{mode}")
         row[f"{mode}_ms"] = None if found is None else round(found, 3)
         row[f"{mode}_speedup"] = None if found is None else round(ms[f"bf16/{mode}"] / found, 3)

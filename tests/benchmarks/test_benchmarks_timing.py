@@ -140,3 +140,5 @@ def test_columns_by_mode() -> None:
     columns = "eager_ms", "eager_speedup", "compiled_ms", "compiled_speedup"
     assert timing.by_mode(ms, "bf16") == dict(zip(columns, (3.0, 1.0, 2.0, 1.0), strict=True))
     assert list(timing.by_mode(ms, "shared").values()) == [1.5, 2.0, None, None]
+    graphs = timing.by_mode(ms | {"bf16/graphs": 1.0, "shared/graphs": 0.5}, "shared")
+    assert (graphs["graphs_ms"], graphs["graphs_speedup"]) == (0.5, 2.0)
