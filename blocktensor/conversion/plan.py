@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
         tied[id(matrix.parameter)].append(matrix)
     for group in tied.values():
         _decide_on(group, choices)
+    for first, why in _small_on_average(matrices, choices).items():
+        _conclude(tied[id(first.parameter)], first, {first: why})
 
 
 def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
@@ -71,6 +74,12 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     is_fp8 = fp8_part(first.parameter) is not None
     if left and is_fp8:
         left = {first: "already converted"}
+    _conclude(tied, first, left)
+
+
+def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str]) -> None:
+    """Choose a parameter by its first linear unless some are ``left``, each with the reason."""
+    is_fp8 = fp8_part(first.parameter) is not None
     first.is_chosen = not left
     for matrix in tied:
         if matrix in left:
@@ -119,7 +128,7 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     weight, part = linear.parameter, local_stack(linear.parameter)
     is_stack, gpu = weight.ndim == 3, gpu_of(weight.device)
     n, k = sizes_of(linear.module, linear.key, weight if part is None else part)
-    thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
+    thresholds = _thresholds(choices)
     is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
     if is_slow and is_stack:
         return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
@@ -131,6 +140,33 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     small = (thresholds.experts() if is_stack else thresholds).undercut(n, k)
     before = f"{NO_FAST_PATH}: " if is_slow else ""
     return f"{before}small: {' and '.join(small)} (skip_small)" if small else None
+
+
+def _thresholds(choices: Choices) -> MinSizes:
+    return choices.small if isinstance(choices.small, MinSizes) else MinSizes.measured()
+
+
+def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matrix, str]:
+    """Return the chosen linears that are left for the others to be large on average, with reasons.
+
+    Linears of one size are left together.
+    """
+    if choices.small is False:
+        return {}
+    least = _thresholds(choices).mean
+    sizes = {
+        matrix: math.prod(matrix.parameter.shape)
+        for matrix in matrices
+        if matrix.is_chosen and matrix.parameter.ndim == 2 and not is_lazy(matrix.parameter)
+        and fp8_part(matrix.parameter) is None
+    }  # fmt: skip
+    left: dict[Matrix, str] = {}
+    while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
+        smallest = min(sizes.values())
+        why = f"small: linears with N K >= {smallest} have {mean:.0f} on average < {least}"
+        left |= {x: f"{why} (skip_small)" for x, size in sizes.items() if size == smallest}
+        sizes = {x: size for x, size in sizes.items() if size > smallest}
+    return left
 
 
 def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:

@@ -15,6 +15,9 @@ class MinSizes:
 
     A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
+    The smallest linears are skipped, too, until the others have N K >= mean on average: in eager
+    mode an FP8 linear takes more host time than one in bf16, which only large ones earn.
+
     The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
     faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
     Those of experts come from ``python -m benchmarks experts``: from these sizes on, a layer's
@@ -27,7 +30,17 @@ class MinSizes:
     size: int = 2048 * 2048
     expert_n: int = 256
     expert_k: int = 256
-    expert_size: int = 1024 * 1024
+    expert_size: int = 2048 * 768
+    mean: int = 0
+
+    @classmethod
+    def measured(cls) -> MinSizes:
+        """Return the sizes of ``skip_small=True``: at 4096 tokens a model is faster in eager mode.
+
+        A linear of 4096 x 4096 is, with the slowest host that we met, where one of 7168 x 2048 ran
+        at 0.96 of bf16's speed (``python -m benchmarks linear``).
+        """
+        return cls(mean=4096 * 4096)
 
     @classmethod
     def portable(cls) -> MinSizes:
@@ -37,7 +50,7 @@ class MinSizes:
         7168 x 2048 at 1.07, 4096 x 4096 at 1.10; with sizes that are no multiples of 128 slower
         (10944 x 2048: 0.92).
         """
-        return cls(size=3 * 2048 * 2048)
+        return cls(size=3 * 2048 * 2048, mean=4096 * 4096)
 
     def experts(self) -> MinSizes:
         """Return the sizes for matrices of a stack of experts, which one product multiplies by."""

@@ -127,13 +127,61 @@ alias.of_tied                           64x64     float32  -      fp8      tied 
 
 def test_the_default_thresholds_keep_large_layers() -> None:
     sizes = {"large": (2048, 2048), "wide": (1024, 4096), "flat": (4096, 1024)}
-    sizes |= {"narrow": (1023, 8192), "small": (2047, 2048)}
-    with torch.device("meta"):
-        model = nn.ModuleDict({name: nn.Linear(k, n) for name, (k, n) in sizes.items()})
-    report = convert(model)
-    assert [e.name for e in report.converted] == ["large", "wide", "flat"]
+    sizes |= {"narrow": (1023, 8192), "small": (2047, 2048), "huge": (8192, 8192)}
+    report = convert(linears(sizes))
+    assert [e.name for e in report.converted] == ["large", "wide", "flat", "huge"]
     assert reasons(report)["narrow"] == "small: K=1023 < 1024 (skip_small)"
     assert reasons(report)["small"] == "small: N K=4192256 < 4194304 (skip_small)"
+
+
+def linears(sizes: dict[str, tuple[int, int]]) -> nn.ModuleDict:
+    with torch.device("meta"):
+        return nn.ModuleDict({name: nn.Linear(k, n) for name, (k, n) in sizes.items()})
+
+
+def llama_sizes(dim: int, kv: int, hidden: int) -> dict[str, tuple[int, int]]:
+    attention = {"q": (dim, dim), "k": (dim, kv), "v": (dim, kv), "o": (dim, dim)}
+    return attention | {"gate": (dim, hidden), "up": (dim, hidden), "down": (hidden, dim)}
+
+
+MLP = ["gate", "up", "down"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "converted"),
+    [
+        (llama_sizes(4096, 1024, 14336), ["q", "k", "v", "o", *MLP]),  # Llama 8B
+        (llama_sizes(3072, 1024, 8192), ["q", "o", *MLP]),  # 3B; k and v are small by themselves
+        (llama_sizes(2048, 512, 8192), MLP),  # 1B
+        ({"one": (4096, 4096)}, ["one"]),
+        ({"one": (4096, 4096), "less": (4096, 4095)}, ["one"]),
+    ],
+)
+def test_linears_are_large_on_average(
+    sizes: dict[str, tuple[int, int]], converted: list[str]
+) -> None:
+    """Otherwise the smallest stay in bf16: eager steps would take their host time."""
+    model = linears(sizes)
+    report = convert(model)
+    assert [e.name for e in report.converted] == converted
+    left = [name for name, (k, n) in sizes.items() if name not in converted and n * k >= 2048**2]
+    for name in left:
+        assert "on average < 16777216 (skip_small)" in reasons(report)[name]
+    again = convert(model)  # what is converted counts no more
+    assert not [e for e in again.entries if e.name in left and e.converted]
+
+
+def test_a_tied_linear_counts_once() -> None:
+    why = "small: linears with N K >= 8388608 have 14680064 on average < 16777216 (skip_small)"
+    for tied, left in (("large", {"small"}), ("small", {"small", "also"})):
+        size = (5120, 4096) if tied == "large" else (4096, 2048)
+        model = linears({"large": (5120, 4096), "small": (4096, 2048), "also": size})
+        model["also"].weight = model[tied].weight
+        report = convert(model)
+        assert {entry.name for entry in report.converted} == {"large", "small", "also"} - left
+        found = {**reasons(report), "also": report.entries[-1].reason}
+        assert found["small"] == why
+        assert found["also"] == f"tied to {tied!r}" + (f": {why}" if "also" in left else "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -262,7 +310,7 @@ def test_slow_launches_are_a_part_that_is_missing(
         "fast path: no (repeated launches: this Triton launches kernels in an unknown way)"
     )
     with pytest.warns(UserWarning, match="eager steps of small layers run at a third") as caught:
-        report = convert(TitanMoE(4, 1024, 1024))
+        report = convert(TitanMoE(4, 1024, 1536))
     assert "alone" not in str(caught[0].message)
     assert sum(entry.converted for entry in report.entries if len(entry.shape) == 3) == 3
     monkeypatch.undo()
@@ -271,14 +319,14 @@ def test_slow_launches_are_a_part_that_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("lost", "converted"), [(GEMM_BACKENDS, ["1.experts"]), (GROUPED_BACKENDS, ["0"])]
+    ("lost", "converted"), [(GEMM_BACKENDS, ["1", "2.experts"]), (GROUPED_BACKENDS, ["0", "1"])]
 )
 def test_each_kind_of_product_is_left_alone_for_itself(
     lost: Any, converted: list[str], hopper: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hopper((9, 0))
     monkeypatch.setitem(registry._given_up, lost[0], "its kernel does not compile")
-    model = nn.Sequential(*large(4096, 2048), TitanMoE(4, 1024, 1024))
+    model = nn.Sequential(*large(4096, 2048), *large(8192, 4096), TitanMoE(4, 1024, 1536))
     with pytest.warns(UserWarning, match="its kernel does not compile"):
         report = convert(model)
     names = {entry.name.rpartition(".")[0] or entry.name for entry in report.converted}
@@ -288,7 +336,7 @@ def test_each_kind_of_product_is_left_alone_for_itself(
 def test_where_all_is_left_alone_the_reason_is_said(hopper: Pretend) -> None:
     hopper((9, 0), fast=False)
     with pytest.warns(UserWarning, match="fast path") as caught:
-        report = convert(TitanMoE(4, 1024, 1024))
+        report = convert(TitanMoE(4, 1024, 1536))
     said = [str(warning.message) for warning in caught]
     assert "the fast path is missing" in said[0]
     assert "skip_small=False converts" in said[1]
@@ -322,7 +370,7 @@ def test_what_is_left_alone_without_it(
     """A head that is asked for may have any number of words."""
     hopper(capability, fast=capability != (9, 0))
     model = nn.Sequential(*large(4096, 2048), *large(7168, 2048), *large(10944, 2048))
-    model.add_module("moe", TitanMoE(4, 1024, 1024))
+    model.add_module("moe", TitanMoE(4, 1024, 1536))
     model.add_module("embed", skip_init(nn.Embedding, 5003, 4096))
     model.add_module("lm_head", large(5003, 4096)[0])
     with warnings.catch_warnings():

@@ -104,7 +104,7 @@ class MyMixtureOfExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         block = nn.Module()
-        block.moe = TitanMoE(2, DIM, DIM)
+        block.moe = TitanMoE(2, DIM, 2 * DIM)
         self.blocks = nn.ModuleList([block])
 
 
@@ -147,7 +147,7 @@ def _experts() -> dict[str, object]:
         name: randn(4, 128, 128, seed=i, grad=True) for i, name in enumerate(("w1", "w3", "w2"))
     }
     tokens = {"x": randn(24, 128), "chosen": torch.arange(48).view(24, 2) % 4}
-    return {**common(), "model": TitanMoE(2, DIM, DIM), **stacks, **tokens, "E": 4, "top_k": 2}
+    return {**common(), "model": TitanMoE(2, DIM, 2 * DIM), **stacks, **tokens, "E": 4, "top_k": 2}
 
 
 def _mlps() -> dict[str, object]:

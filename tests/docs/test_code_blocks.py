@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from blocktensor import MinSizes
 from tests.docs.code_blocks import FENCE, ROOT, blocks_of, pages, run_blocks
 from tests.docs.setups import SETUPS, common
 
@@ -34,6 +35,7 @@ def test_the_blocks_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MinSizes, "measured", MinSizes)  # their models are small on average
     run_blocks(PAGES[page], page, SETUPS.get(page, common)())
 
 

@@ -213,8 +213,8 @@ LARGE = MinSizes(expert_n=1000, expert_k=1000, expert_size=0)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, {UP: "small: K=128 < 256 and N K=65536 < 1048576 (skip_small)",
-              DOWN: "small: N=128 < 256 and N K=32768 < 1048576 (skip_small)"}),
+        ({}, {UP: "small: K=128 < 256 and N K=65536 < 1572864 (skip_small)",
+              DOWN: "small: N=128 < 256 and N K=32768 < 1572864 (skip_small)"}),
         ({"skip_small": LARGE}, {UP: "small: N=512 < 1000 and K=128 < 1000 (skip_small)"}),
         ({"skip": ["experts"]}, {UP: "skip pattern 'experts'"}),
         ({"skip": ["*.down_proj", "*.gate_up_proj"]}, {DOWN: "skip pattern '*.down_proj'"}),
