@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,15 @@ def test_a_weight_used_twice_in_one_graph() -> None:
     _, dh, dw_outer = grads_of(module, module(x).detach(), grad)
     _, dx_wanted, dw_inner = grads_of(module, x, dh)
     assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])
+
+
+@pytest.mark.parametrize("policy", ["backward", "step"])
+def test_the_gradient_of_the_bias_alone_releases_the_cast_of_the_weight(policy: Any) -> None:
+    module = linear(N, K, bias=True, recipe=Recipe(cache_weight=policy))
+    y = module(randn(5, K, grad=True)).sum()
+    assert module.weight.cache.nbytes() > 0
+    torch.autograd.grad(y, module.bias)
+    assert module.weight.cache.nbytes() == 0
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -265,6 +265,9 @@ def test_torch_function_modes_see_the_ops_of_the_module(kind: Kind) -> None:
     with torch.device("cpu"):  # a mode too, which changes where tensors are made
         assert_bits(kind.results(model), kind.results(twin))
         assert kind.fused_runs(model) == kind.runs
+        with Halves():
+            assert_bits(kind.results(model), kind.results(twin))
+            assert kind.fused_runs(model) == 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
 from tests.support.models import (
     Trace,
     assert_matches,
@@ -152,6 +152,7 @@ PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
     "sparse.mm": lambda w: torch.sparse.mm(P, w),
     "bilinear": lambda w: F.bilinear(P, P, stack(w)),
     "conv1d": lambda w: F.conv1d(P[:, :, None], stack(w).mT),
+    "conv_tbc": lambda w: torch.conv_tbc(P[None], stack(w), V),
     "rnn cell": lambda w: torch.rnn_tanh_cell(P, P, w, w),
     "aten.mm": lambda w: torch.ops.aten.mm(P, w),
     "multihead": lambda w: F.multi_head_attention_forward(
@@ -252,3 +253,10 @@ def test_tensor_parallel_is_refused_and_changes_nothing(way: str, frozen: bool) 
         DISTRIBUTED[way](module, mesh)
     assert module.weight is weight
     assert torch.equal(module(randn(3, K)), wanted)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_cast_of_tokens_is_no_stack_that_distribute_tensor_takes() -> None:
+    tokens, mesh = quantize(randn(2, 128, K)), init_device_mesh("cpu", (1,))
+    with pytest.raises(NotImplementedError, match=r"^distribute_tensor of .* \[2, 128, 192\]"):
+        distribute_tensor(tokens, mesh, [Shard(0)], src_data_rank=None)

@@ -193,6 +193,7 @@ def test_what_is_refused(mesh: DeviceMesh) -> None:
         *((x, sizes, [2, 2], of_rank) for sizes in ([5, -1], [-1, 5], [3, 1], [1, 3])),
         (x, [5, -1], [5, -1], "no size below 0"),
         (x, [(2, -1), (-1, 2)][rank], [2, 2], "no size below 0"),
+        (x, [(5, 0), (0, 5)][rank], [(5, -1), (-1, 5)][rank], "no size below 0"),
         (x, [4], [2, 2], "output_split_sizes [4] and input_split_sizes [2, 2]"),
         (x, [2, 2], None, "expected both, or None twice"),
         (x[:3], None, None, "3 rows in equal parts for 2 ranks: pass the split sizes"),

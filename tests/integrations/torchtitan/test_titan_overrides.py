@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -140,7 +141,14 @@ def test_the_guide() -> None:
     assert options["filter_fqns"] == ["layers.0."]
 
 
-def test_full_checkpointing_stays() -> None:
+class OtherSelectiveAC(SelectiveAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+
+@pytest.mark.parametrize("policy", [FullAC, OtherSelectiveAC])
+def test_other_checkpointing_stays(policy: Any) -> None:
     run = llama3_debugmodel()
-    run.activation_checkpoint = FullAC.Config()
-    assert type(with_blockwise_fp8(run).activation_checkpoint) is FullAC.Config
+    run.activation_checkpoint = policy.Config()
+    assert type(with_blockwise_fp8(run).activation_checkpoint) is policy.Config

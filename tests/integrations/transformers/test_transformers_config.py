@@ -39,6 +39,12 @@ def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     assert copy.deepcopy(config) == config
 
 
+def test_defaults() -> None:
+    off = dict.fromkeys(("convert_head", "frozen", "fuse", "mark"), False)
+    default = BlockwiseFP8Config(recipe=Recipe(), skip=[], skip_small=True, experts=True, **off)
+    assert BlockwiseFP8Config() == default
+
+
 def test_each_option_counts() -> None:
     default, given = BlockwiseFP8Config(), BlockwiseFP8Config(**OPTIONS)
     assert OPTIONS.keys() == {x.name for x in fields(given) if x.init}
