@@ -41,6 +41,8 @@ class Card(NamedTuple):
 
 
 H200 = Card("H200", 132)
+CARDS = {"H100": Card("H100", 132), "H200": H200}
+"""The cards for which tiles are measured, by their names."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Explain which backend each matmul of a model runs on, and why."""
+"""Explain which backend each matmul of a model runs on, and why; and what FP8 gains."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from ..model.weights import (
     local_stack,
     sizes_of,
 )
+from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
-from ..ops.gemm.choose_backend import GemmProblem, choose_gemm
-from ..ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
-from ..ops.registry import Choice
+from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
+from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.dtensor import is_parallel
 from ..text_table import collapse, text_table
+from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
+_META = torch.device("meta")
 Shape = tuple[int, int, int]
 
 
@@ -37,6 +39,7 @@ class Product:
     Attributes:
         groups: number of groups of tokens, one for each expert of a stack; else 1. Only the device
             knows their sizes. The fprop has M rows for all of them, the wgrad contracts K.
+        us: predicted microseconds, of a linear layer on an H100 or H200 with the fast path.
     """
 
     layer: str
@@ -47,6 +50,7 @@ class Product:
     backend: str
     reason: str
     groups: int = 1
+    us: float | None = None
 
     @property
     def sizes(self) -> str:
@@ -62,10 +66,13 @@ class Explanation:
     Attributes:
         products: every GEMM of every layer.
         fast_path: says if the fast kernels run on the GPU, or why not; None without a GPU.
+        layers: predicted times of linear layers, where those of their products are. Casts are
+            counted for each layer, as without ``fuse`` and ``share_inputs``.
     """
 
     products: tuple[Product, ...]
     fast_path: str | None = None
+    layers: tuple[LayerTime, ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -79,8 +86,21 @@ class Explanation:
             (p.layer or "(model)", p.kind, p.sizes, p.backend, p.reason) for p in self.products
         )
         rows = collapse(cells, across=True)
-        table = text_table(("layer", "product", "M x N x K", "backend", "why"), rows)
-        return table if self.fast_path is None else f"{table}\n{self.fast_path}"
+        parts = [text_table(("layer", "product", "M x N x K", "backend", "why"), rows)]
+        if self.layers:
+            parts.append(f"\n{self._times()}")
+        return "\n".join(parts if self.fast_path is None else [*parts, self.fast_path])
+
+    def _times(self) -> str:
+        cells = [(x.layer or "(model)", *_cells([x])) for x in self.layers]
+        rows = [*collapse(cells, across=True), ("all", *_cells(self.layers))]
+        header = "bf16, us", "FP8, us", "in CUDA graphs", "eager"
+        return text_table(("predicted, forward + backward", *header), rows)
+
+
+def _cells(layers: Sequence[LayerTime]) -> tuple[str, ...]:
+    times = sum(x.bf16_us for x in layers), sum(x.fp8_us for x in layers)
+    return *(f"{us:.0f}" for us in times), *(f"{x:.2f}x" for x in speedups(layers))
 
 
 def explain(
@@ -93,6 +113,10 @@ def explain(
 ) -> Explanation:
     """Return the backend of every FP8 matmul, forward and backward, and why it was chosen.
 
+    On an H100 or H200, or with ``device="H100"`` on any machine, it also predicts how much faster
+    linear layers are than in bf16, by their GPU time and with the host time of eager mode. A model
+    on the meta device will do.
+
     Args:
         model_or_shapes: a converted model, or linear layers as (M tokens, N out, K in).
         tokens: rows of the input (batch x sequence) for a model. Experts get as many for each
@@ -100,11 +124,13 @@ def explain(
             config says; where there is none, one is assumed.
         dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
             for shapes, this one.
-        device: for shapes; default CUDA if available, else CPU.
+        device: for shapes; default CUDA if available, else CPU. For a model too, ``"H100"`` or
+            ``"H200"``: as on that card.
         recipe: for shapes; a model's weights have theirs.
 
     Raises:
-        ValueError: a shape that is not three sizes, or a ``BLOCKTENSOR_GEMM`` that cannot run them.
+        ValueError: a shape that is not three sizes, an unknown device, or a ``BLOCKTENSOR_GEMM``
+            that cannot run them.
     """
     given: Any = model_or_shapes
     if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):
@@ -112,8 +138,10 @@ def explain(
             f"explain takes a model, or a list of shapes (M, N, K): got a {type(given).__name__}"
         )
     products: list[Product] = []
+    times: list[LayerTime] = []
+    asked = _device(device)
     if isinstance(model_or_shapes, nn.Module):
-        devices: set[torch.device] = set()
+        devices: set[torch.device | Card] = set()
         for name, module in model_or_shapes.named_modules():
             for key in fp8_weights(module):
                 weight: Any = module._parameters[key]
@@ -124,7 +152,8 @@ def explain(
                 part = fp8 if is_parallel(module) else local_stack(weight)
                 multiplied = weight if part is None else part
                 sizes = sizes_of(module, key, multiplied)
-                label, where = label_of(name, key), weight.device
+                label = label_of(name, key)
+                where = asked if isinstance(asked, Card) else weight.device
                 devices.add(where)
                 if weight.ndim == 3:
                     experts, bias = len(multiplied), None
@@ -133,21 +162,56 @@ def explain(
                     experts, bias = None, None if getattr(module, "bias", None) is None else dtype
                     shape = (tokens, *sizes)
                 dtypes = dtype, weight.dtype
-                products += _products(label, shape, kinds, casts, dtypes, where, bias, experts)
-        return Explanation(tuple(products), _fast_path(devices))
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+                found = _products(label, shape, kinds, casts, dtypes, where, bias, experts)
+                products += found
+                times += _times_of(found, shape, casts, dtypes, where)
+        return Explanation(tuple(products), _fast_path(devices), tuple(times))
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:
         if not isinstance(shape, Sequence) or len(shape) != 3:
             raise ValueError(f"shape {shape!r}: expected (M tokens, N out, K in)")
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        products += _products(label, shape, kinds, recipe, (dtype, dtype), where)
-    return Explanation(tuple(products), _fast_path({where}))
+        found = _products(label, shape, kinds, recipe, (dtype, dtype), asked)
+        products += found
+        times += _times_of(found, shape, recipe, (dtype, dtype), asked)
+    return Explanation(tuple(products), _fast_path({asked}), tuple(times))
 
 
-def _fast_path(devices: set[torch.device]) -> str | None:
-    gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
-    return described(gpus[0]) if gpus else None
+def _device(device: torch.device | str | None) -> torch.device | Card:
+    """Return the device or the card of this name; by default CUDA if available, else the CPU."""
+    if isinstance(device, str) and device in CARDS:
+        return CARDS[device]
+    try:
+        return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        cards = " or ".join(map(repr, CARDS))
+        raise ValueError(f"device={device!r}: expected a device of torch, or {cards}") from None
+
+
+def _fast_path(devices: set[torch.device | Card]) -> str | None:
+    for device in sorted(devices, key=str):
+        if isinstance(device, Card):
+            return f"fast path: as on an {device.name} that has it"
+        if device.type == "cuda":
+            return described(device)
+    return None
+
+
+def _times_of(
+    products: Sequence[Product],
+    shape: Shape,
+    recipe: Recipe,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    where: torch.device | Card,
+) -> list[LayerTime]:
+    """Return the predicted times of one layer; none if those of a product are unknown."""
+    matmuls = [product.us for product in products if product.us is not None]
+    if len(matmuls) < len(products):
+        return []
+    gpu = where if isinstance(where, Card) else card(where)
+    casts = casts_us(shape, [product.kind for product in products], recipe, dtypes, gpu)
+    bf16 = sum(bf16_matmul_us(p.m, p.n, p.k, gpu) for p in products)
+    return [LayerTime(products[0].layer, bf16, casts + sum(matmuls))]
 
 
 def _products(
@@ -156,7 +220,7 @@ def _products(
     kinds: Sequence[str],
     recipe: Recipe,
     dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
+    where: torch.device | Card,
     bias: torch.dtype | None = None,
     experts: int | None = None,
 ) -> list[Product]:
@@ -173,16 +237,20 @@ def _products(
             added = bias if kind == "fprop" else None
             invariant = kind == "fprop" and recipe.batch_invariant
             formats = rows, squares
-            choice = _chosen(kind, sizes, formats, dtype, device, added, experts, invariant)
-            backend, reason = choice.name, choice.reason
+            backend, reason, us = _chosen(
+                kind, sizes, formats, dtype, where, added, experts, invariant
+            )
         elif x_format is not None:
-            choice = _chosen(kind, sizes, (rows, x_format), weight_dtype, device, None, experts)
-            backend, reason = choice.name, of_x + choice.reason
+            formats = rows, x_format
+            backend, reason, us = _chosen(kind, sizes, formats, weight_dtype, where, None, experts)
+            reason = of_x + reason
         else:
             name = str(dtype).removeprefix("torch.")
             backend, reason = "torch", f"{name}, by Recipe(wgrad_input='high_precision')"
+            gpu = _predicted_for(where)
+            us = None if gpu is None or experts else bf16_matmul_us(*sizes, gpu)
         groups = 1 if experts is None else experts
-        products.append(Product(layer, kind, *sizes, backend, reason, groups))
+        products.append(Product(layer, kind, *sizes, backend, reason, groups, us))
     return products
 
 
@@ -191,21 +259,39 @@ def _chosen(
     sizes: Shape,
     formats: tuple[BlockFormat, BlockFormat],
     out_dtype: torch.dtype,
-    device: torch.device,
+    where: torch.device | Card,
     bias: torch.dtype | None,
     experts: int | None,
     batch_invariant: bool = False,
-) -> Choice[Any]:
-    m, n, k = sizes
+) -> tuple[str, str, float | None]:
+    """Return the backend, the reason, and predicted microseconds if there is a prediction."""
+    (m, n, k), device = sizes, _META if isinstance(where, Card) else where
     if experts is None:
         if kind == "wgrad":
             k = columnwise_width(k, formats[1])
         of = GemmProblem(
             m, n, k, *formats, out_dtype, device, bias=bias, batch_invariant=batch_invariant
         )
-        return choose_gemm(of)
+        gpu = _predicted_for(where)
+        predicted = None if gpu is None else predict_gemm(of, gpu)
+        if isinstance(where, Card) and predicted is not None:
+            return predicted
+        choice = choose_gemm(of)
+        is_it = predicted is not None and predicted[0] == choice.name
+        return choice.name, choice.reason, predicted[2] if predicted and is_it else None
     if kind == "wgrad":
         problem = GroupedProblem("wgrad", k, m, n, experts, *formats, out_dtype, device)
     else:
         problem = GroupedProblem("gemm", m, n, k, experts, *formats, out_dtype, device)
-    return choose_grouped(problem)
+    if isinstance(where, Card):
+        return "gluon", GROUPED_BACKENDS[0].why(problem), None
+    grouped = choose_grouped(problem)
+    return grouped.name, grouped.reason, None
+
+
+def _predicted_for(where: torch.device | Card) -> Card | None:
+    """Return the card that predictions are for; None for other devices."""
+    if isinstance(where, Card):
+        return where
+    is_hopper = where.type == "cuda" and capability(where) == HOPPER
+    return card(where) if is_hopper else None

@@ -208,3 +208,55 @@ def test_bad_shapes() -> None:
             ValueError, match=re.escape(f"shape {shape}: expected (M tokens, N out")
         ):
             explain([shape])
+
+
+def test_a_plan_without_a_gpu() -> None:
+    sizes = {"q": (2048, 2048), "up": (8192, 2048), "down": (2048, 8192)}
+    with torch.device("meta"):
+        layers = [
+            nn.ModuleDict({name: nn.Linear(k, n) for name, (n, k) in sizes.items()})
+            for _ in range(2)
+        ]
+        layers[1]["experts"] = Experts(4, 512, 256)
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)}).bfloat16()
+    convert(model, skip_small=False, stacks={"*.experts": ["w1"]})
+    model["layers"][1]["q"].requires_grad_(False)
+    assert_expected_inline(
+        str(explain(model, tokens=4096, device="H100")),
+        """\
+layer                product  M x N x K                     backend  why
+-------------------  -------  ----------------------------  -------  -------------------------------
+layers.*.q (2)       fprop    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.*.q (2)       dgrad    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.0.q           wgrad    2048 x 2048 x 4096            gluon    256x128 tiles, predicted 32 us
+layers.*.up (2)      fprop    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.up (2)      dgrad    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.up (2)      wgrad    8192 x 2048 x 4096            gluon    256x128 tiles, predicted 141 us
+layers.*.down (2)    fprop    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.down (2)    dgrad    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.down (2)    wgrad    2048 x 8192 x 4096            gluon    256x128 tiles, predicted 141 us
+layers.1.experts.w1  fprop    4096 x 512 x 256 in 4 groups  gluon    64x128 tiles
+layers.1.experts.w1  dgrad    4096 x 256 x 512 in 4 groups  gluon    128x128 tiles
+layers.1.experts.w1  wgrad    512 x 256 x 4096 in 4 groups  gluon    64x128 tiles
+
+predicted, forward + backward  bf16, us  FP8, us  in CUDA graphs  eager
+-----------------------------  --------  -------  --------------  -----
+layers.0.q                     148       136      1.09x           0.67x
+layers.*.{up, down} (4)        584       472      1.24x           1.24x
+layers.1.q                     99        85       1.17x           0.67x
+all                            2582      2108     1.22x           1.22x
+fast path: as on an H100 that has it""",
+    )
+    assert explain(model, tokens=4096).layers == ()
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, n: int, k: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(experts, n, k))
+
+
+def test_unknown_devices() -> None:
+    wanted = "device='B200': expected a device of torch, or 'H100' or 'H200'"
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
+        explain([(128, 128, 128)], device="B200")

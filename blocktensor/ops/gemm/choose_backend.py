@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from .. import reference
-from ..devices import HOPPER, capability, card, lacks_fp8, lacks_gluon, lacks_triton
+from ..devices import HOPPER, Card, capability, card, lacks_fp8, lacks_gluon, lacks_triton
 from ..formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat, num_blocks
 from ..registry import Backend, Choice, Problem, first_choice
 from ..runtime.specialize import GEMM_VARIABLE, forced_gemm
 from ..runtime.triton_compat.versions import differ, on, tried
-from .hopper.tiles import TILES, choose_tile, cublas_is_faster
+from .hopper.tiles import CUBLAS, TILES, choose_tile, cublas_is_faster, speeds
 
 
 @dataclass(frozen=True)
@@ -125,21 +125,38 @@ def _gluon_declines(p: GemmProblem) -> str | None:
 
 
 def _gluon_why(p: GemmProblem) -> str:
+    return _by_tiles(p, card(p.device))[0]
+
+
+def _by_tiles(p: GemmProblem, gpu: Card) -> tuple[str, float]:
+    """Return the tiles of a problem, in words, and predicted microseconds."""
     tile, parts, us = choose_tile(
-        p.m, p.n, num_blocks(p.k), p.b_format.rows, card(p.device), accumulate=p.accumulate,
+        p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, accumulate=p.accumulate,
         splits_k=not p.batch_invariant,
     )  # fmt: skip
     cut = f" and {parts} parts of K" if parts > 1 else ""
     rows, cols = tile.size
-    return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us"
+    return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us", us
 
 
 def _gluon_yields(p: GemmProblem) -> str | None:
-    cublas_takes = _cublas_unusable(p.device) is None and _cublas_declines(p) is None
-    shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
-    if cublas_takes and cublas_is_faster(*shape, card(p.device), not p.batch_invariant):
+    if _cublas_unusable(p.device) is None and _cublas_is_faster(p, card(p.device)):
         return "cuBLAS is predicted to be faster here"
     return None
+
+
+def _cublas_is_faster(p: GemmProblem, gpu: Card) -> bool:
+    shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
+    return _cublas_declines(p) is None and cublas_is_faster(*shape, gpu, not p.batch_invariant)
+
+
+def predict_gemm(p: GemmProblem, gpu: Card) -> tuple[str, str, float]:
+    """Return the backend, the reason and predicted microseconds on a card with the fast path."""
+    if not _cublas_is_faster(p, gpu):
+        return "gluon", *_by_tiles(p, gpu)
+    speed = speeds(gpu.name)[CUBLAS[p.b_format.rows]]
+    us = speed.microseconds(p.m, p.n, num_blocks(p.k), gpu.sms)
+    return "cublas", f"predicted {us:.0f} us", us
 
 
 GemmBackend = Backend[GemmProblem]

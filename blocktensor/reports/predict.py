@@ -1,0 +1,79 @@
+"""Predict how long a linear layer takes on an H100 or H200, forward + backward, in FP8 and in bf16.
+
+Predictions of FP8 GEMMs are those that the choice of tiles is made by (``gemm/hopper/tiles.py``).
+Casts and bf16 matmuls have rates, fitted to ``benchmarks/results/linear.json`` and ``small.json``:
+ratios of FP8 to bf16 are within 10% of those in ``python -m benchmarks linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..ops.devices import Card
+from ..recipe import Recipe
+
+HOST_US = {"bf16": 150.0, "fp8": 225.0}
+"""Microseconds of the host for a linear layer, forward + backward, in eager mode; hosts differ
+threefold (``python -m benchmarks host``, H200, 2026-11-23)."""
+
+
+class Rates(NamedTuple):
+    """What a card does in a microsecond: FLOPs of a bf16 matmul, and bytes of a cast."""
+
+    flops: float
+    bytes: float
+
+
+_RATES = {"H100": Rates(710e6, 2.75e6), "H200": Rates(690e6, 3.75e6)}
+_CAST_US = 3.0
+_MATMUL_US, _LEAST_MATMUL_US = 1.0, 7.5
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Predicted microseconds of a layer on the GPU, forward + backward."""
+
+    layer: str
+    bf16_us: float
+    fp8_us: float
+
+
+def bf16_matmul_us(m: int, n: int, k: int, card: Card) -> float:
+    """Return microseconds of a bf16 matmul ``[M, N]`` over K."""
+    return max(_LEAST_MATMUL_US, _MATMUL_US + 2 * m * n * k / _RATES[card.name].flops)
+
+
+def casts_us(
+    shape: tuple[int, int, int],
+    kinds: Sequence[str],
+    recipe: Recipe,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    card: Card,
+) -> float:
+    """Return microseconds of all casts of a linear layer ``(M tokens, N out, K in)``.
+
+    ``kinds``: of its matmuls; a layer without wgrad is frozen, and its weight cast already.
+    ``dtypes``: of activations and of the weight.
+    """
+    (m, n, k), (of_x, of_w) = shape, dtypes
+    trains = "wgrad" in kinds
+    wgrad = int(trains and recipe.wgrad_input_format is not None)
+    moved = [m * k * (of_x.itemsize + 1 + wgrad), m * n * (of_x.itemsize + 1 + wgrad)]
+    if trains:  # the cast, and the transpose that dgrad reads
+        moved += [n * k * (of_w.itemsize + 1), n * k * 2]
+    return sum(_CAST_US + part / _RATES[card.name].bytes for part in moved)
+
+
+def speedups(layers: Sequence[LayerTime]) -> tuple[float, float]:
+    """Return how much faster FP8 is than bf16: in CUDA graphs, and in eager mode.
+
+    In eager mode the host runs ahead of the GPU over all layers, and the slower of both counts.
+    """
+    bf16, fp8 = sum(x.bf16_us for x in layers), sum(x.fp8_us for x in layers)
+    count = len(layers)
+    eager = max(bf16, HOST_US["bf16"] * count) / max(fp8, HOST_US["fp8"] * count)
+    return bf16 / fp8, eager
