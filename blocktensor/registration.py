@@ -7,10 +7,6 @@ import torch
 
 from . import tensor
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
-from .fusion.experts import RoutedExperts
-from .fusion.forward_reads import Reads
-from .fusion.fuse import PATTERNS
-from .fusion.fused_class import rebuild
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe
@@ -23,11 +19,11 @@ from .tensor.weight_cache import FP8Cache
 
 TORCH_FUNCTIONS.update(OVERRIDES)
 
-# For torch.load(weights_only=True) of frozen weights and of whole models.
+# For torch.load(weights_only=True) of frozen weights, and of whole models that are not fused: it
+# refuses objects of a derived class.
 torch.serialization.add_safe_globals(
     [BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe, named, rebuilt]
 )
-torch.serialization.add_safe_globals([Reads, *PATTERNS, RoutedExperts, rebuild])
 
 # The name of frozen weights in files from before they moved.
 _OLD_NAME = "blocktensor.tensor.BlockwiseFP8Tensor"

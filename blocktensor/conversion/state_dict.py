@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -164,3 +165,6 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
         assert local is not None
         return with_local(value, type(held)(local.detach(), held.recipe))
     return None
+
+
+torch.serialization.add_safe_globals([_plain_parts, _wrap_loaded_weights])  # parts of whole models

@@ -65,7 +65,7 @@ def has_triton() -> bool:
     """Return whether Triton can be imported."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # sys.modules["triton"] is None: its import is blocked
+    except ValueError:  # a module in its place has no __spec__
         return False
 
 

@@ -103,10 +103,12 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
     """Refuse ``distribute_tensor`` of FP8 tensors other than stacks of experts."""
     if who.module not in _DISTRIBUTES:
         return
-    is_weight = isinstance(tensor, BlockwiseFP8Weight) or (
-        isinstance(tensor, BlockwiseFP8Tensor) and tensor.format.transposes
-    )
-    if not is_weight or tensor.ndim != 3:
+    if isinstance(tensor, BlockwiseFP8Tensor) and not tensor.format.transposes:
+        raise NotImplementedError(
+            f"distribute_tensor of FP8 activations {list(tensor.shape)}: distribute them in high "
+            f"precision (.dequantize()); FP8 linears cast their local parts"
+        )
+    if tensor.ndim != 3:
         raise NotImplementedError(
             f"distribute_tensor of an FP8 weight {list(tensor.shape)}, whose gradient DTensor "
             f"would silently compute in high precision: pass ColwiseParallel or RowwiseParallel of "

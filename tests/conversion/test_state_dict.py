@@ -224,3 +224,20 @@ def test_a_tied_layer_takes_a_plain_weight_and_stays_in_fp8() -> None:
     convert(model, skip_small=False)
     model[1].load_state_dict({"weight": torch.randn(K, K)}, assign=True)
     assert isinstance(model[1].weight, BlockwiseFP8Weight)
+
+
+def test_a_whole_model_loads_with_its_classes_alone() -> None:
+    model, file = nn.Sequential(linear(N, K)), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    assert not [name for name in named if name.startswith("blocktensor")]
+    file.seek(0)
+    with torch.serialization.safe_globals(
+        [nn.Sequential, nn.Linear, nn.modules.module._WrappedHook]
+    ):
+        loaded = torch.load(file, weights_only=True)
+    x = X.bfloat16()
+    assert torch.equal(loaded(x), model(x))
+    assert type(loaded[0].weight) is BlockwiseFP8Weight
+    assert type(loaded.state_dict()["0.weight"]) is Tensor
