@@ -258,5 +258,6 @@ def test_tensor_parallel_is_refused_and_changes_nothing(way: str, frozen: bool) 
 @pytest.mark.usefixtures("group")
 def test_a_cast_of_tokens_is_no_stack_that_distribute_tensor_takes() -> None:
     tokens, mesh = quantize(randn(2, 128, K)), init_device_mesh("cpu", (1,))
-    with pytest.raises(NotImplementedError, match=r"^distribute_tensor of FP8 activations \[2, 128, 192\]: "):
+    said = r"^distribute_tensor of FP8 activations \[2, 128, 192\]: "
+    with pytest.raises(NotImplementedError, match=said):
         distribute_tensor(tokens, mesh, [Shard(0)], src_data_rank=None)
