@@ -71,9 +71,12 @@ class ModuleTracker:
         while self._handles:
             self._handles.pop().remove()
 
+    def name_of(self, module: nn.Module) -> str:
+        """The name of a module, without those of wrappers."""
+        return self._modules.get(module) or MODEL
+
     def _begin(self, module: nn.Module, args: Any) -> None:
-        name = self._modules.get(module) or MODEL
-        self._running.append((name, _engine._current_graph_task_id()))
+        self._running.append((self.name_of(module), _engine._current_graph_task_id()))
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         self._running.pop()

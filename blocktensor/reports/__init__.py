@@ -7,10 +7,11 @@ from ..fusion.share_inputs import SharingReport
 from .audit_report import AuditReport
 from .explain import Explanation
 from .memory import MemoryReport
+from .monitor import Health, Monitor
 
 __all__ = [
-    "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "LoadReport",
-    "MemoryReport", "SharingReport",
+    "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "Health",
+    "LoadReport", "MemoryReport", "Monitor", "SharingReport",
 ]  # fmt: skip
 
 

@@ -209,6 +209,7 @@ SETUPS: dict[str, Callable[[], dict[str, object]]] = {
     "docs/guides/lora.md": _checkpoint,
     "docs/guides/migrating.md": _migrated,
     "docs/guides/moe.md": _experts,
+    "docs/guides/monitor.md": _converted,
     "docs/guides/rl.md": _converted,
     "docs/guides/tensor_parallel.md": _two_dims,
     "docs/guides/transformers.md": _pretrained,

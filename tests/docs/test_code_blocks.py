@@ -23,6 +23,7 @@ NOT_RUN: dict[str, int] = {
     "docs/guides/migrating.md": 2,
     "docs/guides/pipeline.md": 1,
     "docs/guides/rl.md": 1,
+    "docs/guides/monitor.md": 2,
     "docs/guides/torchtitan.md": 1,
 }
 """How many blocks of each page do not run."""

@@ -1,0 +1,296 @@
+"""Watch the health of FP8 while a model trains: what casts lose, layer by layer.
+
+In a step that is measured, a dispatch mode sees every cast of an activation or a gradient,
+``ModuleTracker`` tells its module, and fused modules run op by op. Weights are cast once more at
+the end. Figures stay on the device until they are read, so that no step waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import set_multithreading_enabled
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..model.names import is_module
+from ..model.running_module import ModuleTracker
+from ..model.weights import fp8_part, fp8_weights, label_of
+from ..ops.cast.ops import dequantize, quantize_rowwise
+from ..ops.formats import BlockFormat, ceil_div, named
+from ..tensor.base import MasterBase
+from ..text_table import text_table
+
+_NO_RULES: Any = Tensor.__torch_dispatch__
+
+_ROWS = 1024
+"""Most rows of a tensor that are measured, at equal distances."""
+
+_CASTS = {
+    getattr(torch.ops.blocktensor, name).default
+    for name in ("quantize_rowwise", "quantize_both", "quantize_columnwise", "quantize_grouped",
+                 "quantize_grouped_columnwise")
+}  # fmt: skip
+"""Ops that cast activations and gradients; the first argument is what they cast."""
+
+
+class Health(NamedTuple):
+    """What the casts of one operand of a layer lose.
+
+    Attributes:
+        sqnr: signal to quantization noise in dB; 31 to 32 for normally distributed values.
+        flushed: share of the values other than 0 that become 0.
+        saturated: share of them that become the largest number, 448, as the maximum of every block
+            does: 1.3% of normally distributed values in 1x128 blocks.
+        amax_min, amax_max: the smallest and the largest maximum of a block, zeros left out.
+        nonfinite: values that are NaN or Inf.
+    """
+
+    sqnr: float
+    flushed: float
+    saturated: float
+    amax_min: float
+    amax_max: float
+    nonfinite: float
+
+
+class Monitor:
+    """Measure every n-th step of a training loop; see :func:`monitor`.
+
+    Attributes:
+        every: how many steps lie between measured ones.
+        step: the number of steps so far.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every, self.step = every, 0
+        self._model = model
+        self._stack: ExitStack | None = None
+        self._measured: dict[int, dict[tuple[str, str], Tensor]] = {}
+
+    def __enter__(self) -> Monitor:
+        """Begin a step."""
+        if self._stack is not None:
+            raise RuntimeError("a step of this monitor is running: leave its `with` block first")
+        with ExitStack() as stack:
+            if self.step % self.every == 0:
+                found: dict[tuple[str, str], Tensor] = {}
+                tracker = ModuleTracker(self._model)
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(set_multithreading_enabled(False))
+                stack.enter_context(_OpByOp())
+                stack.enter_context(tracker)
+                stack.enter_context(_Casts(tracker, found))
+                self._measured[self.step] = found
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """End the step; one that raised is not counted."""
+        assert self._stack is not None
+        stack, self._stack = self._stack, None
+        stack.close()
+        if kind is not None:
+            self._measured.pop(self.step, None)
+            return
+        if self.step in self._measured:
+            self._measured[self.step].update(_weights(self._model))
+        self.step += 1
+
+    def health(self) -> dict[int, dict[str, dict[str, Health]]]:
+        """Return the figures of measured steps: by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
+
+        Waits for the GPU.
+        """
+        made: dict[int, dict[str, dict[str, Health]]] = {}
+        for step, found in self._measured.items():
+            layers = made[step] = {}
+            for (layer, operand), figures in sorted(found.items()):
+                layers.setdefault(layer, {})[operand] = _health(figures)
+        return made
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.
+
+        ``wandb.log`` takes them, and ``SummaryWriter.add_scalar`` each of them. Empty before the
+        first step.
+        """
+        latest = max(self._measured, default=None)
+        layers = {} if latest is None else self.health()[latest]
+        return {
+            f"fp8/{layer}/{operand}/{name}": value
+            for layer, operands in layers.items()
+            for operand, health in operands.items()
+            for name, value in health._asdict().items()
+        }
+
+    def plot(self) -> Any:
+        """Draw the lowest and the median SQNR of ``x``, ``w`` and ``g`` by step.
+
+        Returns:
+            A ``matplotlib.figure.Figure``; needs matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel="SQNR, dB")
+        measured = self.health()
+        for operand, color in (("x", "tab:blue"), ("w", "tab:gray"), ("g", "tab:orange")):
+            found = {
+                step: [x.sqnr for layer in layers.values() if (x := layer.get(operand))]
+                for step, layers in measured.items()
+            }
+            steps = [step for step, values in found.items() if values]
+            for style, of in (("-", median), (":", min)):
+                label = f"{operand}, {'median' if of is median else 'lowest'} of all layers"
+                axes.plot(steps, [of(found[s]) for s in steps], style, color=color, label=label)
+        axes.legend()
+        return figure
+
+    def __str__(self) -> str:
+        if not self._measured:
+            return "no step was measured"
+        latest = max(self._measured)
+        rows = [
+            (layer, operand, f"{x.sqnr:.1f}", f"{x.flushed:.2%}", f"{x.saturated:.2%}",
+             f"{x.amax_min:.2g} to {x.amax_max:.2g}", f"{x.nonfinite:.0f}")
+            for layer, operands in self.health()[latest].items()
+            for operand, x in operands.items()
+        ]  # fmt: skip
+        header = "", "SQNR, dB", "flushed to 0", "saturated", "amax of blocks", "NaN or Inf"
+        return f"step {latest}\n{text_table(('layer', *header), rows)}"
+
+
+def monitor(model: nn.Module, every: int = 100) -> Monitor:
+    """Measure what the casts of a model lose, every ``every``-th step.
+
+    Enter the monitor for each step, forward and backward; only every n-th one is measured, the
+    first among them::
+
+        health = blocktensor.monitor(model, every=100)
+        for batch in loader:
+            with health:
+                model(**batch).loss.backward()
+            optimizer.step()
+            if health.step % 100 == 1:
+                wandb.log(health.to_dict())
+
+    For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
+    ``g``, of at most 1,024 rows each. The inputs of all matmuls of a module of experts are
+    measured together. A measured step computes
+    the same bits; it takes longer, and compiled regions and fused modules run op by op in it. Each
+    rank measures its own parts.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``every`` is less than 1.
+    """
+    is_module(model, "monitor")
+    given: Any = every
+    if not isinstance(given, int) or given < 1:
+        raise ValueError(f"every={every!r}: expected a number of steps, at least 1")
+    return Monitor(model, every)
+
+
+class _OpByOp(TorchFunctionMode):
+    """Makes fused modules run the modules that they are made of."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Casts(TorchDispatchMode):
+    """Measures every cast of an activation or a gradient."""
+
+    def __init__(self, tracker: ModuleTracker, found: dict[tuple[str, str], Tensor]) -> None:
+        super().__init__()
+        self._tracker, self._found = tracker, found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))  # DTensor asks for shapes
+        if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
+            return NotImplemented  # subclasses, whose own rules run ops on plain tensors
+        place = self._tracker.place()
+        if func in _CASTS and not place.recomputed:
+            format = named(next(x for x in args if isinstance(x, str)))
+            if format.rows == 1:  # weights have square blocks
+                key = place.module, "g" if place.in_backward else "x"
+                made = _figures(args[0], format)
+                self._found[key] = _joined(self._found[key], made) if key in self._found else made
+        return func(*args, **(kwargs or {}))
+
+
+def _weights(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    tracker, found = ModuleTracker(model), {}
+    for module in model.modules():
+        for key in fp8_weights(module):
+            weight: Any = fp8_part(module._parameters[key])
+            if isinstance(weight, MasterBase) and weight.master.numel():  # frozen ones are FP8
+                label, recipe = label_of(tracker.name_of(module), key), weight.recipe  # type: ignore[attr-defined]
+                found[label, "w"] = _figures(weight.master, recipe.weight_format)
+    return found
+
+
+@torch.no_grad()
+def _figures(x: Tensor, format: BlockFormat) -> Tensor:
+    """Return figures of a sample of ``x``, in fp64, as :func:`_health` reads them."""
+    sample = _sample(x.detach(), format).contiguous()
+    cast = quantize_rowwise(sample, format)
+    values, made = sample.float(), dequantize(cast, torch.float32)
+    finite = values.isfinite()
+    measured = finite & made.isfinite()  # not the block of a value that is not finite
+    values, made = values.where(measured, 0), made.where(measured, 0)
+    nonzero, largest = values != 0, torch.finfo(format.dtype).max
+    saturated = nonzero & (cast.data.float().abs() == largest)
+    sums = values.square(), (values - made).square(), nonzero, nonzero & (made == 0), saturated
+    amax = _block_amax(values, format)
+    smallest = amax.where(amax > 0, math.inf)
+    parts = [*(part.sum(dtype=torch.float64) for part in (*sums, ~finite))]
+    if amax.numel() == 0:
+        return torch.stack([*parts, parts[0] + math.inf, parts[0]])
+    return torch.stack([*parts, smallest.min().double(), amax.max().double()])
+
+
+def _joined(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat(
+        [a[:-2] + b[:-2], torch.minimum(a[-2:-1], b[-2:-1]), torch.maximum(a[-1:], b[-1:])]
+    )
+
+
+def _health(figures: Tensor) -> Health:
+    squares, errors, nonzero, flushed, saturated, nonfinite, smallest, largest = figures.tolist()
+    sqnr = math.inf if errors == 0 else 10 * math.log10(squares / errors)
+    count = max(nonzero, 1)
+    return Health(
+        sqnr, flushed / count, saturated / count, min(smallest, largest), largest, nonfinite
+    )
+
+
+def _sample(x: Tensor, format: BlockFormat) -> Tensor:
+    """Return rows at equal distances, or whole blocks of rows; of some experts of a stack."""
+    if format.rows == 1:
+        rows = x.reshape(-1, x.shape[-1])
+        return rows[:: max(1, ceil_div(len(rows), _ROWS))]
+    if x.ndim == 3:
+        return x[:: max(1, ceil_div(len(x) * format.rows, _ROWS)), : format.rows]
+    return x[:_ROWS]
+
+
+def _block_amax(x: Tensor, format: BlockFormat) -> Tensor:
+    missing = 0, -x.shape[-1] % format.cols, 0, -x.shape[-2] % format.rows
+    blocks = (
+        F.pad(x.abs(), missing).unflatten(-1, (-1, format.cols)).unflatten(-3, (-1, format.rows))
+    )
+    return blocks.amax((-1, -3))

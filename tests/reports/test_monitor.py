@@ -1,0 +1,301 @@
+"""What a monitor measures, against sums by hand, and that steps are as without it."""
+
+from __future__ import annotations
+
+import json
+import math
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import Recipe, convert, functional, fuse, monitor, share_inputs
+from blocktensor.ops import reference
+from blocktensor.ops.formats import BlockFormat
+from blocktensor.reports import Health, Monitor
+from tests.support.mlps import MLP, K
+from tests.support.models import RECIPES, linear, randn
+from tests.support.moe_models import TitanMoE
+from tests.support.ranks import on_ranks
+from tests.support.synchronization import no_synchronization
+
+
+def by_hand(x: Tensor, format: BlockFormat) -> Health:
+    """Of rows that are all measured."""
+    values = x.reshape(-1, x.shape[-1]).double()
+    made = reference.dequantize(reference.quantize_rowwise(x, format), torch.float32)
+    made = made.reshape(values.shape).double()
+    error = (values - made).square().sum()
+    data = reference.quantize_rowwise(x, format).data.reshape(values.shape).float()
+    blocks = [
+        part.abs().max().item()
+        for strip in values.split(format.rows)
+        for part in strip.split(format.cols, 1)
+    ]
+    nonzero = int((values != 0).sum())
+    return Health(
+        float(10 * torch.log10(values.square().sum() / error)),
+        int(((values != 0) & (made == 0)).sum()) / nonzero,
+        int((data.abs() == 448).sum()) / nonzero,
+        min(b for b in blocks if b > 0),
+        max(blocks),
+        0.0,
+    )
+
+
+def assert_close(got: Health, want: Health) -> None:
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def measured(health: Monitor) -> dict[str, dict[str, Health]]:
+    (found,) = health.health().values()
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
+@pytest.mark.parametrize("tokens", [5, 1024, 3000])
+def test_the_figures_are_those_of_sums_by_hand(recipe: Recipe, tokens: int) -> None:
+    model = nn.Sequential(linear(300, 200, recipe=recipe))
+    x, g = randn(tokens, 200, grad=True), randn(tokens, 300, seed=1)
+    with torch.no_grad():
+        x[0] = 0
+        x[:, 130] *= 2**-18  # beside values around 1
+        model[0].weight.mul_(torch.linspace(0, 1, 200).bfloat16() ** 8)
+    health = monitor(model)
+    with health:
+        model(x).backward(g)
+    rows = slice(None, None, -(-tokens // 1024))
+    found = measured(health)
+    assert list(found) == ["0"]
+    assert_close(found["0"]["x"], by_hand(x.detach()[rows], recipe.activation_format))
+    assert_close(found["0"]["g"], by_hand(g[rows], recipe.activation_format))
+    assert_close(found["0"]["w"], by_hand(model[0].weight.master.detach(), recipe.weight_format))
+    assert found["0"]["x"].flushed > 0 < found["0"]["w"].flushed
+
+
+def test_values_that_are_not_finite_and_zeros() -> None:
+    model = linear(128, 256)
+    x = randn(4, 256, grad=True)
+    wanted = by_hand(torch.cat([x[1:2, :128], x[3:, 128:]]).detach(), Recipe().activation_format)
+    with torch.no_grad():
+        x[0, :2] = torch.tensor([math.nan, math.inf])
+        x[1:3, 128:] = 0
+        x[0, 128:] = 0
+        x[2:, :128] = 0
+    health = monitor(model)
+    with health:
+        model(x).backward(torch.zeros(4, 128, dtype=torch.bfloat16))
+    found = measured(health)["(model)"]
+    assert_close(found["x"], wanted._replace(nonfinite=2.0))
+    assert found["g"] == (math.inf, 0, 0, 0, 0, 0)
+
+
+def test_an_input_of_no_rows() -> None:
+    model = linear(128, 256)
+    with monitor(model) as health:
+        model(randn(0, 256, grad=True)).sum().backward()
+    assert measured(health)["(model)"]["x"] == (math.inf, 0, 0, 0, 0, 0)
+
+
+class Model(nn.Module):
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.mlp = nn.Linear(K, K), nn.Linear(K, K), MLP()
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.q(x) * self.k(x)
+        y: Tensor = (
+            checkpoint(self.mlp, x, use_reentrant=False) if self.checkpoints else self.mlp(x)
+        )
+        return y
+
+
+def converted(**options: Any) -> Model:
+    model = Model(**options).bfloat16()
+    convert(model, skip_small=False)
+    return model
+
+
+LAYERS = ["k", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "q"]
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
+
+
+def assert_steps_are_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("way", ["plain", "fused", "shared", "checkpointed", "compiled", "moved"])
+def test_a_measured_step_has_the_bits_of_others(way: str) -> None:
+    model: Any = converted(checkpoints=way == "checkpointed")
+    plain, x = converted(), randn(70, K)
+    if way == "fused":
+        assert len(fuse(model).fused) == 1
+    elif way == "shared":
+        share_inputs(model)
+    elif way == "compiled":
+        model.mlp = torch.compile(model.mlp, backend="eager")
+    wanted = step(plain, x)
+    assert_steps_are_equal(step(model, x), wanted)
+    health, of_plain = monitor(model, every=2), monitor(plain)
+    for _ in range(3):
+        with health:
+            assert_steps_are_equal(step(model, x), wanted)
+    with of_plain:
+        step(plain, x)
+    assert_steps_are_equal(step(model, x), wanted)
+    assert [*health.health()] == [0, 2] and health.step == 3
+    first, last = health.health().values()
+    assert first == last
+    (alone,) = of_plain.health().values()
+    assert [*alone] == LAYERS
+    assert first == alone
+
+
+def test_several_forwards_are_measured_together() -> None:
+    model = converted()
+    a, b = randn(40, K), randn(60, K, seed=3)
+    with monitor(model) as health:
+        for x in (a, b):
+            model(x).sum().backward()
+    want = by_hand(torch.cat([a, b]), Recipe().activation_format)
+    assert_close(measured(health)["q"]["x"], want)
+
+
+def test_experts() -> None:
+    moe = TitanMoE(4, 128, 256).bfloat16()
+    convert(moe, skip=["gate"], skip_small=False)
+    with monitor(moe) as health:
+        moe(randn(60, 128, grad=True)).sum().backward()
+    found = measured(health)
+    assert [*found] == ["experts", "experts.w1_EFD", "experts.w2_EDF", "experts.w3_EFD"]
+    assert [*found["experts"]] == ["g", "x"]
+    stack = moe.experts.w2_EDF.master.detach()
+    assert_close(found["experts.w2_EDF"]["w"], by_hand(stack, Recipe().weight_format))
+
+
+def test_frozen_weights_and_inputs_that_are_fp8() -> None:
+    model = nn.Sequential(linear(K, K, frozen=True), linear(K, K))
+    with monitor(model) as health:
+        model(randn(20, K, grad=True)).sum().backward()
+    assert {name: [*x] for name, x in measured(health).items()} == {
+        "0": ["g", "x"],
+        "1": ["g", "w", "x"],
+    }
+    w = linear(K, K).weight
+    with monitor(model) as health:
+        functional.linear(randn(20, K, grad=True), w).sum().backward()
+    assert [*measured(health)] == ["(model)", "1"]
+
+
+def test_a_step_that_raises_is_not_counted() -> None:
+    model = converted()
+    health = monitor(model)
+    handle = model.mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), health:
+        model(randn(5, K))
+    handle.remove()
+    assert (health.step, health.health(), str(health)) == (0, {}, "no step was measured")
+    assert not any(module._forward_hooks for module in model.modules())
+    with health, pytest.raises(RuntimeError, match="leave its `with` block first"), health:
+        pass
+    assert health.to_dict()
+    assert health.step == 1
+
+
+def test_what_is_logged_and_shown() -> None:
+    model = nn.Sequential(linear(128, 128))
+    health = monitor(model, every=10)
+    assert health.to_dict() == {}
+    with health:
+        model(torch.full((4, 128), 2.0).bfloat16()).backward(torch.ones(4, 128).bfloat16())
+    logged = health.to_dict()
+    assert json.loads(json.dumps({k: v for k, v in logged.items() if math.isfinite(v)}))
+    assert len(logged) == 3 * 6
+    assert logged["fp8/0/x/amax_max"] == 2.0
+    assert all(type(value) is float for value in logged.values())
+    assert_expected_inline(
+        str(health),
+        """\
+step 0
+layer     SQNR, dB  flushed to 0  saturated  amax of blocks  NaN or Inf
+-----  -  --------  ------------  ---------  --------------  ----------
+0      g  inf       0.00%         100.00%    1 to 1          0
+0      w  31.6      0.00%         0.01%      0.37 to 0.37    0
+0      x  inf       0.00%         100.00%    2 to 2          0""",
+    )
+
+
+def test_the_plot_has_the_lowest_and_the_median_of_all_layers() -> None:
+    pytest.importorskip("matplotlib")
+    model = converted()
+    health = monitor(model, every=2)
+    for seed in range(3):
+        with health:
+            step(model, randn(20, K, seed=seed))
+    lines = {line.get_label(): line.get_xydata() for line in health.plot().axes[0].lines}
+    assert len(lines) == 6
+    for operand in "xwg":
+        values = [
+            [layer[operand].sqnr for layer in layers.values()]
+            for layers in health.health().values()
+        ]
+        for name, of in (("median", median), ("lowest", min)):
+            line = lines[f"{operand}, {name} of all layers"]
+            assert line.tolist() == [[0, of(values[0])], [2, of(values[1])]]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, None])
+def test_what_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=f"^every={every}: expected a number of steps, at least 1"):
+        monitor(linear(128, 128), every)
+    with pytest.raises(TypeError, match="monitor"):
+        monitor(randn(3))  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_under_fsdp2(mesh: Any, world: int, device: str) -> None:
+    """A rank measures its tokens and its rows of the weights."""
+    whole, model = converted().to(device), converted().to(device)
+    fully_shard(model.mlp, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = randn(64, K, device=device, seed=mesh.get_rank())
+    step(model, x)
+    with monitor(model) as health:
+        y = model(x)
+        y.backward(torch.ones_like(y))
+    with monitor(whole) as alone:
+        z = whole(x)
+        z.backward(torch.ones_like(z))
+    found, want = measured(health), measured(alone)
+    assert torch.equal(y, z)
+    assert [*found] == LAYERS
+    for layer in LAYERS:
+        assert {"g", "x"} < found[layer].keys()
+        assert found[layer]["x"] == want[layer]["x"]
+        assert found[layer]["w"].sqnr == pytest.approx(want[layer]["w"].sqnr, abs=0.3)
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu() -> None:
+    model, x = converted().cuda(), randn(300, K, device="cuda")
+    health = monitor(model)
+    with health:
+        step(model, x)
+    with no_synchronization(), health:
+        step(model, x)
+    assert [*health.health()] == [0, 1]
