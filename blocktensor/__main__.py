@@ -1,12 +1,21 @@
-"""``python -m blocktensor``: the environment, the backends and a self-check, for bug reports."""
+"""``python -m blocktensor doctor``: the environment, what runs fast, and a self-check.
+
+``--json`` prints the same for scripts.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
+import time
 import traceback
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +24,9 @@ import blocktensor
 
 from .conversion.fast_path import FAMILIES, described
 from .ops import reference
+from .ops.devices import HOPPER, capability, card
 from .recipe import DEFAULT_RECIPE
+from .reports.predict import tokens_to_gain
 from .text_table import human_bytes, text_table
 
 OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "peft", "torchtitan")
@@ -36,29 +47,34 @@ MAX_FP8_ERROR = 0.06
 """The largest relative error against fp32: a product of two e4m3 operands has 0.04."""
 
 
-def main() -> int:
-    """Print the report; 0 if the self-check holds, else 1."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; return 0 if the self-check holds, else 1."""
+    parser = argparse.ArgumentParser(
+        "python -m blocktensor", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("command", nargs="?", choices=["doctor"], default="doctor")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
     devices = _devices()
+    if options.json:
+        told = {str(device): facts(device) for device in devices}
+        print(json.dumps({"environment": environment_of(), "devices": told}, indent=2))
+        return 0 if all(found["self_check"]["holds"] for found in told.values()) else 1
     print(environment())
     for device in devices:
         print(f"\n{backends(device)}")
     print()
     passed = True
     for device in devices:
-        try:
-            errors = self_check(device)
-        except Exception as error:  # of any library: the report shows it and goes on
-            traceback.print_exc()
-            passed, said = False, f"FAILED, {type(error).__name__} above"
-        else:
-            holds = _holds(errors)
-            passed, said = passed and holds, ("ok" if holds else "FAILED") + f", {_listed(errors)}"
+        found = checked(device)
+        passed = passed and found["holds"]
+        said = f"FAILED, {found['error']} above" if "error" in found else _said(found)
         print(f"self-check on {device}: {said}")
     return 0 if passed else 1
 
 
-def environment() -> str:
-    """Return versions and devices, a line each."""
+def environment_of() -> dict[str, str]:
+    """Return versions, devices and variables."""
     found = {
         "blocktensor": blocktensor.__version__,
         "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -72,20 +88,95 @@ def environment() -> str:
         found["gpu"] = "none"
     found.update((name, _version(name)) for name in OPTIONAL)
     found.update((name, os.environ[name]) for name in VARIABLES if name in os.environ)
+    return found
+
+
+def environment() -> str:
+    """Return versions, devices and variables, a line each."""
+    found = environment_of()
     width = max(map(len, found))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
 
 
-def backends(device: torch.device) -> str:
-    """Return a line for each backend, best first in its family, and why one cannot run."""
-    rows = [
-        (family, backend.name, "no" if reason else "yes", reason or "")
+def _backends_of(device: torch.device) -> list[tuple[str, str, str | None]]:
+    """Return each backend, best first in its family, and why it cannot run."""
+    return [
+        (family, backend.name, backend.why_not(device))
         for family, family_backends in FAMILIES.items()
         for backend in family_backends
-        for reason in [backend.why_not(device)]
     ]
-    table = text_table((f"ops on {device}", "backend", "runs", "why not"), rows)
-    return table if device.type != "cuda" else f"{table}\n{described(device)}"
+
+
+def backends(device: torch.device) -> str:
+    """Return a line for each backend, and on a GPU what is fast there."""
+    rows = [
+        (family, name, "no" if reason else "yes", reason or "")
+        for family, name, reason in _backends_of(device)
+    ]
+    parts = [text_table((f"ops on {device}", "backend", "runs", "why not"), rows)]
+    if device.type == "cuda":
+        parts.append(described(device))
+        if capability(device) == HOPPER:
+            parts.append(hint(host_us(device), device))
+    return "\n".join(parts)
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Return what the report says of a device, for JSON."""
+    names = "ops", "backend", "why_not"
+    found: dict[str, Any] = {
+        "backends": [dict(zip(names, row, strict=True)) for row in _backends_of(device)]
+    }
+    if device.type == "cuda":
+        found["fast_path"] = described(device)
+        if capability(device) == HOPPER:
+            found["host_us"] = host = host_us(device)
+            found["tokens_to_gain"] = tokens_to_gain(4096, 4096, host, card(device))
+    return found | {"self_check": checked(device)}
+
+
+def host_us(device: torch.device) -> dict[str, float]:
+    """Return median host microseconds of a small linear layer, forward + backward, by dtype."""
+    layers = {name: torch.nn.Linear(512, 512, bias=False).to(device, torch.bfloat16)
+              for name in ("bf16", "fp8")}  # fmt: skip
+    layers["fp8"].apply(blocktensor.to_blockwise_fp8_weights)
+    x = torch.randn(256, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(80):
+        for name, layer in layers.items():
+            x.grad = layer.weight.grad = None
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            layer(x).backward(grad)
+            times[name].append((time.perf_counter() - start) * 1e6)
+    return {name: round(median(found[20:]), 1) for name, found in times.items()}
+
+
+def hint(host: dict[str, float], device: torch.device) -> str:
+    """Return two lines on the layers that are small for this host."""
+    tokens = tokens_to_gain(4096, 4096, host, card(device))
+    return (
+        f"host time of a linear layer, forward + backward: {host['fp8']:.0f} us in FP8, "
+        f"{host['bf16']:.0f} in bf16\n"
+        f"in eager mode layers of 4096 x 4096 gain from {tokens:,} tokens on; use CUDA graphs for "
+        f"smaller ones"
+    )
+
+
+def checked(device: torch.device) -> dict[str, Any]:
+    """Run the self-check; return if it holds, and its errors, or the error that it raised."""
+    try:
+        errors = self_check(device)
+    except Exception as error:  # of any library: the report shows it and goes on
+        traceback.print_exc()
+        return {"holds": False, "error": type(error).__name__}
+    return {"holds": _holds(errors), "errors": errors}
+
+
+def _said(found: dict[str, Any]) -> str:
+    return ("ok" if found["holds"] else "FAILED") + f", {_listed(found['errors'])}"
 
 
 def self_check(device: torch.device) -> dict[str, tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -95,7 +96,7 @@ grouped GEMMs  reference  yes""",
 def test_a_report_ends_with_the_self_check(
     cpu_only: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main() == 0
+    assert command.main([]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert_expected_inline(
         re.sub(r"\b0\.03\d", "#", last.removeprefix("self-check on ")),
@@ -136,7 +137,7 @@ def test_a_wrong_product_fails_and_nan_does(
             return dx * wrong.get("dgrad", 1), dw * wrong.get("wgrad", 1)
 
     monkeypatch.setattr(blocktensor.functional, "linear", Wrong.apply)
-    assert command.main() == 1
+    assert command.main([]) == 1
     assert "self-check on cpu: FAILED, errors" in capsys.readouterr().out
     assert not command._holds({"fprop": (float("nan"), 0.04)})
 
@@ -157,3 +158,41 @@ def test_the_command_reports_errors_and_goes_on() -> None:
     *_, last = done.stdout.splitlines()
     assert_expected_inline(last, """self-check on cpu: FAILED, ValueError above""")
     assert "no-such-backend" in done.stderr
+
+
+def test_json(cpu_only: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["environment"] == command.environment_of()
+    (cpu,) = found["devices"].values()
+    assert cpu["backends"][-1] == {"ops": "grouped GEMMs", "backend": "reference", "why_not": None}
+    assert cpu["self_check"]["holds"] is True
+    assert [*cpu["self_check"]["errors"]] == ["fprop", "dgrad", "wgrad"]
+
+
+def test_json_of_a_check_that_fails(
+    cpu_only: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "self_check", lambda device: 1 / 0)
+    assert command.main(["--json"]) == 1
+    (cpu,) = json.loads(capsys.readouterr().out)["devices"].values()
+    assert cpu["self_check"] == {"holds": False, "error": "ZeroDivisionError"}
+
+
+def test_what_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = command.host_us(CPU)
+    assert host.keys() == {"bf16", "fp8"}
+    assert 0 < host["bf16"] < host["fp8"]
+    assert_expected_inline(
+        command.hint({"bf16": 150.0, "fp8": 225.0}, CPU),
+        """\
+host time of a linear layer, forward + backward: 225 us in FP8, 150 in bf16
+in eager mode layers of 4096 x 4096 gain from 1,536 tokens on; use CUDA graphs for smaller ones""",
+    )
+
+
+def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["nurse"], ["--yaml"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+    assert "unrecognized arguments: --yaml" in capsys.readouterr().err

@@ -7,7 +7,8 @@ ratios of FP8 to bf16 are within 10% of those in ``python -m benchmarks linear``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,3 +78,14 @@ def speedups(layers: Sequence[LayerTime]) -> tuple[float, float]:
     count = len(layers)
     eager = max(bf16, HOST_US["bf16"] * count) / max(fp8, HOST_US["fp8"] * count)
     return bf16 / fp8, eager
+
+
+def tokens_to_gain(n: int, k: int, host: Mapping[str, float], card: Card) -> int:
+    """Return from how many tokens on an ``[N, K]`` layer is faster in FP8 in eager mode.
+
+    ``host``: microseconds of the host by dtype, as :data:`HOST_US`. That is where bf16 takes the
+    GPU as long as FP8 takes the host, in steps of 256.
+    """
+    us = max(host["fp8"], host["bf16"]) - 3 * _MATMUL_US
+    tokens = us * _RATES[card.name].flops / (6 * n * k)
+    return max(1, math.ceil(tokens / 256)) * 256

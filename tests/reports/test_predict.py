@@ -10,7 +10,13 @@ import torch
 
 from blocktensor import Recipe, explain
 from blocktensor.ops.devices import CARDS
-from blocktensor.reports.predict import LayerTime, bf16_matmul_us, casts_us, speedups
+from blocktensor.reports.predict import (
+    LayerTime,
+    bf16_matmul_us,
+    casts_us,
+    speedups,
+    tokens_to_gain,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ALL = "fprop", "dgrad", "wgrad"
@@ -67,3 +73,13 @@ def test_eager_mode_waits_for_the_slower_of_host_and_gpu() -> None:
 def test_small_matmuls_take_their_launch() -> None:
     assert bf16_matmul_us(8, 8, 8, CARDS["H100"]) == 7.5
     assert bf16_matmul_us(8192, 8192, 8192, CARDS["H100"]) == pytest.approx(1 + 2 * 8192**3 / 710e6)
+
+
+def test_tokens_from_which_eager_mode_gains() -> None:
+    card, host = CARDS["H200"], {"bf16": 150.0, "fp8": 560.0}
+    tokens = tokens_to_gain(4096, 4096, host, card)
+    assert tokens == 3840  # the slowest host that we met: ``convert`` counts on 4096
+    assert 3 * bf16_matmul_us(tokens, 4096, 4096, card) >= 560
+    assert 3 * bf16_matmul_us(tokens - 256, 4096, 4096, card) < 560
+    assert tokens_to_gain(2048, 2048, host, card) == 4 * tokens
+    assert tokens_to_gain(4096, 4096, {"bf16": 1.0, "fp8": 1.0}, card) == 256
