@@ -152,3 +152,24 @@ def test_three_lines_train_a_model(device: torch.device) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_all_files_name_one_version() -> None:
+    version = blocktensor.__version__
+    for name, line in (
+        ("pyproject.toml", f'version = "{version}"'),
+        ("CITATION.cff", f"version: {version}"),
+    ):
+        assert line in (ROOT / name).read_text("utf-8").splitlines(), name
+
+
+def test_the_workflows_run_the_supported_versions() -> None:
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text("utf-8")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    pythons = re.findall(r"3\.1\d(?=\")", workflow[workflow.index("python: [") :].split("]")[0])
+    assert pythons == ["3.10", "3.11", "3.12", "3.13"]
+    tritons = re.search(r"triton: \[(.*)\]", workflow)
+    assert tritons is not None
+    assert f"TRITONS ?= {tritons[1].replace(', ', ' ').replace(chr(34), '')}\n" in makefile
+    for target in re.findall(r"make (\w+)", workflow):
+        assert f"\n{target}:" in makefile
