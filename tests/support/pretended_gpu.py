@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,11 +37,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
         monkeypatch.setattr(devices, "_capability", lambda index: capability)
         monkeypatch.setattr(devices, "has_triton", lambda: triton)
         monkeypatch.setattr(devices, "gluon_is_off", lambda: None if fast else OFF)
-        monkeypatch.setattr(devices, "card", lambda device: devices.H200)
-        monkeypatch.setattr(choose_backend, "card", lambda device: devices.H200)
+        h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+        devices.card.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     monkeypatch.delenv(GEMM_VARIABLE, raising=False)
     choose_backend.warn_slow.cache_clear()
     yield install
     choose_backend.warn_slow.cache_clear()
+    devices.card.cache_clear()
