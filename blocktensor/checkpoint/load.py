@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.pretrained_models import follow_pretrained_models
-from ..conversion.state_dict import register_state_hooks
 from ..model.names import is_module
 from ..recipe import Recipe
 from ..sharding.dtensor import local_of
@@ -176,7 +175,6 @@ def load_entries(
         if id(target.current) in replaced:
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
-            register_state_hooks(target.module)
             follow_pretrained_models()
     fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
     plain = tuple(name for name, source in sources.items() if not source.is_fp8)

@@ -129,10 +129,11 @@ def test_cast_inputs_and_recipes_of_plain_weights(kind: Kind) -> None:
     wanted = results(kind.unfused, x, operands)
     if not kind.groups:
         assert_bits(results(lambda x, *ws: kind.fused(quantize(x), *ws), x, operands), wanted)
-    squares = results(kind.unfused, x, kind.weights(SQUARES))
     values = [plain(w).requires_grad_() for w in operands]
-    assert_bits(results(functools.partial(kind.fused, recipe=SQUARES), x, values), squares)
-    assert not torch.equal(squares[2], wanted[2])  # type: ignore[arg-type]
+    for recipe in (SQUARES, HIGH):
+        others = results(kind.unfused, x, kind.weights(recipe))
+        assert_bits(results(functools.partial(kind.fused, recipe=recipe), x, values), others)
+        assert not torch.equal(others[2], wanted[2])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["experts", "joint experts"])

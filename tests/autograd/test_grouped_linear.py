@@ -296,9 +296,11 @@ def test_no_experts(rows: int) -> None:
     """Every row is of no group, as in torch's own grouped product."""
     x = torch.full((rows, K), float("nan"), dtype=torch.bfloat16)
     gate, up, down = ws = [no_experts(N, K), no_experts(N, K), no_experts(K, N)]
+    joint = no_experts(2 * N, K)
     for run, n, leaves in (
         (lambda x: torch._grouped_mm(x, gate.transpose(1, 2), offs=ends()), N, ws[:1]),
         (lambda x: functional.gated_experts(x, gate, up, down, ends()), K, ws),
+        (lambda x: functional.gated_experts(x, joint, None, down, ends()), K, [joint, down]),
     ):
         y, dx, *dws = grads(run, x, torch.ones(rows, n, dtype=x.dtype), *leaves)
         assert_same(y, torch.zeros(rows, n, dtype=x.dtype))

@@ -243,6 +243,8 @@ def test_linears_converted_later_join(casts: Casts) -> None:
     model(X)
     assert len(casts) == 2
     assert (first.casts, second.casts) == (0, 2)
+    assert unshare_inputs(model) == [""]
+    assert not model._forward_hooks
 
 
 def test_an_input_in_fp8_already_is_left_alone(casts: Casts) -> None:

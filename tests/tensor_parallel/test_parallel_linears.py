@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from blocktensor import Recipe, convert, freeze
+from blocktensor import Recipe, convert, freeze, quantize
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from blocktensor.sharding.dtensor import local_of
 from tests.support.numeric import assert_same, relative_error
@@ -179,6 +179,17 @@ def test_a_linear_that_was_in_float64(mesh: DeviceMesh, frozen: bool) -> None:
     assert_alike(compute(module, x, grad), before)
 
 
+@on_ranks(2, gpus=())
+def test_an_fp8_input_whose_tokens_are_cut_off_the_grid(mesh: DeviceMesh) -> None:
+    """Only a weight gradient reads columnwise blocks, of the tokens of all ranks."""
+    module = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=Shard(0)))
+    x = drawn((50, K), BF16, 1)
+    with torch.no_grad():
+        assert_same(module(quantize(x)), module(x))
+    with pytest.raises(ValueError, match="its columnwise blocks of 128 tokens do not begin"):
+        module(quantize(x))
+
+
 # PrepareModuleInput casts and gathers once for all linears that read an input
 
 
@@ -287,6 +298,17 @@ def test_autocast(mesh: DeviceMesh) -> None:
     with torch.autocast("cpu", BF16):
         y = module(x)
     assert_same(y, module(x.to(BF16)))
+
+
+@on_ranks(2, gpus=())
+def test_an_input_by_keyword(mesh: DeviceMesh) -> None:
+    x, module = input_of(mesh), siblings(mesh)
+    parallelize_module(module, mesh, {name: ColwiseParallel() for name in ("first", "second")})
+    style = PrepareModuleInput(
+        input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()}
+    )
+    parallelize_module(module, mesh, style)
+    assert_same(module(x=x), parallel(siblings(mesh), mesh)(x))
 
 
 @on_ranks(2)

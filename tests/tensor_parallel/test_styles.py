@@ -114,10 +114,10 @@ def test_what_is_pickled(mesh: DeviceMesh, tmp_path: Path) -> None:
 
 @on_ranks(2, gpus=())
 def test_the_report_judges_the_whole_weight(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(2048, 4096, bias=False), nn.Linear(2048, 1024, bias=False))
+    model = nn.Sequential(nn.Linear(2048, 8192, bias=False), nn.Linear(2048, 1024, bias=False))
     parallelize_module(model.bfloat16(), mesh, {"0": ColwiseParallel()})
     first, second = convert(model).entries
-    assert first.reason == "trainable, tensor parallel: 2048 x 2048 a rank"
+    assert first.reason == "trainable, tensor parallel: 4096 x 2048 a rank"
     assert second.reason.startswith("small: N K=2097152 <")
     assert convert(block(None), skip_small=False).bytes_after > 0
     model = parallel_block(mesh, recipe=None)
@@ -172,9 +172,23 @@ def test_frozen_weights(mesh: DeviceMesh, device: str) -> None:
     assert_same(colwise(x), my_part(mesh, want, -1))
     uneven = distribute_tensor(x[:127], mesh, [Shard(0)])
     assert_same(colwise(uneven), my_part(mesh, single(x[:127]), -1))
+    with Wire() as wire:
+        assert_same(colwise(distribute_tensor(x, mesh, [Shard(0)])), my_part(mesh, want, -1))
+    assert {sent.dtype for sent in wire.gathered} == {torch.uint8}  # in FP8 where parts are equal
     rowwise = parallelize_module(single, mesh, RowwiseParallel(in_rank_order=True))
     assert relative_error(rowwise(my_part(mesh, x, -1)), want) < 4e-3
     assert not any(p.requires_grad for m in (colwise, rowwise) for p in m.parameters())
+
+
+@on_ranks(2, gpus=())
+def test_tokens_in_unequal_parts(mesh: DeviceMesh) -> None:
+    x, grad, whole = drawn((127, 256), BF16, 1), drawn((127, 512), BF16, 2), converted(512)
+    want = compute(whole, x, grad)
+    module = parallelize_module(converted(512), mesh, ColwiseParallel())
+    cut = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    module(cut).backward(my_part(mesh, grad, -1))
+    assert relative_error(cut.grad.full_tensor(), want.dx) < 4e-3
+    assert_same(local(module.weight.grad), my_part(mesh, want.grads["weight"], 0))
 
 
 @on_ranks(2)

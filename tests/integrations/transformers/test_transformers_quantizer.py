@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
@@ -20,6 +20,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert, unfuse
 from blocktensor.integrations.transformers import BlockwiseFP8Quantizer, save_pretrained_fp8
 from tests.support.checkpoint_models import assert_same, bits, state
+from tests.support.compiling import fresh, graphs
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import (
     MODELS,
@@ -156,6 +157,20 @@ def test_trainer_may_train_what_is_not_frozen(llama_folder: Path) -> None:
         validate_quantization_for_training(frozen)
     frozen._hf_peft_config_loaded = True
     validate_quantization_for_training(frozen)
+
+
+def test_generate_compiles_it(llama_folder: Path) -> None:
+    model = loaded(llama_folder, choices(frozen=True))
+    compiles = CompileConfig(backend="aot_eager", mode=None)
+    compiles._compile_all_devices = True
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    with fresh():
+        made = [
+            model.generate(torch.arange(5)[None], compile_config=config, **options)
+            for config in (None, compiles)
+        ]
+        assert graphs() == 1
+    assert torch.equal(*made)
 
 
 @frozen_or_not

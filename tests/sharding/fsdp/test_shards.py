@@ -108,6 +108,10 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
     for other in (*copies, rows[:2]):
         assert type(other) is FP8Shard
         assert other.master is not master
+    stack = FP8Shard(torch.ones(2, 3, 192), Recipe())
+    for part in (rows.t(), *rows.split(2), rows.view(1, 3, 192), stack.transpose(1, 2), stack[0]):
+        assert type(part) is FP8Shard  # with which products raise
+    assert type(rows.view(-1)) is type(rows[0]) is Tensor
 
 
 # What optimizers, clipping, reports and files see
