@@ -25,7 +25,7 @@ _KERNELS = {
 _DRY = "; a dry run is rank 0 of a fake process group: nothing is sent, memory is a real rank's"
 
 
-def speeds(rows: Sequence[Row], *names: str) -> tuple[tuple[str, ...], list[Sequence[Any]]]:
+def speeds(rows: Sequence[Row], *names: str) -> tuple[Sequence[str], list[Any]]:
     """Return the header and the rows of a table: columns ``names``, then the speed in each mode."""
     modes = [mode for mode in MODES if f"{mode}_ms" in rows[0]]
     titles = (title for mode in modes for title in (f"{_MODES[mode]}, ms", "over bf16"))
