@@ -14,8 +14,8 @@ from ..model.names import is_module
 from ..ops.cast.ops import quantize_rowwise
 from ..ops.checks import bad_scale
 from ..ops.formats import BlockFormat, Quantized
-from ..sharding.dtensor import local_of
-from ..sharding.whole import form_of, format_of, fp8_of, whole_tensors
+from ..sharding.dtensor import fp8_part, local_of
+from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
 from .names import EXPERT_NAMES, Names, names_to_write, possible_names
 from .on_disk import SCALE_SUFFIXES, Layout
@@ -57,7 +57,7 @@ class Unit(NamedTuple):
 
     def layout(self, suffix: str) -> dict[str, Layout]:
         """Return dtype and shape of each tensor that it is exported as, without its values."""
-        fp8, count = fp8_of(self.x), len(self.names)
+        fp8, count = fp8_part(self.x), len(self.names)
         if fp8 is None:
             return {name: (self.x.dtype, _part(self.shape, count)) for name in self.names}
         format = format_of(fp8)
@@ -130,7 +130,7 @@ def exported(model: nn.Module, caller: str, format: str, expert_names: str) -> E
         if chosen not in known:
             raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
     tensors = _unique_tensors(model)
-    if all(fp8_of(x) is None for x in tensors.values()):
+    if all(fp8_part(x) is None for x in tensors.values()):
         raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
     for name, x in tensors.items():
         if x.is_meta:
@@ -144,7 +144,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     unique: dict[object, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         if isinstance(x, Tensor):  # not extra state, which safetensors cannot hold
-            is_plain = fp8_of(x) is None and local_of(x) is None
+            is_plain = fp8_part(x) is None and local_of(x) is None
             has_memory = is_plain and not x.is_meta and x.numel() > 0
             memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
             unique.setdefault(memory, (name, x))
@@ -196,7 +196,7 @@ def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
 def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
     """Return the tensors of a unit; ``whole``: all of a sharded tensor, or its form."""
     x, expert = unit.x, unit.expert
-    fp8 = fp8_of(x)
+    fp8 = fp8_part(x)
     if fp8 is None:
         plain = x.detach() if whole is None else whole
         return _named(unit.names, plain if expert is None else plain[expert])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..ops import checks
 from ..ops.formats import BLOCKS_128X128
+from ..sharding.dtensor import fp8_part
 from ..sharding.fsdp.shards import FrozenShard
-from ..sharding.whole import fp8_of
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .contents import Entry, check_scales, scales_of
@@ -225,7 +225,7 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 def _check_dtype(entry: Entry, current: Tensor) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
     problem = None
-    fp8 = fp8_of(current)
+    fp8 = fp8_part(current)
     if entry.is_fp8:
         if isinstance(fp8, MasterBase) and not current.is_meta:
             problem = (

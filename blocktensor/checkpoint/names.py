@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..model.weights import is_transposed
 from ..ops.formats import BLOCKS_128X128
-from ..sharding.whole import fp8_of
+from ..sharding.dtensor import fp8_part
 
 EXPERT_NAMES = ("auto", "separate", "fused")
 
@@ -71,7 +71,7 @@ class Names(NamedTuple):
     def split(self, x: Tensor) -> bool:
         """Return whether ``x`` can be stored so: no block of an FP8 weight lies in two matrices."""
         parts = len(self.templates)
-        return fp8_of(x) is None or aligned(x.shape[1] // parts, parts)
+        return fp8_part(x) is None or aligned(x.shape[1] // parts, parts)
 
 
 def whole(name: str) -> Names:
@@ -125,7 +125,7 @@ def names_to_write(
     unsplit = set()  # all stacks of a module alike: where one stays whole its others do, too
     for name, x in tensors.items():
         separate = [way for way in known[name] if way.experts is not None]
-        is_stack = fp8_of(x) is not None and x.ndim == 3
+        is_stack = fp8_part(x) is not None and x.ndim == 3
         if expert_names == "separate" and (separate or is_stack):
             _check_separable(name, x, separate)
             chosen[name] = separate[0]

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..ops.checks import bad_scale
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.cuts import frozen_like, frozen_parts, held
-from ..sharding.dtensor import cut_as, local_of, own_part
-from ..sharding.whole import fp8_of
+from ..sharding.dtensor import cut_as, fp8_part, local_of, own_part
 from ..tensor.base import MasterBase
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry
@@ -28,7 +27,7 @@ Read = Callable[[Entry], Tensor]
 
 def check_cut(name: str, x: Any, source: Source, recipe: Recipe | None) -> None:
     """Raise NotImplementedError if a stored tensor cannot be read into a sharded one."""
-    part = fp8_of(x)
+    part = fp8_part(x)
     if x.is_meta:
         raise NotImplementedError(
             f"{name} is sharded and on the meta device: give it memory first "
@@ -66,7 +65,7 @@ def _read_frozen(
     x: Tensor, source: Source, device: torch.device, recipe: Recipe | None, read: Read
 ) -> Tensor:
     """Return the frozen weight that is stored, or this rank's part of it."""
-    own: Recipe = getattr(fp8_of(x), "recipe", DEFAULT_RECIPE)
+    own: Recipe = getattr(fp8_part(x), "recipe", DEFAULT_RECIPE)
     chosen = recipe or own
     format = chosen.weight_format
     shape, stack = format.scale_shape(x.shape), source.stack_scales
@@ -103,7 +102,7 @@ def _empty_as(x: Any) -> Tensor:
 @torch.no_grad()
 def write_values(x: Tensor, source: Source, values: Sequence[Tensor]) -> None:
     """Copy the values of a source into a tensor that is not FP8, or into its master."""
-    part, into = fp8_of(x), own_part(x)
+    part, into = fp8_part(x), own_part(x)
     if isinstance(part, MasterBase):
         part._before_write()
         into = part.master

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..model.weights import stacks_of
 from ..ops.formats import BLOCKS_128X128, BlockFormat
+from ..sharding.dtensor import fp8_part
 from ..sharding.ranks import Ranks
-from ..sharding.whole import format_of, fp8_of
+from ..sharding.whole import format_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .export import Unit, exported, stored_in_turn
 from .in_place import flush, holds_nothing, naming, put_in_place, staging, write_json
@@ -103,7 +104,7 @@ def save_fp8(
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     found = exported(model, "save_fp8", format, expert_names)
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
-    formats = [format_of(x) for x in map(fp8_of, found.tensors.values()) if x is not None]
+    formats = [format_of(x) for x in map(fp8_part, found.tensors.values()) if x is not None]
     plain = module_names(found.names, _plain_weights(model))
     described = {"quantization_config": _quantization_config(format, plain, formats)}
     content = {**(_config_of(model) if config is None else config), **described}
@@ -147,7 +148,7 @@ def _plain_weights(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules():
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
         for key in keys:
-            if fp8_of(getattr(module, key)) is None:
+            if fp8_part(getattr(module, key)) is None:
                 yield f"{prefix}.{key}" if prefix else key
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
-from ..model.weights import fp8_part, fp8_weights, is_fully_sharded, weights_of, why_unconvertible
+from ..model.weights import fp8_weights, is_fully_sharded, weights_of, why_unconvertible
 from ..ops.checks import high_precision_dtype
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..sharding.dtensor import check_cuts, is_parallel, local_of
+from ..sharding.dtensor import check_cuts, fp8_part, is_parallel, local_of
 from ..sharding.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

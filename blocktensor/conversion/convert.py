@@ -20,7 +20,6 @@ from ..model.names import Experts, is_module, named_experts, weights_to_skip, wi
 from ..model.weights import (
     Matrix,
     fp8_form,
-    fp8_part,
     is_conv1d,
     is_transposed,
     kind_of,
@@ -31,7 +30,7 @@ from ..model.weights import (
     why_unconvertible,
 )
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
-from ..sharding.dtensor import is_parallel, local_of
+from ..sharding.dtensor import fp8_part, is_parallel, local_of
 from ..sharding.fsdp.shards import shard_of
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..model.names import is_module
-from ..model.weights import Matrix, fp8_part, fp8_weights, frozen_form
-from ..sharding.dtensor import with_local
+from ..model.weights import Matrix, fp8_weights, frozen_form
+from ..sharding.dtensor import fp8_part, with_local
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

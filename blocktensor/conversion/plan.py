@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..model.names import Weight, with_all_above
-from ..model.weights import Matrix, fp8_part, is_linear, local_stack, sizes_of, why_unconvertible
+from ..model.weights import Matrix, is_linear, local_stack, sizes_of, why_unconvertible
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
+from ..sharding.dtensor import fp8_part
 from .checks import holder_in_need
 from .fast_path import gpu_of, is_portable
 from .report import MinSizes

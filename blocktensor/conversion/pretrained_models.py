@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..model.weights import fp8_form, fp8_part
+from ..model.weights import fp8_form
+from ..sharding.dtensor import fp8_part
 from ..tensor.compat.callers import callers
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor

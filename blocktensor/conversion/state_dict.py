@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..model.weights import fp8_part, frozen_form, local_stack
+from ..model.weights import frozen_form, local_stack
 from ..ops import checks
 from ..ops.checks import HIGH_PRECISION
 from ..sharding.cuts import frozen_like, frozen_parts, held
-from ..sharding.dtensor import local_of, own_part, with_local
+from ..sharding.dtensor import fp8_part, local_of, own_part, with_local
 from ..sharding.fsdp.shards import FP8Shard, FrozenShard
 from ..tensor.base import MasterBase
 from ..tensor.compat.callers import saves_parts

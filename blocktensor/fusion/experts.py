@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import autocast_dtype
-from ..model.weights import fp8_part
-from ..sharding.dtensor import as_if_cut, local_of
+from ..sharding.dtensor import as_if_cut, fp8_part, local_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.base import FP8Base
 from .mlp import Gated

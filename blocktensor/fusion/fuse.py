@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..model.names import is_module
-from ..model.weights import fp8_part, kind_of
+from ..model.weights import kind_of
 from ..overrides import dynamo
+from ..sharding.dtensor import fp8_part
 from ..text_table import collapse, text_table
 from .experts import Experts
 from .fused_class import fused_modules, remove_pattern, set_pattern

@@ -13,9 +13,10 @@ from .. import functional
 from ..autograd.plan import difference_of
 from ..model.names import matching
 from ..model.running_module import ModuleTracker
-from ..model.weights import fp8_part, kind_of
+from ..model.weights import kind_of
 from ..ops.producers.ops import ActivationName
 from ..ops.producers.reference import ACTIVATIONS
+from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .forward_reads import kept_state

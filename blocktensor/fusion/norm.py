@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from ..autograd.plan import autocast_dtype
 from ..autograd.quantize import normed
 from ..model.names import matching
-from ..model.weights import fp8_part, kind_of
+from ..model.weights import kind_of
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
+from ..sharding.dtensor import fp8_part
 from .pattern import Drawn, Found, Names, Pattern, Sample, held_by, why_different
 
 _READERS = {

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.weights import fp8_part
+from ..sharding.dtensor import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
 from .forward_reads import kept_state
 from .fused_class import own_forward

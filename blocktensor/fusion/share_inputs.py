@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..autograd.shared_cast import SharedCasts
 from ..model.names import is_module
-from ..model.weights import fp8_part, fp8_weights, is_linear
+from ..model.weights import fp8_weights, is_linear
+from ..sharding.dtensor import fp8_part
 from ..text_table import collapse, text_table
 
 

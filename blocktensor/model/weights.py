@@ -19,11 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..recipe import Recipe
-from ..sharding.dtensor import local_of, with_local
+from ..sharding.dtensor import fp8_part, local_of, with_local
 from ..sharding.fsdp.fsdp_internals import owner_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..sharding.fsdp.shards import FP8Shard
-from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
@@ -130,13 +129,6 @@ def stacks_of(module: nn.Module, named: Named | None = None) -> tuple[str, ...]:
     asked = () if named is None else named.get(module, ())
     names = dict.fromkeys((*known, *asked))
     return tuple(name for name in names if module._parameters.get(name) is not None)
-
-
-def fp8_part(weight: Any) -> Any:
-    """Return ``weight``, or the local part of a DTensor, if it is of an FP8 type; else None."""
-    local = local_of(weight)
-    held = weight if local is None else local
-    return held if isinstance(held, FP8Base) else None
 
 
 def fp8_weights(module: nn.Module) -> list[str]:

@@ -21,8 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..model.names import is_module
 from ..model.running_module import ModuleTracker, Place
-from ..model.weights import fp8_part, is_fully_sharded
+from ..model.weights import is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
+from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache

@@ -10,21 +10,14 @@ import torch
 from torch import nn
 
 from ..conversion.fast_path import described
-from ..model.weights import (
-    experts_per_token,
-    fp8_part,
-    fp8_weights,
-    label_of,
-    local_stack,
-    sizes_of,
-)
+from ..model.weights import experts_per_token, fp8_weights, label_of, local_stack, sizes_of
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
 from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..sharding.dtensor import is_parallel
+from ..sharding.dtensor import fp8_part, is_parallel
 from ..text_table import collapse, text_table
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 

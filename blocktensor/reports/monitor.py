@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.names import is_module
 from ..model.running_module import ModuleTracker
-from ..model.weights import fp8_part, fp8_weights, label_of
+from ..model.weights import fp8_weights, label_of
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BlockFormat, ceil_div, named
+from ..sharding.dtensor import fp8_part
 from ..tensor.base import MasterBase
 from ..text_table import text_table
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.formats import BlockFormat, ceil_div
+from ..tensor.base import FP8Base
 
 
 def local_of(x: Any) -> Tensor | None:
@@ -21,6 +22,12 @@ def own_part(x: Any) -> Tensor:
     """Return what this rank holds: the local part of a DTensor, or a plain tensor itself."""
     local = local_of(x)
     return x if local is None else local
+
+
+def fp8_part(x: Any) -> Any:
+    """Return ``x``, or the local part of a DTensor, if it is of an FP8 type; else None."""
+    part = own_part(x)
+    return part if isinstance(part, FP8Base) else None
 
 
 def with_local(x: Any, local: Tensor) -> Tensor:

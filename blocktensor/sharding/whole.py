@@ -21,7 +21,7 @@ from ..ops.reference import scale_from_amax
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .cuts import Cut, Region, frozen_parts, held, held_by_ranks, rank_at
-from .dtensor import local_of, own_part
+from .dtensor import fp8_part, local_of, own_part
 
 _BATCH = 4
 """Most bytes gathered at a time, in sizes of the largest weight, and in all: two batches, a
@@ -30,12 +30,6 @@ _BATCH_BYTES = 256 << 20
 
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
-
-
-def fp8_of(x: Tensor) -> FP8Base | None:
-    """Return a tensor in FP8, or the local part in FP8 of a DTensor; None for others."""
-    found = own_part(x)
-    return found if isinstance(found, FP8Base) else None
 
 
 def format_of(x: FP8Base) -> BlockFormat:
@@ -187,7 +181,7 @@ def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:
     key = id(x.device_mesh), x.placements, x.shape
     if key not in layouts:
         layouts[key] = _Layout(x)
-    part = fp8_of(x)
+    part = fp8_part(x)
     return _Item(x, layouts[key]) if part is None else _Weight(x, layouts[key], part)
 
 
