@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +56,7 @@ def facts() -> dict[str, Any]:
 
 def absent() -> dict[str, str]:
     """Return why the model cannot be made here; empty if it can."""
-    try:
-        importlib.import_module("transformers")
-    except ImportError as error:
-        return {"transformers": f"{type(error).__name__}: {error}"}
-    return {}
+    return peers.why_absent("transformers", "transformers")
 
 
 def in_bf16(make: Callable[[Any], Any], config: Any, device: torch.device | str) -> Any:

@@ -30,23 +30,28 @@ CASTS = {
 
 
 @functools.cache
-def _load(name: str) -> ModuleType | str:
+def _load(module: str) -> ModuleType | str:
     try:
-        return importlib.import_module(MODULES[name])
+        return importlib.import_module(module)
     # Whatever a library's import runs into, compiled parts included, it is absent here.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
+def why_absent(name: str, module: str) -> dict[str, str]:
+    """Return why a module cannot be imported here, by ``name``; empty if it can."""
+    found = _load(module)
+    return {name: found} if isinstance(found, str) else {}
+
+
 def absent() -> dict[str, str]:
     """The peers that cannot be imported here, and why."""
-    found = {name: _load(name) for name in MODULES}
-    return {name: reason for name, reason in found.items() if isinstance(reason, str)}
+    return {k: v for name, module in MODULES.items() for k, v in why_absent(name, module).items()}
 
 
 def present(name: str) -> bool:
     """Return True if the peer can be imported."""
-    return not isinstance(_load(name), str)
+    return not why_absent(name, MODULES[name])
 
 
 def torchao_gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Call:
@@ -54,7 +59,7 @@ def torchao_gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Call:
 
     Its kernels compile and tune themselves for every shape: the first run takes minutes.
     """
-    module: Any = _load("torchao")
+    module: Any = _load(MODULES["torchao"])
     square = b.format.rows > 1
     name = "triton_fp8_gemm_1x128_128x128" if square else "triton_fp8_gemm_1x128_128x1"
     gemm = getattr(module, name)
@@ -64,7 +69,7 @@ def torchao_gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Call:
 
 def torchao_cast(op: str, x: Tensor) -> Call:
     """A call of torchao's cast of ``x`` that corresponds to ours."""
-    module: Any = _load("torchao")
+    module: Any = _load(MODULES["torchao"])
     cast = getattr(module, CASTS[op])
     return lambda: cast(x)
 
@@ -82,11 +87,7 @@ TORCHAO_TRAINS = ("torchao tensorwise", "torchao rowwise")
 
 def without_torchao() -> dict[str, str]:
     """Return why torchao's float8 training is absent here; empty if it is not."""
-    try:
-        importlib.import_module("torchao.float8")
-    except Exception as error:
-        return {"torchao": f"{type(error).__name__}: {error}"}
-    return {}
+    return why_absent("torchao", "torchao.float8")
 
 
 def torchao_training(name: str, model: nn.Module) -> nn.Module:
@@ -101,7 +102,7 @@ def torchao_training(name: str, model: nn.Module) -> nn.Module:
 
 def deepgemm_fprop(a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of DeepGEMM's 1x128 by 128x128 product into ``out``."""
-    module: Any = _load("deepgemm")
+    module: Any = _load(MODULES["deepgemm"])
     left, right = (a.data, a.scale), (b.data, b.scale.contiguous())
     return lambda: module.fp8_gemm_nt(
         left, right, out, recipe=(1, 128, 128), disable_ue8m0_cast=True
@@ -110,7 +111,7 @@ def deepgemm_fprop(a: Quantized, b: Quantized, out: Tensor) -> Call:
 
 def deepgemm_add(a: Quantized, b: Quantized, out: Tensor) -> Call:
     """A call of DeepGEMM's 1x128 by 1x128 product, added to fp32 ``out``."""
-    module: Any = _load("deepgemm")
+    module: Any = _load(MODULES["deepgemm"])
     left, right = (a.data, a.scale), (b.data, b.scale)
     return lambda: module.fp8_gemm_nt(
         left, right, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True
@@ -122,7 +123,7 @@ def deepgemm_grouped(a: Quantized, b: Quantized, sizes: Sequence[int], out: Tens
 
     Its groups are multiples of 128 rows; each row names its group.
     """
-    module: Any = _load("deepgemm")
+    module: Any = _load(MODULES["deepgemm"])
     counts = torch.tensor(sizes, device=out.device)
     groups = torch.arange(len(sizes), dtype=torch.int32, device=out.device)
     group_of_row = groups.repeat_interleave(counts)
@@ -137,7 +138,7 @@ def deepgemm_grouped_add(a: Quantized, b: Quantized, sizes: Sequence[int], out: 
 
     Its groups are multiples of 128 tokens, and their sizes are known to the host.
     """
-    module: Any = _load("deepgemm")
+    module: Any = _load(MODULES["deepgemm"])
     total = sum(sizes)
 
     def flat(x: Quantized) -> tuple[Tensor, Tensor]:

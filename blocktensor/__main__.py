@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     devices = _devices()
     if options.json:
-        told = {str(device): facts(device) for device in devices}
+        told = {str(x): facts(x) | {"self_check": checked(x)} for x in devices}
         print(json.dumps({"environment": environment_of(), "devices": told}, indent=2))
         return 0 if all(found["self_check"]["holds"] for found in told.values()) else 1
     print(environment())
@@ -98,41 +98,36 @@ def environment() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
 
 
-def _backends_of(device: torch.device) -> list[tuple[str, str, str | None]]:
-    """Return each backend, best first in its family, and why it cannot run."""
-    return [
-        (family, backend.name, backend.why_not(device))
-        for family, family_backends in FAMILIES.items()
-        for backend in family_backends
-    ]
-
-
-def backends(device: torch.device) -> str:
-    """Return a line for each backend, and on a GPU what is fast there."""
-    rows = [
-        (family, name, "no" if reason else "yes", reason or "")
-        for family, name, reason in _backends_of(device)
-    ]
-    parts = [text_table((f"ops on {device}", "backend", "runs", "why not"), rows)]
-    if device.type == "cuda":
-        parts.append(described(device))
-        if capability(device) == HOPPER:
-            parts.append(hint(host_us(device), device))
-    return "\n".join(parts)
-
-
 def facts(device: torch.device) -> dict[str, Any]:
-    """Return what the report says of a device, for JSON."""
-    names = "ops", "backend", "why_not"
+    """Return each backend, best first in its family, and on a GPU what is fast there."""
     found: dict[str, Any] = {
-        "backends": [dict(zip(names, row, strict=True)) for row in _backends_of(device)]
+        "backends": [
+            {"ops": family, "backend": backend.name, "why_not": backend.why_not(device)}
+            for family, family_backends in FAMILIES.items()
+            for backend in family_backends
+        ]
     }
     if device.type == "cuda":
         found["fast_path"] = described(device)
         if capability(device) == HOPPER:
             found["host_us"] = host = host_us(device)
             found["tokens_to_gain"] = tokens_to_gain(4096, 4096, host, card(device))
-    return found | {"self_check": checked(device)}
+    return found
+
+
+def backends(device: torch.device) -> str:
+    """Return :func:`facts`, a line each."""
+    found = facts(device)
+    rows = [
+        (x["ops"], x["backend"], "no" if x["why_not"] else "yes", x["why_not"] or "")
+        for x in found["backends"]
+    ]
+    parts = [text_table((f"ops on {device}", "backend", "runs", "why not"), rows)]
+    if "fast_path" in found:
+        parts.append(found["fast_path"])
+    if "host_us" in found:
+        parts.append(hint(found["host_us"], found["tokens_to_gain"]))
+    return "\n".join(parts)
 
 
 def host_us(device: torch.device) -> dict[str, float]:
@@ -154,9 +149,8 @@ def host_us(device: torch.device) -> dict[str, float]:
     return {name: round(median(found[20:]), 1) for name, found in times.items()}
 
 
-def hint(host: dict[str, float], device: torch.device) -> str:
+def hint(host: dict[str, float], tokens: int) -> str:
     """Return two lines on the layers that are small for this host."""
-    tokens = tokens_to_gain(4096, 4096, host, card(device))
     return (
         f"host time of a linear layer, forward + backward: {host['fp8']:.0f} us in FP8, "
         f"{host['bf16']:.0f} in bf16\n"

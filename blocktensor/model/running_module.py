@@ -9,11 +9,14 @@ the sequence numbers and the running node, which are private to torch (2.11 to 2
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import set_multithreading_enabled
 
 MODEL = "(model)"
 """Where ops run that no module below the model has called."""
@@ -23,6 +26,19 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 
 _engine: Any = torch._C
 _saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def asks_for_shapes(types: Iterable[type]) -> bool:
+    """Return True for an op on fake tensors, as DTensor runs: nothing is computed."""
+    return any(issubclass(kind, FakeTensor) for kind in types)
+
+
+def has_own_rules(types: Iterable[Any]) -> bool:
+    """Return True for an op on subclasses, whose own rules run ops on plain tensors."""
+    return any(kind.__torch_dispatch__ is not _NO_RULES for kind in types)
+
+
+_NO_RULES: Any = Tensor.__torch_dispatch__
 
 
 class Place(NamedTuple):
@@ -42,9 +58,10 @@ class Place(NamedTuple):
 
 
 class ModuleTracker:
-    """Knows the module of every op of one thread, while its hooks are on the modules of a model.
+    """Knows the module of every op, while its hooks are on the modules of a model.
 
-    A module with several names has the first of them.
+    A module with several names has the first of them. Compiled regions run in eager mode, and
+    backwards in the thread that calls them, whose sequence numbers are those of the forwards.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,26 +70,25 @@ class ModuleTracker:
         }
         self._running: list[tuple[str, int]] = []  # with the backward pass that runs it, or -1
         self._module_of: dict[int, str] = {}  # by the number of a node
-        self._handles: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self._hooks_outside: Any = None
 
     def __enter__(self) -> ModuleTracker:
         self._hooks_outside = _saved_tensor_hooks(True)
-        try:
+        with ExitStack() as undo:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(set_multithreading_enabled(False))
             for module in self._modules:
-                self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
-                self._handles.append(module.register_forward_hook(self._end, always_call=True))
-        except BaseException:
-            self.__exit__()
-            raise
+                undo.callback(module.register_forward_pre_hook(self._begin, prepend=True).remove)
+                undo.callback(module.register_forward_hook(self._end, always_call=True).remove)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._undo.close()
 
     def name_of(self, module: nn.Module) -> str:
-        """The name of a module, without those of wrappers."""
+        """Return the name of a module, without those of wrappers."""
         return self._modules.get(module) or MODEL
 
     def _begin(self, module: nn.Module, args: Any) -> None:

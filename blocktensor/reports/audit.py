@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..model.names import is_module
-from ..model.running_module import ModuleTracker, Place
+from ..model.running_module import ModuleTracker, Place, asks_for_shapes, has_own_rules
 from ..model.weights import is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
 from ..sharding.dtensor import fp8_part
@@ -77,18 +75,10 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
     """
     is_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)
-    with (
-        left_as_it_is(model),
-        torch.compiler.set_stance("force_eager"),
-        set_multithreading_enabled(False),  # autograd's sequence numbers are those of one thread
-        tracker,
-        _Products(tracker, weights) as products,
-    ):
+    with left_as_it_is(model), tracker, _Products(tracker, weights) as products:
         step()
     return AuditReport(tuple(products.entries), tuple(products.notes()))
 
-
-_NO_RULES: Any = Tensor.__torch_dispatch__
 
 _GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 """By which tensor parallel linears gather; DTensor and FSDP2 have other ops."""
@@ -112,10 +102,9 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # DTensor asks for shapes: nothing is computed
-        if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
-            # subclasses, whose own rules run ops on plain tensors
+        if asks_for_shapes(types):
+            return func(*args, **kwargs)
+        if has_own_rules(types):
             self._weights.meet(args, kwargs)
             return NotImplemented
         if isinstance(func, torch._ops.OpOverload):

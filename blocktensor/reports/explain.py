@@ -265,13 +265,11 @@ def _chosen(
         of = GemmProblem(
             m, n, k, *formats, out_dtype, device, bias=bias, batch_invariant=batch_invariant
         )
-        gpu = _predicted_for(where)
-        predicted = None if gpu is None else predict_gemm(of, gpu)
-        if isinstance(where, Card) and predicted is not None:
-            return predicted
-        choice = choose_gemm(of)
-        is_it = predicted is not None and predicted[0] == choice.name
-        return choice.name, choice.reason, predicted[2] if predicted and is_it else None
+        if isinstance(where, Card):
+            return predict_gemm(of, where)
+        choice, gpu = choose_gemm(of), _predicted_for(where)
+        name, _, us = ("", "", None) if gpu is None else predict_gemm(of, gpu)
+        return choice.name, choice.reason, us if name == choice.name else None
     if kind == "wgrad":
         problem = GroupedProblem("wgrad", k, m, n, experts, *formats, out_dtype, device)
     else:

@@ -13,23 +13,19 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import set_multithreading_enabled
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.names import is_module
-from ..model.running_module import ModuleTracker
+from ..model.running_module import ModuleTracker, asks_for_shapes, has_own_rules
 from ..model.weights import fp8_weights, label_of
+from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BlockFormat, ceil_div, named
 from ..sharding.dtensor import fp8_part
 from ..tensor.base import MasterBase
 from ..text_table import text_table
-
-_NO_RULES: Any = Tensor.__torch_dispatch__
 
 _ROWS = 1024
 """Most rows of a tensor that are measured, at equal distances."""
@@ -43,7 +39,7 @@ _CASTS = {
 
 
 class Health(NamedTuple):
-    """What the casts of one operand of a layer lose.
+    """Figures of the casts of one operand of a layer.
 
     Attributes:
         sqnr: signal to quantization noise in dB; 31 to 32 for normally distributed values.
@@ -84,8 +80,6 @@ class Monitor:
             if self.step % self.every == 0:
                 found: dict[tuple[str, str], Tensor] = {}
                 tracker = ModuleTracker(self._model)
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(set_multithreading_enabled(False))
                 stack.enter_context(_OpByOp())
                 stack.enter_context(tracker)
                 stack.enter_context(_Casts(tracker, found))
@@ -110,12 +104,10 @@ class Monitor:
 
         Waits for the GPU.
         """
-        made: dict[int, dict[str, dict[str, Health]]] = {}
-        for step, found in self._measured.items():
-            layers = made[step] = {}
-            for (layer, operand), figures in sorted(found.items()):
-                layers.setdefault(layer, {})[operand] = _health(figures)
-        return made
+        return {step: _by_layer(found) for step, found in self._measured.items()}
+
+    def _latest(self) -> dict[str, dict[str, Health]]:
+        return _by_layer(self._measured[max(self._measured)]) if self._measured else {}
 
     def to_dict(self) -> dict[str, float]:
         """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.
@@ -123,11 +115,9 @@ class Monitor:
         ``wandb.log`` takes them, and ``SummaryWriter.add_scalar`` each of them. Empty before the
         first step.
         """
-        latest = max(self._measured, default=None)
-        layers = {} if latest is None else self.health()[latest]
         return {
             f"fp8/{layer}/{operand}/{name}": value
-            for layer, operands in layers.items()
+            for layer, operands in self._latest().items()
             for operand, health in operands.items()
             for name, value in health._asdict().items()
         }
@@ -158,15 +148,14 @@ class Monitor:
     def __str__(self) -> str:
         if not self._measured:
             return "no step was measured"
-        latest = max(self._measured)
         rows = [
             (layer, operand, f"{x.sqnr:.1f}", f"{x.flushed:.2%}", f"{x.saturated:.2%}",
              f"{x.amax_min:.2g} to {x.amax_max:.2g}", f"{x.nonfinite:.0f}")
-            for layer, operands in self.health()[latest].items()
+            for layer, operands in self._latest().items()
             for operand, x in operands.items()
         ]  # fmt: skip
         header = "", "SQNR, dB", "flushed to 0", "saturated", "amax of blocks", "NaN or Inf"
-        return f"step {latest}\n{text_table(('layer', *header), rows)}"
+        return f"step {max(self._measured)}\n{text_table(('layer', *header), rows)}"
 
 
 def monitor(model: nn.Module, every: int = 100) -> Monitor:
@@ -185,9 +174,8 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
     ``g``, of at most 1,024 rows each. The inputs of all matmuls of a module of experts are
-    measured together. A measured step computes
-    the same bits; it takes longer, and compiled regions and fused modules run op by op in it. Each
-    rank measures its own parts.
+    measured together. A measured step computes the same bits; it takes longer, and compiled regions
+    and fused modules run op by op in it. Each rank measures its own parts.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -201,7 +189,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
 
 
 class _OpByOp(TorchFunctionMode):
-    """Makes fused modules run the modules that they are made of."""
+    """Make fused modules run the modules that they are made of."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -210,7 +198,7 @@ class _OpByOp(TorchFunctionMode):
 
 
 class _Casts(TorchDispatchMode):
-    """Measures every cast of an activation or a gradient."""
+    """Measure every cast of an activation or a gradient."""
 
     def __init__(self, tracker: ModuleTracker, found: dict[tuple[str, str], Tensor]) -> None:
         super().__init__()
@@ -219,10 +207,10 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))  # DTensor asks for shapes
-        if any(kind.__torch_dispatch__ is not _NO_RULES for kind in types):
-            return NotImplemented  # subclasses, whose own rules run ops on plain tensors
+        if asks_for_shapes(types):
+            return func(*args, **(kwargs or {}))
+        if has_own_rules(types):
+            return NotImplemented
         place = self._tracker.place()
         if func in _CASTS and not place.recomputed:
             format = named(next(x for x in args if isinstance(x, str)))
@@ -256,7 +244,7 @@ def _figures(x: Tensor, format: BlockFormat) -> Tensor:
     nonzero, largest = values != 0, torch.finfo(format.dtype).max
     saturated = nonzero & (cast.data.float().abs() == largest)
     sums = values.square(), (values - made).square(), nonzero, nonzero & (made == 0), saturated
-    amax = _block_amax(values, format)
+    amax = reference.shard_amax(values, format, 0, 0)
     smallest = amax.where(amax > 0, math.inf)
     parts = [*(part.sum(dtype=torch.float64) for part in (*sums, ~finite))]
     if amax.numel() == 0:
@@ -268,6 +256,13 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat(
         [a[:-2] + b[:-2], torch.minimum(a[-2:-1], b[-2:-1]), torch.maximum(a[-1:], b[-1:])]
     )
+
+
+def _by_layer(found: dict[tuple[str, str], Tensor]) -> dict[str, dict[str, Health]]:
+    layers: dict[str, dict[str, Health]] = {}
+    for (layer, operand), figures in sorted(found.items()):
+        layers.setdefault(layer, {})[operand] = _health(figures)
+    return layers
 
 
 def _health(figures: Tensor) -> Health:
@@ -287,11 +282,3 @@ def _sample(x: Tensor, format: BlockFormat) -> Tensor:
     if x.ndim == 3:
         return x[:: max(1, ceil_div(len(x) * format.rows, _ROWS)), : format.rows]
     return x[:_ROWS]
-
-
-def _block_amax(x: Tensor, format: BlockFormat) -> Tensor:
-    missing = 0, -x.shape[-1] % format.cols, 0, -x.shape[-2] % format.rows
-    blocks = (
-        F.pad(x.abs(), missing).unflatten(-1, (-1, format.cols)).unflatten(-3, (-1, format.rows))
-    )
-    return blocks.amax((-1, -3))

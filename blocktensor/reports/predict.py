@@ -23,7 +23,7 @@ threefold (``python -m benchmarks host``, H200, 2026-11-23)."""
 
 
 class Rates(NamedTuple):
-    """What a card does in a microsecond: FLOPs of a bf16 matmul, and bytes of a cast."""
+    """Speeds of a card: FLOPs of bf16 matmuls and bytes of casts, in a microsecond."""
 
     flops: float
     bytes: float
