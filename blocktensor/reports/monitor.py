@@ -24,6 +24,7 @@ from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BlockFormat, ceil_div, named
 from ..sharding.dtensor import fp8_part
+from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import text_table
 
@@ -227,8 +228,8 @@ def _weights(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         for key in fp8_weights(module):
             weight: Any = fp8_part(module._parameters[key])
             if isinstance(weight, MasterBase) and weight.master.numel():  # frozen ones are FP8
-                label, recipe = label_of(tracker.name_of(module), key), weight.recipe  # type: ignore[attr-defined]
-                found[label, "w"] = _figures(weight.master, recipe.weight_format)
+                label = label_of(tracker.name_of(module), key)
+                found[label, "w"] = _figures(weight.master, format_of(weight))
     return found
 
 
@@ -246,7 +247,7 @@ def _figures(x: Tensor, format: BlockFormat) -> Tensor:
     sums = values.square(), (values - made).square(), nonzero, nonzero & (made == 0), saturated
     amax = reference.shard_amax(values, format, 0, 0)
     smallest = amax.where(amax > 0, math.inf)
-    parts = [*(part.sum(dtype=torch.float64) for part in (*sums, ~finite))]
+    parts = [part.sum(dtype=torch.float64) for part in (*sums, ~finite)]
     if amax.numel() == 0:
         return torch.stack([*parts, parts[0] + math.inf, parts[0]])
     return torch.stack([*parts, smallest.min().double(), amax.max().double()])
