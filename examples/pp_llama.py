@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,11 +23,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 try:
-    from rich.console import Console
-    from rich.table import Table
-
     import blocktensor
     from common.llama import SHAPES, Block, Shape, rope_tables, seed_of
+    from common.parallel_runs import parsed, parser_of, report, written
     from fsdp2_llama import ranks
     from tp_llama import batch
 except ModuleNotFoundError as error:
@@ -151,7 +147,7 @@ def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[s
     dist.all_reduce(counted, group=mesh.get_group("pipe"))
     tokens = options.batch * options.seq * mesh["data"].size()
     return {
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "options": written(options),
         "world_size": dist.get_world_size(),
         "fp8_linears": int(counted),
         "losses": losses,
@@ -159,47 +155,16 @@ def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[s
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The result for people."""
-    options, drawn = result["options"], Table("what", "value")
-    name, per_rank = SCHEDULES[options["schedule"]]
-    drawn.add_row("precision", f"{options['precision']}, {result['fp8_linears']} FP8 linears")
-    drawn.add_row("schedule", f"{name}, {options['microbatches']} microbatches")
-    drawn.add_row("ranks", f"{result['world_size']}, {options['pp']} a pipeline")
-    drawn.add_row("stages a rank", str(per_rank))
-    drawn.add_row("loss", f"{result['losses'][0]:.4f} at first, {result['losses'][-1]:.4f} at last")
-    drawn.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}")
-    return drawn
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="pp_llama.py",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("pp_llama.py", DESCRIPTION, EPILOG, SIZES, batch=4)
     add = parser.add_argument
-    add("--model", choices=tuple(SIZES), default="tiny", help="sizes: Llama 3's 1B and 8B")
-    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of linears (default: bf16)")
     add("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="default: 1f1b")
     add("--pp", type=int, help="ranks of a pipeline (default: all)")
     add("--microbatches", type=int, default=4, help="of a step (default: 4)")
-    add("--seq", type=int, default=256, help="tokens of a sequence (default: 256)")
-    add("--batch", type=int, default=4, help="sequences of a step (default: 4)")
-    add("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    add("--warmup-steps", type=int, default=3, help="first steps, not timed (default: 3)")
-    add("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
-    add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--out", type=Path, help="folder of result.json")
-    options = parser.parse_args(argv)
-    if not 0 <= options.warmup_steps < options.steps:
-        parser.error(f"--warmup-steps must be from 0 to {options.steps - 1}: a step is timed")
+    options = parsed(parser, argv)
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch} must be a multiple of --microbatches")
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return options, SIZES[options.model]
 
 
@@ -221,10 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         result = train(options, shape, mesh)
         if dist.get_rank() == 0:
-            Console().print(table(result))
-            if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            name, per_rank = SCHEDULES[options.schedule]
+            rows = [
+                ("schedule", f"{name}, {options.microbatches} microbatches"),
+                ("ranks", f"{result['world_size']}, {options.pp} a pipeline"),
+                ("stages a rank", str(per_rank)),
+            ]
+            report(result, rows, options.out)
         dist.barrier()
     return 0
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,12 +26,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
-    from rich.console import Console
-    from rich.table import Table
-
     import blocktensor
     from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
     from common.llama import MLP, SHAPES, Shape, rope_tables, rotate, seed_of
+    from common.parallel_runs import parsed, parser_of, report, written
     from fsdp2_llama import ranks
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
@@ -219,7 +215,7 @@ def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[s
     timed = seconds[options.warmup_steps :]
     tokens = options.batch * options.seq * mesh["data"].size()
     return {
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "options": written(options),
         "world_size": dist.get_world_size(),
         "fp8_linears": converted,
         "losses": losses,
@@ -228,44 +224,13 @@ def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[s
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The result for people."""
-    options, drawn = result["options"], Table("what", "value")
-    cut = "outputs, inputs and tokens" if options["sp"] else "outputs and inputs"
-    drawn.add_row("precision", f"{options['precision']}, {result['fp8_linears']} FP8 linears")
-    drawn.add_row("ranks", f"{result['world_size']}, of which {options['tp']} cut {cut}")
-    drawn.add_row("loss", f"{result['losses'][0]:.4f} at first, {result['losses'][-1]:.4f} at last")
-    drawn.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}")
-    for name, count in sorted(result["wire_bytes"].items()):
-        drawn.add_row(f"{name}, MB a rank and step", f"{count / 1e6:.3f}")
-    return drawn
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="tp_llama.py",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tp_llama.py", DESCRIPTION, EPILOG, SIZES, batch=2)
     add = parser.add_argument
-    add("--model", choices=tuple(SIZES), default="tiny", help="sizes: Llama 3's 1B and 8B")
-    add("--precision", choices=("bf16", "fp8"), default="bf16", help="of linears (default: bf16)")
     add("--tp", type=int, help="ranks that cut a linear (default: all)")
     add("--sp", action="store_true", help="cut tokens between linears (sequence parallel)")
-    add("--seq", type=int, default=256, help="tokens of a sequence (default: 256)")
-    add("--batch", type=int, default=2, help="sequences of a step (default: 2)")
-    add("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    add("--warmup-steps", type=int, default=3, help="first steps, not timed (default: 3)")
-    add("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
-    add("--seed", type=int, default=0, help="decides weights and data (default: 0)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--out", type=Path, help="folder of result.json")
-    options = parser.parse_args(argv)
-    if not 0 <= options.warmup_steps < options.steps:
-        parser.error(f"--warmup-steps must be from 0 to {options.steps - 1}: a step is timed")
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = parsed(parser, argv)
     return options, SIZES[options.model]
 
 
@@ -288,10 +253,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         result = train(options, shape, mesh)
         if dist.get_rank() == 0:
-            Console().print(table(result))
-            if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            cut = "outputs, inputs and tokens" if options.sp else "outputs and inputs"
+            ranked = "ranks", f"{result['world_size']}, of which {options.tp} cut {cut}"
+            sent = [
+                (f"{name}, MB a rank and step", f"{count / 1e6:.3f}")
+                for name, count in sorted(result["wire_bytes"].items())
+            ]
+            report(result, [ranked], options.out, sent)
         dist.barrier()
     return 0
 
