@@ -293,7 +293,7 @@ def test_under_fsdp2(mesh: Any, world: int, device: str) -> None:
 @pytest.mark.gpu
 def test_no_step_waits_for_the_gpu() -> None:
     model, x = converted().cuda(), randn(300, K, device="cuda")
-    health = monitor(model)
+    health = monitor(model, every=1)
     with health:
         step(model, x)
     with no_synchronization(), health:
