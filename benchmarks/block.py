@@ -24,13 +24,13 @@ VARIANTS = (
     "fp8",
     "fp8, inputs shared",
     "fp8, cache_weight=False",
-    "fp8, wgrad_input=128x128",
+    "fp8, wgrad_input=1x128",
     "fp8, wgrad_input=high_precision",
     "fp8, fused",
     "fp8, fused, cache_weight=step",
     "fp8, fused, recompute",
     "fp8, fused, store_fp8",
-    "fp8, fused, wgrad_input=128x128",
+    "fp8, fused, wgrad_input=1x128",
 )
 
 
@@ -45,11 +45,11 @@ def variant(name: str, made: nn.Module) -> nn.Module:
         return made
     if name in peers.TORCHAO_TRAINS:
         return peers.torchao_training(name, made)
-    chosen: tuple[bt.recipe.WgradInput, ...] = "128x128", "high_precision"
+    chosen: tuple[bt.recipe.WgradInput, ...] = "1x128", "high_precision"
     policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
     recipe = bt.Recipe(
         cache_weight=next((x for x in policies if f"cache_weight={x}" in name), "backward"),
-        wgrad_input=next((x for x in chosen if x in name), "1x128"),
+        wgrad_input=next((x for x in chosen if f"wgrad_input={x}" in name), "128x128"),
     )
     bt.convert(made, recipe)
     if "shared" in name:

@@ -20,7 +20,7 @@ class Bar:
 
     ``rows`` is how many rows must match ``where``: fewer, as after a smoke run, prove nothing. Rows
     without the columns are left out ("where cuBLAS takes the shape"). ``optional`` is a bar whose
-    column only some runs have.
+    column only some runs have. ``reason``: what was asked before, and what keeps it from holding.
     """
 
     id: str
@@ -34,6 +34,7 @@ class Bar:
     at_least: float | None = None
     at_most: float | None = None
     optional: bool = False
+    reason: str = ""
 
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
@@ -112,7 +113,7 @@ def table(found: Sequence[Verdict]) -> Any:
     for verdict in found:
         measured = "–" if verdict.measured is None else f"{verdict.measured:.4g}"
         bar = verdict.bar
-        shown.add_row(bar.text, measured, bar.limit, answers[verdict.holds], verdict.note)
+        shown.add_row(bar.text, measured, bar.limit, answers[verdict.holds], verdict.note or bar.reason)
     return shown
 
 

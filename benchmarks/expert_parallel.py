@@ -34,7 +34,7 @@ VARIANTS = (
     "bf16",
     "fp8",
     "fp8, fused",
-    "fp8, wgrad_input=128x128, fused",
+    "fp8, fused, wgrad_input=1x128",
     "fp8, fused, tokens sent in fp8",
     "fp8, fused, tokens and gradients sent in fp8",
     "bf16, gathered",
@@ -176,8 +176,8 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
         model.bfloat16()
     if name.startswith("fp8"):
         recipe = SENT_RECIPE if sent else bt.Recipe()
-        if "128x128" in name:
-            recipe = bt.Recipe.fast()
+        if "1x128" in name:
+            recipe = bt.Recipe.deepseek()
         bt.convert(model, recipe, skip=["*.router"], skip_small=False)
     if "fused" in name:
         bt.fuse(model)

@@ -23,8 +23,7 @@ VARIANTS = (
     "fp8, fused",
     "fp8, fused, recompute",
     "fp8, fused, head too",
-    "fp8, fused, 128x128",
-    "fp8, fused, 128x128, head too",
+    "fp8, fused, wgrad_input=1x128",
 )
 
 _AT_ONCE = 4
@@ -125,7 +124,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     if name in peers.TORCHAO_TRAINS:
         model = peers.torchao_training(name, model)
     elif name != "bf16":
-        recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
+        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
         bt.convert(model, recipe, convert_head="head" in name)
     if "fused" in name:
         bt.fuse(model, recompute="recompute" in name)

@@ -29,8 +29,8 @@ VARIANTS = (
     "bf16",
     "fp8",
     "fp8, fused",
-    "fp8, wgrad_input=128x128",
-    "fp8, fused, wgrad_input=128x128",
+    "fp8, wgrad_input=1x128",
+    "fp8, fused, wgrad_input=1x128",
 )
 
 BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12

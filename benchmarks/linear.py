@@ -48,7 +48,7 @@ def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
 def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
     """Return the same linear layer in bf16 and in FP8.
 
-    With ``peer`` also in FP8 with ``wgrad_input="128x128"``, and in torchao's FP8, if it is here.
+    With ``peer`` also in FP8 with ``Recipe.deepseek()``, and in torchao's FP8, if it is here.
     """
 
     def plain() -> nn.Linear:
@@ -58,8 +58,8 @@ def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
     bt.to_blockwise_fp8_weights(fp8)
     made: dict[str, nn.Linear] = {"bf16": plain(), "fp8": fp8}
     if peer:
-        made["square"] = plain()
-        bt.to_blockwise_fp8_weights(made["square"], bt.Recipe(wgrad_input="128x128"))
+        made["rows"] = plain()
+        bt.to_blockwise_fp8_weights(made["rows"], bt.Recipe.deepseek())
     if peer and peers.present("torchao") and n % 128 == 0 and k % 128 == 0:
         made["torchao"] = peers.torchao_linear(plain())
     return made
@@ -67,13 +67,13 @@ def layers(n: int, k: int, peer: bool = True) -> dict[str, nn.Linear]:
 
 def parts(x: Tensor, w: Tensor, grad: Tensor) -> dict[str, Call]:
     """The casts and GEMMs of one step, each as a call."""
-    x_row, x_columns = quantize_rowwise(x, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
+    x_row, x_columns = quantize_both(x, BLOCKS_1X128, BLOCKS_128X128)
     g_row, g_columns = quantize_rowwise(grad, BLOCKS_1X128), quantize_columnwise(grad, BLOCKS_1X128)
     square = quantize_rowwise(w, BLOCKS_128X128)
     transposed = transpose(square)
     dtype = x.dtype
     return {
-        "cast_x": lambda: quantize_both(x, BLOCKS_1X128),
+        "cast_x": lambda: quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
         "cast_w": lambda: quantize_rowwise(w, BLOCKS_128X128),
         "transpose_w": lambda: transpose(square),
         "cast_g": lambda: quantize_both(grad, BLOCKS_1X128),
@@ -126,8 +126,8 @@ def measure_shape(shape: Shape, rounds: int) -> dict[str, Any]:
             f"{label}_bf16_ms": round(times["bf16"], 4),
             f"{label}_fp8_ms": round(times["fp8"], 4),
             f"{label}_speedup": round(times["bf16"] / times["fp8"], 3),
-            f"{label}_square_ms": round(times["square"], 4),
-            f"{label}_square_speedup": round(times["bf16"] / times["square"], 3),
+            f"{label}_rows_ms": round(times["rows"], 4),
+            f"{label}_rows_speedup": round(times["bf16"] / times["rows"], 3),
         }
     if "torchao" in eager:
         row["eager_torchao_ms"] = round(eager["torchao"], 4)

@@ -59,9 +59,7 @@ def block_in_brief(content: Content, page: Path) -> list[str]:
     said = [f"{eager} bf16 in eager mode, {compiled} compiled"]
     ways = {
         "with `fuse`": "fp8, fused",
-        "and `Recipe.fast()`, at a [cost in loss](docs/guides/recipes.md),": (
-            "fp8, fused, wgrad_input=128x128"
-        ),
+        "with `fuse` and `Recipe.deepseek()`": "fp8, fused, wgrad_input=1x128",
     }
     for name, variant in ways.items():
         if found := by_variant.get(variant):
@@ -284,8 +282,11 @@ def _fsdp2_row(row: Row) -> tuple[object, ...]:
 def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
     """Llama under FSDP2: the default, and the fastest run for each number of microbatches."""
     runs = select(content["rows"], {"mode": "run"})
-    row = select(runs, {"variant": "fp8", "microbatches": 1})[0]
+    fp8 = [run for run in select(runs, {"microbatches": 1}) if run["variant"] != "bf16"]
+    row = next((run for run in fp8 if run["variant"] == "fp8"), fp8[0])
+    options = row["variant"].removeprefix("fp8").removeprefix(", ")
     parts = [f"{times(row['speed_of_bf16'])} bf16's speed, {times(row['peak_of_bf16'])} its memory"]
+    parts[0] = f"{options}: {parts[0]}" if options else parts[0]
     for count in sorted({run["microbatches"] for run in runs}):
         fastest = max(select(runs, {"microbatches": count}), key=lambda run: run["speed_of_bf16"])
         if fastest is row or fastest["variant"] == "bf16":

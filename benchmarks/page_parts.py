@@ -36,14 +36,20 @@ def source(content: Content, remark: str = "") -> str:
     where = content["environment"]
     return (
         f"(`{where['command']}`, {where['device']}, torch {where['torch']}, "
-        f"Triton {where['triton']}, {where['date']}{remark})"
+        f"Triton {where['triton']}, {where['date']}{_recipe_of(content)}{remark})"
     )
 
 
 def source_in_brief(content: Content) -> str:
     """The command that made a result, and the card."""
     where = content["environment"]
-    return f"(`{where['command']}`, {where['device']})"
+    return f"(`{where['command']}`, {where['device']}{_recipe_of(content)})"
+
+
+def _recipe_of(content: Content) -> str:
+    """A remark that names the recipe of results that were measured with another default."""
+    recipe = content["environment"].get("recipe")
+    return f"; with `{recipe}`, then the default" if recipe else ""
 
 
 def image(file: str, text: str, page: Path) -> list[str]:

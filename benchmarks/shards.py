@@ -22,7 +22,7 @@ from .turns import measured_in_turns
 
 RANKS, TOKENS = 8, 8192
 MODELS = {"Llama 70B": Shape(8192, 28672, 64, 8), "Llama 8B": Shape(4096, 14336, 32, 8)}
-VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, fused", "fp8, fused, 128x128")
+VARIANTS = ("bf16", "fp8", "fp8, inputs shared", "fp8, fused", "fp8, fused, wgrad_input=1x128")
 QUICK: dict[str, Any] = {"models": ("Llama 8B",), "tokens": 512, "rounds": 2}
 """The arguments of a smoke run."""
 
@@ -50,7 +50,7 @@ class Shard(nn.Module):
 def variant(name: str, made: nn.Module) -> nn.Module:
     """Make ``made`` what the variant is; linears of every size in FP8."""
     if name != "bf16":
-        recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
+        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
         bt.convert(made, recipe, skip_small=False)
     if "fused" in name:
         bt.fuse(made)

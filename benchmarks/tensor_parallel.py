@@ -27,7 +27,7 @@ from .ranks import in_turn, parser, run_worker
 from .results import Row
 from .timing import Call
 
-VARIANTS = ("bf16", "bf16, our styles", "fp8", "fp8, wgrad_input=128x128")
+VARIANTS = ("bf16", "bf16, our styles", "fp8", "fp8, wgrad_input=1x128")
 SHAPES = {
     "70b": Shape(dim=8192, layers=1, heads=64, kv_heads=8, hidden=28672, vocab=256),
     "tiny": Shape(dim=256, layers=1, heads=4, kv_heads=4, hidden=512, vocab=256),
@@ -40,7 +40,7 @@ def variant(name: str, shape: Shape, mesh: DeviceMesh) -> nn.Module:
     with torch.device(mesh.device_type):
         block = Block(shape).to(torch.bfloat16)
     if name.startswith("fp8"):
-        recipe = bt.Recipe(wgrad_input="128x128" if "128x128" in name else "1x128")
+        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
         bt.convert(block, recipe, skip_small=False)
     styles: Any = torch_styles if name == "bf16" else our_styles
     tokens, whole = Shard(1), Replicate()

@@ -199,10 +199,11 @@ def self_check(device: torch.device) -> dict[str, tuple[float, float]]:
 def _reference(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, dx and dw by the reference ops alone."""
     rows, squares = DEFAULT_RECIPE.activation_format, DEFAULT_RECIPE.weight_format
+    x_col = reference.quantize_columnwise(x, DEFAULT_RECIPE.wgrad_input_format or rows)
     cast, gemm = reference.quantize_rowwise, reference.gemm
     y = gemm(cast(x, rows), cast(w, squares), None, x.dtype)
     dx = gemm(cast(grad, rows), cast(w.t().contiguous(), squares), None, x.dtype)
-    dw = gemm(cast(grad.t().contiguous(), rows), cast(x.t().contiguous(), rows), None, w.dtype)
+    dw = gemm(cast(grad.t().contiguous(), rows), x_col, None, w.dtype)
     return y, dx, dw
 
 

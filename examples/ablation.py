@@ -42,7 +42,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 RECIPES = {
     "Recipe()": blocktensor.Recipe(),
-    "wgrad_input=128x128": blocktensor.Recipe(wgrad_input="128x128"),
+    "Recipe.deepseek()": blocktensor.Recipe.deepseek(),
     "wgrad_input=high_precision": blocktensor.Recipe(wgrad_input="high_precision"),
     "scale=power_of_two": blocktensor.Recipe(scale="power_of_two"),
 }

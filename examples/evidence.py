@@ -71,16 +71,16 @@ windows of 2048 tokens. See docs/evidence.md."""
 VARIANTS = {
     "bf16": "--variant bf16",
     "bf16_moved": "--variant bf16 --move 1e-6",
-    "fp8": "--variant fp8",
+    "fp8_1x128": "--variant 'fp8, wgrad_input=1x128'",
     "fp8_128x128": "--variant 'fp8, wgrad_input=128x128'",
-    "fp8_power_of_two": "--variant 'fp8, scale=power_of_two'",
+    "fp8_power_of_two": "--variant 'fp8, scale=power_of_two, wgrad_input=1x128'",
     "fp8_high_precision": "--variant 'fp8, wgrad_input=high_precision'",
 }
 
 SEEDS = {
     "120m": dict.fromkeys(VARIANTS, 8),
-    "320m": {"bf16": 4, "fp8": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
-    "experts": {"bf16": 3, "fp8": 3, "fp8_128x128": 3},
+    "320m": {"bf16": 4, "fp8_1x128": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
+    "experts": {"bf16": 3, "fp8_1x128": 3, "fp8_128x128": 3},
 }
 """How many seeds of each variant run at each size."""
 
@@ -101,7 +101,7 @@ class Run:
 def queue() -> list[Run]:
     """Return all runs in the order in which they are made."""
     moves = [("", "0"), ("_moved", "1e-6"), ("_moved_more", "2e-6")]
-    pairs = ("bf16", "fp8")
+    pairs = ("bf16", "fp8_1x128")
     tried = [
         (name, f"bf16{suffix}", 0, f"--move {move}")
         for name in ("warmup", "embedding", "qk", "slow", "between")
@@ -115,7 +115,7 @@ def queue() -> list[Run]:
             ("smear", pairs, 2),
             ("smear_fast", pairs, 2),
             ("seq512", pairs, 2),
-            ("fast", ("bf16", "bf16_moved", "fp8", "fp8_128x128"), 1),
+            ("fast", ("bf16", "bf16_moved", "fp8_1x128", "fp8_128x128"), 1),
         ]
         for seed in range(seeds)
         for variant in variants

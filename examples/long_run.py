@@ -38,6 +38,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "fp8": {},
     "fp8, scale=power_of_two": {"scale": "power_of_two"},
+    "fp8, scale=power_of_two, wgrad_input=1x128": {
+        "scale": "power_of_two",
+        "wgrad_input": "1x128",
+    },
+    "fp8, wgrad_input=1x128": {"wgrad_input": "1x128"},
     "fp8, wgrad_input=128x128": {"wgrad_input": "128x128"},
     "fp8, wgrad_input=high_precision": {"wgrad_input": "high_precision"},
 }

@@ -16,6 +16,8 @@ own, amax / 448, and an outlier only costs its neighbours precision. A value is 
   few tokens or few features, and a block contains only one token (or, columnwise, one feature).
 - Weights: blocks of 128x128. They vary less, so coarse blocks cost little; and a square block stays
   a block under transposition, so that one cast serves both fprop and dgrad.
+- The x that wgrad reads: 128x128, too. A matmul is faster if one side has such blocks, and whole
+  training runs end with the same loss. DeepSeek-V3 has 1x128 blocks there.
 
 **Why two forms.** FP8 tensor cores read operands that are contiguous along the contraction. A
 matrix is contracted along its rows in one matmul and along its columns in another, so it has two
@@ -24,11 +26,11 @@ every matmul has one rule, mm(a, b) = gemm(a.rowwise, b.columnwise):
 
     fprop   x.rowwise      w.rowwise       1x128 · 128x128
     dgrad   g.rowwise      w.columnwise    1x128 · 128x128
-    wgrad   g.columnwise   x.columnwise    1x128 · 1x128
+    wgrad   g.columnwise   x.columnwise    1x128 · 128x128
 
 (A transpose swaps the names: the columnwise form of w^T is the rowwise form of w.) The columnwise
 form of a weight is the exact transpose of its bytes. For x and g it is a second cast from high
-precision: transposed blocks would be 128x1, and a cast of the FP8 values would round twice.
+precision: the blocks are others, and a cast of the FP8 values would round twice.
 
 **Why partial sums.** Hopper's FP8 tensor cores sum with about 14 bits. DeepSeek-V3 therefore lets
 them sum only 128 products at a time, one block of the contraction, multiplies this partial product
@@ -120,7 +122,7 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        x_row, x_col = quantize(x, 1), quantize(x.t(), 1)  # a kernel does both in one read
+        x_row, x_col = quantize(x, 1), quantize(x.t(), BLOCK)  # a kernel does both in one read
         w_row = quantize(w, BLOCK)
         ctx.save_for_backward(x_col.data, x_col.scale, w_row.data, w_row.scale)
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
@@ -137,7 +139,7 @@ class FP8Linear(torch.autograd.Function):
             w_col = transpose(Quantized(w_data, w_scale, BLOCK))
             dx = gemm(quantize(g, 1), w_col, None, x_dtype)
         if needs_dw:
-            x_col = Quantized(x_data, x_scale, 1)
+            x_col = Quantized(x_data, x_scale, BLOCK)
             dw = gemm(quantize(g.t(), 1), x_col, None, w_dtype)
         if needs_dbias:
             dbias = g.sum(0, dtype=torch.float32).to(bias_dtype)

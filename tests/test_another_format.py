@@ -108,7 +108,9 @@ def test_linear_forward_and_backward(recipe: Recipe, tokens: int) -> None:
     y = functional.linear(x, w, recipe=recipe)
     y.backward(grad)
 
-    x_row, x_col = (values(q).double() for q in quantize_both(x.detach(), TOY_ROWS))
+    x_row, x_col = (
+        values(q).double() for q in quantize_both(x.detach(), TOY_ROWS, recipe.wgrad_input_format)
+    )
     g_row, g_col = (values(q).double() for q in quantize_both(grad, TOY_ROWS))
     w_fp8 = values(quantize_rowwise(w.detach(), recipe.weight_format)).double()
     wanted = x_row @ w_fp8.t(), g_row @ w_fp8, g_col @ x_col.t()

@@ -157,7 +157,7 @@ def test_operands_that_are_no_tensors_are_refused(name: str) -> None:
     of_none = (functional.rms_norm, NORM) if name == "gated_activation" else (run, *operands[1:])
     with pytest.raises(TypeError, match=r"x is a NoneType: expected a tensor"):
         of_none[0](None, *of_none[1:])
-    for recipe, example in (("fast", r"Recipe\.fast\(\)"), ("fp32", r"Recipe\(scale='fp32'\)")):
+    for recipe, example in (("fast", r"Recipe\.deepseek\(\)"), ("fp32", r"Recipe\(scale='fp32'\)")):
         with pytest.raises(TypeError, match=rf"expected a blocktensor\.Recipe, e\.g\..*{example}"):
             run(*operands, recipe=recipe)
     made, wanted = run(*operands, recipe=None), run(*operands)

@@ -19,7 +19,7 @@ def test_the_defaults() -> None:
         """\
 Recipe(scale='fp32',
 cache_weight='backward',
-wgrad_input='1x128',
+wgrad_input='128x128',
 batch_invariant=False)""",
     )
 
@@ -45,7 +45,7 @@ def test_every_choice_is_a_value(
 
 
 def test_named_recipes() -> None:
-    assert Recipe.fast() == Recipe(wgrad_input="128x128")
+    assert Recipe.deepseek() == Recipe(wgrad_input="1x128")
     assert Recipe.accurate() == Recipe(wgrad_input="high_precision")
 
 
@@ -92,7 +92,8 @@ def test_files_of_older_versions() -> None:
     vars(boolean)["cache_weight"] = True  # before there were three policies
     del vars(without)["wgrad_input"]  # before it was a choice
     vars(columnwise)["columnwise"] = "keep"  # while that was one
-    wanted = Recipe(), Recipe(scale="power_of_two"), Recipe(cache_weight=False)
+    rows = Recipe(scale="power_of_two", wgrad_input="1x128")  # then the only one in FP8
+    wanted = Recipe(), rows, Recipe(cache_weight=False)
     for old, now in zip((boolean, without, columnwise), wanted, strict=True):
         loaded = pickle.loads(pickle.dumps(old))
         assert loaded == now and vars(loaded).keys() == vars(now).keys()

@@ -48,8 +48,8 @@ class GatedPlan(NamedTuple):
         store_fp8: whether gate and up are saved in FP8.
         h_beside: whether backward makes the columnwise form of h beside the gradients of gate and
             up, at no read of its own.
-        one_by_one: True if h or a gradient is needed in high precision, so that the linears run one
-            by one.
+        one_by_one: True if h or a gradient is needed in high precision, or if one of gate and up is
+            ``[E, N, K]`` and one ``[E, K, N]``, so that the linears run one by one.
         needs_dh: whether the gradient of h will be asked for.
         x_columnwise: the format of x columnwise; None where no product reads it.
         dh_formats: of the gradients of gate and up.
@@ -123,7 +123,8 @@ def plan_gated(
         recompute,
         store_fp8,
         h_beside,
-        one_by_one=any(plan.saves_x for plan in (*firsts, down)),
+        one_by_one=any(plan.saves_x for plan in (*firsts, down))
+        or firsts[-1].wgrad_input is not gate.wgrad_input,
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),
         dh_formats=dh_formats,

@@ -94,14 +94,17 @@ def grouped_linears(
         plans = [plan_matmul(x, w, b, recipe, offs) for w, b in pairs]
         first = plans[0]
         if any(
-            plan.format is not first.format or plan.wgrad_input != first.wgrad_input
+            plan.format is not first.format or plan.wgrad_input is not first.wgrad_input
             for plan in plans
         ):
             difference = difference_of([recipe_of(x, w, recipe) for w in ws])
-            raise ValueError(
-                f"mixed recipes: weights of one input have {difference}: give them one recipe, or "
-                f"call grouped_linear(x, w, offs) for each"
-            )
+            if difference:
+                raise ValueError(
+                    f"mixed recipes: weights of one input have {difference}: give them one recipe, "
+                    f"or call grouped_linear(x, w, offs) for each"
+                )
+            # stacks [E, N, K] and [E, K, N], whose gradients read x in other blocks
+            return tuple(_matmul(x, w, b, offs, recipe) for w, b in pairs)
         if first.casts_x:
             x = x.to(first.out_dtype)
         widest = next((plan for plan in plans if plan.x_columnwise is not None), first)

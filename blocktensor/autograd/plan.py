@@ -47,7 +47,8 @@ class Plan:
         x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
             or if wgrad runs in high precision.
         saves_x: save x itself, for a wgrad in high precision.
-        wgrad_input, batch_invariant: of the recipe.
+        wgrad_input: format of x columnwise if a gradient of w were wanted; None in high precision.
+        batch_invariant: of the recipe.
         grad_formats: rowwise and columnwise formats of the output's gradient; None where no matmul
             reads that form.
         weight_format: of a plain weight.
@@ -99,8 +100,10 @@ class Plan:
             has_graph and x.requires_grad,
             has_graph and w.requires_grad,
         )
-        self.wgrad_input, self.batch_invariant = recipe.wgrad_input, recipe.batch_invariant
-        self.x_columnwise = recipe.wgrad_input_format if needs_dw else None
+        self.batch_invariant = recipe.batch_invariant
+        self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
+        self.wgrad_input = recipe.wgrad_input_of_stack(self.w_is_transposed)
+        self.x_columnwise = self.wgrad_input if needs_dw else None
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (
             self.format if needs_dx else None,
@@ -116,7 +119,6 @@ class Plan:
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
         self.are_tensors = True, True, bias is not None, offs is not None
-        self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
         records = serves_all and x.device.type in RECORDED_DEVICES
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
         self.casts_weight = (

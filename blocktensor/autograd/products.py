@@ -103,7 +103,8 @@ class Dense:
             if format is not None and held.block_shape != format.block_shape:
                 raise ValueError(
                     f"a {side}wise form in {held.name} blocks where an FP8 linear reads "
-                    f"{format.name}: pass the tensor in high precision"
+                    f"{format.name}: pass the tensor in high precision, or cast gradients with "
+                    f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
         return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
 

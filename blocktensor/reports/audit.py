@@ -26,7 +26,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
 from .audit_products import Product, columnwise_data, factors, hides_products, product_of
-from .audit_report import BY_RECIPE, FP8, IN_SQUARES, AuditedProduct, AuditReport
+from .audit_report import BY_RECIPE, FP8, AuditedProduct, AuditReport
 from .audit_weights import WeightMemory
 
 
@@ -138,7 +138,6 @@ class _Products(TorchDispatchMode):
             if is_dgrad is None:
                 is_dgrad = operands[0][0] not in self._columnwise
             kind = "dgrad" if is_dgrad else "wgrad"
-            note = IN_SQUARES if product.in_squares and not is_dgrad else ""
         else:
             kind, forward = "backward", self._recorded_by.get(place.node)
             if forward is not None and forward.precision != FP8:

@@ -24,7 +24,6 @@ class Product(NamedTuple):
     Attributes:
         is_dgrad: in FP8, a backward that runs it computes the gradient of an input; None where the
             op does not tell.
-        in_squares: an operand is in FP8 in 128x128 blocks.
         is_attention: the op is one of attention.
         is_batched: it multiplies a stack of matrices by another.
     """
@@ -36,7 +35,6 @@ class Product(NamedTuple):
     precision: str
     flops: int
     is_dgrad: bool | None = False
-    in_squares: bool = False
     is_attention: bool = False
     is_batched: bool = False
 
@@ -180,7 +178,6 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     return Product(
         *(batch, m, n, k, _precision(packet, a), 2 * batch * m * n * k),
         is_dgrad=is_dgrad,
-        in_squares=in_squares,
         is_batched=is_batched,
     )
 

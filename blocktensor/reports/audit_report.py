@@ -13,8 +13,7 @@ FP8 = "FP8"
 """The precision of matmuls by this library's ops."""
 
 BY_RECIPE = "in high precision by recipe"
-IN_SQUARES = "of x in 128x128 blocks"
-"""Notes on weight gradients: ``Recipe(wgrad_input="high_precision")``, and ``"128x128"``."""
+"""The note on weight gradients with ``Recipe(wgrad_input="high_precision")``."""
 
 Name = TypeVar("Name")
 
@@ -35,7 +34,7 @@ class AuditedProduct:
         attention: it is attention, or a batched matmul of two activations.
         recomputed: activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
-        note: what ``Recipe(wgrad_input=...)`` asks of a weight gradient; empty for the default.
+        note: that ``Recipe(wgrad_input="high_precision")`` asks for this weight gradient; or empty.
     """
 
     module: str

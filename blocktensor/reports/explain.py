@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from ..conversion.fast_path import described
-from ..model.weights import experts_per_token, fp8_weights, label_of, local_stack, sizes_of
+from ..model.weights import (
+    experts_per_token,
+    fp8_weights,
+    is_transposed,
+    label_of,
+    local_stack,
+    sizes_of,
+)
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
@@ -155,7 +162,8 @@ def explain(
                     experts, bias = None, None if getattr(module, "bias", None) is None else dtype
                     shape = (tokens, *sizes)
                 dtypes = dtype, weight.dtype
-                found = _products(label, shape, kinds, casts, dtypes, where, bias, experts)
+                is_kn = weight.ndim == 3 and is_transposed(module, key)
+                found = _products(label, shape, kinds, casts, dtypes, where, bias, experts, is_kn)
                 products += found
                 times += _times_of(found, shape, casts, dtypes, where)
         return Explanation(tuple(products), _fast_path(devices), tuple(times))
@@ -216,13 +224,17 @@ def _products(
     where: torch.device | Card,
     bias: torch.dtype | None = None,
     experts: int | None = None,
+    is_kn: bool = False,
 ) -> list[Product]:
-    """Return the matmuls with a weight, or a stack; ``dtypes``: of activations and the weight."""
+    """Return the matmuls with a weight, or a stack.
+
+    ``dtypes``: of activations and the weight. ``is_kn``: experts are ``[E, K, N]``.
+    """
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
     rows, squares, x_format = (
-        recipe.activation_format, recipe.weight_format, recipe.wgrad_input_format,
+        recipe.activation_format, recipe.weight_format, recipe.wgrad_input_of_stack(is_kn),
     )  # fmt: skip
-    of_x = "" if x_format is None or not x_format.transposes else f"x in {x_format.name} blocks; "
+    of_x = "" if x_format is None or x_format.transposes else f"x in {x_format.name} blocks; "
     products = []
     for kind in kinds:
         sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[kind]

@@ -28,7 +28,7 @@ from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import text_table
 
-_ROWS = 1024
+_ROWS = 512
 """Most rows of a tensor that are measured, at equal distances."""
 
 _CASTS = {
@@ -174,7 +174,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
                 wandb.log(health.to_dict())
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
-    ``g``, of at most 1,024 rows each. The inputs of all matmuls of a module of experts are
+    ``g``, of at most 512 rows each. The inputs of all matmuls of a module of experts are
     measured together. A measured step computes the same bits; it takes longer, and compiled regions
     and fused modules run op by op in it. Each rank measures its own parts.
 

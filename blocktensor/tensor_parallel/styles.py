@@ -93,9 +93,9 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
     Every rank holds some columns of the weight and computes a partial sum of the output, which is
     reduced in high precision. With ``output_layouts=Shard(...)`` of tokens (sequence parallel),
     each rank gets its tokens, and backward gathers the output's gradient as e4m3 and scales. Data
-    and weight gradients are those of one process, bit for bit; but not weight gradients with
-    ``Recipe(wgrad_input="128x128")`` if a rank's inputs are no multiple of 128: its blocks end with
-    them.
+    and weight gradients are those of one process, bit for bit; but if a rank's inputs are no
+    multiple of 128, its 128x128 blocks end with them, and only ``Recipe.deepseek()`` gives weight
+    gradients of the same bits.
 
     If the tokens of a rank are no multiple of 128 (see :class:`ColwiseParallel`), the gradient is
     gathered in its own dtype too, for the weight gradient.

@@ -80,8 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--wgrad-input",
-        choices=("1x128", "128x128"),
-        default="1x128",
+        choices=("128x128", "1x128"),
+        default="128x128",
         help="blocks of inputs that FP8 weight gradients read (default: 1x128)",
     )
     add(

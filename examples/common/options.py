@@ -29,7 +29,7 @@ examples:
   python examples/train_lm.py                          a demo sized for this machine
   python examples/train_lm.py --steps 50               a quick look
   python examples/train_lm.py --recipe power_of_two    scales rounded up to powers of two
-  python examples/train_lm.py --wgrad-input 128x128    weight gradients at the forward's speed
+  python examples/train_lm.py --wgrad-input 1x128      weight gradients as DeepSeek-V3's, slower
   python examples/train_lm.py --seeds 5                is the difference larger than the noise?
   python examples/train_lm.py --experts 8              a mixture of experts, 2 of 8 a token
   python examples/train_lm.py --preset gpu --dim 2048 --heads 16 --layers 16
@@ -183,8 +183,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--wgrad-input",
-        choices=("1x128", "128x128", "high_precision"),
-        default="1x128",
+        choices=("128x128", "1x128", "high_precision"),
+        default="128x128",
         help="what weight gradients read of the input: FP8 in these blocks, or bf16 "
         "(default: 1x128)",
     )

@@ -112,7 +112,7 @@ ValueError: mixed recipes: one operand was cast with Recipe(scale='fp32'), the o
   Recipe(scale='power_of_two'); cast both with one recipe, e.g. blocktensor.quantize(x,
   recipe=weight.recipe)""",
     )
-    unseen = BlockwiseFP8Tensor.from_values(W, SQUARE, Recipe(wgrad_input="128x128"))
+    unseen = BlockwiseFP8Tensor.from_values(W, SQUARE, Recipe.deepseek())
     assert torch.equal(functional.linear(shared, unseen), functional.linear(X, W))
 
 
@@ -132,9 +132,9 @@ ValueError: the input of an FP8 linear has blocks of (128, 128): expected (1, 12
   blocktensor.quantize(x) makes them
 ValueError: block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
   (weights)
-ValueError: this BlockwiseFP8Tensor was cast in 1x128 blocks to a rowwise form [5, 384], without
-  its columnwise form, which needs other scales: quantize the high-precision tensor with
-  columnwise=True""",
+ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
+  which is FP8 already, holds 1x128 blocks; cast it with one recipe, e.g.
+  blocktensor.quantize(x, recipe=weight.recipe)""",
     )
     rows = BlockwiseFP8Tensor.from_values(W)
     assert torch.isfinite(functional.linear(X, rows)).all()  # 1x128 weights are allowed
@@ -211,7 +211,7 @@ NotImplementedError: an FP8 linear of a nested tensor: call it on .values() of a
 def test_several_weights() -> None:
     x, _, offs = sample("ragged")
     a, b = stack(len(offs)), stack(len(offs), recipe=POWER_OF_TWO)
-    c = stack(len(offs), recipe=Recipe(wgrad_input="128x128"))
+    c = stack(len(offs), recipe=Recipe.deepseek())
     run, bias = functional.grouped_linear, torch.zeros(len(offs), N)
     calls: list[Call] = [
         lambda: run(x, [a, b], offs),
@@ -226,7 +226,7 @@ def test_several_weights() -> None:
         """\
 ValueError: mixed recipes: weights of one input have scale='fp32' and 'power_of_two': give them
   one recipe, or call grouped_linear(x, w, offs) for each
-ValueError: mixed recipes: weights of one input have wgrad_input='1x128' and '128x128': give
+ValueError: mixed recipes: weights of one input have wgrad_input='128x128' and '1x128': give
   them one recipe, or call grouped_linear(x, w, offs) for each
 ValueError: 0 weights with 0 biases: expected one for each of at least one weight, or bias=None
 ValueError: 2 weights with 1 biases: expected one for each of at least one weight, or bias=None

@@ -32,12 +32,12 @@ from tests.support.gated import (
 from tests.support.groups import GROUPS, ends
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
 from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH, SQUARES
+from tests.support.wgrad_inputs import HIGH, ROWS
 
 __all__ = ["afresh"]
 
 RECIPES = (
-    *(FP32_SCALES, POWER_OF_TWO, SQUARES, HIGH),
+    *(FP32_SCALES, POWER_OF_TWO, ROWS, HIGH),
     *(Recipe(cache_weight=False), Recipe(cache_weight="step")),
 )
 
@@ -130,7 +130,7 @@ def test_cast_inputs_and_recipes_of_plain_weights(kind: Kind) -> None:
     if not kind.groups:
         assert_bits(results(lambda x, *ws: kind.fused(quantize(x), *ws), x, operands), wanted)
     values = [plain(w).requires_grad_() for w in operands]
-    for recipe in (SQUARES, HIGH):
+    for recipe in (ROWS, HIGH):
         others = results(kind.unfused, x, kind.weights(recipe))
         assert_bits(results(functools.partial(kind.fused, recipe=recipe), x, values), others)
         assert not torch.equal(others[2], wanted[2])  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_bad_input() -> None:
     calls: list[Call] = [
         lambda: mlp(x, gate, up, down, activation="tanh"),
         lambda: mlp(x, gate, narrow, down),
-        lambda: mlp(x, gate, *weights(recipe=SQUARES)[1:]),
+        lambda: mlp(x, gate, *weights(recipe=ROWS)[1:]),
         lambda: mlp(x, gate, *weights(recipe=POWER_OF_TWO)[1:]),
         lambda: mlp(x.float(), gate, up, down),
         lambda: mlp(x, odd, None, down),
@@ -213,7 +213,7 @@ def test_bad_input() -> None:
         """\
 ValueError: activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
 ValueError: gate has 320 features and up 64: expected the same number
-ValueError: mixed recipes: weights of one gated MLP have wgrad_input='1x128' and '128x128': give
+ValueError: mixed recipes: weights of one gated MLP have wgrad_input='128x128' and '1x128': give
   them one recipe, or call functional.linear for each
 ValueError: mixed recipes: weights of one gated MLP have scale='fp32' and 'power_of_two': give
   them one recipe, or call functional.linear for each

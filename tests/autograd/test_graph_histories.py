@@ -61,7 +61,8 @@ class PlainLinear(torch.autograd.Function):
         for rows, each, of_each in zip(ctx.rows, ws, dws, strict=True):
             if len(x[rows]):
                 dx[rows] = rounded(g[rows], BLOCKS_1X128) @ rounded(each, BLOCKS_128X128)
-                g_col, x_col = (rounded(t[rows], BLOCKS_1X128, True) for t in (g, x))
+                g_col = rounded(g[rows], BLOCKS_1X128, True)
+                x_col = rounded(x[rows], BLOCKS_128X128, True)
                 of_each += g_col.t() @ x_col
         return dx, dw, None
 

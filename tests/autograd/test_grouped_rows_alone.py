@@ -18,7 +18,7 @@ from tests.support.models import POWER_OF_TWO, randn, with_outliers
 from tests.support.numeric import assert_same
 from tests.support.refusals import refused
 
-RECIPES = (Recipe(), POWER_OF_TWO, Recipe(wgrad_input="128x128"))
+RECIPES = (Recipe(), POWER_OF_TWO, Recipe.deepseek())
 
 
 class _RowsAlone(torch.autograd.Function):

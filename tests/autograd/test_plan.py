@@ -18,7 +18,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from tests.support.linear_ways import WAYS, grads_of, run_linears
 from tests.support.models import Trace, assert_matches, composed, linear, plain, randn, unaligned
 from tests.support.steps import assert_trace, ours
-from tests.support.wgrad_inputs import HIGH, SQUARES
+from tests.support.wgrad_inputs import HIGH, ROWS
 
 N, K = 256, 384
 
@@ -125,7 +125,7 @@ def test_what_tells_backwards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_operands_are_planned_for_one_call() -> None:
     """What a compiler, a mode or a plain weight needs must not serve a call that records."""
     frozen = BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
-    shared = BlockwiseFP8Tensor.from_values(X)
+    shared = quantize(X)
     calls = [(x, randn(N, K)) for x in (X, shared)]
     calls += [(X.to("meta"), w.to("meta")) for w in (weight(), frozen)]
     plans = [plan(*call) for call in calls]
@@ -140,7 +140,7 @@ def test_other_operands_are_planned_for_one_call() -> None:
 
 
 def test_which_linears_record_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = BlockwiseFP8Tensor.from_values(X)
+    shared = quantize(X)
     for way in WAYS:
         with monkeypatch.context() as patched:
             run_linears(way, patched)
@@ -210,7 +210,7 @@ def test_small_linears_run_backward_as_one_sequence(
 
 
 def test_what_tells_fp8_operands_apart() -> None:
-    x, values = BlockwiseFP8Tensor.from_values(X), randn(N, K)
+    x, values = quantize(X), randn(N, K)
     powers = Recipe(scale="power_of_two")
     frozen = BlockwiseFP8Tensor.from_values(values, (128, 128))
     moved = BlockwiseFP8Tensor(
@@ -224,17 +224,20 @@ def test_what_tells_fp8_operands_apart() -> None:
     calls = [
         *[(x, weight()), (x.detach().requires_grad_(), weight()), (x, frozen)],
         *[(X, frozen), (X, moved), (X, both), (X, weight())],
-        (BlockwiseFP8Tensor.from_values(X, recipe=powers), weight(scale="power_of_two")),
+        (quantize(X, powers), weight(scale="power_of_two")),
         (X, BlockwiseFP8Tensor.from_values(values, (128, 128), powers)),
     ]
     assert_apart(plan, calls)
-    assert plan(BlockwiseFP8Tensor.from_values(-X), weight()) is plan(*calls[0])
+    assert plan(quantize(-X), weight()) is plan(*calls[0])
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
     """Nothing is recorded of an input in FP8: each gives the forms that it holds."""
     both, row_only = (BlockwiseFP8Tensor.from_values(X, columnwise=c) for c in (True, False))
-    module, frozen = linear(N, K), BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
+    module, frozen = (
+        linear(N, K, recipe=ROWS),
+        BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128)),
+    )
     for _ in range(2):
         assert torch.equal(functional.linear(both, frozen), functional.linear(row_only, frozen))
         module(both)
@@ -286,12 +289,12 @@ OF_WEIGHT, PRODUCT = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
 # of each ``wgrad_input``: the recipe, the ops of forward and of backward
 OPS: dict[str, tuple[Recipe, list[str], list[str]]] = {
     "1x128": (
-        Recipe(),
+        ROWS,
         [OF_WEIGHT, "quantize_both 1x128", PRODUCT],
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"],
     ),
     "128x128": (
-        SQUARES,
+        Recipe(),
         [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT],
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"],
     ),
@@ -318,7 +321,7 @@ def test_a_second_microbatch_casts_no_weight() -> None:
     """If the recipe says so."""
     module, x = linear(256, 384, recipe=Recipe(cache_weight="step")), randn(5, 384, grad=True)
     module(x)
-    assert_trace(module, x, forward=["quantize_both 1x128", PRODUCT], backward={})
+    assert_trace(module, x, forward=["quantize_both 1x128 128x128", PRODUCT], backward={})
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -331,9 +334,9 @@ def test_without_gradients_x_is_cast_rowwise_only(mode: Callable[[], Any]) -> No
 @pytest.mark.parametrize(
     ("x_grad", "w_grad", "backward"),
     [
-        (True, True, ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"]),
+        (True, True, ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"]),
         (True, False, ["quantize_rowwise 1x128", PRODUCT]),
-        (False, True, ["quantize_columnwise 1x128", "gemm 1x128 1x128"]),
+        (False, True, ["quantize_columnwise 1x128", "gemm 1x128 128x128"]),
         (False, False, []),
     ],
 )
@@ -343,7 +346,7 @@ def test_backward_runs_only_what_is_asked_for(
     module, x = linear(256, 384, bias=True), randn(5, 384, grad=x_grad)
     module.weight.requires_grad_(w_grad)
     of_weight = OF_WEIGHT if x_grad else "quantize_rowwise 128x128"
-    of_x = "quantize_both 1x128" if w_grad else "quantize_rowwise 1x128"
+    of_x = "quantize_both 1x128 128x128" if w_grad else "quantize_rowwise 1x128"
     with Trace() as trace:
         y = module(x)
     assert ours(trace) == [of_weight, of_x, PRODUCT]

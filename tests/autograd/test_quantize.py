@@ -20,7 +20,7 @@ from tests.support.compiling import fresh, instantiates
 from tests.support.gated import EAGER, K, assert_bits, results, unfused, weights
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, linear, randn
 from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH, SQUARES, saved_by
+from tests.support.wgrad_inputs import HIGH, ROWS, saved_by
 
 
 def test_a_shared_activation_is_cast_and_saved_once() -> None:
@@ -111,13 +111,13 @@ def test_bits_of_a_gated_activation(
 
 def test_a_gated_activation_is_the_cast_of_the_product() -> None:
     gate, up = randn(2, 70, 320), randn(2, 70, 320, seed=1)
-    for recipe in (FP32_SCALES, POWER_OF_TWO, Recipe(wgrad_input="128x128")):
+    for recipe in (FP32_SCALES, POWER_OF_TWO, ROWS):
         made = gated_activation(gate, up, recipe=recipe)
         assert type(made) is BlockwiseFP8Tensor
         assert_same(made, quantize(F.silu(gate) * up, recipe))
     with Trace() as trace:
         gated_activation(gate, up)
-    assert trace.ops == ["blocktensor.gated silu 1x128 1x128"]
+    assert trace.ops == ["blocktensor.gated silu 1x128 128x128"]
 
 
 NORMS = {
@@ -144,7 +144,7 @@ def spread(*shape: int, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO, SQUARES])
+@pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO, ROWS])
 def test_bits_of_a_norm(
     kind: Any, recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -174,7 +174,7 @@ def both(n: Tensor, *ws: Tensor) -> Tensor:
 def test_a_norm_is_its_cast(kind: Any) -> None:
     x, weight = spread(75), randn(K, seed=8)
     module = norm(kind, 1e-6, weight)
-    for recipe in (FP32_SCALES, POWER_OF_TWO, SQUARES, HIGH):
+    for recipe in (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH):
         made = rms_norm(x, weight, kind=kind, recipe=recipe)
         assert type(made) is BlockwiseFP8Tensor
         assert_same(made.detach(), quantize(module(x), recipe).detach())
@@ -183,7 +183,8 @@ def test_a_norm_is_its_cast(kind: Any) -> None:
     assert torch.equal(reference.rms_norm(x, weight, 1e-6, kind), module(x))
     with Trace() as trace:
         rms_norm(x, weight, kind=kind)
-    assert [op for op in trace.ops if "blocktensor" in op] == ["blocktensor.quantize_both 1x128"]
+    ours = [op for op in trace.ops if "blocktensor" in op]
+    assert ours == ["blocktensor.quantize_both 1x128 128x128"]
 
 
 @pytest.mark.parametrize("kind", NORMS)

@@ -91,7 +91,7 @@ def test_the_table(kind: str, device: torch.device) -> None:
     choices = [Recipe(wgrad_input=choice) for choice in ("1x128", "128x128", "high_precision")]
     for choice, wanted in zip(choices, TABLE[kind], strict=True):
         assert abs(sqnr(kind, choice, device) - wanted) <= 0.1
-    powers_of_two = Recipe(scale="power_of_two", wgrad_input="128x128")
+    powers_of_two = Recipe(scale="power_of_two")
     assert sqnr(kind, powers_of_two, device) >= 27.5
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from blocktensor import Recipe, functional, quantize, share_inputs, to_blockwise_fp8_weights
 from blocktensor.ops import reference
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
 from tests.support.models import assert_matches, linear, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.refusals import refused
 from tests.support.siblings import K as SIBLINGS_K
 from tests.support.siblings import Qkv, converted, results
-from tests.support.wgrad_inputs import HIGH, RECIPES, SQUARES, every_recipe, saved_by, wgrad
+from tests.support.wgrad_inputs import HIGH, RECIPES, ROWS, every_recipe, saved_by, wgrad
 
 __all__ = ["way_of_linears"]
 
@@ -105,10 +106,11 @@ def test_autocast(recipe: Recipe, backward_too: bool, device: torch.device) -> N
 
 def test_what_is_saved() -> None:
     x = randn(300, 70, grad=True)
-    want = reference.quantize_columnwise(x.detach(), SQUARES.wgrad_input_format)
-    data, scale, _ = saved_by(lambda: linear(130, 70, recipe=SQUARES)(x))
-    assert_same(data, want.data)
-    assert_same(scale, want.scale)
+    for recipe, format in ((Recipe(), BLOCKS_128X128), (ROWS, BLOCKS_1X128)):
+        want = reference.quantize_columnwise(x.detach(), format)
+        data, scale, _ = saved_by(lambda recipe=recipe: linear(130, 70, recipe=recipe)(x))
+        assert_same(data, want.data)
+        assert_same(scale, want.scale)
     saved, _ = saved_by(lambda: linear(130, 70, recipe=HIGH)(x))
     assert saved.data_ptr() == x.data_ptr()
     saved = saved_by(lambda: linear(130, 70, recipe=HIGH, frozen=True)(x))
@@ -143,7 +145,7 @@ def test_an_input_that_is_cast_once(
 
 def test_shared_inputs_of_other_recipes_are_cast_apart() -> None:
     shared = converted(Qkv())
-    to_blockwise_fp8_weights(shared.k, SQUARES)
+    to_blockwise_fp8_weights(shared.k, ROWS)
     to_blockwise_fp8_weights(shared.v, HIGH)
     unshared = copy.deepcopy(shared)
     report = share_inputs(shared)
@@ -155,9 +157,9 @@ def test_shared_inputs_of_other_recipes_are_cast_apart() -> None:
 
 def test_casts_of_another_recipe_are_refused() -> None:
     x, grad = randn(300, 70), randn(300, 130, seed=3)
-    for recipe in (Recipe(), SQUARES, HIGH):
+    for recipe in (Recipe(), ROWS, HIGH):
         module = linear(130, 70, recipe=recipe)
-        for other in (Recipe(), SQUARES, HIGH):
+        for other in (Recipe(), ROWS, HIGH):
             given = quantize(x, other)
             with torch.no_grad():
                 module(given)
@@ -169,14 +171,14 @@ def test_casts_of_another_recipe_are_refused() -> None:
                     module(given)
     assert_expected_inline(
         refused(
-            lambda: linear(130, 70, recipe=SQUARES)(quantize(x)),
+            lambda: linear(130, 70, recipe=ROWS)(quantize(x)),
             lambda: linear(130, 70)(quantize(x, HIGH)),
         ),
         """\
-ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
-  which is FP8 already, holds 1x128 blocks; cast it with one recipe, e.g.
-  blocktensor.quantize(x, recipe=weight.recipe)
 ValueError: mixed recipes: the gradient of the weight has wgrad_input='1x128', and the input,
+  which is FP8 already, holds 128x128 blocks; cast it with one recipe, e.g.
+  blocktensor.quantize(x, recipe=weight.recipe)
+ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
   which is FP8 already, is cast for 'high_precision'; cast it with one recipe, e.g.
   blocktensor.quantize(x, recipe=weight.recipe)""",
     )
@@ -201,7 +203,7 @@ def test_an_input_that_was_changed_after_its_cast_is_refused() -> None:
 def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch.device) -> None:
     module, x = linear(130, 70, recipe=recipe, device=device), randn(*shape, 70, device=device)
     grad = randn(*shape, 130, seed=3, device=device)
-    given = quantize(grad, Recipe(scale=recipe.scale))
+    given = quantize(grad, Recipe(scale=recipe.scale, wgrad_input="1x128"))
     got, want = grads_of(module, x, given), grads_of(module, x, grad)
     if recipe is HIGH:
         rows = given.dequantize().flatten(0, -2), x.flatten(0, -2)
@@ -211,10 +213,10 @@ def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch
 
 def test_a_gradient_in_fp8_in_squares_is_refused() -> None:
     y = linear(130, 70)(randn(300, 70, grad=True))
-    grad = quantize(randn(300, 130), SQUARES)
+    grad = quantize(randn(300, 130))
     assert_expected_inline(
         refused(lambda: y.backward(grad, retain_graph=True)),
         """\
 ValueError: a columnwise form in 128x128 blocks where an FP8 linear reads 1x128: pass the tensor
-  in high precision""",
+  in high precision, or cast gradients with blocktensor.quantize(grad, Recipe.deepseek())""",
     )

@@ -38,7 +38,7 @@ def test_commands() -> None:
         "--warmup-steps 4 --fake-ranks 64 --precision fp8"
     )
     assert " ".join(found[-1].words).endswith(
-        "--steps 5 --warmup-steps 2 --accumulate 16 --precision fp8 --wgrad-input 128x128 --fuse "
+        "--steps 5 --warmup-steps 2 --accumulate 16 --precision fp8 --fuse "
         "--head fp8 --no-reshard-after-forward"
     )
 

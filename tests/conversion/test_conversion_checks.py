@@ -74,7 +74,7 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
     [
         (TypeError, everything(recipe="power_of_two"), A_STR),
         (TypeError, lambda m: apply(m.lm_head, "power_of_two"), A_STR),  # type: ignore
-        (TypeError, everything(recipe=3), f"recipe=3 is a int: {A_RECIPE}() or Recipe.fast()"),
+        (TypeError, everything(recipe=3), f"recipe=3 is a int: {A_RECIPE}() or Recipe.deepseek()"),
         (KeyError, everything(filter=fails_on_the_last), f"'{LAST}'"),
         (TypeError, everything(filter=lambda m, n: None if n == LAST else True),
          f"filter returned None for '{LAST}': expected True to convert it, False to skip it"),

@@ -59,7 +59,7 @@ def stored(parameter: Tensor) -> Tensor:
     [
         (False, Recipe()),
         (True, Recipe()),
-        (False, Recipe(wgrad_input="128x128")),
+        (False, Recipe.deepseek()),
         (False, Recipe(wgrad_input="high_precision")),
     ],
     ids=str,

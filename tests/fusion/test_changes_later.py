@@ -21,7 +21,7 @@ from tests.support.steps import step
 
 pytest.importorskip("transformers")
 
-POWER_OF_TWO, SQUARES = Recipe(scale="power_of_two"), Recipe(wgrad_input="128x128")
+POWER_OF_TWO, ROWS = Recipe(scale="power_of_two"), Recipe.deepseek()
 PARTS = {"mlp": "layers.0.mlp", "norm": "layers.0", "experts": "", "routed": ""}
 """What a change of each kind is given."""
 
@@ -81,7 +81,7 @@ CHANGES: dict[str, dict[str, tuple[Callable[[Any], Any], int]]] = {
         "plain stack": (lambda experts: setattr(experts, "w3", plain_parameter(experts.w3)), 0),
         "recipe of a stack": (
             lambda experts: setattr(
-                experts, "w3", nn.Parameter(BlockwiseFP8Weight(plain(experts.w3), SQUARES))
+                experts, "w3", nn.Parameter(BlockwiseFP8Weight(plain(experts.w3), ROWS))
             ),
             0,
         ),

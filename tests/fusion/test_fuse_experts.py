@@ -79,7 +79,7 @@ a recipe: weight gradients read high precision (wgrad_input='high_precision')"""
     )
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two", wgrad_input="128x128")])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two", wgrad_input="1x128")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "make", [Sizes, lambda: Ends("gelu"), lambda: GroupedExperts(EXPERTS, K, 320)]
@@ -251,7 +251,7 @@ def step(model: nn.Module) -> list[Tensor | None]:
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek"])
 def test_bits_of_transformers_experts(kind: str, dtype: torch.dtype) -> None:
     model = transformers_moe(kind).to(dtype)
-    convert(model, Recipe(wgrad_input="128x128"), skip_small=False)
+    convert(model, skip_small=False)
     twin = copy.deepcopy(model)
     report = fuse(model, recompute=kind == "mixtral")
     assert report.left_alone == ()

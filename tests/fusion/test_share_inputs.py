@@ -347,7 +347,7 @@ def test_rows_that_are_fp8_already_are_cast_again_once() -> None:
 
 @pytest.mark.parametrize("other", ["1x128", "high_precision"])
 def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
-    alone, module = (experts(Recipe(wgrad_input="128x128")) for _ in range(2))
+    alone, module = experts(), experts()
     for made in (alone, module):
         weight = made.w3_EFD
         made.w3_EFD = nn.Parameter(BlockwiseFP8Weight(weight.master, Recipe(wgrad_input=other)))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
+from blocktensor import BlockwiseFP8Weight, functional, quantize
 from tests.support.models import (
     Trace,
     assert_matches,
@@ -82,7 +82,7 @@ def test_x_w_reads_the_columnwise_weight(lead: tuple[int, ...], kind: str) -> No
 @kinds
 def test_products_of_two_fp8_operands(kind: str) -> None:
     x, values = randn(5, 384), randn(256, 384, seed=1)
-    fp8, w = BlockwiseFP8Tensor.from_values(x), both_kinds(values)[kind]
+    fp8, w = quantize(x), both_kinds(values)[kind]
     products = [SPELLINGS[name](fp8, w) for name in ("F.linear", "mm", "@", "functional.linear")]
     products += [torch.addmm(x.new_zeros(256), fp8, w.t()), torch.mm(w, fp8.t()).t()]
     wanted, *_ = composed(x, values, randn(5, 256))

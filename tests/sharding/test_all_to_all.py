@@ -137,7 +137,7 @@ def test_experts_train_as_in_one_process_that_casts_rows_alone(
 ) -> None:
     """Rows are indexed, sent, and indexed again in FP8; experts without rows, ranks without any."""
     alone = shared_mesh(device, mesh.size(), 1, names=("all", "alone")).get_group("alone")
-    for experts, recipe in ((4, Recipe()), (3, Recipe(wgrad_input="128x128"))):
+    for experts, recipe in ((4, Recipe()), (3, Recipe.deepseek())):
         single = converted(experts_of(experts, device=device), recipe)
         model = Dispatched(cut(copy.deepcopy(single), mesh), mesh.get_group(), all_to_all_fp8)
         rng = torch.Generator().manual_seed(1)

@@ -23,7 +23,7 @@ from tests.support.models import SQUARE, randn
 from tests.support.moe_models import GroupedExperts
 
 _RECIPES = (None, None, Recipe(), Recipe(scale="power_of_two"), Recipe(cache_weight="step"),
-            Recipe(wgrad_input="128x128"), Recipe(wgrad_input="high_precision"))  # fmt: skip
+            Recipe.deepseek(), Recipe(wgrad_input="high_precision"))  # fmt: skip
 
 
 class Expected(NamedTuple):

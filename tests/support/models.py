@@ -202,10 +202,11 @@ def composed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and dw of a linear, written out with the reference ops alone; matrices only."""
     rows, squares = recipe.activation_format, recipe.weight_format
+    x_col = reference.quantize_columnwise(x, recipe.wgrad_input_format or rows)
     cast = reference.quantize_rowwise
     y = reference.gemm(cast(x, rows), cast(w, squares), bias, x.dtype)
     dx = reference.gemm(cast(grad, rows), cast(w.t().contiguous(), squares), None, x.dtype)
-    dw = reference.gemm(cast(grad.t(), rows), cast(x.t(), rows), None, w.dtype)
+    dw = reference.gemm(cast(grad.t(), rows), x_col, None, w.dtype)
     return y, dx, dw
 
 

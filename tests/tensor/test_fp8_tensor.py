@@ -15,6 +15,7 @@ import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.ops import reference
 from tests.support.models import (
+    FP32_SCALES,
     POWER_OF_TWO,
     RECIPES,
     ROW,
@@ -27,7 +28,7 @@ from tests.support.models import (
     randn,
 )
 from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH, SQUARES
+from tests.support.wgrad_inputs import HIGH
 
 ROWS = (7,), (5, 200), (300, 130), (2, 3, 200), (0, 200), (5, 0)
 SQUARES_OF = (200, 300), (128, 128), (3, 200, 130), (0, 200), (2, 0, 5)
@@ -137,7 +138,7 @@ def test_repr() -> None:
         quantized(2, 3, 200, columnwise=False).requires_grad_(),
         quantized(200, 300, block=SQUARE, recipe=POWER_OF_TWO).t(),
         nn.Parameter(quantized(3, 200, 130, block=SQUARE)),
-        *(blocktensor.quantize(randn(3, 200), recipe) for recipe in (SQUARES, HIGH)),
+        *(blocktensor.quantize(randn(3, 200), recipe) for recipe in (FP32_SCALES, HIGH)),
     ]
     assert_expected_inline(
         "\n".join(textwrap.fill(repr(x), 84) for x in shown),
@@ -223,8 +224,8 @@ def test_quantize_accepts_any_strides() -> None:
 
 
 def test_a_cast_in_two_formats_and_its_transpose() -> None:
-    x = blocktensor.quantize(randn(300, 200), SQUARES)
-    formats = rows, squares = SQUARES.activation_format, SQUARES.weight_format
+    x = blocktensor.quantize(randn(300, 200), FP32_SCALES)
+    formats = rows, squares = FP32_SCALES.activation_format, FP32_SCALES.weight_format
     for t, wanted in ((x, formats), (x.t(), (squares, rows)), (x.t().t(), formats)):
         assert t.formats == (t.rowwise().format, t.columnwise().format) == wanted
         assert (t.format, t.block_shape) == (rows, (1, 128))
@@ -238,7 +239,7 @@ def test_a_cast_in_two_formats_and_its_transpose() -> None:
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
 def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
     """In whole vectors, as rows do; a weight's transpose, of the same values, does not."""
-    x = blocktensor.quantize(randn(tokens, 200), SQUARES)
+    x = blocktensor.quantize(randn(tokens, 200), FP32_SCALES)
     weight = quantized(tokens, 200, block=SQUARE)
     (data, scale, _), wanted = x.columnwise(), weight.columnwise()
     assert (data.shape, wanted.data.shape) == ((200, -(-tokens // 16) * 16), (200, tokens))
@@ -256,7 +257,7 @@ def test_squares_of_any_number_of_tokens_end_in_zeros(tokens: int) -> None:
 
 def test_a_square_form_alone_gives_no_rowwise_form_of_an_activation() -> None:
     """That would be a product in other blocks than the recipe's."""
-    x = blocktensor.quantize(randn(300, 200), SQUARES)
+    x = blocktensor.quantize(randn(300, 200), FP32_SCALES)
     alone = BlockwiseFP8Tensor(
         None, x.columnwise(), shape=x.shape, dtype=x.dtype, recipe=x.recipe, formats=x.formats
     )
@@ -266,7 +267,7 @@ def test_a_square_form_alone_gives_no_rowwise_form_of_an_activation() -> None:
     torch.testing.assert_close(alone.dequantize(), randn(300, 200), rtol=0.1, atol=0.02)
 
 
-@pytest.mark.parametrize("recipe", [SQUARES, HIGH], ids=lambda recipe: recipe.wgrad_input)
+@pytest.mark.parametrize("recipe", [FP32_SCALES, HIGH], ids=lambda recipe: recipe.wgrad_input)
 def test_parts_and_wholes(recipe: Recipe) -> None:
     x = randn(300, 300)
     fp8 = blocktensor.quantize(x, recipe)
@@ -278,7 +279,7 @@ def test_parts_and_wholes(recipe: Recipe) -> None:
     assert whole.formats == fp8.formats
     for got, form in zip(whole.operand, fp8.operand, strict=True):
         assert form is None or torch.equal(got.data.view(torch.uint8), form.data.view(torch.uint8))
-    if recipe is SQUARES:
+    if recipe is FP32_SCALES:
         columns = BlockwiseFP8Tensor(
             None, fp8.columnwise(), shape=(300, 300), dtype=fp8.dtype, formats=fp8.formats
         )

@@ -27,7 +27,7 @@ from tests.support.models import (
     randn,
 )
 from tests.support.refusals import refused
-from tests.support.wgrad_inputs import HIGH, SQUARES
+from tests.support.wgrad_inputs import HIGH, ROWS
 
 
 @pytest.mark.parametrize("shape", [(200, 300), (3, 200, 130)])
@@ -73,8 +73,8 @@ SOUND: dict[str, Callable[[], BlockwiseFP8Tensor]] = {
     "one row": lambda: quantized(7),
     "one form": lambda: quantized(5, 200, rowwise=False),
     "transposed activations": lambda: quantized(200, 300).t(),
-    "activations in two formats": lambda: quantize(randn(2, 3, 200), SQUARES),
-    "their transpose": lambda: quantize(randn(300, 200), SQUARES).t(),
+    "activations in two formats": lambda: quantize(randn(2, 3, 200)),
+    "their transpose": lambda: quantize(randn(300, 200)).t(),
     "activations with their source": lambda: quantize(randn(300, 200), HIGH),
     "weight": lambda: quantized(200, 300, block=SQUARE),
     "transposed weight": lambda: quantized(200, 300, block=SQUARE).t(),
@@ -171,7 +171,7 @@ def test_scales_of_other_strides_are_laid_out() -> None:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-@pytest.mark.parametrize("recipe", [Recipe(), SQUARES], ids=lambda recipe: recipe.wgrad_input)
+@pytest.mark.parametrize("recipe", [Recipe(), ROWS], ids=lambda recipe: recipe.wgrad_input)
 def test_columnwise_data_without_zeros_load(recipe: Recipe, weights_only: bool) -> None:
     """As files have them that were written before casts ended in whole vectors."""
     x, cast = (quantize(randn(129, 40), recipe) for _ in range(2))
@@ -269,7 +269,7 @@ the file is damaged or was not written by blocktensor
 : its rowwise form does not fit: output dtype torch.float64: expected torch.bfloat16,
 torch.float16 or torch.float32
  has a source that is no torch.bfloat16 [300, 200] on cpu
- has format None and recipe Recipe(scale='fp32', cache_weight='backward', wgrad_input='1x128',
+ has format None and recipe Recipe(scale='fp32', cache_weight='backward', wgrad_input='128x128',
 batch_invariant=False): expected a BlockFormat and a Recipe; the file is damaged or was not
 written by blocktensor""",
     )

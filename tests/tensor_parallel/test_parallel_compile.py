@@ -108,7 +108,7 @@ class Checkpointed(nn.Sequential):
 
 WAYS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, Any]]] = {
     "by inductor": (lambda mesh: mlp(mesh), {"backend": "inductor"}),
-    "wgrad from 128x128": (lambda mesh: mlp(mesh, recipe=Recipe(wgrad_input="128x128")), {}),
+    "wgrad from 1x128": (lambda mesh: mlp(mesh, recipe=Recipe.deepseek()), {}),
     "wgrad in high precision": (
         lambda mesh: mlp(mesh, recipe=Recipe(wgrad_input="high_precision")),
         {},

@@ -50,7 +50,7 @@ TOKENS = {
 DTYPES = (torch.float32, BF16)
 RECIPES = (
     Recipe(scale="power_of_two", cache_weight=False),
-    Recipe(wgrad_input="128x128"),
+    Recipe.deepseek(),
     Recipe(wgrad_input="high_precision", cache_weight="step"),
 )
 

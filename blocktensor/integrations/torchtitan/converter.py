@@ -67,7 +67,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         cache_weight: CachePolicy = "backward"
         """Time for which the FP8 form of a weight is kept; see blocktensor.Recipe."""
 
-        wgrad_input: WgradInput = "1x128"
+        wgrad_input: WgradInput = "128x128"
         """The form of the input that weight gradients read; see blocktensor.Recipe."""
 
         batch_invariant: bool = False

@@ -17,7 +17,7 @@ from blocktensor import MinSizes, Recipe
 from blocktensor.integrations.transformers import BlockwiseFP8Config
 
 OPTIONS: dict[str, Any] = {
-    "recipe": Recipe(scale="power_of_two", wgrad_input="128x128"),
+    "recipe": Recipe(scale="power_of_two", wgrad_input="1x128"),
     "skip": ["*.q_proj", "lm_head"],
     "skip_small": MinSizes(n=512),
     "experts": {"*.moe": ["w_up", "w_down"]},

@@ -74,7 +74,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32": ({}, {"dtype": "float32"}),
     "bf16": ({}, {"dtype": torch.bfloat16}),
     "fp16": ({}, {"dtype": torch.float16}),
-    "recipe": ({"recipe": Recipe(scale="power_of_two", wgrad_input="128x128")}, {}),
+    "recipe": ({"recipe": Recipe(scale="power_of_two", wgrad_input="1x128")}, {}),
     "skip": ({"skip": ["*.q_proj", "model.layers.1"]}, {}),
     "sizes": ({"skip_small": MinSizes(n=200, k=1, size=1)}, {}),
     "head": ({"convert_head": True}, {}),

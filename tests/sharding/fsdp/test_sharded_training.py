@@ -99,7 +99,7 @@ ROUNDED = {"exact_gradients": False}
 WAYS = {
     "fused AdamW": Way(steps={"fused": True}),
     "powers of two": Way(Recipe(scale="power_of_two")),
-    "wgrad from 128x128": Way(Recipe(wgrad_input="128x128")),
+    "wgrad from 1x128": Way(Recipe.deepseek()),
     "wgrad from high precision": Way(Recipe(wgrad_input="high_precision")),
     "tied weights": Way(options={"tied": True}, steps=ROUNDED),
     "gathered until backward": Way(shard=partial(shard, reshard_after_forward=False)),

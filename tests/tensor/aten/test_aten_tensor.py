@@ -295,10 +295,10 @@ def test_rows_whose_columnwise_form_would_be_lost_are_refused() -> None:
         complaint(NotImplementedError, lambda: x[torch.tensor([1])]),
         """\
 aten.index.Tensor of BlockwiseFP8Tensor(shape=[4, 128], dtype=torch.bfloat16,
-block_shape=(1, 128), scale='fp32', forms=rowwise+columnwise, device='cpu'), whose
-columnwise blocks hold several rows each: index the tensor that it was cast from, or
-.dequantize(), or cast rowwise alone (BlockwiseFP8Tensor.from_values(x,
-columnwise=False))""",
+block_shape=(1, 128), scale='fp32', forms=rowwise 1x128+columnwise 128x128,
+device='cpu'), whose columnwise blocks hold several rows each: index the tensor that
+it was cast from, or .dequantize(), or cast rowwise alone
+(BlockwiseFP8Tensor.from_values(x, columnwise=False))""",
     )
 
 
