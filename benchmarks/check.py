@@ -113,7 +113,9 @@ def table(found: Sequence[Verdict]) -> Any:
     for verdict in found:
         measured = "–" if verdict.measured is None else f"{verdict.measured:.4g}"
         bar = verdict.bar
-        shown.add_row(bar.text, measured, bar.limit, answers[verdict.holds], verdict.note or bar.reason)
+        shown.add_row(
+            bar.text, measured, bar.limit, answers[verdict.holds], verdict.note or bar.reason
+        )
     return shown
 
 
