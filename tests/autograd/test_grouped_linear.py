@@ -299,8 +299,9 @@ def test_no_experts(rows: int) -> None:
     """Every row is of no group, as in torch's own grouped product."""
     x = torch.full((rows, K), float("nan"), dtype=torch.bfloat16)
     gate, up, down = ws = [no_experts(N, K), no_experts(N, K), no_experts(K, N)]
-    joint = no_experts(2 * N, K)
+    joint, bias = no_experts(2 * N, K), nn.Parameter(torch.empty(0, N, dtype=torch.bfloat16))
     for run, n, leaves in (
+        (lambda x: functional.grouped_linear(x, gate, ends(), bias), N, [gate, bias]),
         (lambda x: torch._grouped_mm(x, gate.transpose(1, 2), offs=ends()), N, ws[:1]),
         (lambda x: functional.gated_experts(x, gate, up, down, ends()), K, ws),
         (lambda x: functional.gated_experts(x, joint, None, down, ends()), K, [joint, down]),

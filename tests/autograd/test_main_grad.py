@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe
-from blocktensor.autograd import main_grad
+from blocktensor.autograd import main_grad, pipelining
 from blocktensor.ops import reference
 from blocktensor.ops.gemm.ops import gemm_add_
 from tests.support.compiling import instantiates
@@ -232,6 +232,10 @@ def test_a_backward_that_raises_runs_no_more() -> None:
     def original(*_: Any) -> None:
         raise RuntimeError("in the middle")
 
-    with pytest.raises(RuntimeError, match="in the middle"):
-        main_grad._noticed(original)([])
-    assert not main_grad._running
+    for wrapper, running in (
+        (main_grad._noticed, main_grad._running),
+        (pipelining._watched, pipelining._input_halves),
+    ):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            wrapper(original)([])
+        assert not running

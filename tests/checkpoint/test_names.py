@@ -126,10 +126,16 @@ def halves_of_two_experts(state: Tensors) -> Tensors:
     return {**state, "a.0.weight": torch.cat([first[:, :1], second[:, 1:]])}
 
 
+def matrices_and_two_readings(state: Tensors) -> Tensors:
+    state |= {f"a.{e}.weight": x for e, x in enumerate(state.pop(STACK))}
+    return renaming({GATE: NORM, NORM: "n"})(state)
+
+
 REVERTED: dict[str, tuple[int, Callable[[Tensors], Tensors], dict[str, Names]]] = {
     "other names": (4, renaming({GATE: "g", NORM: "n"}), {GATE: whole("g"), NORM: whole("n")}),
     # a file with the norm's name would hold the norm or the gate: all keep their own
     "names with two readings": (4, renaming({GATE: NORM, NORM: "n"}), {}),
+    "matrices beside them": (4, matrices_and_two_readings, {STACK: Names(("a.{}.weight",), 4)}),
     "one name of two tensors": (4, renaming({GATE: "x", NORM: "x"}), {NORM: whole("x")}),
     # as of a model whose experts are of two kinds
     "stacks that are cut otherwise": (4, halves_of_all_experts, {}),

@@ -77,6 +77,10 @@ def test_every_name_of_a_module_counts() -> None:
     report = convert(model, skip=["decoder"], skip_small=False)
     assert converted_names(model) == ["other"]
     assert reasons(report) == {"encoder.0": "skip pattern 'decoder'"}
+    stacks = Unknown()
+    model = nn.ModuleDict({"encoder": stacks, "decoder": stacks})
+    convert(model, stacks={"decoder": ["up"]}, skip_small=False)
+    assert fp8_names(model) == ["encoder.up"]
 
 
 def test_what_may_be_named() -> None:

@@ -68,6 +68,7 @@ def test_names() -> None:
 def test_wrappers_have_no_name() -> None:
     model = nn.Sequential(checkpoint_wrapper(nn.Sequential(linear())), linear())
     assert names(model) == {"0.0": 4 - 1, "1": 3}
+    assert names(nn.Sequential(linear(), checkpoint_wrapper(linear()))) == {"0": 3, "1": 3}
 
 
 def test_a_backward_inside_of_a_forward() -> None:

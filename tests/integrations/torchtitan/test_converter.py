@@ -107,7 +107,7 @@ def test_a_head_that_is_tied_to_the_embedding() -> None:
 
 def test_recipe_and_fusion() -> None:
     choices: dict[str, Any] = {"scale": "power_of_two", "cache_weight": False}
-    choices["wgrad_input"] = "128x128"
+    choices |= {"wgrad_input": "128x128", "batch_invariant": True}
     layer = converted(llama3, **choices).layers["0"]
     recipe = layer.attention.wo.weight.recipe
     assert {name: getattr(recipe, name) for name in choices} == choices

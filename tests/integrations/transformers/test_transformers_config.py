@@ -71,6 +71,8 @@ BAD: tuple[dict[str, Any], ...] = (
     {"experts": "*.moe"},
     {"convert_head": "fp8"},
     {"frozen": 1},
+    {"fuse": "no"},
+    {"mark": None},
 )
 BAD_FILES: tuple[dict[str, Any], ...] = (
     {"skipp": []},
@@ -100,7 +102,9 @@ skip_small=1: expected True, False or a blocktensor.MinSizes
 experts='*.moe': expected True, False, or the names of stacks by patterns of module names,
 e.g. {'*.moe': ['w_up', 'w_down']}
 convert_head='fp8': expected True or False
-frozen=1: expected True or False""",
+frozen=1: expected True or False
+fuse='no': expected True or False
+mark=None: expected True or False""",
     )
     assert_expected_inline(
         said(BlockwiseFP8Config.from_dict, BAD_FILES),
