@@ -49,9 +49,11 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
     *lead, rows, cols = format.scale_shape(shape)
     if format.rows > 1:
         buffer = torch.empty((*lead, rows, pad4(cols)), dtype=torch.float32, device=device)
+        if not isinstance(cols, int):  # symbolic, while tracing: the same strides without a branch
+            return buffer.as_strided((*lead, rows, cols), buffer.stride())
         return buffer if cols % 4 == 0 else buffer[..., :cols]
     padded = pad4(rows)
-    if not isinstance(rows, int):  # symbolic, while tracing: the same strides without a branch
+    if not isinstance(rows, int):  # symbolic, as above
         return torch.empty_strided((rows, cols), (1, padded), dtype=torch.float32, device=device)
     if padded == rows:  # one call instead of three: allocations cost host time
         return torch.empty_strided((rows, cols), (1, rows), dtype=torch.float32, device=device)

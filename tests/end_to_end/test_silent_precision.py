@@ -180,6 +180,8 @@ ERRORS: dict[str, Way] = {
     "heads by matmul": lambda m, x: x @ m.weight.view(4, 64, K).mT,
     "cdist": lambda m, x: torch.cdist(m.weight, m.weight + 1),
     "corrcoef": lambda m, x: torch.corrcoef(m.weight),
+    "no_grad: corrcoef": no_grad(lambda m, x: torch.corrcoef(m.weight)),
+    "no_grad: cov": no_grad(lambda m, x: torch.cov(m.weight)),
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
     **{

@@ -119,10 +119,12 @@ def test_attention_whose_values_have_another_size() -> None:
     q, k, v, out = (torch.ones(2, 4, *sizes) for sizes in ((6, 16), (10, 16), (10, 32), (6, 32)))
     forward = aten._scaled_dot_product_efficient_attention.default
     backward = aten._scaled_dot_product_efficient_attention_backward.default
+    flex = torch.ops.higher_order.flex_attention_backward  # takes the output's gradient later
     # scores and scores by values; scores again, and the gradients of q and k, of v and the scores
     for op, args, sizes in (
         (forward, (q, k, v), 16 + 32),
         (backward, (out, q, k, v), 3 * 16 + 2 * 32),
+        (flex, (q, k, v, out), 3 * 16 + 2 * 32),
     ):
         product = product_of(op, args, {}, out)
         assert product is not None and product[:4] == (8, 6, 10, 16)

@@ -166,9 +166,10 @@ def test_a_measured_step_has_the_bits_of_others(way: str) -> None:
     assert first == alone
 
 
-def test_several_forwards_are_measured_together() -> None:
+@pytest.mark.parametrize("factor", [1, 8])
+def test_several_forwards_are_measured_together(factor: int) -> None:
     model = converted()
-    a, b = randn(40, K), randn(60, K, seed=3)
+    a, b = randn(40, K), factor * randn(60, K, seed=3)
     with monitor(model) as health:
         for x in (a, b):
             model(x).sum().backward()

@@ -105,7 +105,7 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
         assert type(same) is FP8Shard
         assert same.master is master
     copies = (rows.clone(), torch.empty_like(rows), rows.new_zeros(3, 192), rows.bfloat16())
-    for other in (*copies, rows[:2]):
+    for other in (*copies, rows[:2], rows.cfloat()):  # of model.to(torch.complex64)
         assert type(other) is FP8Shard
         assert other.master is not master
     stack = FP8Shard(torch.ones(2, 3, 192), Recipe())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,3 +106,12 @@ def test_what_a_bucket_does_not_do() -> None:
         lambda: torch.cat([x.view(-1), x.view(-1)]).view(256, 256),
     ):
         assert ".dequantize()" in complaint(NotImplementedError, run)
+
+
+def test_a_stack_is_padded_with_matrices_alone() -> None:
+    stack = quantized(2, 130, 40, block=SQUARE)
+    longer = F.pad(stack, (0, 0, 0, 0, 0, 1))
+    assert_same(longer.dequantize(), F.pad(stack.dequantize(), (0, 0, 0, 0, 0, 1)))
+    for pad in ((0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0)):
+        text = complaint(NotImplementedError, lambda pad=pad: F.pad(stack, pad))
+        assert "constant_pad_nd" in text
