@@ -27,7 +27,7 @@ from .ops import reference
 from .ops.devices import HOPPER, capability, card
 from .recipe import DEFAULT_RECIPE
 from .reports.predict import tokens_to_gain
-from .text_table import human_bytes, text_table
+from .text_table import Table, human_bytes
 
 OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "peft", "torchtitan")
 """Packages that some part works with."""
@@ -122,7 +122,7 @@ def backends(device: torch.device) -> str:
         (x["ops"], x["backend"], "no" if x["why_not"] else "yes", x["why_not"] or "")
         for x in found["backends"]
     ]
-    parts = [text_table((f"ops on {device}", "backend", "runs", "why not"), rows)]
+    parts = [str(Table((f"ops on {device}", "backend", "runs", "why not"), rows))]
     if "fast_path" in found:
         parts.append(found["fast_path"])
     if "host_us" in found:

@@ -1,22 +1,83 @@
-"""Plain-text tables for reports: no dependency, readable in a log file."""
+"""Tables for reports, as plain text and HTML: no dependency, readable in a log file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Pad columns to their widest cell, and rule the header."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+class Table(NamedTuple):
+    """A table; ``str`` pads columns to their widest cell and rules the header."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        cells = [[str(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return a table without styles, which notebooks add."""
+        head, *body = (
+            "<tr>"
+            + "".join(f"<{tag}>{escape(str(cell), quote=False)}</{tag}>" for cell in row)
+            + "</tr>"
+            for tag, rows in (("th", [self.header]), ("td", self.rows))
+            for row in rows
+        )
+        lines = "\n".join(body)
+        return f"<table>\n<thead>{head}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
+
+
+class Report:
+    """Tables and lines of text: for ``print``, for notebooks, and as values for JSON."""
+
+    def _parts(self) -> Sequence[Table | str]:
+        """Return tables and lines in their order."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._parts()))
+
+    def _repr_html_(self) -> str:
+        return "\n".join(
+            part.html() if isinstance(part, Table) else f"<p>{escape(part, quote=False)}</p>"
+            for part in self._parts()
+            if part
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures, not rounded, as values that ``json.dumps`` takes.
+
+        The keys are the names of attributes. Tuples become lists, and dtypes their names.
+        """
+        values: dict[str, Any] = _plain(self)
+        return values
+
+
+def _plain(value: Any) -> Any:
+    """Return attributes and properties by name; properties that select entries are left out."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    if not hasattr(value, "__dict__"):
+        return str(value).removeprefix("torch.")
+    names = [x for x in dict.fromkeys((*vars(value), *dir(value))) if not x.startswith("_")]
+    found = {name: getattr(value, name) for name in names}
+    return {
+        name: _plain(x)
+        for name, x in found.items()
+        if not callable(x) and (name in vars(value) or not isinstance(x, tuple))
+    }
 
 
 def collapse(
@@ -24,7 +85,8 @@ def collapse(
 ) -> list[tuple[Any, ...]]:
     """Join rows that differ only in the numbers inside their first cell, a module name.
 
-    ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept.
+    ``blocks.0.mlp.up`` … ``blocks.7.mlp.up`` become ``blocks.*.mlp.up (8)``; order is kept. The
+    empty name of a model becomes ``(model)``.
 
     Args:
         rows: a name and other cells.
@@ -33,7 +95,8 @@ def collapse(
             ``blocks.*.{q, up} (4)``.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-    for row in rows:
+    for name, *cells in rows:
+        row = name or "(model)", *cells
         others = [cell for i, cell in enumerate(row[1:], 1) if i != add]
         groups.setdefault((None if across else pattern(row[0]), *others), []).append(row)
     joined = []

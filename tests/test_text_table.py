@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor.text_table import collapse, human_bytes, text_table
+from blocktensor.text_table import Table, collapse, human_bytes
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:
-    table = text_table(("layer", "a number"), [("a", 1), ("a.longer.name", 22), ("b", "")])
+    table = Table(("layer", "a number"), [("a", 1), ("a.longer.name", 22), ("b", "")])
     assert_expected_inline(
-        table,
+        str(table),
         """\
 layer          a number
 -------------  --------
@@ -19,12 +19,12 @@ a              1
 a.longer.name  22
 b""",
     )
-    assert text_table(("layer", "n"), []) == "layer  n\n-----  -"
+    assert str(Table(("layer", "n"), [])) == "layer  n\n-----  -"
 
 
 def test_rows_of_another_length_are_an_error() -> None:
     with pytest.raises((ValueError, IndexError)):
-        text_table(("a", "b"), [("only one",)])
+        str(Table(("a", "b"), [("only one",)]))
 
 
 def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:
@@ -38,7 +38,7 @@ def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:
         ("experts.3.blocks.2.up", "192x64"),
     ]
     assert_expected_inline(
-        text_table(("layer", "shape"), collapse(rows)),
+        str(Table(("layer", "shape"), collapse(rows))),
         """\
 layer                  shape
 ---------------------  ------
@@ -49,6 +49,7 @@ blocks.1.down          64x64
 experts.3.blocks.2.up  192x64""",
     )
     assert collapse([]) == []
+    assert collapse([("", "64x64")]) == [("(model)", "64x64")]
 
 
 def test_only_numbers_that_differ_become_a_star() -> None:

@@ -26,7 +26,7 @@ from ..sharding.dtensor import local_of
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
-from ..text_table import collapse, text_table
+from ..text_table import Report, Table, collapse
 from .contents import Entry, entries_of
 from .match import Source, check_fits, match, some
 from .names import possible_names
@@ -48,7 +48,7 @@ _SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Report):
     """The tensors of a checkpoint and of the model, by name; ``print(report)`` shows a table.
 
     Attributes:
@@ -63,7 +63,7 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         outcomes = (
             (self.fp8, "loaded", "FP8, frozen"),
             (self.plain, "loaded", "the model's dtype"),
@@ -75,7 +75,7 @@ class LoadReport:
             f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
         )
-        return text_table(("tensor", "outcome", "as"), rows) + "\n" + summary
+        return [Table(("tensor", "outcome", "as"), rows), summary]
 
 
 def load_fp8(

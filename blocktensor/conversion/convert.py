@@ -4,7 +4,7 @@
 2. ``conversion_plan`` decides which are to be cast, and why the others are left alone.
 3. ``conversion_checks`` raises if one of these cannot be cast: nothing has changed so far.
 4. Here, the parameters take their FP8 content, and modules the hooks that keep it.
-5. ``conversion_report`` prints what became of each matrix, whose reasons are written here.
+5. ``conversion_report`` prints what becomes of each matrix, whose reasons are written here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..model.weights import (
     why_unconvertible,
 )
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
-from ..sharding.dtensor import fp8_part, is_parallel, local_of
-from ..sharding.fsdp.shards import shard_of
+from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part
+from ..sharding.fsdp.fsdp_internals import owner_of
+from ..tensor.base import FP8Base
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
 from .checks import castable, holder_in_need, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
@@ -113,6 +113,7 @@ def convert(
     skip_small: bool | MinSizes = True,
     stacks: Experts | None = None,
     convert_head: bool = False,
+    dry_run: bool = False,
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
@@ -141,6 +142,8 @@ def convert(
         convert_head: convert the head too, unless it is tied to an embedding.
             :func:`blocktensor.functional.linear_cross_entropy` computes its loss without the logits
             of all tokens.
+        dry_run: return the same report, and leave the model unchanged. The call makes all checks:
+            it raises and warns as the conversion would.
 
     Returns:
         The report; ``print`` it.
@@ -160,8 +163,9 @@ def convert(
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
     if not isinstance(skip_small, (bool, MinSizes)):
         raise TypeError(f"skip_small={skip_small!r}: expected True, False or a MinSizes")
-    if not isinstance(convert_head, bool):
-        raise TypeError(f"convert_head={convert_head!r}: expected True or False")
+    for option, value in (("convert_head", convert_head), ("dry_run", dry_run)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{option}={value!r}: expected True or False")
     named = {} if stacks is None else named_experts(model, stacks)
     skipped = weights_to_skip(model, skip, named)
     not_fake(model.parameters())
@@ -180,16 +184,16 @@ def convert(
     gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
     if gpu is not None:
         warn_if_missing(gpu)
-    before = [_bytes_of(matrix) for matrix in matrices]
-    for matrix in chosen:
-        _swap(matrix, recipe)
-    for matrix in matrices:
-        _register_hooks(matrix.module)
     report = ConversionReport(
-        tuple(map(_entry, matrices, before)),
+        tuple(_entry(matrix, recipe or DEFAULT_RECIPE) for matrix in matrices),
         sum(map(_elements_of, model.parameters())),
         None if gpu is None else described(gpu),
     )
+    if not dry_run:
+        for matrix in chosen:
+            _swap(matrix, recipe)
+        for matrix in matrices:
+            _register_hooks(matrix.module)
     if not report.converted:
         _warn_of_nothing(model, report)
     return report
@@ -207,20 +211,23 @@ def _register_hooks(module: nn.Module) -> None:
         follow_pretrained_models()
 
 
-# The report
+# The report, which is written before anything changes
 
 
-def _entry(matrix: Matrix, bytes_before: int) -> Entry:
-    weight = matrix.parameter
+def _entry(matrix: Matrix, recipe: Recipe) -> Entry:
+    """Return the row of a matrix; ``recipe``: of a chosen one."""
+    weight, fp8 = matrix.parameter, fp8_part(matrix.parameter)
+    before = _bytes_of(weight, None if fp8 is None else fp8.recipe)
+    after = _bytes_of(weight, recipe) if matrix.is_chosen else before
     return Entry(
         name=matrix.label,
         shape=() if is_lazy(weight) else tuple(weight.shape),
         dtype=weight.dtype,
-        converted=fp8_part(weight) is not None,
+        converted=matrix.in_fp8,
         reason=matrix.why or _why_converted(matrix),
-        bytes_before=bytes_before,
-        bytes_after=_bytes_of(matrix),
-        elements=_elements_of(weight) if matrix.is_first else 0,
+        bytes_before=matrix.counts * before,
+        bytes_after=matrix.counts * after,
+        elements=matrix.counts * _elements_of(weight),
     )
 
 
@@ -230,9 +237,9 @@ def _elements_of(parameter: Tensor) -> int:
 
 def _why_converted(linear: Matrix) -> str:
     weight, module = linear.parameter, linear.module
-    if isinstance(fp8_part(weight), BlockwiseFP8Tensor):
+    if _lacks_master(weight):
         why = "frozen: high-precision copy dropped"
-    elif shard_of(weight) is not None:
+    elif owner_of(own_part(weight)) is not None:
         why = "trainable, gathered in FP8"
     elif is_parallel(module):
         why = _why_parallel(module, weight)
@@ -278,17 +285,22 @@ def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
     )
 
 
-def _bytes_of(matrix: Matrix) -> int:
-    weight = matrix.parameter
-    if not matrix.is_first or is_lazy(weight):
+def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
+    """Return the bytes on this rank; ``recipe``: of a weight that is FP8, or is to be."""
+    if is_lazy(weight):
         return 0
-    if (shard := shard_of(weight)) is not None:
-        return shard.master.nbytes
-    local = local_of(weight)
-    weight = weight if local is None else local
-    if isinstance(weight, BlockwiseFP8Tensor):
-        return weight.format.nbytes(weight.shape)
-    if isinstance(weight, BlockwiseFP8Weight):
-        cached = weight.format.nbytes(weight.shape) if weight.recipe.cache_weight else 0
-        return weight.master.nbytes + cached
-    return weight.nbytes
+    own = own_part(weight)
+    if recipe is None or owner_of(own) is not None:  # FSDP2 casts in its gathers
+        return own.nbytes
+    cast = recipe.weight_format.nbytes(own.shape)
+    if _lacks_master(weight):
+        return cast
+    return own.nbytes + (cast if recipe.cache_weight else 0)
+
+
+def _lacks_master(weight: Tensor) -> bool:
+    """Return True if a weight that is FP8, or is to be, has no high-precision values then."""
+    own = own_part(weight)
+    if isinstance(own, FP8Base):
+        return isinstance(own, BlockwiseFP8Tensor)
+    return not (weight.requires_grad or weight.is_meta)

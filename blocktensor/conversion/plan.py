@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..model.names import Weight, with_all_above
-from ..model.weights import Matrix, is_linear, local_stack, sizes_of, why_unconvertible
+from ..model.weights import Matrix, is_linear, is_read, local_stack, sizes_of, why_unconvertible
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
@@ -73,25 +73,29 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     elif not left and (holder := holder_in_need(first.module, len(linears), first.key)) is not None:
         left = {first: f"frozen, and another module holds it too: {holder}"}
     is_fp8 = fp8_part(first.parameter) is not None
-    if left and is_fp8:
+    if left and is_fp8 and is_read(first.module, first.key, first.parameter):
         left = {first: "already converted"}
     _conclude(tied, first, left)
 
 
 def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str]) -> None:
     """Choose a parameter by its first linear unless some are ``left``, each with the reason."""
-    is_fp8 = fp8_part(first.parameter) is not None
+    in_fp8 = not left or fp8_part(first.parameter) is not None
     first.is_chosen = not left
     for matrix in tied:
+        matrix.in_fp8 = in_fp8 and is_read(matrix.module, matrix.key, matrix.parameter)
+        matrix.counts = matrix is (first if in_fp8 else tied[0])
         if matrix in left:
             matrix.why = left[matrix]
-        elif is_fp8 or not left:
+        elif in_fp8:
             matrix.why = None if matrix is first else f"tied to {first.label!r}"
+            if matrix.unconvertible and not matrix.in_fp8:
+                matrix.why = f"{matrix.unconvertible}; {matrix.why}"
         elif matrix.unconvertible is None:  # a linear that could be converted by itself
             refused, reason = next(iter(left.items()))
             matrix.why = f"tied to {refused.label!r}: {reason}"
         else:
-            matrix.why = matrix.unconvertible if matrix.is_first else f"tied to {tied[0].label!r}"
+            matrix.why = matrix.unconvertible if matrix.counts else f"tied to {tied[0].label!r}"
 
 
 def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str | None:

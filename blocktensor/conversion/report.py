@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..text_table import collapse, human_bytes, text_table
+from ..text_table import Report, Table, collapse, human_bytes
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Report):
     """The result of :func:`convert`; ``print(report)`` shows it as a table.
 
     ``bytes_after`` counts, for a trainable weight, the master and the FP8 form with scales (held
@@ -128,11 +128,11 @@ class ConversionReport:
     def _share(self, elements: int) -> float:
         return elements / max(self.parameters, 1)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         rows = collapse(
             (
                 (
-                    e.name or "(model)",
+                    e.name,
                     "x".join(str(s) for s in e.shape) or "?",
                     str(e.dtype).removeprefix("torch."),
                     e.elements,
@@ -150,8 +150,7 @@ class ConversionReport:
             f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
         )
         header = ("parameter", "shape", "dtype", "share", "runs in", "why")
-        lines = [text_table(header, shown), summary, *filter(None, [self.fast_path])]
-        return "\n".join(lines)
+        return [Table(header, shown), summary, *filter(None, [self.fast_path])]
 
     def _percent(self, elements: int) -> str:
         if not elements:

@@ -12,7 +12,7 @@ from ..model.names import is_module
 from ..model.weights import kind_of
 from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
-from ..text_table import collapse, text_table
+from ..text_table import Report, Table, collapse
 from .experts import Experts
 from .fused_class import fused_modules, remove_pattern, set_pattern
 from .mlp import MLP
@@ -48,7 +48,7 @@ class FusionEntry:
 
 
 @dataclass(frozen=True)
-class FusionReport:
+class FusionReport(Report):
     """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
 
     Attributes:
@@ -67,17 +67,15 @@ class FusionReport:
         """The modules that run as they did, with the reasons."""
         return tuple(entry for entry in self.entries if entry.reason)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         if not self.entries:
-            return (
-                "no gated MLP was found, and no norm that linears read; give other names by hand:\n"
-                "fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})"
-            )
-        rows = collapse(
-            (e.name or "(model)", e.kind, e.computes, e.reason or "fused") for e in self.entries
-        )
+            return [
+                "no gated MLP was found, and no norm that linears read; give other names by hand:",
+                "fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})",
+            ]
+        rows = collapse((e.name, e.kind, e.computes, e.reason or "fused") for e in self.entries)
         summary = f"{len(self.fused)} fused, {len(self.left_alone)} left alone"
-        return text_table(("module", "class", "computes", "result"), rows) + "\n" + summary
+        return [Table(("module", "class", "computes", "result"), rows), summary]
 
 
 def fuse(

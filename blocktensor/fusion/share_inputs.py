@@ -15,7 +15,7 @@ from ..autograd.shared_cast import SharedCasts
 from ..model.names import is_module
 from ..model.weights import fp8_weights, is_linear
 from ..sharding.dtensor import fp8_part
-from ..text_table import collapse, text_table
+from ..text_table import Report, Table, collapse
 
 
 class InputGroup(SharedCasts):
@@ -78,7 +78,7 @@ class InputGroup(SharedCasts):
 
 
 @dataclass(frozen=True)
-class SharingReport:
+class SharingReport(Report):
     """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts.
 
     Attributes:
@@ -97,10 +97,10 @@ class SharingReport:
         """Casts that sharing made unnecessary so far."""
         return sum(group.saved for group in self.groups)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         rows = collapse(
             (
-                group.name or "(model)",
+                group.name,
                 ", ".join(group.linears),
                 ", ".join("+".join(linears) for linears in group.together) or "not run yet",
                 str(group.casts),
@@ -110,7 +110,7 @@ class SharingReport:
         )
         header = ("module", "linears", "given one input", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
-        return text_table(header, rows) + "\n" + summary
+        return [Table(header, rows), summary]
 
 
 def share_inputs(model: nn.Module) -> SharingReport:

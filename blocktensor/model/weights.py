@@ -136,9 +136,13 @@ def fp8_weights(module: nn.Module) -> list[str]:
     return [
         key
         for key, weight in module._parameters.items()
-        if fp8_part(weight) is not None
-        if (key == "weight" if is_linear(module) else weight.ndim == 3)  # type: ignore[union-attr]
+        if weight is not None and fp8_part(weight) is not None and is_read(module, key, weight)
     ]
+
+
+def is_read(module: nn.Module, key: str, fp8: Tensor) -> bool:
+    """Return True if products of a module read a parameter that is FP8, or is to be."""
+    return key == "weight" if is_linear(module) else fp8.ndim == 3
 
 
 _CAST_THEMSELVES = {"torchao", "transformer_engine"}
@@ -245,18 +249,20 @@ class Matrix:
 
     Attributes:
         name: of the module, relative to the model.
-        is_first: no module before it holds this parameter.
+        counts: its row in the report counts the parameter; tied matrices do not.
         unconvertible: why it is no weight that can be converted; None if it is one.
         is_chosen: this matrix is to be cast, and all that are tied to it with it.
+        in_fp8: its products read FP8, once the chosen ones are cast.
         why: the reason for what happens to it.
     """
 
     name: str
     key: str
     module: nn.Module
-    is_first: bool = True
     unconvertible: str | None = None
+    counts: bool = True
     is_chosen: bool = False
+    in_fp8: bool = False
     why: str | None = None
 
     @property
@@ -287,15 +293,13 @@ def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
     found = []
-    seen: set[int] = set()
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
                 why = _why_left_alone(module, key, parameter, named)
-                found.append(Matrix(name, key, module, id(parameter) not in seen, why))
-                seen.add(id(parameter))
+                found.append(Matrix(name, key, module, why))
     return found
 
 

@@ -4,6 +4,7 @@ from ..checkpoint.load import LoadReport
 from ..conversion.report import ConversionReport
 from ..fusion.fuse import FusionEntry, FusionReport
 from ..fusion.share_inputs import SharingReport
+from ..text_table import Report
 from .audit_report import AuditReport
 from .explain import Explanation
 from .memory import MemoryReport
@@ -11,7 +12,7 @@ from .monitor import Health, Monitor
 
 __all__ = [
     "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "Health",
-    "LoadReport", "MemoryReport", "Monitor", "SharingReport",
+    "LoadReport", "MemoryReport", "Monitor", "Report", "SharingReport",
 ]  # fmt: skip
 
 

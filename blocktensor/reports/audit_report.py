@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..text_table import collapse, pattern, text_table
+from ..text_table import Report, Table, collapse, pattern
 
 FP8 = "FP8"
 """The precision of matmuls by this library's ops."""
@@ -52,7 +52,7 @@ class AuditedProduct:
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Report):
     """The result of :func:`audit`; ``print(report)`` shows it as a table.
 
     Attributes:
@@ -88,16 +88,16 @@ class AuditReport:
             flops[name] += count
         return {name: count / max(self.flops, 1) for name, count in flops.most_common()}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         if not self.entries:
-            return "\n".join(("no matrix product ran", *self.notes))
-        lines = [self._table(), self._totals()]
+            return ["no matrix product ran", *self.notes]
+        parts: list[Table | str] = [self._table(), self._totals()]
         if self.marked:
             share = sum(e.flops for e in self.marked) / max(self.flops, 1)
-            lines.append(f"should have been FP8 and was not: {share:.1%} of FLOPs")
-        return "\n".join((*lines, *self.notes))
+            parts.append(f"should have been FP8 and was not: {share:.1%} of FLOPs")
+        return [*parts, *self.notes]
 
-    def _table(self) -> str:
+    def _table(self) -> Table:
         order = list(dict.fromkeys(pattern(e.module) for e in self.entries))
         entries = sorted(self.entries, key=lambda e: order.index(pattern(e.module)))
         rows = [
@@ -106,7 +106,7 @@ class AuditReport:
         ]
         header = ("module", "product", "M x N x K", "precision", "FLOPs", "should be FP8")
         columns = len(header) if self.marked else len(header) - 1
-        return text_table(header[:columns], [row[:columns] for row in rows])
+        return Table(header[:columns], [row[:columns] for row in rows])
 
     def _totals(self) -> str:
         parts = [f"{FP8}: {self.fp8_share:.1%} of FLOPs"]

@@ -25,7 +25,7 @@ from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS, GroupedProblem, 
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.dtensor import fp8_part, is_parallel
-from ..text_table import collapse, text_table
+from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
 _META = torch.device("meta")
@@ -60,7 +60,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Report):
     """The matmuls of a model; ``print(explanation)`` shows them as a table.
 
     Attributes:
@@ -79,23 +79,22 @@ class Explanation:
         """Names of the backends in use, sorted."""
         return tuple(sorted({p.backend for p in self.products}))
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         if not self.products:
-            return "no FP8 layers: convert the model first with blocktensor.convert(model)"
-        cells = (
-            (p.layer or "(model)", p.kind, p.sizes, p.backend, p.reason) for p in self.products
-        )
+            return ["no FP8 layers: convert the model first with blocktensor.convert(model)"]
+        cells = ((p.layer, p.kind, p.sizes, p.backend, p.reason) for p in self.products)
         rows = collapse(cells, across=True)
-        parts = [text_table(("layer", "product", "M x N x K", "backend", "why"), rows)]
+        header = ("layer", "product", "M x N x K", "backend", "why")
+        parts: list[Table | str] = [Table(header, rows)]
         if self.layers:
-            parts.append(f"\n{self._times()}")
-        return "\n".join(parts if self.fast_path is None else [*parts, self.fast_path])
+            parts += "", self._times()
+        return [*parts, *filter(None, [self.fast_path])]
 
-    def _times(self) -> str:
-        cells = [(x.layer or "(model)", *_cells([x])) for x in self.layers]
+    def _times(self) -> Table:
+        cells = [(x.layer, *_cells([x])) for x in self.layers]
         rows = [*collapse(cells, across=True), ("all", *_cells(self.layers))]
         header = "bf16, us", "FP8, us", "in CUDA graphs", "eager"
-        return text_table(("predicted, forward + backward", *header), rows)
+        return Table(("predicted, forward + backward", *header), rows)
 
 
 def _cells(layers: Sequence[LayerTime]) -> tuple[str, ...]:

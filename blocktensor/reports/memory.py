@@ -14,7 +14,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
-from ..text_table import human_bytes, text_table
+from ..text_table import Report, Table, human_bytes
 
 _FP8_KINDS = {
     BlockwiseFP8Weight: "trainable",
@@ -60,7 +60,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """The result of :func:`memory_report`; ``print(report)`` shows it as a table.
 
     Attributes:
@@ -86,14 +86,14 @@ class MemoryReport:
         converted = self.trainable + self.frozen
         return converted.fp8 / max(converted.elements, 1)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         header = ("kind", "elements", "not FP8", "FP8 data", "scales", "columnwise", "gradients")
         names = ("trainable FP8", "frozen FP8", "plain", "buffers", "total")
         kinds = (self.trainable, self.frozen, self.plain, self.buffers, self.total)
         rows = [_row(*kind) for kind in zip(names, kinds, strict=True)]
-        table, meta = text_table((*header, "held", "each"), rows), self.total.would_take
-        later = f"\non the meta device: nothing held, would take {human_bytes(meta)}"
-        return table + (later if meta else "")
+        table, meta = Table((*header, "held", "each"), rows), self.total.would_take
+        later = f"on the meta device: nothing held, would take {human_bytes(meta)}"
+        return [table, later] if meta else [table]
 
 
 def memory_report(model: nn.Module) -> MemoryReport:

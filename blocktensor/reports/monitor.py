@@ -26,7 +26,7 @@ from ..ops.formats import BlockFormat, ceil_div, named
 from ..sharding.dtensor import fp8_part
 from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
-from ..text_table import text_table
+from ..text_table import Report, Table
 
 _ROWS = 512
 """Most rows of a tensor that are measured, at equal distances."""
@@ -59,7 +59,7 @@ class Health(NamedTuple):
     nonfinite: float
 
 
-class Monitor:
+class Monitor(Report):
     """Measure every n-th step of a training loop; see :func:`monitor`.
 
     Attributes:
@@ -146,9 +146,9 @@ class Monitor:
         axes.legend()
         return figure
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | str]:
         if not self._measured:
-            return "no step was measured"
+            return ["no step was measured"]
         rows = [
             (layer, operand, f"{x.sqnr:.1f}", f"{x.flushed:.2%}", f"{x.saturated:.2%}",
              f"{x.amax_min:.2g} to {x.amax_max:.2g}", f"{x.nonfinite:.0f}")
@@ -156,7 +156,7 @@ class Monitor:
             for operand, x in operands.items()
         ]  # fmt: skip
         header = "", "SQNR, dB", "flushed to 0", "saturated", "amax of blocks", "NaN or Inf"
-        return f"step {max(self._measured)}\n{text_table(('layer', *header), rows)}"
+        return [f"step {max(self._measured)}", Table(("layer", *header), rows)]
 
 
 def monitor(model: nn.Module, every: int = 100) -> Monitor:

@@ -164,8 +164,9 @@ def test_tied_linears_convert_once_and_say_so_again() -> None:
     model["embed"] = nn.Embedding(DIM, DIM)
     model["embed"].weight = model["a"].weight
     report = convert(model, skip_small=False)
-    assert all(e.converted for e in report.entries)
-    assert [e.reason for e in report.entries] == ["already converted", "tied to 'a'"] * 2
+    assert [e.name for e in report.skipped] == ["embed"]
+    tied = ["tied to 'a'", "already converted", "embedding; tied to 'a'"]
+    assert [e.reason for e in report.entries] == ["already converted", *tied]
 
 
 # What is left alone

@@ -1,0 +1,252 @@
+"""What all reports share: text, HTML and values from one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from blocktensor import (
+    MinSizes,
+    audit,
+    convert,
+    explain,
+    fuse,
+    load_fp8,
+    memory_report,
+    monitor,
+    reports,
+    save_fp8,
+    share_inputs,
+)
+from blocktensor.reports import Monitor, Report
+from tests.support.mlps import MLP, K
+from tests.support.models import DIM, Model, randn
+
+ODD = "a<b>&'c'"
+"""A name that is no HTML."""
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.add_module(ODD, MLP())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.get_submodule(ODD)(x)
+        return made
+
+
+def converted() -> Odd:
+    model = Odd()
+    convert(model, skip_small=False)
+    return model
+
+
+def shared() -> Report:
+    model = converted()
+    report = share_inputs(model)
+    model(randn(3, K, dtype=torch.float32))
+    return report
+
+
+def loaded(folder: Path) -> Report:
+    model = converted()
+    save_fp8(model, folder)
+    return load_fp8(Odd(), folder)
+
+
+def watched(steps: int = 2) -> Monitor:
+    model = converted()
+    health = monitor(model, every=1)
+    for _ in range(steps):
+        with health:
+            y = model(randn(3, K, dtype=torch.float32))
+            y.backward(randn(*y.shape, dtype=torch.float32))
+    return health
+
+
+MADE: dict[str, Callable[[Path], Report]] = {
+    "ConversionReport": lambda folder: convert(Odd(), skip_small=False),
+    "Explanation": lambda folder: explain(converted(), device="H100"),
+    "AuditReport": lambda folder: audit(Odd(), randn(3, K, dtype=torch.float32)),
+    "MemoryReport": lambda folder: memory_report(converted()),
+    "FusionReport": lambda folder: fuse(converted()),
+    "SharingReport": lambda folder: shared(),
+    "LoadReport": loaded,
+    "Monitor": lambda folder: watched(),
+}
+EMPTY: dict[str, Callable[[], Report]] = {
+    "Explanation": lambda: explain(nn.Sequential()),
+    "AuditReport": lambda: audit(nn.ReLU(), randn(2, grad=True)),
+    "FusionReport": lambda: fuse(nn.Sequential(nn.Linear(128, 128)).apply(_convert)),
+    "Monitor": lambda: watched(0),
+}
+
+
+def _convert(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        convert(module, skip_small=False)
+
+
+def test_every_class_of_reports_is_made_here() -> None:
+    classes = (getattr(reports, name) for name in reports.__all__)
+    wanted = {x.__name__ for x in classes if issubclass(x, Report) and x is not Report}
+    assert MADE.keys() == wanted
+
+
+class Parsed(HTMLParser):
+    """The lines and cells of a page; a tag that it does not know is an error."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.parts: list[Any] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert tag in ("table", "thead", "tbody", "tr", "th", "td", "p") and not attrs
+        self.open.append(tag)
+        if tag == "table":
+            self.parts.append([])
+        elif tag == "tr":
+            self.parts[-1].append([])
+        elif tag in ("th", "td"):
+            self.parts[-1][-1].append("")
+        elif tag == "p":
+            self.parts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("th", "td"):
+            assert (self.open[-1] == "th") == (self.open[1] == "thead")
+            self.parts[-1][-1][-1] += data
+        elif self.open and self.open[-1] == "p":
+            self.parts[-1] += data
+        else:
+            assert data.isspace()
+
+
+def words(text: str) -> list[str]:
+    """All words in their order, without the rules below headers and what pads columns."""
+    return [word for word in text.split() if set(word) != {"-"}]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
+    report = MADE[kind](tmp_path)
+    parts = Parsed(report._repr_html_()).parts
+    cells = [
+        cell
+        for part in parts
+        for row in ([[part]] if isinstance(part, str) else part)
+        for cell in row
+    ]
+    assert words(" ".join(cells)) == words(str(report))
+    assert "" not in parts
+    tables = [part for part in parts if not isinstance(part, str)]
+    assert len(tables) == (2 if kind == "Explanation" else 1)
+    for header, *rows in tables:
+        assert rows and {len(row) for row in rows} == {len(header)}
+    if kind != "MemoryReport":
+        assert any(ODD in cell for cell in cells)
+        assert "<b>" not in report._repr_html_()
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_a_report_of_nothing_is_text(kind: str) -> None:
+    report = EMPTY[kind]()
+    assert type(report).__name__ == kind
+    assert Parsed(report._repr_html_()).parts == str(report).split("\n")
+    json.dumps(report.to_dict())
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_values_survive_json(kind: str, tmp_path: Path) -> None:
+    values = MADE[kind](tmp_path).to_dict()
+    assert values
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+
+
+def test_the_html_of_a_conversion() -> None:
+    model = Model()
+    report = convert(model, skip_small=MinSizes(n=DIM, k=100, size=0), skip=["*.1.up"])
+    assert_expected_inline(
+        report._repr_html_(),
+        """\
+<table>
+<thead><tr><th>parameter</th><th>shape</th><th>dtype</th><th>share</th><th>runs in</th><th>why</th></tr></thead>
+<tbody>
+<tr><td>embed</td><td>50x64</td><td>float32</td><td>5.7%</td><td>-</td><td>embedding</td></tr>
+<tr><td>blocks.0.up</td><td>192x64</td><td>float32</td><td>21.9%</td><td>-</td><td>small: K=64 &lt; 100 (skip_small)</td></tr>
+<tr><td>blocks.*.down (2)</td><td>64x192</td><td>float32</td><td>43.7%</td><td>fp8</td><td>trainable</td></tr>
+<tr><td>blocks.1.up</td><td>192x64</td><td>float32</td><td>21.9%</td><td>-</td><td>skip pattern '*.1.up'</td></tr>
+<tr><td>lm_head</td><td>50x64</td><td>float32</td><td>5.7%</td><td>-</td><td>lm head: 50 outputs, the entries of 'embed'</td></tr>
+</tbody>
+</table>
+<p>2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 241.0 KiB after</p>""",  # noqa: E501
+    )
+
+
+def test_the_values_of_a_conversion() -> None:
+    model = Model()
+    report = convert(model, skip_small=False, dry_run=True)
+    values = report.to_dict()
+    assert values == {
+        "entries": [
+            asdict(e) | {"shape": list(e.shape), "dtype": "float32"} for e in report.entries
+        ],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fast_path": report.fast_path,
+        "bytes_before": sum(p.nbytes for p in model.parameters() if p.ndim == 2),
+        "bytes_after": report.bytes_after,
+        "fp8_share": report.fp8_share,
+    }
+    assert len(values["entries"]) == 6
+
+
+def test_the_values_of_other_reports() -> None:
+    model = converted()
+    explained, audited = explain(model, tokens=3, device="H200"), audit(model, randn(3, K).float())
+    values = explained.to_dict()
+    assert values.keys() == {"products", "fast_path", "layers"}
+    assert values["layers"] == [asdict(x) for x in explained.layers]
+    assert values["products"] == [{**asdict(p), "sizes": p.sizes} for p in explained.products]
+    values = audited.to_dict()
+    assert values.keys() == {"entries", "notes", "flops", "fp8_share"}
+    assert values["entries"] == [asdict(e) for e in audited.entries]
+    assert (values["notes"], values["flops"]) == (list(audited.notes), audited.flops)
+    memory = memory_report(model)
+    values = memory.to_dict()
+    assert values["total"] == {**asdict(memory.total), "fp8": 0, "total": memory.total.total}
+    assert values["trainable"]["high_precision"] == memory.trainable.high_precision > 0
+    assert fuse(model).to_dict() == {
+        "entries": [
+            {
+                "name": ODD,
+                "kind": "MLP",
+                "computes": "down_proj(silu(gate_proj(x)) * up_proj(x))",
+                "reason": "",
+            }
+        ]
+    }
+
+
+def test_the_values_of_shared_inputs() -> None:
+    values = shared().to_dict()
+    assert (values["casts"], values["saved"]) == (2, 1)
+    (group,) = values["groups"]
+    assert group["name"] == ODD
+    assert group["together"] == [["gate_proj", "up_proj"], ["down_proj"]]
