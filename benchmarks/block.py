@@ -29,7 +29,6 @@ VARIANTS = (
     "fp8, fused",
     "fp8, fused, cache_weight=step",
     "fp8, fused, recompute",
-    "fp8, fused, store_fp8",
     "fp8, fused, wgrad_input=1x128",
 )
 
@@ -55,7 +54,7 @@ def variant(name: str, made: nn.Module) -> nn.Module:
     if "shared" in name:
         bt.share_inputs(made)
     if "fused" in name:
-        bt.fuse(made, recompute="recompute" in name, store_fp8="store_fp8" in name)
+        bt.fuse(made, recompute="recompute" in name)
     return made
 
 

@@ -28,12 +28,10 @@ def _shared(recipe: bt.Recipe) -> Callable[[nn.Module], object]:
     return prepare
 
 
-def _fused(
-    recipe: bt.Recipe, recompute: bool = False, store_fp8: bool = False
-) -> Callable[[nn.Module], object]:
+def _fused(recipe: bt.Recipe, recompute: bool = False) -> Callable[[nn.Module], object]:
     def prepare(model: nn.Module) -> None:
         bt.convert(model, recipe)
-        bt.fuse(model, recompute=recompute, store_fp8=store_fp8)
+        bt.fuse(model, recompute=recompute)
 
     return prepare
 
@@ -57,8 +55,6 @@ POLICIES: dict[str, Callable[[nn.Module], object]] = {
     "fp8, fused, recompute": _fused(bt.Recipe(), recompute=True),
     "fp8, fused, cache_weight=False": _fused(NO_CACHE),
     "fp8, fused, recompute, cache_weight=False": _fused(NO_CACHE, recompute=True),
-    "fp8, fused, store_fp8": _fused(bt.Recipe(), store_fp8=True),
-    "fp8, fused, store_fp8, recompute": _fused(bt.Recipe(), store_fp8=True, recompute=True),
     "bf16, frozen": _frozen(None),
     "fp8, frozen": _frozen(bt.Recipe()),
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,20 +10,16 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
-from .autograd import quantize as _quantize
 from .autograd.linear_cross_entropy import CrossEntropy
 from .autograd.quantize import quantize
 from .ops import checks
-from .ops.norm.reference import NormKind
 from .ops.producers.ops import ActivationName
 from .overrides import dynamo as _whole_functions
-from .recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from .recipe import Recipe, is_recipe
 from .tensor.base import FP8Base
-from .tensor.fp8_tensor import BlockwiseFP8Tensor
 
 __all__ = [
-    "gated_activation", "gated_experts", "gated_mlp", "grouped_linear", "linear",
-    "linear_cross_entropy", "quantize", "rms_norm",
+    "gated_experts", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
 ]  # fmt: skip
 
 
@@ -72,7 +67,6 @@ def gated_mlp(
     *,
     activation: ActivationName = "silu",
     recompute: bool = False,
-    store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
     """Return ``down(activation(gate(x)) * up(x))`` in FP8, without passes for casts.
@@ -93,13 +87,9 @@ def gated_mlp(
         bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None; without ``w_up``,
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
-        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        activation: "silu" or "gelu_tanh".
         recompute: backward makes the columnwise form of h again, which takes another read of gate
             and up, in place of saving it: a byte for each of its elements.
-        store_fp8: gate and up are saved for backward as rowwise FP8, a byte for each element in
-            place of two. The output keeps its bits. Gradients do not: those of gate and up, and h
-            where it is made again, are computed from the dequantized values. No effect where
-            weight gradients read high precision.
         recipe: numeric choices; default ``Recipe()``, or that of the weights.
 
     Returns:
@@ -111,7 +101,7 @@ def gated_mlp(
     """
     _check(recipe, {"x": x}, {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down})
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-    return _gated(x, weights, biases, None, activation, recompute, store_fp8, recipe)
+    return _gated(x, weights, biases, None, activation, recompute, recipe)
 
 
 def gated_experts(
@@ -123,7 +113,6 @@ def gated_experts(
     *,
     activation: ActivationName = "silu",
     recompute: bool = False,
-    store_fp8: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
     """Run :func:`gated_mlp` for a mixture of experts: rows of group e by the MLP of expert e.
@@ -138,7 +127,7 @@ def gated_experts(
             one stack ``[E, 2I, K]`` of both, gate first, and None.
         w_down: ``[E, N, I]``, alike.
         offs: int32 ``[E]``, the row after the last of each group.
-        activation, recompute, store_fp8, recipe: as in :func:`gated_mlp`.
+        activation, recompute, recipe: as in :func:`gated_mlp`.
 
     Returns:
         ``[T, N]`` in x's dtype, or autocast's.
@@ -149,80 +138,7 @@ def gated_experts(
     """
     _check(recipe, {"x": x, "offs": offs})
     weights, biases = (w_gate, w_up, w_down), (None, None, None)
-    return _gated(x, weights, biases, offs, activation, recompute, store_fp8, recipe)
-
-
-def gated_activation(
-    gate: Tensor,
-    up: Tensor,
-    activation: ActivationName = "silu",
-    recipe: Recipe | None = None,
-) -> BlockwiseFP8Tensor:
-    """Return ``quantize(activation(gate) * up)`` in one read, with no high-precision product.
-
-    SwiGLU, if ``activation`` is "silu". The bits, forward and backward, are those of eager ops and
-    :func:`quantize`. Saved for backward: gate and up. :func:`gated_mlp` also casts the gradients as
-    they are computed.
-
-    Args:
-        gate: ``[..., I]`` bf16, fp16 or fp32.
-        up: alike.
-        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
-        recipe: that of the weights the result will meet; default ``Recipe()``. With
-            ``wgrad_input="high_precision"`` the product is computed and kept.
-
-    Returns:
-        ``[..., I]`` in FP8, both forms; for linears.
-
-    Raises:
-        TypeError, ValueError: an unknown activation; shapes, dtypes or devices that differ; a
-            scalar.
-    """
-    _check(recipe, {"gate": gate, "up": up})
-    recipe = recipe or DEFAULT_RECIPE
-    if is_dynamo_compiling():
-        return _whole_functions.gated_activation(gate, up, activation, recipe)
-    _whole_functions.announce_if_loaded()
-    return _quantize.gated_activation(gate, up, activation, recipe)
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    kind: NormKind = "llama",
-    recipe: Recipe | None = None,
-) -> BlockwiseFP8Tensor:
-    """Return ``quantize`` of an RMS norm, for the linears that read it (q, k, v; gate, up).
-
-    The bits, forward and backward, are those of transformers' norms in eager mode and
-    :func:`quantize`; an fp32 x that has other uses may sum its gradients in another order. The
-    result in high precision is neither stored nor saved: backward reads x.
-
-    Args:
-        x: ``[..., K]`` bf16, fp16 or fp32.
-        weight: ``[K]``. Of another dtype than x, the norm is computed by torch's ops.
-        eps: added to the mean square.
-        kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
-            write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
-        recipe: that of the weights the result will meet; default ``Recipe()``. With
-            ``wgrad_input="high_precision"`` the norm is computed by torch's ops and kept.
-
-    Returns:
-        ``[..., K]`` in FP8, both forms; for linears.
-
-    Raises:
-        TypeError, ValueError: an unknown kind; shapes, dtypes or devices that do not fit.
-    """
-    _check(recipe, {"x": x, "weight": weight})
-    checks.number(eps, "eps")
-    recipe = recipe or DEFAULT_RECIPE
-    checks.high_precision(x, "x")
-    checks.high_precision(weight, "the weight of a norm")
-    if is_dynamo_compiling():
-        return _whole_functions.rms_norm(x, weight, eps, kind, recipe)
-    _whole_functions.announce_if_loaded()
-    return _quantize.rms_norm(x, weight, eps, kind, recipe)
+    return _gated(x, weights, biases, offs, activation, recompute, recipe)
 
 
 def linear_cross_entropy(
@@ -299,15 +215,13 @@ def _gated(
     offs: Tensor | None,
     activation: ActivationName,
     recompute: bool,
-    store_fp8: bool,
     recipe: Recipe | None,
 ) -> Tensor:
     """Run a gated MLP, of experts with ``offs``; the plan checks ``w_down``."""
     _check(None, {}, {"w_gate": weights[0], "w_up": weights[1]})
-    for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{option}={value!r}: expected True or False")
-    options = activation, recompute, store_fp8
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute={recompute!r}: expected True or False")
+    options = activation, recompute
     if any(map(_stays_whole, weights)):
         return _whole_functions.gated_mlp(x, weights, biases, offs, *options)
     if not is_dynamo_compiling():
@@ -323,31 +237,9 @@ def _stays_whole(w: Tensor | None) -> bool:
     return is_dynamo_compiling() and isinstance(w, FP8Base)
 
 
-@overload
 def grouped_linear(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
-) -> Tensor: ...
-
-
-@overload
-def grouped_linear(
-    x: Tensor,
-    w: Sequence[Tensor],
-    offs: Tensor,
-    bias: Sequence[Tensor | None] | None = None,
-    *,
-    recipe: Recipe | None = None,
-) -> tuple[Tensor, ...]: ...
-
-
-def grouped_linear(
-    x: Tensor,
-    w: Tensor | Sequence[Tensor],
-    offs: Tensor,
-    bias: Tensor | Sequence[Tensor | None] | None = None,
-    *,
-    recipe: Recipe | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor:
     """Multiply the rows of group e by expert ``w[e]`` in blockwise FP8, forward and backward.
 
     ``y[rows of group e] = x[rows of group e] w[e]ᵀ (+ bias[e])``. The rows of ``x`` belong to
@@ -363,37 +255,20 @@ def grouped_linear(
             :func:`blocktensor.distributed.all_to_all_fp8` returns it, serves all, and is cast again
             for the gradient of the weight.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
-            ``[E, K, N]``, at no cost. Or several such weights (gate, up), for which x is cast once.
+            ``[E, K, N]``, at no cost.
         offs: int32 ``[E]`` on the device of ``x``, the row after the last of each group:
             ``tokens_per_expert.cumsum(0, dtype=torch.int32)``. Nondecreasing, at most T.
-        bias: ``[E, N]`` or None; one for each of several weights.
+        bias: ``[E, N]`` or None.
         recipe: numeric choices; default ``Recipe()``.
 
     Returns:
-        ``[T, N]`` in x's dtype, or autocast's; a tuple of them for several weights.
+        ``[T, N]`` in x's dtype, or autocast's.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
-    is_several = isinstance(w, (list, tuple))
-    many: Any = w
-    several = {f"w[{i}]": each for i, each in enumerate(many)} if is_several else {"w": w}
-    _check(recipe, {"x": x, "offs": offs, **several})
-    if isinstance(w, Tensor):
-        if bias is not None and not isinstance(bias, Tensor):
-            raise TypeError(f"one weight has one bias [E, N], got a {type(bias).__name__}")
-        if _stays_whole(w):
-            made: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs, bias)
-            return made
-        return _linear.grouped_linear(x, w, offs, bias, recipe=recipe)
-    biases = [None] * len(w) if bias is None else bias
-    if isinstance(biases, Tensor) or len(biases) != len(w) or not len(w):
-        raise ValueError(
-            f"{len(w)} weights with "
-            f"{'a single bias' if isinstance(biases, Tensor) else f'{len(biases)} biases'}: "
-            f"expected one for each of at least one weight, or bias=None"
-        )
-    if any(map(_stays_whole, w)):  # compilers find that the casts of x are one
-        pairs = zip(w, biases, strict=True)
-        return tuple(grouped_linear(x, each, offs, b, recipe=recipe) for each, b in pairs)
-    return _linear.grouped_linears(x, w, offs, biases, recipe)
+    _check(recipe, {"x": x, "w": w, "offs": offs}, {"bias": bias})
+    if _stays_whole(w):
+        made: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs, bias)
+        return made
+    return _linear.grouped_linear(x, w, offs, bias, recipe=recipe)

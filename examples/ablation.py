@@ -47,11 +47,10 @@ RECIPES = {
     "scale=power_of_two": blocktensor.Recipe(scale="power_of_two"),
 }
 FP8_HEAD = "Recipe(), and in the head"
-STORED = "Recipe(), gate and up stored in FP8"
 MOVED = "none, weights moved by 1e-6"
 """bf16 from other initial weights: how far two runs come apart by rounding alone."""
 
-VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD, STORED)
+VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD)
 
 
 class _Linear(torch.autograd.Function):
@@ -96,9 +95,6 @@ def prepare(model: GPT, variant: str) -> None:
     """Let the linears of the blocks compute as ``variant`` says."""
     if variant == FP8_HEAD:
         blocktensor.convert(model, convert_head=True, skip_small=False)
-    elif variant == STORED:
-        blocktensor.convert(model, skip_small=False)
-        blocktensor.fuse(model, store_fp8=True)
     elif variant in RECIPES:
         blocktensor.convert(model, RECIPES[variant], skip_small=False)
     elif variant == MOVED:

@@ -1,4 +1,4 @@
-"""Plan a gated MLP, save gate and up in its forward, and cast h and gradients in its backward.
+"""Plan a gated MLP, and cast h and gradients in its backward.
 
 The plan holds the plans of the three linear layers and the choices that they share. Backward casts
 h and the gradients of gate and up. A tensor leaves :class:`Sources` when it is read for the last
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.producers.ops import (
@@ -45,7 +44,6 @@ class GatedPlan(NamedTuple):
         gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
         activation: a name in ``ACTIVATIONS``.
         recompute: whether backward makes the columnwise form of h again.
-        store_fp8: whether gate and up are saved in FP8.
         h_beside: whether backward makes the columnwise form of h beside the gradients of gate and
             up, at no read of its own.
         one_by_one: True if h or a gradient is needed in high precision, or if one of gate and up is
@@ -60,7 +58,6 @@ class GatedPlan(NamedTuple):
     down: Plan
     activation: ActivationName
     recompute: bool
-    store_fp8: bool
     h_beside: bool
     one_by_one: bool
     needs_dh: bool
@@ -80,7 +77,6 @@ def plan_gated(
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     activation: ActivationName,
     recompute: bool,
-    store_fp8: bool,
     recipe: Recipe | None,
 ) -> GatedPlan:
     """Plan a gated MLP; ``weights`` and ``biases`` belong to gate, up and down.
@@ -107,7 +103,7 @@ def plan_gated(
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
     h_beside = (
-        not (recompute or store_fp8)
+        not recompute
         and offs is None
         and up is not None
         and None not in dh_formats
@@ -121,7 +117,6 @@ def plan_gated(
         down,
         activation,
         recompute,
-        store_fp8,
         h_beside,
         one_by_one=any(plan.saves_x for plan in (*firsts, down))
         or firsts[-1].wgrad_input is not gate.wgrad_input,
@@ -180,33 +175,7 @@ def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor
     return h if is_dynamo_compiling() else h.requires_grad_(leaf is not None)
 
 
-# What forward saves and backward casts
-
-
-def save_gate_and_up(plan: GatedPlan, sources: list[Tensor | None]) -> Iterator[Tensor | None]:
-    """Yield what backward reads of gate and up, ``[T, I]``: data and scales of each.
-
-    No scales in high precision; None for what does not exist or will not be read. ``sources`` are
-    gate and up; each is removed before the next is cast.
-    """
-    while sources:
-        x = sources.pop(0)
-        if x is None or not plan.needs_dh:
-            yield from (None, None)
-        elif not plan.store_fp8:
-            yield from (x, None)
-        else:
-            cast = quantize_rowwise(x, plan.gate.format)
-            del x
-            yield from cast[:2]
-
-
-def _read(plan: GatedPlan, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """Return gate or up in high precision, as :func:`save_gate_and_up` saved it."""
-    if not plan.store_fp8 or data is None:
-        return data
-    assert scale is not None
-    return dequantize(Quantized(data, scale, plan.gate.format), plan.gate.out_dtype)
+# What backward casts
 
 
 class Sources:
@@ -214,14 +183,14 @@ class Sources:
 
     Attributes:
         has_gradient: whether gradients of gate and up can be computed.
+        gate_and_up: both, or one that holds both and None.
     """
 
-    def __init__(self, plan: GatedPlan, saved: list[Any], dh: Tensor | None) -> None:
-        """Empty ``saved``: data and scales of h, then of :func:`save_gate_and_up`."""
+    def __init__(self, saved: list[Any], dh: Tensor | None) -> None:
+        """Empty ``saved``: data and scales of h, then gate and up."""
         self.has_gradient = dh is not None
-        self._plan, self._dh = plan, dh
-        self._form, self._stored = tuple(saved[:2]), saved[2:]
-        self._read: list[Any] = []
+        self._dh = dh
+        self._form, self.gate_and_up = tuple(saved[:2]), saved[2:]
         saved.clear()
 
     def take_form(self) -> tuple[Tensor | None, Tensor | None]:
@@ -230,18 +199,11 @@ class Sources:
         self._form = None, None
         return data, scale
 
-    def gate_and_up(self) -> list[Any]:
-        """Return gate and up in high precision."""
-        while self._stored:
-            self._read.append(_read(self._plan, *self._stored[:2]))
-            del self._stored[:2]
-        return self._read
-
     def take_all(self) -> tuple[Any, Any, Any]:
         """Return gate, up and the gradient of h, and drop them."""
-        gate, up = self.gate_and_up()
+        gate, up = self.gate_and_up
         dh, self._dh = self._dh, None
-        self._read = []
+        self.gate_and_up = []
         return gate, up, dh
 
 
@@ -272,7 +234,7 @@ def forms_in_backward(
             assert scale is not None
             made.append((None, Quantized(data, scale, format)))
         else:
-            both = halves(*sources.gate_and_up())
+            both = halves(*sources.gate_and_up)
             made.append(gated(*both, plan.activation, None, format, product.offs))
             del both
         del data, scale

@@ -11,8 +11,7 @@
     wgrad   dwd, dwg, dwu                  of the columnwise forms made on the way
 
 The bits are those of three linears with eager ops between them. Saved for backward: the columnwise
-forms of x and of h (the latter may be made again), gate and up (as they are or in FP8), the weights
-as in ``linear.py``.
+forms of x and of h (the latter may be made again), gate, up, and the weights as in ``linear.py``.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ from .gated_forms import (
     forms_in_backward,
     halves,
     plan_gated,
-    save_gate_and_up,
 )
-from .linear import grouped_linears, has_no_experts, linear, with_leading
+from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .main_grad import where_to_add
 from .pipelining import is_input_half, watch_halves
 from .products import product_of
@@ -57,7 +55,6 @@ def gated_mlp(
     bias_down: Tensor | None = None,
     activation: ActivationName = "silu",
     recompute: bool = False,
-    store_fp8: bool = False,
     recipe: Recipe | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
@@ -72,7 +69,7 @@ def gated_mlp(
         if offs is not None and has_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
             return _by_linears(offs, x, weights, biases, activation, recipe)
-        plan = plan_gated(offs, x, weights, biases, activation, recompute, store_fp8, recipe)
+        plan = plan_gated(offs, x, weights, biases, activation, recompute, recipe)
         if plan.one_by_one:
             return _by_linears(offs, x, weights, biases, activation, recipe)
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
@@ -95,7 +92,7 @@ def _by_linears(
 ) -> Tensor:
     def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
         if offs is not None:
-            return grouped_linears(x, ws, offs, bs, recipe)
+            return [grouped_linear(x, w, offs, recipe=recipe) for w in ws]
         return [linear(x, w, b, recipe=recipe) for w, b in zip(ws, bs, strict=True)]
 
     return one_by_one(linears, x, weights, biases, activation)
@@ -158,9 +155,8 @@ class _GatedMLP(FP8Function):
             *halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs
         )
         assert h_row is not None
-        sources = [gate, up]
+        gate_and_up = (gate, up) if plan.needs_dh else (None, None)
         del gate, up
-        gate_and_up = [*save_gate_and_up(plan, sources)]
         w_row, down_saved, of_down = product.weight(w_down, plan.down)
         y = product.fprop(h_row, w_row, bias_down, plan.down)
         ctx.reads = of_gate, of_up, of_down
@@ -188,8 +184,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     grad: Tensor | None = grads.pop()
     of_down: SavedWeight = ctx.reads[2]
     product = product_of(saved.pop(0))
-    (x_data, x_scale), of_h = saved[:2], list(saved[2:8])  # Dynamo of 2.11 makes *of_h a tuple
-    weights = saved[8:]
+    (x_data, x_scale), of_h = saved[:2], list(saved[2:6])  # Dynamo of 2.11 makes *of_h a tuple
+    weights = saved[6:]
     saved.clear()
     w_gate, w_up, w_down = _split(weights, ctx.counts)
     needs_dx, *needed = asked
@@ -227,7 +223,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-    sources = Sources(plan, of_h, dh)
+    sources = Sources(of_h, dh)
     del dh, held
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats

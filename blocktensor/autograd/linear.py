@@ -22,7 +22,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .main_grad import where_to_add
-from .plan import Plan, autocast_dtype, difference_of, plan_matmul, recipe_of
+from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
@@ -61,7 +61,7 @@ def grouped_linear(
     *,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Run :func:`blocktensor.functional.grouped_linear` with one weight.
+    """Run :func:`blocktensor.functional.grouped_linear`, for plain and for FP8 operands.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, rowwise alone if w needs
@@ -76,44 +76,6 @@ def grouped_linear(
         if has_no_experts(x, w, offs):
             return _of_no_experts(x, w, bias)
         return _matmul(x, w, bias, offs, recipe)
-
-
-def grouped_linears(
-    x: Tensor,
-    ws: Sequence[Tensor],
-    offs: Tensor,
-    biases: Sequence[Tensor | None],
-    recipe: Recipe | None = None,
-) -> tuple[Tensor, ...]:
-    """Run :func:`grouped_linear` of one input by each weight; cast x once for all of them."""
-    pairs = [*zip(ws, biases, strict=True)]
-    with torch._C.DisableTorchFunctionSubclass():
-        x = _as_input(x)
-        if all(has_no_experts(x, w, offs) for w in ws):
-            return tuple(_of_no_experts(x, w, b) for w, b in pairs)
-        plans = [plan_matmul(x, w, b, recipe, offs) for w, b in pairs]
-        first = plans[0]
-        if any(
-            plan.format is not first.format or plan.wgrad_input is not first.wgrad_input
-            for plan in plans
-        ):
-            difference = difference_of([recipe_of(x, w, recipe) for w in ws])
-            if difference:
-                raise ValueError(
-                    f"mixed recipes: weights of one input have {difference}: give them one recipe, "
-                    f"or call grouped_linear(x, w, offs) for each"
-                )
-            # stacks [E, N, K] and [E, K, N], whose gradients read x in other blocks
-            return tuple(_matmul(x, w, b, offs, recipe) for w, b in pairs)
-        if first.casts_x:
-            x = x.to(first.out_dtype)
-        widest = next((plan for plan in plans if plan.x_columnwise is not None), first)
-        cast = _caster(offs)(widest, x.detach())
-        applied: Callable[..., Tensor] = FP8Linear.apply if first.tracing else _apply_eagerly
-        return tuple(
-            applied(x, w, b, offs, plan, None, *cast)
-            for (w, b), plan in zip(pairs, plans, strict=True)
-        )
 
 
 def _matmul(

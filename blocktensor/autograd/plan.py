@@ -362,7 +362,7 @@ def _check_grouped_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
         raise ValueError(
             "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which "
             "the gradient of the weight needs, ignore the groups: pass the high-precision tensor; "
-            "functional.grouped_linear(x, [w1, w3], offs) casts it once for several weights"
+            "share_inputs(model) casts it once for several weights"
         )
     if recipe.wgrad_input_format is None:
         raise ValueError(

@@ -1,14 +1,13 @@
-"""The differentiable casts: of an activation, of a gated activation, of an RMS norm.
+"""The differentiable cast of an activation, and the RMS norms whose results are cast.
 
-A gated activation is cast as it is computed. The reciprocal of a root mean square comes from
-torch's own ops, whose order of sums is part of the bits, and its backward repeats what autograd
-makes of the eager ops, in their order.
+The reciprocal of a root mean square comes from torch's own ops, whose order of sums is part of the
+bits, and its backward repeats what autograd makes of the eager ops, in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from ..ops.cast.ops import quantize_forms
 from ..ops.norm.ops import gradients as norm_gradients
 from ..ops.norm.ops import normalize, rstd_of
 from ..ops.norm.reference import NormKind
-from ..ops.norm.reference import rms_norm as eager_norm
-from ..ops.producers.ops import ActivationName, gated
-from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -80,69 +76,6 @@ class _Quantize(torch.autograd.Function):
         return grads[0], None
 
 
-def gated_activation(
-    gate: Tensor,
-    up: Tensor,
-    activation: ActivationName = "silu",
-    recipe: Recipe = DEFAULT_RECIPE,
-) -> BlockwiseFP8Tensor:
-    """Run :func:`blocktensor.functional.gated_activation`."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    if gate.shape != up.shape or gate.ndim == 0:
-        raise ValueError(
-            f"gate has shape {list(gate.shape)} and up {list(up.shape)}: expected the same [..., I]"
-        )
-    if recipe.wgrad_input_format is None:
-        return quantize(ACTIVATIONS[activation].value(gate) * up, recipe)
-    made: BlockwiseFP8Tensor = _GatedActivation.apply(gate, up, activation, recipe)
-    return made
-
-
-class _GatedActivation(FP8Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, gate: Tensor, up: Tensor, activation: ActivationName, recipe: Recipe
-    ) -> BlockwiseFP8Tensor:
-        formats = recipe.activation_format, recipe.wgrad_input_format
-        features = gate.shape[-1]
-        forms = gated(gate.reshape(-1, features), up.reshape(-1, features), activation, *formats)
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation  # type: ignore[attr-defined]
-        return BlockwiseFP8Tensor(*forms, shape=gate.shape, dtype=gate.dtype, recipe=recipe)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _activation_gradients, ())
-
-
-def _activation_gradients(
-    ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
-) -> Gradients:
-    """Return the gradients of the arguments of :meth:`_GatedActivation.forward`."""
-    gate, up = saved
-    return *gradients(grads.pop(), gate, up, ctx.activation), None, None
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    kind: NormKind = "llama",
-    recipe: Recipe = DEFAULT_RECIPE,
-) -> BlockwiseFP8Tensor:
-    """Run :func:`blocktensor.functional.rms_norm`."""
-    if kind not in get_args(NormKind):
-        raise ValueError(f"kind {kind!r}: expected one of {', '.join(get_args(NormKind))}")
-    if x.ndim == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"x has shape {list(x.shape)} and the weight {list(weight.shape)}: expected [..., K] "
-            f"and [K]"
-        )
-    norm = eager_norm if weight.dtype != x.dtype else normed
-    return quantize(norm(x, weight, eps, kind), recipe)
-
-
 def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """Return the values of an RMS norm, of the dtype of x, from one kernel after its sums.
 
@@ -150,7 +83,8 @@ def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
         x: ``[..., K]``.
         weight: ``[K]``, dtype of x.
         eps: added to the mean of squares.
-        kind: "llama" or "gemma", see :func:`blocktensor.functional.rms_norm`.
+        kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
+            write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
     """
     made: Tensor = _RMSNorm.apply(x, weight, eps, kind)
     return made

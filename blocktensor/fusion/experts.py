@@ -148,7 +148,6 @@ class Experts(Gated):
             offs,
             activation=self.activation,
             recompute=self.recompute,
-            store_fp8=self.store_fp8,
         )
 
     def _stack_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Any:

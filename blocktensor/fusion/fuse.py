@@ -85,7 +85,6 @@ def fuse(
     norm: Mapping[str, Sequence[str]] | None = None,
     experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     recompute: bool = False,
-    store_fp8: bool = False,
 ) -> FusionReport:
     """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
 
@@ -116,8 +115,8 @@ def fuse(
         model: a converted model.
         mlp: gated MLPs by other names: ``{pattern: (gate, up, down, activation)}`` with a
             shell-style pattern of module names, the names of the linears in it, and either the
-            attribute that holds the activation, or "silu", "gelu", "gelu_tanh" or "relu2"; None
-            tries all of them. A linear that makes gate, then up, is named twice.
+            attribute that holds the activation, or "silu" or "gelu_tanh"; None tries both. A
+            linear that makes gate, then up, is named twice.
         norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
             names, and the names of all linears that read the norm, relative to its parent. A
             norm that was found by its name is left out by ``unfuse(norm)``.
@@ -126,9 +125,6 @@ def fuse(
             or ends of the groups; or it is that of transformers' experts.
         recompute: backward makes the casts of ``activation(gate) * up`` again, in place of saving
             them.
-        store_fp8: MLPs and experts save gate and up for backward in FP8: their gradients are then
-            computed from rounded values, and keep no bits (``functional.gated_mlp``). A module that
-            runs as it was written, for hooks or adapters, saves them in high precision.
 
     Returns:
         The report; ``print`` it.
@@ -140,7 +136,7 @@ def fuse(
     """
     is_module(model, "fuse")
     named: dict[str, Any] = {"mlp": mlp, "norm": norm, "experts": experts}
-    _check_options(named, recompute, store_fp8)
+    _check_options(named, recompute)
     if all(fp8_part(p) is None for p in model.parameters()):
         raise not_converted(model, "fuse")
     found = [x for kind in PATTERNS for x in kind.find(model, named[kind.option] or {})]
@@ -149,7 +145,6 @@ def fuse(
     for each in found:
         pattern, reason = _verified(each, recompute, drawn)
         if pattern is not None:
-            pattern = pattern.with_options(recompute, store_fp8)
             chosen.append((each.module, pattern))
         computes = (pattern and pattern.computes) or each.computes
         entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
@@ -183,14 +178,14 @@ def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | No
     """Return what the module computes, or None and why it is left alone."""
     reason = found.reason
     for pattern in found.patterns if not reason else ():
-        made, why = pattern.with_options(recompute, False).verify(found.module, drawn)
+        made, why = pattern.with_recompute(recompute).verify(found.module, drawn)
         if made is not None:
             return made, ""
         reason = reason or why
     return None, reason
 
 
-def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: object) -> None:
+def _check_options(named: Mapping[str, Any], recompute: object) -> None:
     """Raise TypeError for options of other types."""
     for option, names in named.items():
         patterns = names if isinstance(names, Mapping) else {None: None}
@@ -202,6 +197,5 @@ def _check_options(named: Mapping[str, Any], recompute: object, store_fp8: objec
                     f"{option}={names!r}: expected patterns of module names, each with names in a "
                     f"tuple, e.g. {_EXAMPLES[option]}"
                 )
-    for option, value in (("recompute", recompute), ("store_fp8", store_fp8)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{option}={value!r}: expected True or False")
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute={recompute!r}: expected True or False")

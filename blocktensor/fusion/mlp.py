@@ -34,7 +34,7 @@ class Gated(Pattern):
 
     Attributes:
         gate, up, down: names of the linears; gate and up may be one, which makes gate, then up.
-        activation, recompute, store_fp8: of ``functional.gated_mlp``.
+        activation, recompute: of ``functional.gated_mlp``.
     """
 
     gate: str
@@ -42,7 +42,6 @@ class Gated(Pattern):
     down: str
     activation: ActivationName
     recompute: bool = False
-    store_fp8: bool = False
 
     known: ClassVar[Sequence[tuple[str, str, str]]]
     """Names of gate, up and down."""
@@ -63,8 +62,7 @@ class Gated(Pattern):
     @property
     def computes(self) -> str:
         """A formula for the report."""
-        stored = ", gate and up stored in FP8" if self.store_fp8 else ""
-        return self._formula((self.gate, self.up, self.down), self.activation) + stored
+        return self._formula((self.gate, self.up, self.down), self.activation)
 
     @staticmethod
     def _formula(names: tuple[str, str, str], activation: str) -> str:
@@ -73,9 +71,9 @@ class Gated(Pattern):
             return f"{down}({activation}(gate) * up), both of {gate}(x)"
         return f"{down}({activation}({gate}(x)) * {up}(x))"
 
-    def with_options(self, recompute: bool, store_fp8: bool) -> Pattern:
-        """Return the pattern with these arguments of ``fuse``."""
-        return replace(self, recompute=recompute, store_fp8=store_fp8)
+    def with_recompute(self, recompute: bool) -> Pattern:
+        """Return the pattern with this argument of ``fuse``."""
+        return replace(self, recompute=recompute)
 
     @classmethod
     def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
@@ -262,7 +260,6 @@ class MLP(Gated):
             *self.by_role([linear.bias for linear in linears]),
             activation=self.activation,
             recompute=self.recompute,
-            store_fp8=self.store_fp8,
         )
 
     def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:

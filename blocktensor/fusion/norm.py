@@ -60,7 +60,7 @@ class Norm(Pattern):
     """An RMS norm.
 
     Attributes:
-        kind: of :func:`blocktensor.functional.rms_norm`.
+        kind: of :func:`blocktensor.autograd.quantize.normed`.
         eps_name: the attribute of the norm that holds its epsilon.
         eps: the value of that attribute.
     """

@@ -93,8 +93,8 @@ class Pattern:
         """A formula for the report; empty if :class:`Found` has it."""
         return ""
 
-    def with_options(self, recompute: bool, store_fp8: bool) -> Pattern:
-        """Return the pattern with these arguments of ``fuse``."""
+    def with_recompute(self, recompute: bool) -> Pattern:
+        """Return the pattern with this argument of ``fuse``."""
         return self
 
     def why_not(self, module: Any, *args: Any) -> str | None:

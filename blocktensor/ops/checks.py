@@ -180,12 +180,6 @@ def tensor(x: object, name: str) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
 
 
-def number(x: object, name: str) -> None:
-    """Check that ``x`` is a number, else TypeError."""
-    if not isinstance(x, (int, float)):
-        raise TypeError(f"{name}={x!r} is a {type(x).__name__}: expected a number")
-
-
 def gemm_output(out_dtype: dtype) -> None:
     """Check that the output dtype is bf16, fp16 or fp32, else TypeError."""
     if out_dtype not in HIGH_PRECISION:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, to_blockwise_fp8_weights
+from blocktensor.autograd.quantize import normed
 from blocktensor.ops import registry
 from blocktensor.ops.gemm.choose_backend import gemm_backend
 from blocktensor.ops.norm.reference import rms_norm
@@ -141,14 +142,13 @@ def test_norms(kind: Any) -> None:
     draw = random.Random(kind)
     for i in range(CASES):
         rows, k, n = draw.choice(ROWS), draw.choice((*FEATURES, 4096)), draw.choice(FEATURES)
-        recipe = draw.choice(RECIPES)
-        w = weight(n, k, recipe, torch.bfloat16, i)
+        w = weight(n, k, draw.choice(RECIPES), torch.bfloat16, i)
         x = randn(2, rows, k, seed=i, device="cuda", grad=True)
         gain = randn(k, seed=i + 1, device="cuda", grad=True)
         got, want = (
             results(lambda x, gain, w, norm=norm: F.linear(norm(x, gain), w), x, [gain, w])
             for norm in (
-                partial(functional.rms_norm, eps=1e-6, kind=kind, recipe=recipe),
+                partial(normed, eps=1e-6, kind=kind),
                 partial(rms_norm, eps=1e-6, kind=kind),
             )
         )

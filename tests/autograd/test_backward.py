@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
 from blocktensor.autograd.backward import FP8Function
+from blocktensor.autograd.quantize import normed
 from tests.support.groups import ends
 from tests.support.linear_ways import (
     assert_all_equal,
@@ -112,12 +113,7 @@ def samples() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tupl
             (x, *experts),
             (3, 2, 2, 1),
         ),
-        "rms_norm": (lambda x, w: f.rms_norm(x, w).dequantize(), (x, leaf(192)), (0, 0)),
-        "gated_activation": (
-            lambda gate, up: f.gated_activation(gate, up).dequantize(),
-            (x, leaf(70, 192, seed=2)),
-            (0, 0),
-        ),
+        "normed": (lambda x, w: normed(x, w, 1e-6, "llama"), (x, leaf(192)), (0, 0)),
         "linear_cross_entropy": (
             lambda x, w, b: f.linear_cross_entropy(x, w, target, b),
             (x, mlp[0], leaf(160)),

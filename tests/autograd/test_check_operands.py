@@ -206,31 +206,3 @@ ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'
 NotImplementedError: an FP8 linear of a nested tensor: call it on .values() of a jagged tensor,
   or on a padded one""",
     )
-
-
-def test_several_weights() -> None:
-    x, _, offs = sample("ragged")
-    a, b = stack(len(offs)), stack(len(offs), recipe=POWER_OF_TWO)
-    c = stack(len(offs), recipe=Recipe.deepseek())
-    run, bias = functional.grouped_linear, torch.zeros(len(offs), N)
-    calls: list[Call] = [
-        lambda: run(x, [a, b], offs),
-        lambda: run(x, [a, c], offs),
-        lambda: run(x, [], offs),
-        lambda: run(x, [a, a], offs, [bias]),
-        lambda: run(x, [a, a], offs, bias),
-        lambda: run(x, a, offs, [bias]),
-    ]
-    assert_expected_inline(
-        refused(*calls),
-        """\
-ValueError: mixed recipes: weights of one input have scale='fp32' and 'power_of_two': give them
-  one recipe, or call grouped_linear(x, w, offs) for each
-ValueError: mixed recipes: weights of one input have wgrad_input='128x128' and '1x128': give
-  them one recipe, or call grouped_linear(x, w, offs) for each
-ValueError: 0 weights with 0 biases: expected one for each of at least one weight, or bias=None
-ValueError: 2 weights with 1 biases: expected one for each of at least one weight, or bias=None
-ValueError: 2 weights with a single bias: expected one for each of at least one weight, or
-  bias=None
-TypeError: one weight has one bias [E, N], got a list""",
-    )

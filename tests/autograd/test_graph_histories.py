@@ -20,6 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
+from blocktensor.autograd.quantize import normed
 from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from tests.support.compiling import instantiates
@@ -85,6 +86,10 @@ def plain_norm(x: Tensor, w: Tensor) -> Tensor:
     return straight_through(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w)
 
 
+def normed_and_cast(x: Tensor, w: Tensor) -> Tensor:
+    return functional.quantize(normed(x, w, 1e-6, "llama")).dequantize()
+
+
 def quantized(x: Tensor, *w: Tensor) -> Tensor:
     q = functional.quantize(x)
     return functional.linear(q, w[0]) + functional.linear(q, w[1]) + q.dequantize()
@@ -105,7 +110,7 @@ KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..
         lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES)),
         lambda x, *w: plain_gated(x, *w, offs=ends(*SIZES)),
     ),
-    "norm": ([(K,)], lambda x, w: functional.rms_norm(x, w).dequantize(), plain_norm),
+    "norm": ([(K,)], normed_and_cast, plain_norm),
     "quantized": (
         [(K, K)] * 2,
         quantized,

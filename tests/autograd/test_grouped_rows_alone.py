@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.ops.cast.ops import quantize_grouped_columnwise
 from tests.support.experts import grads, sample, stack
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import POWER_OF_TWO, randn, with_outliers
@@ -57,21 +55,6 @@ def test_only_wgrad_reads_other_values_than_of_plain_rows(groups: str) -> None:
         run(rows_alone(x, recipe))  # a plan of tensors of this shape
         with pytest.raises(ValueError, match="its columnwise blocks, which"):
             functional.grouped_linear(quantize(x, recipe), w, offs)
-
-
-def test_several_stacks_share_the_second_cast() -> None:
-    x, grad, offs = sample("ragged")
-    ws = [stack(len(offs)) for _ in range(2)]
-    fp8 = rows_alone(x)
-    cast = mock.Mock(wraps=quantize_grouped_columnwise)
-    with mock.patch("blocktensor.autograd.products.quantize_grouped_columnwise", cast):
-        both = functional.grouped_linear(fp8, ws, offs)
-    assert cast.call_count == 1
-    for y, w in zip(both, ws, strict=True):
-        y.backward(grad)
-        single = stack(len(offs))
-        functional.grouped_linear(rows_alone(x), single, offs).backward(grad)
-        assert_same(w.grad, single.grad)
 
 
 def signal_to_noise(got: Tensor, want: Tensor) -> float:

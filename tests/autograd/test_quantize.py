@@ -1,26 +1,21 @@
-"""Differentiable casts: of an activation, of a gated activation and of an RMS norm."""
+"""The differentiable cast of an activation, and the RMS norms whose results are cast."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
-from blocktensor.functional import gated_activation, rms_norm
+from blocktensor.autograd.quantize import normed
 from blocktensor.ops.norm import reference
-from blocktensor.overrides import dynamo
-from tests.support.compiling import fresh, instantiates
-from tests.support.gated import EAGER, K, assert_bits, results, unfused, weights
-from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, assert_same, linear, randn
-from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH, ROWS, saved_by
+from tests.support.gated import K, assert_bits, results, unfused, weights
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, linear, randn
+from tests.support.wgrad_inputs import ROWS, saved_by
 
 
 def test_a_shared_activation_is_cast_and_saved_once() -> None:
@@ -91,35 +86,6 @@ def test_the_values_of_a_weights_fp8_form_are_plain_and_differentiable() -> None
         assert not module.weight.dequantize(torch.float32).requires_grad
 
 
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
-@pytest.mark.parametrize("activation", EAGER)
-def test_bits_of_a_gated_activation(
-    activation: Any, wgrad_input: Any, device: torch.device
-) -> None:
-    recipe = Recipe(wgrad_input=wgrad_input)
-    *_, w_down = weights(recipe=recipe, device=device)
-    gate, up = (randn(2, 70, 320, seed=i, device=device, grad=True) for i in range(2))
-    got, want = (
-        results(lambda g, u, w, h=h: F.linear(h(g, u), w), gate, [up, w_down])
-        for h in (
-            lambda g, u: gated_activation(g, u, activation, recipe),
-            lambda g, u: EAGER[activation](g) * u,
-        )
-    )
-    assert_bits(got, want)
-
-
-def test_a_gated_activation_is_the_cast_of_the_product() -> None:
-    gate, up = randn(2, 70, 320), randn(2, 70, 320, seed=1)
-    for recipe in (FP32_SCALES, POWER_OF_TWO, ROWS):
-        made = gated_activation(gate, up, recipe=recipe)
-        assert type(made) is BlockwiseFP8Tensor
-        assert_same(made, quantize(F.silu(gate) * up, recipe))
-    with Trace() as trace:
-        gated_activation(gate, up)
-    assert trace.ops == ["blocktensor.gated silu 1x128 128x128"]
-
-
 NORMS = {
     "llama": ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
     "gemma": ("transformers.models.gemma.modeling_gemma", "GemmaRMSNorm"),
@@ -159,7 +125,7 @@ def test_bits_of_a_norm(
             return both(module(x), *ws)
 
         def fused(x: Tensor, w: Tensor, *ws: Tensor, eps: float = eps) -> Tensor:
-            return both(rms_norm(x, w, eps, kind, recipe), *ws)
+            return both(quantize(normed(x, w, eps, kind), recipe), *ws)
 
         wanted = results(plain, x, [module.weight, *ws])
         assert_bits(results(fused, x, [weight, *ws]), wanted)
@@ -171,33 +137,11 @@ def both(n: Tensor, *ws: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_is_its_cast(kind: Any) -> None:
+def test_values_of_a_norm(kind: Any) -> None:
     x, weight = spread(75), randn(K, seed=8)
-    module = norm(kind, 1e-6, weight)
-    for recipe in (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH):
-        made = rms_norm(x, weight, kind=kind, recipe=recipe)
-        assert type(made) is BlockwiseFP8Tensor
-        assert_same(made.detach(), quantize(module(x), recipe).detach())
-    other = rms_norm(x, weight.float(), kind=kind)  # in fp32, as torch promotes
-    assert_same(other, quantize(norm(kind, 1e-6, weight.float())(x)).detach())
-    assert torch.equal(reference.rms_norm(x, weight, 1e-6, kind), module(x))
-    with Trace() as trace:
-        rms_norm(x, weight, kind=kind)
-    ours = [op for op in trace.ops if "blocktensor" in op]
-    assert ours == ["blocktensor.quantize_both 1x128 128x128"]
-
-
-@pytest.mark.parametrize("kind", NORMS)
-def test_bits_where_torch_computes_the_norm(kind: Any) -> None:
-    w, weight = weights(recipe=HIGH)[0], randn(K, seed=8, grad=True)
-    module = norm(kind, 1e-6, weight.detach().clone())
-    x = spread(75).requires_grad_()
-
-    def fused(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(rms_norm(x, weight, kind=kind, recipe=HIGH), w)
-
-    wanted = results(lambda x, _: F.linear(module(x), w), x, [module.weight])
-    assert_bits(results(fused, x, [weight]), wanted)
+    wanted = norm(kind, 1e-6, weight)(x)
+    assert torch.equal(normed(x, weight, 1e-6, kind), wanted)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6, kind), wanted)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
@@ -205,52 +149,10 @@ def test_bits_where_torch_computes_the_norm(kind: Any) -> None:
 def test_one_gradient_of_a_norm(kind: Any, needs: tuple[bool, bool]) -> None:
     w, gain = weights()[0], randn(K, seed=8)
     module, grads = norm(kind, 1e-6, gain), []
-    for run in (lambda x, _: module(x), lambda x, gain: rms_norm(x, gain, kind=kind)):
+    for run in (lambda x, _: module(x), lambda x, gain: normed(x, gain, 1e-6, kind)):
         x, gain = randn(70, K).requires_grad_(needs[0]), module.weight.requires_grad_(needs[1])
         gain.grad = None
         F.linear(run(x, gain), w).sum().backward()
         assert (x.grad is not None, gain.grad is not None) == needs
         grads.append(x.grad if needs[0] else gain.grad)
     assert torch.equal(*grads)  # type: ignore[arg-type]
-
-
-@instantiates
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_compiled_norm(kind: Any) -> None:
-    dynamo.announce()
-
-    def run(x: Tensor, w: Tensor, *ws: Tensor) -> Tensor:
-        return functional.gated_mlp(rms_norm(x, w, kind=kind), *ws)
-
-    x, operands = randn(70, K, grad=True), [randn(K, seed=8, grad=True), *weights()]
-    wanted = results(run, x, operands)
-    with fresh():
-        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        assert_bits(results(compiled, x, operands), wanted)
-
-
-def test_graphs_get_every_field_of_a_recipe() -> None:
-    recipe = Recipe("power_of_two", False, "128x128")
-    assert dynamo._fields(recipe) == dataclasses.astuple(recipe)
-
-
-def test_bad_input() -> None:
-    gate, x = randn(70, 320), randn(70, K)
-    activation: Any = functional.gated_activation
-    norm: Any = functional.rms_norm
-    calls: list[Call] = [
-        lambda: activation(gate, gate, "tanh"),
-        lambda: activation(gate, gate[:1]),
-        lambda: activation(gate, gate.float()),
-        lambda: norm(x, x[0], kind="torch"),
-        lambda: norm(x, x),
-    ]
-    assert_expected_inline(
-        refused(*calls),
-        """\
-ValueError: activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
-ValueError: gate has shape [70, 320] and up [1, 320]: expected the same [..., I]
-TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
-ValueError: kind 'torch': expected one of llama, gemma
-ValueError: x has shape [70, 192] and the weight [70, 192]: expected [..., K] and [K]""",
-    )

@@ -118,8 +118,6 @@ def test_all_variants_compute_alike_and_cast_weights_once_a_step(kind: Kind) -> 
         for index, (a, b) in enumerate(zip(found, fp8, strict=True)):
             if name == "bf16" or (of_weights_alone and b.ndim > 1 and index > 0):
                 assert 0 < (a - b).norm() < 0.15 * a.norm()
-            elif "store_fp8" in name:  # the last down has the same gradient
-                assert (a - b).norm() < 0.1 * a.norm()
             else:
                 assert torch.equal(a, b), (name, index)
 

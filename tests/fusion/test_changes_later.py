@@ -85,7 +85,7 @@ CHANGES: dict[str, dict[str, tuple[Callable[[Any], Any], int]]] = {
             ),
             0,
         ),
-        "activation": (lambda experts: setattr(experts, "act_name", "gelu"), 0),
+        "activation": (lambda experts: setattr(experts, "act_name", "gelu_tanh"), 0),
     },
     "routed": {
         "implementation": (

@@ -82,7 +82,7 @@ a recipe: weight gradients read high precision (wgrad_input='high_precision')"""
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scale="power_of_two", wgrad_input="1x128")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "make", [Sizes, lambda: Ends("gelu"), lambda: GroupedExperts(EXPERTS, K, 320)]
+    "make", [Sizes, lambda: Ends("gelu_tanh"), lambda: GroupedExperts(EXPERTS, K, 320)]
 )
 def test_bits(make: Callable[[], Any], dtype: torch.dtype, recipe: Recipe) -> None:
     model = converted(make().to(dtype), recipe)
@@ -135,7 +135,11 @@ OF_BOTH = "{}(silu(gate) * up), both of {}(x) by expert"
 @pytest.mark.parametrize(
     ("model", "names", "computes"),
     [
-        (Own("relu2"), ("wg", "wu", "wd", "relu2"), "wd(relu2(wg(x)) * wu(x)) by expert"),
+        (
+            Own("gelu_tanh"),
+            ("wg", "wu", "wd", "gelu_tanh"),
+            "wd(gelu_tanh(wg(x)) * wu(x)) by expert",
+        ),
         (Joint(), ("gate_up", "gate_up", "w2", None), OF_BOTH.format("w2", "gate_up")),
         (Flagged(), None, OF_BOTH.format("down_proj", "gate_up_proj")),
     ],

@@ -271,20 +271,18 @@ def test_torch_function_modes_see_the_ops_of_the_module(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("store_fp8", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "experts"])
-def test_what_is_saved(name: str, store_fp8: bool, recompute: bool) -> None:
+def test_what_is_saved(name: str, recompute: bool) -> None:
     kind = KINDS[name]
-    model, _ = kind.fused(recompute=recompute, store_fp8=store_fp8)
+    model, _ = kind.fused(recompute=recompute)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(*kind.args(model))
     rows = [t.dtype for t in saved if type(t) is Tensor and t.ndim == 2 and 320 in t.shape]
-    of_gate_and_up = 2 if store_fp8 else 0
-    assert rows.count(torch.bfloat16) == kind.runs * (2 - of_gate_and_up)
+    assert rows.count(torch.bfloat16) == kind.runs * 2
     # of few rows backward computes h and both gradients at once
-    of_h = not recompute and (store_fp8 or name == "experts")
-    assert rows.count(torch.float8_e4m3fn) == kind.runs * (of_gate_and_up + of_h)
+    of_h = not recompute and name == "experts"
+    assert rows.count(torch.float8_e4m3fn) == kind.runs * of_h
 
 
 def test_models_without_memory(kind: Kind) -> None:
@@ -310,14 +308,13 @@ def test_a_fused_module_takes_nothing_along() -> None:
 
 def test_once_more() -> None:
     model = converted_mlps(Model())
-    fuse(model, store_fp8=True)
+    fuse(model)
     kinds = [type(each) for each in model.modules()]
     handle = model.layers[0]["mlp"].up_proj.register_forward_hook(lambda *_: None)
     assert [entry.name for entry in fuse(model, recompute=True).left_alone] == ["layers.0.mlp"]
     handle.remove()
     ((name, other),) = fused_modules(model)
     assert (name, other._fused_pattern.recompute) == ("layers.1.mlp", True)
-    assert not other._fused_pattern.store_fp8
     assert type(model.layers[0]["mlp"]) is MLP
     fuse(model)
     assert kinds == [type(each) for each in model.modules()]

@@ -308,8 +308,8 @@ def test_producers() -> None:
             lambda: ops.gated(gate, up, "silu", SQUARES, None),
             lambda: ops.gated(gate, up[:5], *rest),
             lambda: ops.gated(gate, up.float(), *rest),
-            lambda: ops.gated(gate[None], None, *rest),
-            lambda: ops.gated(gate.int(), None, *rest),
+            lambda: ops.gated(gate[None], up, *rest),
+            lambda: ops.gated(gate.int(), up, *rest),
             lambda: ops.gated(gate, up.to("meta"), *rest),
             lambda: ops.gated(gate, up, *rest, offs=torch.tensor([130])),
             lambda: ops.gated_backward(grad[:, :7], gate, up, *rest),
@@ -322,7 +322,7 @@ def test_producers() -> None:
             lambda: ops.gated_backward_with_h(grad, gate, up, "silu", SQUARES, ROW, ROW),
         ),
         """\
-ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: activation 'swish': expected one of silu, gelu_tanh
 ValueError: neither a rowwise nor a columnwise format was given: pass one or both
 ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks
   are for the columnwise form
@@ -339,7 +339,7 @@ ValueError: gate_up has 299 columns: expected gate, then as many columns of up
 ValueError: grad has shape [130, 300] and gate [130, 150]: expected the same
 ValueError: grad has shape [130, 8] and gate [130, 300]: expected the same
 TypeError: up has dtype torch.float32 and gate torch.bfloat16: convert one with .to()
-ValueError: activation 'swish': expected one of silu, gelu, gelu_tanh, relu2
+ValueError: activation 'swish': expected one of silu, gelu_tanh
 ValueError: the rowwise format is 128x128: expected blocks of one row, e.g. 1x128; square blocks
   are for the columnwise form""",
     )

@@ -180,7 +180,6 @@ TWO_FORMATS: Formats = BLOCKS_1X128, BLOCKS_128X128
 COLUMNWISE: Formats = None, BLOCKS_1X128
 ROWWISE: Formats = BLOCKS_1X128, None
 POW2: Formats = BLOCKS_1X128_POW2, BLOCKS_1X128_POW2
-GELUS = ("gelu", "gelu_tanh")
 
 
 def producers_of(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Functions:
@@ -198,16 +197,16 @@ def sources_of(shape: tuple[int, int], dtype: torch.dtype = BF16) -> tuple[Tenso
 
 def allowed_spills(launch: Launch) -> int:
     """Bytes. Some programs spill a little: with more registers they are slower."""
-    if not TUNED:  # the exact gelu takes 60 instructions an element
-        return 640 if launch.constants["DETAIL"][0] == "gelu" else 256
+    if not TUNED:
+        return 256
     if launch.kernel is cast_ahead_kernel:
         if launch.constants["THIRD"]:
             return 120 if launch.constants["POWER_OF_TWO"] else 88
         if launch.constants["POWER_OF_TWO"]:
             return 88
-        return 72 if launch.constants["DETAIL"][0] in GELUS else 32
+        return 72 if launch.constants["DETAIL"][0] == "gelu_tanh" else 32
     if launch.constants["SOURCES"] == 3:
-        return 128
+        return 160 if launch.args[0].dtype == FP16 else 128
     few = {64: 48, 72: 8}
     return few.get(launch.options.get("maxnreg", 0), 0) if launch.options["num_warps"] == 8 else 0
 
@@ -216,32 +215,30 @@ def producers() -> Iterator[Case]:
     variants: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
         *product(["gluon"], ["silu"], [BF16], [(4096, 14336), (302, 130)],
                  [BOTH_FORMS, TWO_FORMATS, COLUMNWISE]),
-        *product(["gluon"], GELUS, [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
-        ("gluon", "relu2", BF16, (300, 576), BOTH_FORMS),
-        ("gluon", "gelu", FP16, (302, 136), TWO_FORMATS),
+        *product(["gluon"], ["gelu_tanh"], [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
+        ("gluon", "gelu_tanh", FP16, (302, 136), TWO_FORMATS),
         ("gluon", "silu", FP32, (300, 520), BOTH_FORMS),
         ("gluon", "gelu_tanh", FP32, (300, 576), TWO_FORMATS),
         ("gluon", "silu", BF16, (300, 576), POW2),
         *product(["triton"], ["silu"], [BF16], [(4096, 14336)],
                  [BOTH_FORMS, TWO_FORMATS, ROWWISE]),
-        *product(["triton"], GELUS, [BF16], [(129, 131)], [BOTH_FORMS]),
-        ("triton", "relu2", BF16, (129, 131), ROWWISE),
-        *product(["triton"], ["gelu"], [BF16], [(129, 131)], [TWO_FORMATS, POW2]),
-        ("triton", "gelu", FP16, (129, 136), TWO_FORMATS),
-        *product(["triton"], GELUS, [FP32], [(129, 136)], [BOTH_FORMS]),
+        *product(["triton"], ["gelu_tanh"], [BF16], [(129, 131)],
+                 [BOTH_FORMS, TWO_FORMATS, POW2, ROWWISE]),
+        ("triton", "gelu_tanh", FP16, (129, 136), TWO_FORMATS),
+        ("triton", "gelu_tanh", FP32, (129, 136), BOTH_FORMS),
         ("triton", "silu", FP32, (300, 576), TWO_FORMATS),
     ]  # fmt: skip
     for name, activation, dtype, shape, formats in variants:
         sources = grad, gate, up = sources_of(shape, dtype)
-        given = up if name == "gluon" or dtype == BF16 else None
-        made = producers_of(name, sources[: 3 if given is not None else 2], formats)
+        takes_three = name == "gluon" or dtype == BF16
+        made = producers_of(name, sources if takes_three else sources[1:], formats)
         names = "-".join("none" if format is None else format.name for format in formats)
         label, rest = f"{name} {activation} {dtype}, {shape}, {names}", (activation, *formats)
         count = 2 if name == "triton" and shape[1] % 8 and formats == TWO_FORMATS else 1
         backward = made.gated_backward
         runs = {"": partial(made.gated, gate, up, *rest)}
-        runs[" gradients"] = partial(backward, grad, gate, given, *rest)
-        if given is not None:
+        if takes_three:
+            runs[" gradients"] = partial(backward, grad, gate, up, *rest)
             runs[" gradient of gate"] = partial(backward, grad, gate, up, *rest, of_up=False)
         if name == "gluon" and shape[1] % 128 == 0:
             both = like(shape[0], 2 * shape[1], dtype=dtype)
@@ -251,18 +248,16 @@ def producers() -> Iterator[Case]:
 
 
 def other_producers() -> Iterator[Case]:
-    """Gradients of gelus that copy tiles ahead, and producers without up and by groups."""
+    """Gradients of gelu that copy tiles ahead, and producers by groups."""
     sources = grad, gate, up = sources_of((300, 576))
-    for activation, formats in product(GELUS, (BOTH_FORMS, TWO_FORMATS)):
+    for formats in (BOTH_FORMS, TWO_FORMATS):
         backward = producers_of("gluon", sources, formats).gated_backward
-        run = partial(backward, *sources, activation, *formats)
-        yield Case(f"ahead {activation}, {formats is TWO_FORMATS}", run, 1, allowed_spills)
+        run = partial(backward, *sources, "gelu_tanh", *formats)
+        yield Case(f"ahead gelu_tanh, {formats is TWO_FORMATS}", run, 1, allowed_spills)
     for name in ("triton", "gluon"):
-        made, rest = producers_of(name, sources, BOTH_FORMS), ("gelu", *BOTH_FORMS)
+        made = producers_of(name, sources, BOTH_FORMS)
         grouped = ("silu", *TWO_FORMATS, like(8, dtype=torch.int32))
         for what, run in (
-            ("without up", partial(made.gated, gate, None, *rest)),
-            ("gradient without up", partial(made.gated_backward, grad, gate, None, *rest)),
             ("by groups", partial(made.gated, gate, up, *grouped)),
             ("gradients by groups", partial(made.gated_backward, grad, gate, up, *grouped)),
         ):
@@ -327,7 +322,7 @@ def test_gradients_of_swiglu_spill_little_with_every_triton(launches: Launches) 
         (True, {}),
         (True, {"formats": TWO_FORMATS}),
         (True, {"formats": POW2}),
-        (True, {"activation": "gelu"}),
+        (True, {"activation": "gelu_tanh"}),
         (False, {"formats": (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)}),
         (False, {"shape": (300, 580)}),
         (False, {"shape": (0, 576)}),
@@ -368,6 +363,6 @@ def test_gradients_with_h(formats: Formats, h: BlockFormat, launches: Launches) 
     other = BLOCKS_1X128 if h.power_of_two else BLOCKS_1X128_POW2
     launches.clear()
     with_h(*sources, "silu", *formats, other)
-    with_h(*sources, "gelu", *formats, h)
+    with_h(*sources, "gelu_tanh", *formats, h)
     assert len(launches) == 4
     assert not any(launch.constants.get("THIRD") for launch in launches)

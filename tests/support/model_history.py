@@ -92,13 +92,12 @@ class History:
     """A model and its plain mirror, and what may happen to them.
 
     Attributes:
-        stored: whether a module may store gate and up in FP8.
         log: what was done.
     """
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
-        self.seed, self.drawn, self.stored = seed, 0, False
+        self.seed, self.drawn = seed, 0
         self.kind = draw.choice(("block", "blocks", "experts")) if seed % 8 else "llama"
         self.dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float32))
         self.autocast, self.checkpointed = draw.random() < 0.15, draw.random() < 0.15
@@ -151,14 +150,11 @@ class History:
     # events of the library
 
     def fuse(self) -> None:
-        options = {x: self.draw.random() < 0.25 for x in ("recompute", "store_fp8")}
-        blocktensor.fuse(self.part()[1], **self.say(options))
-        self.stored |= options["store_fp8"]
+        recompute = self.draw.random() < 0.25
+        blocktensor.fuse(self.part()[1], recompute=self.say(recompute))
 
     def unfuse(self) -> None:
-        name, part = self.part()
-        blocktensor.unfuse(part)
-        self.stored &= name != ""
+        blocktensor.unfuse(self.part()[1])
 
     def share(self) -> None:
         blocktensor.share_inputs(self.part()[1])

@@ -9,9 +9,7 @@ from .triton_activation import word_ptx
 @gluon.jit
 def _words(x, y, z, ACTIVATION: gl.constexpr, ROLE: gl.constexpr, DTYPE: gl.constexpr):
     PTX: gl.constexpr = word_ptx(ACTIVATION, ROLE, DTYPE.name)
-    if ROLE == "value":
-        return gl.inline_asm_elementwise(PTX[0], PTX[1], [x], gl.int32, is_pure=True, pack=1)
-    elif ROLE == "gated gradient":
+    if ROLE == "gated gradient":
         return gl.inline_asm_elementwise(PTX[0], PTX[1], [x, y, z], gl.int32, is_pure=True, pack=1)
     else:
         return gl.inline_asm_elementwise(PTX[0], PTX[1], [x, y], gl.int32, is_pure=True, pack=1)

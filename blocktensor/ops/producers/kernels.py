@@ -1,6 +1,6 @@
 """Producers by the cast kernels: on CUDA, bytes are those of ``reference.py``.
 
-On the CPU, eager mode computes exp, erf and tanh in other ways.
+On the CPU, eager mode computes exp and tanh in other ways.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Kernels:
     def gated(
         self,
         gate: Tensor,
-        up: Tensor | None,
+        up: Tensor,
         activation: str,
         rowwise: BlockFormat | None,
         columnwise: BlockFormat | None,
@@ -76,15 +76,14 @@ class Kernels:
     ) -> Forms:
         """See :func:`blocktensor.ops.producers.reference.gated`."""
         made = empty_forms(gate, offs, rowwise, columnwise)
-        role, sources = ("value", (gate,)) if up is None else ("gated", (gate, up))
-        _launch(self.in_words, (activation, role), sources, offs, made)
+        _launch(self.in_words, (activation, "gated"), (gate, up), offs, made)
         return made
 
     def gated_backward(
         self,
         grad: Tensor,
         gate: Tensor,
-        up: Tensor | None,
+        up: Tensor,
         activation: str,
         rowwise: BlockFormat | None,
         columnwise: BlockFormat | None,
@@ -93,10 +92,6 @@ class Kernels:
     ) -> tuple[Forms, Forms]:
         """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
         of_gate = empty_forms(gate, offs, rowwise, columnwise)
-        if up is None:
-            detail = activation, "gradient"
-            _launch(self.in_words, detail, (gate, grad), offs, of_gate)
-            return of_gate, (None, None)
         second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
         detail = activation, "gated gradient"
         _launch(self.in_words, detail, (gate, grad, up), offs, of_gate, second)

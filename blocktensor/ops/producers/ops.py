@@ -22,7 +22,7 @@ from . import reference
 from .choose_backend import producer_backend
 from .reference import ACTIVATIONS
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+ActivationName = Literal["silu", "gelu_tanh"]
 
 
 def _check_formats(rowwise: BlockFormat | None, columnwise: BlockFormat | None) -> None:
@@ -42,14 +42,13 @@ def _check_sources(
     offs: Tensor | None,
     *,
     gate: Tensor,
-    **others: Tensor | None,
+    **others: Tensor,
 ) -> None:
-    """Check the sources of a producer, by name; None is not there."""
+    """Check the sources of a producer, by name."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     _check_formats(rowwise, columnwise)
-    given = {name: x for name, x in {"gate": gate, **others}.items() if x is not None}
-    for name, x in given.items():
+    for name, x in {"gate": gate, **others}.items():
         checks.high_precision(x, name)
         checks.rank(x, (2,), name, "flatten tokens to [T, I]")
         if x.shape != gate.shape:
@@ -76,10 +75,9 @@ def _check_joint(grad: Tensor, gate_up: Tensor, *rest: Any) -> None:
 
 
 def _backend(
-    rowwise: BlockFormat | None, columnwise: BlockFormat | None, *sources: Tensor | None
+    rowwise: BlockFormat | None, columnwise: BlockFormat | None, *sources: Tensor
 ) -> Backend[Any]:
-    given = tuple(x for x in sources if x is not None)
-    return producer_backend(given, rowwise, columnwise).backend
+    return producer_backend(sources, rowwise, columnwise).backend
 
 
 @op(
@@ -89,7 +87,7 @@ def _backend(
 )
 def gated(
     gate: Tensor,
-    up: Tensor | None,
+    up: Tensor,
     activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
@@ -102,8 +100,8 @@ def gated(
 
     Args:
         gate: ``[T, I]`` bf16, fp16 or fp32, with any strides.
-        up: the same; None for ``h = activation(gate)``.
-        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        up: the same.
+        activation: "silu" or "gelu_tanh".
         rowwise: format of the rowwise form, of blocks of one row; None for no such form.
         columnwise: format of the columnwise form; None for no such form.
         offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew at groups,
@@ -125,13 +123,13 @@ def gated(
     lambda grad, gate, up, _, row, col, *rest: _backend(row, col, grad, gate, up),
     check=lambda grad, gate, up, *rest: _check_sources(*rest[:-1], grad=grad, gate=gate, up=up),
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
-        (row, col), (row, col) if of_up and up is not None else (None, None),
+        (row, col), (row, col) if of_up else (None, None),
     ),
 )  # fmt: skip
 def gated_backward(
     grad: Tensor,
     gate: Tensor,
-    up: Tensor | None,
+    up: Tensor,
     activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
@@ -156,7 +154,7 @@ def gated_backward(
         TypeError, ValueError: as :func:`gated`.
     """
     of_gate = empty_forms(gate, offs, rowwise, columnwise)
-    if up is None or not of_up:
+    if not of_up:
         return of_gate, (None, None)
     return of_gate, empty_forms(gate, offs, rowwise, columnwise)
 

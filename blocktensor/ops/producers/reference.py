@@ -35,21 +35,13 @@ class Activation:
     is_light: bool = False
 
 
-def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    root = aten.relu(x)
-    return aten.threshold_backward(grad * (2 * root), root, 0)
-
-
 ACTIVATIONS = {
     "silu": Activation(aten.silu, aten.silu_backward, is_light=True),
-    "gelu": Activation(aten.gelu, aten.gelu_backward),
     "gelu_tanh": Activation(
         lambda x: aten.gelu(x, approximate="tanh"),
         lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
     ),
-    "relu2": Activation(lambda x: aten.relu(x).square(), _relu2_gradient),
 }
-"""By name; "gelu" is by erf, "relu2" the square of relu."""
 
 
 def _forms(
@@ -64,7 +56,7 @@ def _forms(
 
 def gated(
     gate: Tensor,
-    up: Tensor | None,
+    up: Tensor,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
@@ -72,17 +64,15 @@ def gated(
 ) -> Forms:
     """Return the forms of ``h = activation(gate) * up`` ``[T, I]``.
 
-    Without ``up``, those of the activation. None for a form without a format. With ``offs``,
-    columnwise blocks begin anew at groups.
+    None for a form without a format. With ``offs``, columnwise blocks begin anew at groups.
     """
-    h = ACTIVATIONS[activation].value(gate)
-    return _forms(h if up is None else h * up, offs, rowwise, columnwise)
+    return _forms(ACTIVATIONS[activation].value(gate) * up, offs, rowwise, columnwise)
 
 
 def gated_backward(
     grad: Tensor,
     gate: Tensor,
-    up: Tensor | None,
+    up: Tensor,
     activation: str,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
@@ -91,12 +81,11 @@ def gated_backward(
 ) -> tuple[Forms, Forms]:
     """Return the forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
 
-    No forms of the latter without ``up`` or ``of_up``.
+    No forms of the latter without ``of_up``.
     """
-    act = ACTIVATIONS[activation]
-    if up is None or not of_up:
-        of_activation = grad if up is None else grad * up
-        return _forms(act.gradient(of_activation, gate), offs, rowwise, columnwise), (None, None)
+    if not of_up:
+        d_gate = ACTIVATIONS[activation].gradient(grad * up, gate)
+        return _forms(d_gate, offs, rowwise, columnwise), (None, None)
     d_gate, d_up = gradients(grad, gate, up, activation)
     return _forms(d_gate, offs, rowwise, columnwise), _forms(d_up, offs, rowwise, columnwise)
 
