@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
@@ -67,14 +67,6 @@ class Recipe:
                 raise ValueError(
                     f"Recipe({name}={value!r}): expected one of {', '.join(map(repr, allowed))}"
                 )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Files of older versions have other choices, or lack one.
-        known = {name: state[name] for name in vars(Recipe()) if name in state}
-        known.setdefault("wgrad_input", "1x128")
-        if known.get("cache_weight") is True:
-            known["cache_weight"] = "backward"
-        self.__dict__.update(vars(Recipe()) | known)
 
     @classmethod
     def deepseek(cls) -> Recipe:

@@ -5,7 +5,6 @@
 
 import torch
 
-from . import tensor
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
@@ -24,8 +23,3 @@ TORCH_FUNCTIONS.update(OVERRIDES)
 torch.serialization.add_safe_globals(
     [BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe, named, rebuilt]
 )
-
-# The name of frozen weights in files from before they moved.
-_OLD_NAME = "blocktensor.tensor.BlockwiseFP8Tensor"
-torch.serialization.add_safe_globals([(BlockwiseFP8Tensor, _OLD_NAME)])
-tensor.BlockwiseFP8Tensor = BlockwiseFP8Tensor  # type: ignore[attr-defined]

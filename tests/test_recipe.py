@@ -85,15 +85,3 @@ def test_its_formats(scale: Any) -> None:
         found = Recipe(scale=scale, wgrad_input=choice)  # type: ignore[arg-type]
         assert found.wgrad_input_format is format
         assert found.activation_format is activations
-
-
-def test_files_of_older_versions() -> None:
-    boolean, without, columnwise = Recipe(), Recipe(scale="power_of_two"), Recipe("fp32", False)
-    vars(boolean)["cache_weight"] = True  # before there were three policies
-    del vars(without)["wgrad_input"]  # before it was a choice
-    vars(columnwise)["columnwise"] = "keep"  # while that was one
-    rows = Recipe(scale="power_of_two", wgrad_input="1x128")  # then the only one in FP8
-    wanted = Recipe(), rows, Recipe(cache_weight=False)
-    for old, now in zip((boolean, without, columnwise), wanted, strict=True):
-        loaded = pickle.loads(pickle.dumps(old))
-        assert loaded == now and vars(loaded).keys() == vars(now).keys()

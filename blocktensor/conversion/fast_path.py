@@ -25,14 +25,6 @@ FAMILIES: dict[str, Sequence[Backend[Any]]] = {
 }
 """The tables of backends, by what their ops are called in reports."""
 
-_COSTS = {
-    "casts": "casts take up to twice as long",
-    "GEMMs": "large linear layers run at about 0.85 of its speed, and convert leaves small ones "
-    "alone",
-    "grouped GEMMs": "experts are slower than bf16, and convert leaves them alone",
-    "repeated launches": "eager steps of small layers run at a third of its speed",
-}
-
 
 def gpu_of(device: torch.device) -> torch.device | None:
     """Return the GPU with FP8 that a model on ``device`` runs on, if it is known.
@@ -52,8 +44,8 @@ def is_portable(device: torch.device, stack: bool) -> bool:
     return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].why_not(device) is not None
 
 
-def _missing(device: torch.device) -> dict[str, list[str]]:
-    """Return the parts of the fast path that a GPU lacks, by the reason.
+def _missing(device: torch.device) -> str:
+    """Return the parts of the fast path that a GPU lacks, and why; "" for none.
 
     GPUs other than Hopper lack all GEMMs: the portable kernels run there.
     """
@@ -61,38 +53,26 @@ def _missing(device: torch.device) -> dict[str, list[str]]:
     for family, backends in FAMILIES.items():
         if reason := backends[0].why_not(device):
             by_reason.setdefault(reason, []).append(family)
-    if not by_reason and _launches_slowly():
-        by_reason["this Triton launches kernels in an unknown way"] = ["repeated launches"]
-    return by_reason
-
-
-def _listed(missing: dict[str, list[str]]) -> str:
-    return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in missing.items())
+    return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in by_reason.items())
 
 
 def described(device: torch.device) -> str:
     """Return one line for a report: "fast path: yes", or no and why."""
     missing = _missing(device)
-    return f"fast path: no ({_listed(missing)})" if missing else "fast path: yes"
+    return f"fast path: no ({missing})" if missing else "fast path: yes"
 
 
 def warn_if_missing(device: torch.device) -> None:
-    """Warn once a process if a Hopper GPU has no fast path: what is missing, its cost, a remedy."""
+    """Warn once a process if a Hopper GPU lacks parts of the fast path: which, and a remedy."""
     if capability(device) == HOPPER and (missing := _missing(device)):
-        costs = "; ".join(_COSTS[part] for parts in missing.values() for part in parts)
-        _warn(torch.cuda.get_device_name(device), _listed(missing), costs)
+        _warn(torch.cuda.get_device_name(device), missing)
 
 
 @functools.cache
-def _warn(gpu: str, missing: str, costs: str) -> None:
+def _warn(gpu: str, missing: str) -> None:
     warnings.warn(
-        f"blocktensor: the fast path is missing on this {gpu} ({missing}): {costs}. {VERSIONS}; "
-        f"`python -m blocktensor` shows what runs",
+        f"blocktensor: the fast path is missing on this {gpu} ({missing}): slower kernels run, and "
+        f"convert leaves alone what they do not speed up. {VERSIONS}; `python -m blocktensor` "
+        f"shows what runs",
         stacklevel=4,
     )
-
-
-def _launches_slowly() -> bool:
-    from ..ops.runtime.triton_compat.launcher import launcher  # needs Triton
-
-    return launcher() is None

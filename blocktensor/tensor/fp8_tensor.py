@@ -22,7 +22,7 @@ from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, StraightThrough, wrapper
-from .operand import Operand, checked, form_of, operand_of
+from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
@@ -350,17 +350,9 @@ class BlockwiseFP8Tensor(FP8Base):
             made.prepared = prepared.of(*map(inner.get, _PREPARED))
         return made
 
-    def __setstate__(self, state: Any) -> None:
-        parts = dict(state) if isinstance(state, dict) else {}
-        parts.pop("source_version", None)
-        block_shape, recipe = parts.pop("block_shape", None), parts.get("recipe")
-        if isinstance(block_shape, tuple) and isinstance(recipe, Recipe):
-            # a file from before formats had names
-            parts["format"] = with_block_shape(block_shape, recipe.scale)
-        if "format" in parts:  # or from before forms had formats of their own
-            format = parts.pop("format")
-            parts |= {"rowwise_format": format, "columnwise_format": format}
-        self.__dict__.update(checked(self, parts))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # addresses and versions hold in the process that wrote them only
+        self.__dict__.update(state, source_version=None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         sides = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]

@@ -167,11 +167,11 @@ class FP8Cache:
         self._copies: weakref.WeakSet[Any] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:  # copies and checkpoints cast for themselves
-        return self.master, self.recipe, None, self.main_grad
+        return self.master, self.recipe, self.main_grad
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state[:3])  # type: ignore[misc]
-        self.main_grad = state[3] if len(state) > 3 else None
+        self.__init__(*state[:2])  # type: ignore[misc]
+        self.main_grad = state[2]
 
     def part(self, index: int) -> FP8Cache:
         """Return the cache of one matrix of a stack, which all views of that matrix share.

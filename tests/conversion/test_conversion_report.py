@@ -20,7 +20,6 @@ from blocktensor.conversion import fast_path
 from blocktensor.ops import registry
 from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS
 from blocktensor.ops.grouped_gemm.choose_backend import GROUPED_BACKENDS
-from blocktensor.ops.runtime.triton_compat import launcher
 from tests.support.matrices import Experts, every_kind
 from tests.support.models import DIM, Model, reasons
 from tests.support.moe_models import TitanMoE
@@ -205,7 +204,6 @@ def hopper(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> Pretend:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr(fast_path, "_launches_slowly", lambda: False)
     fast_path._warn.cache_clear()
     return pretend
 
@@ -253,29 +251,11 @@ def test_a_missing_fast_path_warns_once(hopper: Pretend) -> None:
         large().apply(apply)
     said = str(caught[0].message)
     remedies = ("Triton 3.6 to 3.9", "torch 2.11 to 2.15", "python -m blocktensor")
-    assert all(part in said for part in (OFF, *remedies, "experts"))
+    assert all(part in said for part in (OFF, *remedies, "leaves alone"))
     assert caught[0].filename == __file__
     line = f"fast path: no (casts, GEMMs, grouped GEMMs: {OFF})"
     assert str(report).endswith(line)
     assert str(explain([(4096, 4096, 4096)], device=CUDA)).endswith(line)
-
-
-def test_slow_launches_are_a_part_that_is_missing(
-    hopper: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left alone for them, and nothing else is said."""
-    hopper((9, 0))
-    monkeypatch.setattr(fast_path, "_launches_slowly", lambda: True)
-    assert fast_path.described(CUDA) == (
-        "fast path: no (repeated launches: this Triton launches kernels in an unknown way)"
-    )
-    with pytest.warns(UserWarning, match="eager steps of small layers run at a third") as caught:
-        report = convert(TitanMoE(4, 1024, 1536))
-    assert "alone" not in str(caught[0].message)
-    assert sum(entry.converted for entry in report.entries if len(entry.shape) == 3) == 3
-    monkeypatch.undo()
-    monkeypatch.setattr(launcher, "launcher", lambda: None)
-    assert fast_path._launches_slowly()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""What users do around a model: data parallelism, loss scaling, sharing, checkpoints, old files."""
+"""What users do around a model: data parallelism, loss scaling, sharing, checkpoints."""
 
 from __future__ import annotations
 
 import functools
-import io
 from collections import Counter
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze
+from blocktensor import convert, freeze
 from blocktensor.ops import reference
-from blocktensor.tensor.base import FP8Base
-from tests.support.models import RECIPES, ROW, SQUARE, assert_same, quantized, randn
+from tests.support.models import randn
 from tests.support.ranks import forking, on_ranks
 from tests.support.reference_ops import replace_op
 from tests.support.steps import assert_bits, step
@@ -156,36 +154,3 @@ def test_selective_checkpointing_names_our_ops(saved: str, monkeypatch: pytest.M
     again = {name: calls[name] - in_plain[name] for name in in_plain}
     # of two layers; what is not saved is made again
     assert again == {name: 2 * (name != saved) for name in ("gemm", "quantize_both")}
-
-
-# Frozen weights in files from before the modules moved load as if saved today
-
-
-def saved_as_before(x: BlockwiseFP8Tensor) -> io.BytesIO:
-    """A file of ``x`` as it was before the move."""
-    formats, file = x.formats, io.BytesIO()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BlockwiseFP8Tensor, "__module__", "blocktensor.tensor")
-        patched.delattr(FP8Base, "__reduce_ex__")
-        x.__dict__["block_shape"] = x.block_shape
-        del x.rowwise_format, x.columnwise_format
-        torch.save({"w": x}, file)
-    del x.__dict__["block_shape"]
-    x.rowwise_format, x.columnwise_format = formats
-    assert b"blocktensor.tensor." not in file.getvalue()
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize("weights_only", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("block", [ROW, SQUARE], ids=str)
-def test_frozen_tensors(block: tuple[int, int], recipe: Recipe, weights_only: bool) -> None:
-    x = quantized(200, 300, block=block, recipe=recipe)
-    for saved in (x, x.t()):
-        file = saved_as_before(saved)
-        assert b"cblocktensor.tensor\nBlockwiseFP8Tensor\n" in file.getvalue()
-        loaded = torch.load(file, weights_only=weights_only)["w"]
-        assert_same(loaded, saved)
-        assert loaded.format is saved.format
-        assert vars(loaded).keys() == vars(saved).keys()

@@ -119,7 +119,6 @@ def casts_of_stacks() -> Iterator[Case]:
         label = f"stack {x.dtype}, {list(x.shape)}"
         yield Case(f"triton {label}", partial(SQUARE, TRITON, x, False))
         yield Case(f"triton {label}.mT", partial(SQUARE, TRITON, x.mT, True))
-        yield Case(f"gluon {label}", partial(SQUARE, GLUON, x, False))
 
 
 def finished_casts() -> Iterator[Case]:

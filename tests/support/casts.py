@@ -43,18 +43,17 @@ class Way:
 ROWS = (BLOCKS_1X128,), (BLOCKS_1X128_POW2,)
 SQUARES = (BLOCKS_128X128,), (BLOCKS_128X128_POW2,)
 MIXED = (BLOCKS_1X128, BLOCKS_128X128), (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
-SQUARE = Way("quantize_rowwise", *SQUARES)
+ROWWISE, SQUARE = (Way("quantize_rowwise", *blocks) for blocks in (ROWS, SQUARES))
 BOTH = Way("quantize_both", *ROWS)
 GLUON_WAYS = (
     Way("quantize_columnwise", *ROWS),
     BOTH,
-    SQUARE,
     Way("quantize_columnwise", *SQUARES),
     Way("quantize_both", *MIXED),
 )
 """The ways that have a Gluon kernel."""
 
-WAYS = (Way("quantize_rowwise", *ROWS), *GLUON_WAYS)
+WAYS = (ROWWISE, *GLUON_WAYS[:2], SQUARE, *GLUON_WAYS[2:])
 
 
 class Functions:

@@ -13,7 +13,7 @@ from ..runtime.triton_compat.compiler import default_allocation
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
 from .gluon_words import patch_layouts, per_word
-from .groups import blocks_of, both_by, columnwise_by, padded_groups, place
+from .groups import Casts, blocks_of, padded_groups, place
 from .numerics import method_for
 from .producer import NONE, Producer
 
@@ -183,28 +183,4 @@ def plan_columnwise(
     )  # fmt: skip
 
 
-def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
-    return columnwise_by(plan_columnwise, x, format)
-
-
-def quantize_both(
-    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
-) -> tuple[Quantized, Quantized]:
-    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once."""
-    return both_by(plan_columnwise, x, format, columnwise_format)
-
-
-def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return columnwise_by(plan_columnwise, x, format, offs)
-
-
-def quantize_grouped(
-    x: Tensor,
-    offs: Tensor,
-    format: BlockFormat,
-    columnwise_format: BlockFormat | None = None,
-) -> tuple[Quantized, Quantized]:
-    """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once."""
-    return both_by(plan_columnwise, x, format, columnwise_format, offs)
+casts = Casts(plan_columnwise)

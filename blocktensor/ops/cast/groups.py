@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -41,8 +42,12 @@ def place(block, group, begin, end, tokens):
     return first, left, found, tl.max(tl.where(mine, group, 0), 0)
 
 
-Planner = Callable[[Tensor, "Quantized | None", Quantized, "Tensor | None"], Launch]
-"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form."""
+Planner = Callable[..., Launch]
+"""Plans the cast of a tensor into a rowwise and a columnwise form, one of which may be None.
+
+With the ends of groups of rows as the fourth argument, blocks of the columnwise form begin anew in
+every group.
+"""
 
 
 def padded_groups(groups: int) -> int:
@@ -55,27 +60,53 @@ def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
     return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
 
 
-def columnwise_by(
-    plan: Planner, x: Tensor, format: BlockFormat, offs: Tensor | None = None
-) -> Quantized:
-    """Return the columnwise form of ``x[M, K]``, written by the kernel that ``plan`` launches.
+def _never(x: Tensor, row: Quantized, col: Quantized, offs: Tensor | None) -> bool:
+    return False
 
-    With ``offs``, its blocks begin anew in every group of rows.
+
+@dataclass(eq=False)
+class Casts:
+    """The casts of tokens that write a columnwise form; namesakes in ``ops/reference.py``.
+
+    Attributes:
+        plan: plans the launch of the kernel, which reads ``x`` once.
+        splits: whether to cast ``x`` to the two forms in two launches.
     """
-    col = empty_columnwise(x, format, offs)
-    plan(x, None, col, offs)()
-    return col
 
+    plan: Planner
+    splits: Callable[[Tensor, Quantized, Quantized, Tensor | None], bool] = _never
 
-def both_by(
-    plan: Planner,
-    x: Tensor,
-    format: BlockFormat,
-    columnwise_format: BlockFormat | None,
-    offs: Tensor | None = None,
-) -> tuple[Quantized, Quantized]:
-    """Return both forms of ``x[M, K]``, the columnwise one as :func:`columnwise_by`."""
-    row = empty_quantized(x.shape, format, x.device)
-    col = empty_columnwise(x, columnwise_format or format, offs)
-    plan(x, row, col, offs)()
-    return row, col
+    def quantize_columnwise(self, x: Tensor, format: BlockFormat) -> Quantized:
+        """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
+        return self.quantize_grouped_columnwise(x, None, format)
+
+    def quantize_both(
+        self, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
+    ) -> tuple[Quantized, Quantized]:
+        """See :func:`blocktensor.ops.reference.quantize_both`."""
+        return self.quantize_grouped(x, None, format, columnwise_format)
+
+    def quantize_grouped_columnwise(
+        self, x: Tensor, offs: Tensor | None, format: BlockFormat
+    ) -> Quantized:
+        """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
+        col = empty_columnwise(x, format, offs)
+        self.plan(x, None, col, offs)()
+        return col
+
+    def quantize_grouped(
+        self,
+        x: Tensor,
+        offs: Tensor | None,
+        format: BlockFormat,
+        columnwise_format: BlockFormat | None = None,
+    ) -> tuple[Quantized, Quantized]:
+        """See :func:`blocktensor.ops.reference.quantize_grouped`."""
+        row = empty_quantized(x.shape, format, x.device)
+        col = empty_columnwise(x, columnwise_format or format, offs)
+        if self.splits(x, row, col, offs):
+            self.plan(x, row, None, None)()
+            self.plan(x, None, col, offs)()
+        else:
+            self.plan(x, row, col, offs)()
+        return row, col

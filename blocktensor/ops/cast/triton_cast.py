@@ -6,8 +6,6 @@ Every launcher has the signature and, byte for byte, the result of its namesake 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_quantized
-from .groups import blocks_of, both_by, columnwise_by, padded_groups, rows_of_block
+from .groups import Casts, blocks_of, padded_groups, rows_of_block
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
 from .producer import NONE, Producer
 from .triton_128x128 import plan_128x128
@@ -139,10 +137,6 @@ def cast_1x128_kernel(
             tl.store(target, tl.trans(q), mask=(k < cols_left)[:, None] & (m < col_left)[None, :])
 
 
-Planner = Callable[[Tensor, Quantized | None, Quantized], Launch]
-"""Plans the cast of a tensor into a rowwise form (unless None) and a columnwise form."""
-
-
 def _vectorised(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(-2) % 8 == 0
 
@@ -216,41 +210,10 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     return out
 
 
-def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
-    return columnwise_by(plan_1x128, x, format)
+def _splits(x: Tensor, row: Quantized, col: Quantized, offs: Tensor | None) -> bool:
+    # with scalar loads or 64-bit offsets, both casts of a tile would spill registers
+    mixed = offs is None and row.format is not col.format
+    return is_awkward(x) and (x.dtype == torch.float32 or mixed)
 
 
-def quantize_both(
-    x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
-) -> tuple[Quantized, Quantized]:
-    """See :func:`blocktensor.ops.reference.quantize_both`; reads ``x`` once.
-
-    Except with scalar loads or 64-bit offsets, of fp32 or into two formats: both casts of a tile
-    would spill registers.
-    """
-    columnwise_format = columnwise_format or format
-    if is_awkward(x) and (x.dtype == torch.float32 or columnwise_format is not format):
-        return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format)
-    return both_by(plan_1x128, x, format, columnwise_format)
-
-
-def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-    return columnwise_by(plan_1x128, x, format, offs)
-
-
-def quantize_grouped(
-    x: Tensor,
-    offs: Tensor,
-    format: BlockFormat,
-    columnwise_format: BlockFormat | None = None,
-) -> tuple[Quantized, Quantized]:
-    """See :func:`blocktensor.ops.reference.quantize_grouped`; reads ``x`` once.
-
-    Except fp32 with scalar loads or 64-bit offsets: both casts of a tile would spill.
-    """
-    if is_awkward(x) and x.dtype == torch.float32:
-        columnwise = quantize_grouped_columnwise(x, offs, columnwise_format or format)
-        return quantize_rowwise(x, format), columnwise
-    return both_by(plan_1x128, x, format, columnwise_format, offs)
+casts = Casts(plan_1x128, _splits)

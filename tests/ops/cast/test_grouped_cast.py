@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
 WIDTHS = (8, 128, 136, 576, 2048, 129, 1)
-MODULES = (gluon_columnwise, triton_cast)
+GLUON, TRITON = gluon_columnwise.casts, triton_cast.casts
 
 
 def check(
@@ -40,13 +40,13 @@ def check(
         assert_same_forms(filled(form, sizes), filled(want_col, sizes))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [GLUON, TRITON], ids=["gluon", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
 def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
     draw = random.Random(0)
     for case in drawn(21, 35, (1,), WIDTHS):
-        k = case.k + case.k % 2 if module is gluon_columnwise else case.k
+        k = case.k + case.k % 2 if module is GLUON else case.k
         x = torch.randn(case.tokens, k, device=CUDA).to(dtype)
         x[sum(case.sizes) :] = float("nan")  # of no group: in no columnwise block
         rounding: formats.ScaleRounding = draw.choice(("fp32", "power_of_two"))
@@ -57,7 +57,7 @@ def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_values(kind: str, rng: Generator) -> None:
     x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
-    for module, other in product(MODULES, (None, BLOCKS_128X128)):
+    for module, other in product((GLUON, TRITON), (None, BLOCKS_128X128)):
         check(module, x, (0, 130, 1, 128, 30), other=other)
 
 
@@ -73,7 +73,7 @@ def test_strided_rows() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[900, 20, 700], [-5, 300, 100], [2**30, 7, 2**31 - 1]])
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [GLUON, TRITON], ids=["gluon", "triton"])
 def test_ends_that_decrease_or_lie_beyond_the_tokens(module: Any, wrong: list[int]) -> None:
     x = torch.randn(300, 256, device=CUDA).bfloat16()
     offs = torch.tensor(wrong, dtype=torch.int32, device=CUDA)
@@ -87,5 +87,5 @@ def test_many_groups(experts: int) -> None:
     draw = random.Random(experts)
     sizes = tuple(draw.choice((0, 0, 1, 5, 140)) for _ in range(experts)) if experts > 1 else (77,)
     x = torch.randn(sum(sizes) + 3, 128, device=CUDA).bfloat16()
-    for module, other in product(MODULES, (None, BLOCKS_128X128)):
+    for module, other in product((GLUON, TRITON), (None, BLOCKS_128X128)):
         check(module, x, sizes, other=other)

@@ -99,9 +99,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planned]:
 
 
 KERNELS = (
-    (gluon_columnwise, "quantize_both"),
+    (gluon_columnwise.casts, "quantize_both"),
     (gluon_128x128, "quantize_with_transpose"),
-    (gluon_128x128, "quantize_rowwise"),
     (hopper, "gemm"),
     (grouped_hopper, "grouped_gemm"),
     (grouped_hopper, "grouped_gemm_wgrad"),
@@ -135,9 +134,9 @@ PRODUCTS = (
 )
 
 
-def with_a_wrong_byte(*args: Any) -> Quantized:
-    made = reference.quantize_rowwise(*args)
-    made.data.view(torch.uint8)[303, 383] ^= 1
+def with_a_wrong_byte(*args: Any) -> tuple[Quantized, Quantized]:
+    made = reference.quantize_with_transpose(*args)
+    made[1].data.view(torch.uint8)[383, 303] ^= 1
     return made
 
 
@@ -148,7 +147,7 @@ def with_a_wrong_byte(*args: Any) -> Quantized:
         *((module, name, scaled(name, 1.01), trial) for module, name, trial in PRODUCTS),
         *((module, name, scaled(name, math.nan), trial) for module, name, trial in PRODUCTS),
         (hopper, "plan_gemm", Planned(1.01), gemms.gemms_fail),
-        (gluon_128x128, "quantize_rowwise", with_a_wrong_byte, casts.casts_fail),
+        (gluon_128x128, "quantize_with_transpose", with_a_wrong_byte, casts.casts_fail),
     ],
 )
 def test_a_wrong_kernel_fails_its_trial(
