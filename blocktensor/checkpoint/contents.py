@@ -16,7 +16,7 @@ from .on_disk import (
     CONFIG,
     HEADERS,
     INDEX,
-    SCALE_SUFFIXES,
+    SCALE_SUFFIX,
     SINGLE,
     TENSORS,
     CheckpointError,
@@ -92,19 +92,13 @@ def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Return the name of the scales of each FP8 weight that has its own.
 
     Raises:
-        CheckpointError: a weight with two of them, or whose scales have a wrong shape or dtype.
+        CheckpointError: a weight whose scales have a wrong shape or dtype.
     """
     scales = {}
     for name, entry in entries.items():
-        names = [name + suffix for suffix in SCALE_SUFFIXES.values()]
-        found = [scale for scale in names if scale in entries] if entry.is_fp8 else []
-        if len(found) > 1:
-            raise CheckpointError(
-                f"{entry} is FP8 and has {len(found)} scales: expected one of {' or '.join(found)}"
-            )
-        for scale in found:
-            check_scales(entries[scale], entry.shape)
-            scales[name] = scale
+        if entry.is_fp8 and name + SCALE_SUFFIX in entries:
+            scales[name] = name + SCALE_SUFFIX
+            check_scales(entries[name + SCALE_SUFFIX], entry.shape)
     return scales
 
 
@@ -170,23 +164,19 @@ def check_blocks(config: Mapping[str, Any], file: Path) -> None:
         CheckpointError: its description of FP8 weights is malformed.
     """
     described = _object(config, "quantization_config", file)
-    groups = _object(described, "config_groups", file)
-    weights = [_object(_object(groups, name, file), "weights", file) for name in groups]
-    sizes = [described.get("weight_block_size"), *(x.get("block_structure") for x in weights)]
-    expected = list(BLOCKS_128X128.block_shape)
-    for size in sizes:
-        if size is None or size == "x".join(map(str, expected)):  # compressed-tensors' other way
-            continue
-        numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
-        if not numbers or len(size) != len(expected):
-            raise CheckpointError(
-                f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
-            )
-        if size != expected:
-            raise NotImplementedError(
-                f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
-                f"dequantize them with the library that wrote them, then convert"
-            )
+    size, expected = described.get("weight_block_size"), list(BLOCKS_128X128.block_shape)
+    if size is None:
+        return
+    numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
+    if not numbers or len(size) != len(expected):
+        raise CheckpointError(
+            f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
+        )
+    if size != expected:
+        raise NotImplementedError(
+            f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
+            f"dequantize them with the library that wrote them, then convert"
+        )
 
 
 def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:

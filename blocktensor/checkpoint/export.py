@@ -17,8 +17,8 @@ from ..ops.formats import BlockFormat, Quantized
 from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
-from .names import EXPERT_NAMES, Names, names_to_write, possible_names
-from .on_disk import SCALE_SUFFIXES, Layout
+from .names import Names, names_to_write, possible_names
+from .on_disk import SCALE_SUFFIX, Layout
 
 
 class Exported(NamedTuple):
@@ -55,7 +55,7 @@ class Unit(NamedTuple):
         """The shape of all of its matrices, one below the other."""
         return self.x.shape if self.expert is None else self.x.shape[1:]
 
-    def layout(self, suffix: str) -> dict[str, Layout]:
+    def layout(self) -> dict[str, Layout]:
         """Return dtype and shape of each tensor that it is exported as, without its values."""
         fp8, count = fp8_part(self.x), len(self.names)
         if fp8 is None:
@@ -64,7 +64,7 @@ class Unit(NamedTuple):
         scales = format.scale_shape(self.shape)
         return {
             **{name: (format.dtype, _part(self.shape, count)) for name in self.names},
-            **{name + suffix: (torch.float32, _part(scales, count)) for name in self.names},
+            **{name + SCALE_SUFFIX: (torch.float32, _part(scales, count)) for name in self.names},
         }
 
 
@@ -76,8 +76,7 @@ def _part(shape: Sequence[int], count: int) -> tuple[int, ...]:
 def iter_fp8(
     model: nn.Module,
     *,
-    format: str = "deepseek",
-    expert_names: str = "auto",
+    separate_experts: bool = False,
     rank: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a converted model in FP8, for an inference engine to load.
@@ -96,8 +95,7 @@ def iter_fp8(
 
     Args:
         model: any module, converted, on one device or sharded.
-        format: ``"deepseek"`` or ``"compressed-tensors"``, as in :func:`save_fp8`.
-        expert_names: ``"auto"``, ``"separate"`` or ``"fused"``, as in :func:`save_fp8`.
+        separate_experts: as in :func:`save_fp8`.
         rank: the only rank (of the default group) that gets tensors; the others take part, and
             their iterators are empty. Default: all ranks.
 
@@ -108,34 +106,25 @@ def iter_fp8(
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
             holds NaN or Inf, before the first tensor if it is sharded, or when its turn comes.
     """
-    units = exported(model, "iter_fp8", format, expert_names).units
+    units = exported(model, "iter_fp8", separate_experts).units
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
-    return (
-        pair
-        for _, stored in stored_in_turn(units, SCALE_SUFFIXES[format])
-        if yields
-        for pair in stored.items()
-    )
+    return (pair for _, stored in stored_in_turn(units) if yields for pair in stored.items())
 
 
-def exported(model: nn.Module, caller: str, format: str, expert_names: str) -> Exported:
+def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
     """Check all but the values of a model, and return what is exported of it.
 
     Raises:
         TypeError, ValueError: see :func:`save_fp8`.
     """
     is_module(model, caller)
-    choices = (("format", format, SCALE_SUFFIXES), ("expert_names", expert_names, EXPERT_NAMES))
-    for name, chosen, known in choices:
-        if chosen not in known:
-            raise ValueError(f"{name}={chosen!r}: expected one of {', '.join(known)}")
     tensors = _unique_tensors(model)
     if all(fp8_part(x) is None for x in tensors.values()):
         raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
-    names = names_to_write(tensors, possible_names(model), expert_names)
+    names = names_to_write(tensors, possible_names(model), separate_experts)
     return Exported(tensors, names, list(_units(tensors, names)))
 
 
@@ -161,7 +150,7 @@ def _units(tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> Iterato
                 yield Unit(x, expert, way.of_expert(expert), f"{name}[{expert}]")
 
 
-def stored_in_turn(units: Sequence[Unit], suffix: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+def stored_in_turn(units: Sequence[Unit]) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
     """Yield each unit with its tensors, by name, contiguous, on the device of the model.
 
     A sharded tensor is gathered once, for all of its units; all ranks get all.
@@ -180,7 +169,7 @@ def stored_in_turn(units: Sequence[Unit], suffix: str) -> Iterator[tuple[Unit, d
             whole = next(gathering)
         for unit in same:
             with torch.no_grad():
-                stored = _stored(unit, whole, suffix)
+                stored = _stored(unit, whole)
             yield unit, stored
 
 
@@ -193,7 +182,7 @@ def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
         )
 
 
-def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
+def _stored(unit: Unit, whole: Any) -> dict[str, Tensor]:
     """Return the tensors of a unit; ``whole``: all of a sharded tensor, or its form."""
     x, expert = unit.x, unit.expert
     fp8 = fp8_part(x)
@@ -210,7 +199,7 @@ def _stored(unit: Unit, whole: Any, suffix: str) -> dict[str, Tensor]:
         form = form if expert is None else _expert_of(form, expert)
     if whole is None:
         _check_scales(unit.label, form.scale.cpu(), form.format)
-    scales = [f"{name}{suffix}" for name in unit.names]
+    scales = [name + SCALE_SUFFIX for name in unit.names]
     return _named(unit.names, form.data) | _named(scales, form.scale)
 
 

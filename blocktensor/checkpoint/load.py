@@ -88,12 +88,12 @@ def load_fp8(
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
-    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8"
-    (``weight_scale_inv``), and of compressed-tensors with 128x128 blocks (``weight_scale``). Scales
-    in another floating-point dtype, e8m0 included, become the same values in fp32. A weight stored
-    in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored bytes; other tensors are
-    loaded as by ``load_state_dict``, in the model's dtype. Only tensors of the model are read, one
-    at a time. The model does not change unless all of them can be loaded.
+    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8", with scales
+    named ``weight_scale_inv``. Scales in another floating-point dtype, e8m0 included, become the
+    same values in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with
+    the stored bytes; other tensors are loaded as by ``load_state_dict``, in the model's dtype. Only
+    tensors of the model are read, one at a time. The model does not change unless all of them can
+    be loaded.
 
     A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
     of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,

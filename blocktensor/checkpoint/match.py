@@ -23,7 +23,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .contents import Entry, check_scales, scales_of
 from .names import Names, aligned, transformers_stacks
-from .on_disk import SCALE_SUFFIXES, CheckpointError
+from .on_disk import SCALE_SUFFIX, CheckpointError
 
 
 class StackScales(NamedTuple):
@@ -148,10 +148,10 @@ def _stack_scales(
     places = _places_of_scales(way, ways) if weights else {}
     there = [scale for scale in places if scale in entries]
     if bare and len(there) != 1:
-        own = [bare[0] + suffix for suffix in SCALE_SUFFIXES.values()]
         raise CheckpointError(
             f"{entries[bare[0]]} is FP8 and has {len(there)} scales: "
-            f"expected one of {' or '.join([*own, *places])}"
+            f"expected one of {' or '.join([bare[0] + SCALE_SUFFIX, *places])}; rename those of "
+            f"compressed-tensors, whose names end in '_scale'"
         )
     if there and len(bare) < len(weights):
         weight = next(weight for weight in weights if weight in scales)
@@ -171,9 +171,8 @@ def _places_of_scales(way: Names, ways: Sequence[Names]) -> dict[str, tuple[int,
         return {}
     stacks = [(whole.templates[0], 0, 1) for whole in ways if whole.experts is None]
     return {
-        stack + suffix: (part, parts)
+        stack + SCALE_SUFFIX: (part, parts)
         for stack, part, parts in (*stacks, *transformers_stacks(way))
-        for suffix in SCALE_SUFFIXES.values()
     }
 
 

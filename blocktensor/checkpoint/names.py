@@ -20,8 +20,6 @@ from ..model.weights import is_transposed
 from ..ops.formats import BLOCKS_128X128
 from ..sharding.dtensor import fp8_part
 
-EXPERT_NAMES = ("auto", "separate", "fused")
-
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 """Names of an expert's matrices: those of DeepSeek and Qwen first, then Mixtral's."""
 
@@ -107,49 +105,37 @@ def possible_names(model: nn.Module) -> dict[str, list[Names]]:
 
 
 def names_to_write(
-    tensors: Mapping[str, Tensor], known: Mapping[str, list[Names]], expert_names: str
+    tensors: Mapping[str, Tensor], known: Mapping[str, list[Names]], separate_experts: bool
 ) -> dict[str, Names]:
     """Choose the names to write, by those in the model, of tied tensors too.
 
     Args:
         tensors: what is written, by name.
         known: of :func:`possible_names`.
-        expert_names: one of ``EXPERT_NAMES``.
+        separate_experts: store every stack as matrices of single experts.
 
     Raises:
         ValueError: a stack has no separate names, or blocks that lie in two of its matrices.
     """
-    if expert_names == "fused":
-        return {name: whole(name) for name in known}
     chosen = {name: ways[0] for name, ways in known.items()}
     unsplit = set()  # all stacks of a module alike: where one stays whole its others do, too
     for name, x in tensors.items():
-        separate = [way for way in known[name] if way.experts is not None]
-        is_stack = fp8_part(x) is not None and x.ndim == 3
-        if expert_names == "separate" and (separate or is_stack):
-            _check_separable(name, x, separate)
+        separate = [way for way in known[name] if way.experts is not None and way.split(x)]
+        if separate_experts and separate:
             chosen[name] = separate[0]
+        elif separate_experts and fp8_part(x) is not None and x.ndim == 3:
+            raise ValueError(
+                f"{name} {list(x.shape)} cannot be stored as matrices of single experts: expected "
+                f"a stack [E, N, K] named {', '.join(_MATRICES)}, whose gate and up have a "
+                f"multiple of {BLOCKS_128X128.rows} rows each; separate_experts=False writes such "
+                f"a stack whole"
+            )
         if chosen[name].experts is not None and not chosen[name].split(x):
             unsplit.add(name.rpartition(".")[0])
     for name, way in chosen.items():
         if way.experts is not None and name.rpartition(".")[0] in unsplit:
             chosen[name] = whole(name)
     return chosen
-
-
-def _check_separable(name: str, x: Tensor, separate: list[Names]) -> None:
-    remedy = "expert_names='auto' writes such a stack whole"
-    if not separate:
-        raise ValueError(
-            f"{name} {list(x.shape)} has no names for single experts: expected a stack [E, N, K] "
-            f"named {', '.join(_MATRICES)}; {remedy}"
-        )
-    if not separate[0].split(x):
-        rows = x.shape[1] // len(separate[0].templates)
-        raise ValueError(
-            f"{name} {list(x.shape)} cannot be split in FP8: the matrices of an expert have {rows} "
-            f"rows, no multiple of {BLOCKS_128X128.rows}, and share blocks; {remedy}"
-        )
 
 
 def _stacks(model: nn.Module) -> dict[str, Tensor]:

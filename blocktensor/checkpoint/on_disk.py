@@ -2,10 +2,10 @@
 
 A checkpoint is a folder of safetensors files, an index of the file of each tensor, and a
 ``config.json``. The weight ``a.weight`` is e4m3 ``[N, K]``. Its scales, one for each 128x128 block,
-are multiplied with it: ``a.weight_scale_inv`` (DeepSeek-V3, transformers' "fp8") or
-``a.weight_scale`` (compressed-tensors). We write them in fp32. A stack of experts
-``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside ``a.gate_up_proj_scale_inv``, or a matrix or two for
-each expert (``names.py``), beside scales of each or of all (``match.py``).
+are multiplied with it: ``a.weight_scale_inv``, as in DeepSeek-V3 and transformers' "fp8". We write
+them in fp32. A stack of experts ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside
+``a.gate_up_proj_scale_inv``, or a matrix or two for each expert (``names.py``), beside scales of
+each or of all (``match.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HEADERS = "header_sha256"
 TENSORS = "tensor_sha256"
 """Entry of the index's metadata: the digest of each tensor, scales included."""
 
-SCALE_SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
-"""Suffix that names a weight's scales, by the format of the checkpoint."""
+SCALE_SUFFIX = "_scale_inv"
+"""Suffix that names a weight's scales."""
 
 HASHING_THREADS = min(8, os.cpu_count() or 1)
 """Eight threads hash faster than most disks read."""

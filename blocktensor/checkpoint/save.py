@@ -26,7 +26,6 @@ from .on_disk import (
     HASHING_THREADS,
     HEADERS,
     INDEX,
-    SCALE_SUFFIXES,
     SINGLE,
     TENSORS,
     Layout,
@@ -43,8 +42,7 @@ def save_fp8(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    format: str = "deepseek",
-    expert_names: str = "auto",
+    separate_experts: bool = False,
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
@@ -76,13 +74,9 @@ def save_fp8(
         model: any module, converted; sharded by ``fully_shard``, tensor parallel, expert parallel
             (as DTensors) or several of them, or not.
         path: the folder to make.
-        format: ``"deepseek"``, with scales named ``weight_scale_inv``, as in DeepSeek-V3 and
-            transformers' "fp8"; ``"compressed-tensors"``, with ``weight_scale``.
-        expert_names: ``"auto"`` for the names of transformers' ``save_pretrained``, and the
-            model's own for other models and for experts whose gate and up share blocks (their rows
-            are no multiple of 128); ``"separate"`` for a matrix of each expert in any model;
-            ``"fused"`` for the model's own names: ``experts.gate_up_proj`` and
-            ``experts.gate_up_proj_scale_inv``.
+        separate_experts: write a matrix for each expert in any model, torchtitan's too. Default:
+            the names of transformers' ``save_pretrained``, and the model's own for other models and
+            for experts whose gate and up share blocks (their rows are no multiple of 128).
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
         max_shard_bytes: size limit of a file; a larger tensor or expert gets a file of its own.
         overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
@@ -92,8 +86,8 @@ def save_fp8(
 
     Raises:
         ImportError: safetensors or NumPy is not installed.
-        ValueError: another format; a shard size below 1; no FP8 weight; a tensor on meta; an FP8
-            weight that holds NaN or Inf, which :func:`load_fp8` refuses; ``"separate"`` for a stack
+        ValueError: a shard size below 1; no FP8 weight; a tensor on meta; an FP8 weight that holds
+            NaN or Inf, which :func:`load_fp8` refuses; ``separate_experts`` for a stack
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         OSError: it cannot be written: the disk is full, say. Nothing has changed then.
@@ -102,11 +96,11 @@ def save_fp8(
     require_safetensors()
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
-    found = exported(model, "save_fp8", format, expert_names)
+    found = exported(model, "save_fp8", separate_experts)
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
     formats = [format_of(x) for x in map(fp8_part, found.tensors.values()) if x is not None]
     plain = module_names(found.names, _plain_weights(model))
-    described = {"quantization_config": _quantization_config(format, plain, formats)}
+    described = {"quantization_config": _quantization_config(plain, formats)}
     content = {**(_config_of(model) if config is None else config), **described}
 
     with contextlib.ExitStack() as stack:
@@ -117,9 +111,9 @@ def save_fp8(
             return stack.enter_context(staging(folder))
 
         made = ranks.first(begin)
-        shards = _shards(found.units, SCALE_SUFFIXES[format], made, max_shard_bytes)
+        shards = _shards(found.units, made, max_shard_bytes)
         ranks.first(lambda: _create(shards, folder))
-        digests = ranks.each(lambda: _write(shards, SCALE_SUFFIXES[format], folder, ranks))
+        digests = ranks.each(lambda: _write(shards, folder, ranks))
 
         def finish() -> None:
             with naming(folder):
@@ -158,52 +152,34 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _quantization_config(
-    layout: str, unconverted: Iterable[str], formats: Iterable[BlockFormat]
+    unconverted: Iterable[str], formats: Iterable[BlockFormat]
 ) -> dict[str, Any]:
     """Describe FP8 weights for ``config.json``, by which other libraries load them.
 
     ``unconverted``: names of linear layers that are not in FP8. ``formats``: of all FP8 weights.
     """
-    left = sorted(unconverted)
-    block = list(BLOCKS_128X128.block_shape)
-    if layout == "deepseek":
-        # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
-        powers = all(format.power_of_two for format in formats)
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": block,
-            "modules_to_not_convert": left,
-        } | ({"scale_fmt": "ue8m0"} if powers else {})
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {"strategy": "block", "block_structure": block, "dynamic": False}
-    inputs = {"strategy": "group", "group_size": BLOCKS_128X128.cols, "dynamic": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | weights,
-        "input_activations": numbers | inputs,
-    }
+    # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
+    powers = all(format.power_of_two for format in formats)
     return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": left,
-        "config_groups": {"group_0": group},
-    }
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCKS_128X128.block_shape),
+        "modules_to_not_convert": sorted(unconverted),
+    } | ({"scale_fmt": "ue8m0"} if powers else {})
 
 
 Shard = tuple[ShardFile, list[Unit]]
 """A file, and what is written to it."""
 
 
-def _shards(units: Iterable[Unit], suffix: str, folder: Path, limit: int) -> list[Shard]:
+def _shards(units: Iterable[Unit], folder: Path, limit: int) -> list[Shard]:
     """Divide all units into files of at most ``limit`` bytes, or of one unit."""
     groups: list[dict[str, Layout]] = []
     members: list[list[Unit]] = []
     size = limit + 1
     for unit in units:
-        layout = unit.layout(suffix)
+        layout = unit.layout()
         nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
         if size + nbytes > limit:
             groups.append({})
@@ -224,7 +200,7 @@ def _create(shards: Sequence[Shard], folder: Path) -> None:
             file.create()
 
 
-def _write(shards: Sequence[Shard], suffix: str, folder: Path, ranks: Ranks) -> dict[str, str]:
+def _write(shards: Sequence[Shard], folder: Path, ranks: Ranks) -> dict[str, str]:
     """Write this rank's share of all units; return the digests of their tensors by name.
 
     Ranks take turns, so that all of them write to the disk at once. One that fails still takes part
@@ -236,7 +212,7 @@ def _write(shards: Sequence[Shard], suffix: str, folder: Path, ranks: Ranks) -> 
     failure: Exception | None = None
     mine: set[Path] = set()
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for turn, (_, stored) in enumerate(stored_in_turn(units, suffix)):
+        for turn, (_, stored) in enumerate(stored_in_turn(units)):
             if turn % ranks.size != ranks.index or failure is not None:
                 continue
             try:

@@ -222,31 +222,20 @@ def test_every_cut_is_noticed(folder: Path) -> None:
 # Descriptions of blocks
 
 
-def groups(structure: object) -> dict[str, Any]:
-    return {"config_groups": {"g": {"weights": {"block_structure": structure}}}}
+def sizes(*found: object) -> list[Any]:
+    return [{"weight_block_size": size} for size in found]
 
 
-def both_ways(*sizes: object) -> list[Any]:
-    """Sizes of blocks as either format describes them."""
-    return [way for size in sizes for way in ({"weight_block_size": size}, groups(size))]
-
-
-OTHERS: tuple[Any, ...] = ([], "fp8", 8, True, [1, 2], ["fp8"])
 DESCRIPTIONS: dict[str, tuple[type[Exception] | None, str, list[Any]]] = {
     "blocks of 128": (None, "", [
-        None, {}, {"quant_method": "fp8"}, *both_ways([128, 128], None), {"config_groups": None},
-        {"config_groups": {"g": None}}, {"config_groups": {"g": {"weights": None}}},
-        groups("128x128"),
-    ]),
+        None, {}, {"quant_method": "fp8"}, *sizes([128, 128], None)]),
     "other blocks": (NotImplementedError, r"blocks of \[\d+, \d+\], expected \[128, 128\]",
-        both_ways([128, 64], [64, 128], [1, 128], [128, 1], [256, 256])),
+        sizes([128, 64], [64, 128], [1, 128], [128, 1], [256, 256])),
     "no size": (CheckpointError, r"expected \[128, 128\]", [
-        *both_ways(128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128]),
-        *both_ways([-128, 128], [128.0, 128.0], {"rows": 128}, [[128, 128]], True)]),
-    "no object": (CheckpointError, r"'\w+' is .*: expected a JSON object", [
-        *OTHERS, *({"config_groups": x} for x in OTHERS),
-        *({"config_groups": {"g": x}} for x in OTHERS),
-        *({"config_groups": {"g": {"weights": x}}} for x in OTHERS)]),
+        *sizes(128, "128", [], [128], [128, 128, 128], [128, "128"], [128, True], [0, 128]),
+        *sizes([-128, 128], [128.0, 128.0], {"rows": 128}, [[128, 128]], True)]),
+    "no object": (CheckpointError, r"'\w+' is .*: expected a JSON object",
+        [[], "fp8", 8, True, [1, 2], ["fp8"]]),
 }  # fmt: skip
 
 

@@ -25,16 +25,13 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("how", ARRANGEMENTS)
 @on_ranks(2, 4, gpus=(2,))
 def test_frozen_models(world: int, device: str, how: str, tmp_path: Path) -> None:
-    for recipe, expert_names in (
-        (Recipe(), "auto"),
-        (Recipe(scale="power_of_two"), "separate"),
-    ):
+    for recipe, separate in ((Recipe(), False), (Recipe(scale="power_of_two"), True)):
         single, model = (net(device, BF16, recipe, frozen=True, seed=seed) for seed in (1, 2))
         if not arrange(model, how, world, device):
             return
         folder = tmp_path / recipe.scale
         if dist.get_rank() == 0:
-            save_fp8(single, folder, expert_names=expert_names, max_shard_bytes=SHARD)
+            save_fp8(single, folder, separate_experts=separate, max_shard_bytes=SHARD)
         dist.barrier()
         assert list(dict(iter_fp8(model))) == list(dict(iter_fp8(single)))
         report = load_fp8(model, folder)
@@ -50,7 +47,7 @@ def test_a_rank_reads_its_part_alone(
     single, model = (net(device, BF16, Recipe(), frozen=True, seed=seed) for seed in (1, 2))
     arrange(model, "EP", world, device)
     if dist.get_rank() == 0:
-        save_fp8(single, tmp_path / "fp8", expert_names="separate")
+        save_fp8(single, tmp_path / "fp8", separate_experts=True)
     dist.barrier()
     hashed: list[str] = []
     check = load._check_digest

@@ -71,7 +71,7 @@ def cast_stack_scales(dtype: torch.dtype) -> Callable[[Tensors], None]:
 
 FILES: list[Any] = [
     *(("separate", None, recipe) for recipe in (FP32, POW2)),
-    *(("fused", None, recipe) for recipe in (FP32, POW2)),
+    *(("whole", None, recipe) for recipe in (FP32, POW2)),
     ("squeezed", squeeze, FP32),
     *((f"stack scales in {dtype}", cast_stack_scales(dtype), recipe) for dtype, recipe in (
         (torch.float32, FP32), (torch.bfloat16, POW2), (torch.float8_e8m0fnu, POW2))),
@@ -91,7 +91,7 @@ def test_there_and_back(
     frozen = target == "frozen"
     model = on_meta() if target == "meta" else layer(5, convert=frozen, frozen=frozen)
     if change is None:
-        save_fp8(source, folder, expert_names=how)
+        save_fp8(source, folder, separate_experts=how == "separate")
     else:
         written(folder, change, recipe=recipe)
     stored = {name: x.clone() for name, x in read(folder).items()}
@@ -103,7 +103,7 @@ def test_there_and_back(
     unfreeze(model)
     assert isinstance(model.experts.down_proj, BlockwiseFP8Weight)
     if change is None:
-        again = read(save_fp8(model, tmp_path / "again", expert_names=how))
+        again = read(save_fp8(model, tmp_path / "again", separate_experts=how == "separate"))
         assert again.keys() == stored.keys()
         assert all(torch.equal(bits(x), bits(stored[name])) for name, x in again.items())
 
@@ -127,7 +127,7 @@ def test_torchtitans_experts(tmp_path: Path, scales: str) -> None:
     model.experts, model.router = split_experts(1), nn.Parameter(layer().router.detach())
     load_fp8(model, written(tmp_path / "fp8", SCALES[scales]))
     assert_same(state(model.experts), state(split_experts(0)))
-    folder = save_fp8(split_experts(0), tmp_path / "titan", expert_names="separate")
+    folder = save_fp8(split_experts(0), tmp_path / "titan", separate_experts=True)
     assert {f"2.w{i}.weight" for i in (1, 2, 3)} <= set(read(folder))
     loaded = split_experts(1)
     load_fp8(loaded, folder)
@@ -204,11 +204,8 @@ def test_stacks_that_cannot_be_split(tmp_path: Path, is_transposed: bool) -> Non
     """Of 144 rows of gate and of up the second block has 112 of gate's and 16 of up's."""
     kind: dict[str, Any] = {"is_transposed": True} if is_transposed else {"n": 144}
     model = layer(frozen=True, **kind)
-    message = "have 144 rows, no multiple of 128, and share blocks"
-    if is_transposed:
-        message = r"gate_up_proj \[3, 200, 256\] has no names for single"
-    with pytest.raises(ValueError, match=message):
-        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+    with pytest.raises(ValueError, match=r"gate_up_proj \[3, .* cannot be stored as matrices of s"):
+        save_fp8(model, tmp_path / "fp8", separate_experts=True)
     save_fp8(model, tmp_path / "fp8")
     folders = [tmp_path / "fp8", *([] if is_transposed else [sharing(tmp_path / "matrices")])]
     for folder in folders:
@@ -264,8 +261,7 @@ FAULTS: list[tuple[str, str, Callable[[Tensors], object], str]] = [
      r"'experts.2.down_proj.weight_scale_inv': the scale of block \[1, 0\] is inf"),
     ("no scales", "stack", drop(GATE_UP),
      r"'experts.0.gate_proj.weight' is FP8 and has 0 scales: expected one of "
-     r"experts.0.gate_proj.weight_scale_inv or experts.0.gate_proj.weight_scale or "
-     r"experts.gate_up_proj_scale_inv or experts.gate_up_proj_scale$"),
+     r"experts.0.gate_proj.weight_scale_inv or experts.gate_up_proj_scale_inv; rename "),
     ("scales of an expert less", "stack", changed(GATE_UP, lambda x: x[1:]),
      r"'experts.gate_up_proj_scale_inv' is F32 \[2, 2, 2\]: expected F32 or .*, \[3, 2, 2\]: a "
      r"scale for each 128x128 block of \[3, 256, 200\]"),
@@ -277,19 +273,16 @@ FAULTS: list[tuple[str, str, Callable[[Tensors], object], str]] = [
      r"'experts.down_proj_scale_inv' is I32 \[3, 2, 1\]: expected F32 or BF16 or F16 or F8_E8M0"),
     ("a scale of 0", "stack", changed(GATE_UP, set_to(0.0, 2, 1)),
      r"'experts.gate_up_proj_scale_inv': the scale of block \[2, 1, 0\] is 0.0: expected a fin"),
-    ("under both suffixes", "stack",
-     lambda made: made.update({DOWN.removesuffix("_inv"): made[DOWN]}),
-     r"'experts.0.down_proj.weight' is FP8 and has 2 scales: expected one of .*_proj_scale_inv"),
     ("one matrix has its own, too", "stack",
      with_ones("experts.1.up_proj.weight_scale_inv", rows=1, cols=2),
      r"'experts.1.up_proj.weight' is FP8 and has 2 scales: expected either "
      r"experts.1.up_proj.weight_scale_inv, and so for each matrix of 'experts.gate_up_proj', or "
      r"experts.gate_up_proj_scale_inv$"),
     ("all matrices have their own, too", "stack",
-     with_ones(*(f"experts.{e}.down_proj.weight_scale" for e in range(E))),
+     with_ones(*(f"experts.{e}.down_proj.weight_scale_inv" for e in range(E))),
      r"'experts.0.down_proj.weight' is FP8 and has 2 scales: expected either"),
     ("the first matrix has not", "stack",
-     lambda made: (with_ones(*(f"experts.{e}.down_proj.weight_scale" for e in (1, 2)))(made)
+     lambda made: (with_ones(*(f"experts.{e}.down_proj.weight_scale_inv" for e in (1, 2)))(made)
                    or made.pop(DOWN)),
      r"'experts.0.down_proj.weight' is FP8 and has 0 scales"),
 ]  # fmt: skip

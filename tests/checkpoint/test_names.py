@@ -29,7 +29,7 @@ from transformers import core_model_loading
 from blocktensor import BlockwiseFP8Tensor, CheckpointError, convert, load_fp8, save_fp8
 from blocktensor.checkpoint.names import Names, possible_names, pretrained_names, whole
 from blocktensor.ops.formats import BLOCKS_128X128
-from tests.support.checkpoint_experts import Tensors, read
+from tests.support.checkpoint_experts import Tensors, read, save_whole
 from tests.support.checkpoint_models import edit_json
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import choices, llama, quiet, values
@@ -158,7 +158,7 @@ def test_other_functions_in_place_of_its_own(case: str, monkeypatch: pytest.Monk
 # each FP8 checkpoint lies the same with plain values in place of bytes and scales. It tells what a
 # load must give: that of the same names by transformers, or by load_fp8.
 
-SUFFIXES = ("_scale_inv", "_scale")
+SUFFIX = "_scale_inv"
 ROOTS = ("model.", "language_model.", "model.language_model.", "transformer.", "module.")
 PAIRS = (
     *(("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "o_proj"), ("w1", "w3")),
@@ -179,14 +179,12 @@ def plain(tensors: Tensors) -> Tensors:
     """FP8 weights as the values of bytes and scales; NaN where a weight has no scales."""
     made, block = {}, BLOCKS_128X128.block_shape
     for name, x in tensors.items():
-        if any(name.endswith(s) and name.removesuffix(s) in tensors for s in SUFFIXES):
+        if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in tensors:
             continue
         if x.dtype == torch.float8_e4m3fn:
-            scales = [tensors[name + s].float() for s in SUFFIXES if name + s in tensors]
-            if len(scales) == 1:
-                fp8 = BlockwiseFP8Tensor.from_data(
-                    x, scales[0], block_shape=block, dtype=torch.float32
-                )
+            if name + SUFFIX in tensors:
+                scale = tensors[name + SUFFIX].float()
+                fp8 = BlockwiseFP8Tensor.from_data(x, scale, block_shape=block, dtype=torch.float32)
                 x = fp8.dequantize()
             else:
                 x = torch.full(x.shape, torch.nan)
@@ -206,7 +204,7 @@ def changed(draw: random.Random, kind: str, tensors: Tensors) -> Tensors:
         gone = draw.choice(sorted(tensors))
         return {name: x for name, x in tensors.items() if name != gone}
     if kind == "no scales":
-        return {name: x for name, x in tensors.items() if not name.endswith(SUFFIXES)}
+        return {name: x for name, x in tensors.items() if not name.endswith(SUFFIX)}
     if kind == "doubled":  # a part under a second root, with other values
         part = draw.choice(["layers.0.", "up_proj", "norm", "lm_head"])
         return {root + name: x.flip(0) for name, x in tensors.items() if part in name} | tensors
@@ -273,13 +271,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Sound checkpoints in FP8, under the names that save_pretrained would write and others."""
     root, made = tmp_path_factory.mktemp("sources"), {}
     for kind, (make, _) in SOURCES.items():
-        for names in ("auto", "fused"):
+        for names, save in (("auto", save_fp8), ("whole", save_whole)):
             model = make().bfloat16().requires_grad_(False)
             convert(model, skip_small=False)
             config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
             config["dtype"] = "bfloat16"
             folder = root / f"{kind}, {names}"
-            made[folder.name] = save_fp8(model, folder, config=config, expert_names=names)
+            made[folder.name] = save(model, folder, config=config)
     return made
 
 

@@ -41,39 +41,37 @@ from tests.support.checkpoint_models import (
 from tests.support.models import complaint
 
 FILES = "blocktensor.checkpoint.on_disk.ShardFile"
-SUFFIXES = {"deepseek": "_scale_inv", "compressed-tensors": "_scale"}
 
 
 def config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def assert_casts(tensors: dict[str, Tensor], values: dict[str, Tensor], suffix: str) -> None:
+def assert_casts(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     """Take the data and the scales of values in high precision out of what is stored."""
     for name, x in values.items():
         data, scale, _ = reference.quantize_rowwise(x.detach(), BLOCKS_128X128)
         assert torch.equal(bits(tensors.pop(name)), bits(data))
-        assert torch.equal(tensors.pop(name + suffix), scale)
+        assert torch.equal(tensors.pop(f"{name}_scale_inv"), scale)
 
 
-@pytest.mark.parametrize("format", SUFFIXES)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_are_their_casts(tmp_path: Path, format: str, frozen: bool) -> None:
+def test_weights_are_their_casts(tmp_path: Path, frozen: bool) -> None:
     model, plain = filled(frozen=frozen), filled(convert=False)
-    tensors = read(save_fp8(model, tmp_path / "fp8", format=format))
+    tensors = read(save_fp8(model, tmp_path / "fp8"))
     weights = {"up.weight": plain.up.weight, "down.weight": plain.down.weight}
-    assert_casts(tensors, weights, SUFFIXES[format])
+    assert_casts(tensors, weights)
     # the head is the embedding
     assert tensors.keys() == {"norm.weight", "norm.bias", "up.bias", "embed.weight", "steps"}
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in tensors.items())
     # matrices of experts are rows of their stacks
     folder, experts = tmp_path / "experts", layer(convert=False).experts
-    tensors = read(save_fp8(layer(frozen=frozen), folder, format=format, expert_names="separate"))
+    tensors = read(save_fp8(layer(frozen=frozen), folder, separate_experts=True))
     assert tensors.pop("router").dtype == torch.bfloat16
     for e in range(E):
         matrices = (*experts.gate_up_proj[e].chunk(2), experts.down_proj[e])
         names = [f"experts.{e}.{name}.weight" for name in MATRICES]
-        assert_casts(tensors, dict(zip(names, matrices, strict=True)), SUFFIXES[format])
+        assert_casts(tensors, dict(zip(names, matrices, strict=True)))
     assert tensors == {}
 
 
@@ -102,22 +100,15 @@ def test_other_configs(tmp_path: Path) -> None:
     model.gate = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))  # it is computed
     described = config(save_fp8(model, tmp_path / "fp8"))["quantization_config"]
     assert described["modules_to_not_convert"] == ["gate", "head"]
-    written = config(save_fp8(filled(), tmp_path / "other", format="compressed-tensors"))
-    described = written["quantization_config"]
-    assert described["quant_method"] == "compressed-tensors"
-    assert described["ignore"] == ["head"]
-    (group,) = described["config_groups"].values()
-    assert group["weights"]["block_structure"] == [128, 128]
     model = filled(convert=False)  # of two kinds of scales
     convert(model.up, Recipe(scale="power_of_two"), skip_small=False)
     convert(model.down, Recipe(), skip_small=False)
     assert "scale_fmt" not in config(save_fp8(model, tmp_path / "two"))["quantization_config"]
 
 
-@pytest.mark.parametrize("format", SUFFIXES)
 @pytest.mark.parametrize("size", [1, 60_000, 1 << 30])
-def test_shards_index_and_digests(tmp_path: Path, format: str, size: int) -> None:
-    folder = save_fp8(filled(), tmp_path / "fp8", format=format, max_shard_bytes=size)
+def test_shards_index_and_digests(tmp_path: Path, size: int) -> None:
+    folder = save_fp8(filled(), tmp_path / "fp8", max_shard_bytes=size)
     files, headers = sorted(file.name for file in folder.glob("*.safetensors")), {}
     assert (len(files) > 2) == (size <= 60_000)
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -156,10 +147,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     convert(model, skip_small=False)
     cases: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
         (ValueError, filled(convert=False), {}, "no FP8 weight: convert it first"),
-        (ValueError, filled(), {"format": "gguf"}, "format='gguf'"),
         (ValueError, filled(), {"max_shard_bytes": 0}, "max_shard_bytes=0"),
-        (ValueError, filled(), {"expert_names": "both"},
-         "expert_names='both': expected one of auto, separate, f"),
         (ValueError, model, {}, "on the meta device"),
         (TypeError, {}, {}, r"save_fp8 takes a model, an nn\.Module: got a dict"),
     ]  # fmt: skip
@@ -222,9 +210,8 @@ def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
 # Stacks of experts
 
 
-@pytest.mark.parametrize("expert_names", ["auto", "fused"])
-def test_other_models_keep_their_names(tmp_path: Path, expert_names: str) -> None:
-    tensors = read(save_fp8(layer(), tmp_path / "fp8", expert_names=expert_names))
+def test_other_models_keep_their_names(tmp_path: Path) -> None:
+    tensors = read(save_fp8(layer(), tmp_path / "fp8"))
     assert set(tensors) == {"router", *STACKS, *(f"{name}_scale_inv" for name in STACKS)}
 
 
@@ -234,8 +221,8 @@ def test_experts_that_are_not_fp8(tmp_path: Path) -> None:
     model.linear = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
     frozen = BlockwiseFP8Tensor.from_values(model.linear.weight.detach(), (128, 128))
     model.linear.weight = nn.Parameter(frozen, requires_grad=False)
-    for expert_names, name in (("separate", "experts.0.down_proj.weight"), ("auto", None)):
-        folder = save_fp8(model, tmp_path / expert_names, expert_names=expert_names)
+    for name in ("experts.0.down_proj.weight", None):
+        folder = save_fp8(model, tmp_path / f"{name}", separate_experts=name is not None)
         assert config(folder)["quantization_config"]["modules_to_not_convert"] == ["experts"]
         x = read(folder)[name or "experts.down_proj"]
         stack = model.experts.down_proj
@@ -249,7 +236,7 @@ def test_experts_that_are_not_fp8(tmp_path: Path) -> None:
 def test_a_file_holds_whole_experts(tmp_path: Path) -> None:
     size = 2 * (256 * K + 4 * 4)  # gate and up of two experts
     model = layer(frozen=True)
-    folder = save_fp8(model, tmp_path / "fp8", expert_names="separate", max_shard_bytes=size)
+    folder = save_fp8(model, tmp_path / "fp8", separate_experts=True, max_shard_bytes=size)
     inside = [set(load_file(file)) for file in sorted(folder.glob("*.safetensors"))]
     of = [{f"experts.{e}.{n}.weight" for n in MATRICES[:2]} for e in range(E)]
     with_scales = [names | {f"{n}_scale_inv" for n in names} for names in of]
@@ -262,7 +249,7 @@ def test_a_file_holds_whole_experts(tmp_path: Path) -> None:
 def test_experts_are_cast_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = Mock(wraps=export.quantize_rowwise)
     monkeypatch.setattr(export, "quantize_rowwise", cast)
-    save_fp8(layer(), tmp_path / "fp8", expert_names="separate")
+    save_fp8(layer(), tmp_path / "fp8", separate_experts=True)
     shapes = [tuple(call.args[0].shape) for call in cast.mock_calls]
     assert shapes == [(256, K)] * E + [(K, 128)] * E
 
@@ -275,9 +262,9 @@ def test_stacks_without_names_for_single_experts(tmp_path: Path, name: str, rows
     model = nn.Module()
     frozen = BlockwiseFP8Tensor.from_values(torch.ones(2, rows, K).bfloat16(), (128, 128))
     model.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
-    message = rf"{name} \[2, {rows}, {K}\] has no names for single experts"
+    message = rf"{name} \[2, {rows}, {K}\] cannot be stored as matrices of single experts"
     with pytest.raises(ValueError, match=message):
-        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+        save_fp8(model, tmp_path / "fp8", separate_experts=True)
     assert list(tmp_path.iterdir()) == []
     assert possible_names(Layer(experts=0))["experts.down_proj"] == [whole("experts.down_proj")]
 
@@ -290,7 +277,7 @@ def test_experts_with_nan(tmp_path: Path, frozen: bool) -> None:
     convert(model, skip_small=False)
     message = r"experts.down_proj\[1\] has a block that FP8 cannot hold, .* of block \[1, 0\]"
     with pytest.raises(ValueError, match=message):
-        save_fp8(model, tmp_path / "fp8", expert_names="separate")
+        save_fp8(model, tmp_path / "fp8", separate_experts=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8, unfreeze
 from tests.support import pretrained
-from tests.support.checkpoint_experts import read, stack_scales
+from tests.support.checkpoint_experts import read, save_whole, stack_scales
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import TOKENS, transformers_moe
 
@@ -119,21 +119,21 @@ LAYERS: list[Any] = [
     *[pytest.param(kind, n, "auto", recipe, device, marks=marks) for kind in LLAMAS
       for n in (384, 320, 200) for recipe in (FP32, POW2) for device, marks in DEVICES],
     *[(kind, n, names, FP32, "cpu") for kind in MOES for n in (256, 128, 192)
-      for names in ("auto", "fused")],
+      for names in ("auto", "whole")],
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "n", "expert_names", "recipe", "device"), LAYERS)
+@pytest.mark.parametrize(("kind", "n", "names", "recipe", "device"), LAYERS)
 @pytest.mark.usefixtures("keeping")
 def test_its_fp8_layers_hold_our_bytes(
-    tmp_path: Path, kind: str, n: int, expert_names: str, recipe: Recipe, device: str
+    tmp_path: Path, kind: str, n: int, names: str, recipe: Recipe, device: str
 ) -> None:
     """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit."""
     source = converted(model_of(kind, n), recipe, frozen=True)
-    folder = save_fp8(source, tmp_path / "fp8", expert_names=expert_names)
+    folder = (save_whole if names == "whole" else save_fp8)(source, tmp_path / "fp8")
     whole = "model.layers.1.mlp.experts.down_proj_scale_inv" in read(folder)
     # where gate and up share blocks, too
-    assert whole == (kind in MOES and (expert_names == "fused" or n == 192))
+    assert whole == (kind in MOES and (names == "whole" or n == 192))
     model = theirs(source, folder, device_map=device)
     mlp = model.model.layers[1].mlp
     fp8 = mlp.down_proj if kind in LLAMAS else mlp.experts
@@ -176,7 +176,7 @@ def test_what_it_cannot_dequantize(tmp_path: Path) -> None:
     assert not torch.equal(values, scaled(data, scale))
 
     source = model_of("qwen3")
-    folder = save_fp8(converted(source), tmp_path / "stacks", expert_names="fused")
+    folder = save_whole(converted(source), tmp_path / "stacks")
     model, info = type(source).from_pretrained(folder, output_loading_info=True)
     name = "model.layers.1.mlp.experts.down_proj"
     assert f"{name}_scale_inv" in info["unexpected_keys"]

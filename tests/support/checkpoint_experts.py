@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from blocktensor import Recipe, save_fp8
 from blocktensor import convert as convert_model
+from blocktensor.checkpoint import names
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.models import randn
 
@@ -112,8 +113,15 @@ def stack_scales(tensors: Tensors) -> None:
 
 def written(folder: Path, change: Callable[[Tensors], object], **kwargs: Any) -> Path:
     """A checkpoint in matrices of experts, without index, after a change to its tensors."""
-    rewrite(save_fp8(layer(frozen=True, **kwargs), folder, expert_names="separate"), change)
+    rewrite(save_fp8(layer(frozen=True, **kwargs), folder, separate_experts=True), change)
     return folder
+
+
+def save_whole(model: nn.Module, folder: Path, **options: Any) -> Path:
+    """Save stacks of experts whole, under the model's own names, for models of transformers too."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(names, "pretrained_names", lambda *_: {})
+        return save_fp8(model, folder, **options)
 
 
 def own_scales(made: Tensors) -> None:

@@ -30,18 +30,15 @@ from ...checkpoint.contents import Entry, entries_of
 from ...checkpoint.load import load_entries
 from ...checkpoint.match import match
 from ...checkpoint.names import possible_names
-from ...checkpoint.on_disk import SCALE_SUFFIXES, CheckpointError
+from ...checkpoint.on_disk import SCALE_SUFFIX, CheckpointError
 from ...recipe import Recipe
 from ...tensor.compat.callers import Caller
 from .config import METHOD, BlockwiseFP8Config
 
-_FP8_METHODS = ("fp8", "compressed-tensors")
-"""The methods of checkpoints that ``load_fp8`` reads, by their names in ``config.json``."""
+_FP8_METHOD = "fp8"
+"""The method of checkpoints that ``load_fp8`` reads, by its name in ``config.json``."""
 
 _LOADING = "convert_and_load_state_dict_in_model"
-
-SCALES = {rf"{suffix}$" for suffix in SCALE_SUFFIXES.values()}
-"""Patterns of names that transformers shall not report as unexpected."""
 
 
 def prefer_given_config() -> None:
@@ -53,10 +50,10 @@ def prefer_given_config() -> None:
             return theirs(quantization_config, quantization_config_from_args)
         stored = dict(quantization_config).get("quant_method")
         stored = getattr(stored, "value", stored)
-        if stored not in (METHOD, *_FP8_METHODS):
+        if stored not in (METHOD, _FP8_METHOD):
             raise ValueError(
                 f"the checkpoint is quantized by {stored!r}, which blocktensor does not read: "
-                f"expected {', '.join(map(repr, _FP8_METHODS))} or a checkpoint in high precision; "
+                f"expected {_FP8_METHOD!r} or a checkpoint in high precision; "
                 f"dequantize it with the library that wrote it, then convert"
             )
         return quantization_config_from_args
@@ -256,16 +253,14 @@ def _is_small(dtype: str) -> bool:
 
 def _without_suffix(names: Iterable[str]) -> list[str]:
     """Return the names that end as names of scales do, without that ending."""
-    suffixes = SCALE_SUFFIXES.values()
-    return [x.removesuffix(end) for x in names for end in suffixes if x.endswith(end)]
+    return [x.removesuffix(SCALE_SUFFIX) for x in names if x.endswith(SCALE_SUFFIX)]
 
 
 def _key(name: str, places: Mapping[str, Place], spelled: Set[str]) -> str:
     """Return the name by which a stored tensor is matched with the model, by its place there."""
     place = places[name]
-    for suffix in SCALE_SUFFIXES.values():
-        if place.target is None and name.endswith(suffix):
-            return _key(name.removesuffix(suffix), places, spelled) + suffix
+    if place.target is None and name.endswith(SCALE_SUFFIX):
+        return _key(name.removesuffix(SCALE_SUFFIX), places, spelled) + SCALE_SUFFIX
     if place.how == "stacked":
         return next((x for x in (*place.renamed, name) if x in spelled), name)
     return place.target or name

@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...checkpoint.on_disk import SCALE_SUFFIX
 from ...checkpoint.save import save_fp8
 from ...conversion.convert import convert
 from ...conversion.freeze import unfreeze
@@ -28,7 +29,7 @@ from ...model.weights import fp8_weights, is_linear
 from ...sharding.dtensor import local_of
 from ...tensor.compat.callers import caller
 from .config import METHOD, BlockwiseFP8Config
-from .loading import SCALES, DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
+from .loading import DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
 
 @register_quantizer(METHOD)
@@ -112,7 +113,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
                 f"device_map={{'': 'cuda:0'}}"
             )
         known = model._keys_to_ignore_on_load_unexpected
-        model._keys_to_ignore_on_load_unexpected = {*(known or ()), *SCALES}
+        model._keys_to_ignore_on_load_unexpected = {*(known or ()), f"{SCALE_SUFFIX}$"}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config

@@ -72,10 +72,9 @@ def test_its_bytes_are_the_weights(kind: str, frozen: bool, tmp_path: Path) -> N
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("format", ["deepseek", "compressed-tensors"])
-def test_spellings_and_recipes(format: str, tmp_path: Path) -> None:
+def test_recipes(tmp_path: Path) -> None:
     recipe = Recipe(scale="power_of_two")
-    source = written(tmp_path / "fp8", recipe=recipe, format=format)
+    source = written(tmp_path / "fp8", recipe=recipe)
     config = choices(frozen=True, recipe=recipe)
     model = loaded(tmp_path / "fp8", config, dtype="auto")
     assert model.model.layers[0].mlp.up_proj.weight.recipe == recipe
