@@ -97,9 +97,7 @@ def load_fp8(
 
     A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
     of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
-    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral. Such matrices have scales
-    of their own, or all together those of the stack, ``experts.gate_up_proj_scale_inv``, as
-    transformers 5.23 saves them.
+    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral, with scales of their own.
 
     Args:
         model: any module. Tensors on meta are made on ``device``.

@@ -1,11 +1,4 @@
-"""Matching stored tensors with those of a model, by their names, and checking that they fit.
-
-The scales of an FP8 tensor lie beside it. Those of a stack of experts may lie beside the stack
-while its matrices are stored one by one. So transformers 5.23 saves what it has quantized itself:
-``experts.3.gate_proj.weight`` and its like are e4m3 without scales of their own, and
-``experts.gate_up_proj_scale_inv`` has a scale for each 128x128 block of ``[E, 2N, K]``. A block may
-have rows of gate and of up.
-"""
+"""Matching stored tensors with those of a model, by their names, and checking that they fit."""
 
 from __future__ import annotations
 
@@ -21,32 +14,9 @@ from ..sharding.dtensor import fp8_part
 from ..sharding.fsdp.shards import FrozenShard
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .contents import Entry, check_scales, scales_of
-from .names import Names, aligned, transformers_stacks
+from .contents import Entry, scales_of
+from .names import Names, aligned
 from .on_disk import SCALE_SUFFIX, CheckpointError
-
-
-class StackScales(NamedTuple):
-    """The stored scales of a stack, or of a larger stack of which the model's is a part.
-
-    Attributes:
-        entry: the stored tensor.
-        part: which of the ``parts`` equal parts of its rows belong to the model's stack: those of
-            gate where it has those of gate and up.
-    """
-
-    entry: Entry
-    part: int
-    parts: int
-
-    def scaled(self, stack: Sequence[int]) -> tuple[int, int, int]:
-        """Return the shape of all that it scales; ``stack``: the part of it in the model."""
-        experts, rows, cols = stack
-        return experts, rows * self.parts, cols
-
-    def rows(self, scales: Tensor) -> Tensor:
-        """Return the rows of the whole tensor that belong to the model's stack."""
-        return scales.chunk(self.parts, 1)[self.part]
 
 
 class Source(NamedTuple):
@@ -55,13 +25,12 @@ class Source(NamedTuple):
     Attributes:
         names: how the checkpoint names it.
         weights: the tensor itself, or the matrices of a stack, expert after expert.
-        scales: those of each of ``weights`` in FP8, unless ``stack_scales`` has all.
+        scales: those of each of ``weights`` in FP8.
     """
 
     names: Names
     weights: list[Entry]
     scales: list[Entry]
-    stack_scales: StackScales | None
 
     @property
     def is_fp8(self) -> bool:
@@ -71,8 +40,7 @@ class Source(NamedTuple):
     @property
     def entries(self) -> list[Entry]:
         """All stored tensors."""
-        stack = [] if self.stack_scales is None else [self.stack_scales.entry]
-        return [*self.weights, *self.scales, *stack]
+        return [*self.weights, *self.scales]
 
     def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
         """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""
@@ -99,7 +67,7 @@ def match(
 
     Raises:
         CheckpointError: a stack of which some experts are stored and others are not, or more; an
-            FP8 weight without scales, or with its own beside those of its stack.
+            FP8 weight without scales.
     """
     scales = scales_of(entries)
     own = set(scales.values())
@@ -112,11 +80,18 @@ def match(
     sources: dict[str, Source] = {}
     taken: set[Entry] = set()
     for name, way in found.items():
-        stack = _stack_scales(name, way, known[name], entries, scales)
         weights = [entries[weight] for weight in way.all]
+        for weight, entry in zip(way.all, weights, strict=True):
+            if entry.is_fp8 and weight not in scales:
+                raise CheckpointError(
+                    f"{entry} is FP8 and has no scales, {weight}{SCALE_SUFFIX}: rename those of "
+                    f"compressed-tensors, whose names end in '_scale'; where the scales of experts "
+                    f"are those of a whole stack [E, N, K], as transformers 5.23 saves them, store "
+                    f"the stack instead of its matrices (torch.cat of gate and up, torch.stack)"
+                )
         scaled = [entries[scales[weight]] for weight in way.all if weight in scales]
-        sources[name] = Source(way, weights, scaled, stack)
-        taken |= {*weights, *([stack.entry] if stack else [])}
+        sources[name] = Source(way, weights, scaled)
+        taken |= {*weights}
     return sources, [name for name, entry in left.items() if entry not in taken]
 
 
@@ -133,47 +108,6 @@ def _are_stored(folder: Path, name: str, way: Names, stored: Container[str]) -> 
             f"{problem if missing else 'the checkpoint has more'} ({some(missing or extra)})"
         )
     return True
-
-
-def _stack_scales(
-    name: str,
-    way: Names,
-    ways: Sequence[Names],
-    entries: Mapping[str, Entry],
-    scales: Mapping[str, str],
-) -> StackScales | None:
-    """Find the scales of an FP8 stack whose matrices have none of their own."""
-    weights = [weight for weight in way.all if entries[weight].is_fp8]
-    bare = [weight for weight in weights if weight not in scales]
-    places = _places_of_scales(way, ways) if weights else {}
-    there = [scale for scale in places if scale in entries]
-    if bare and len(there) != 1:
-        raise CheckpointError(
-            f"{entries[bare[0]]} is FP8 and has {len(there)} scales: "
-            f"expected one of {' or '.join([bare[0] + SCALE_SUFFIX, *places])}; rename those of "
-            f"compressed-tensors, whose names end in '_scale'"
-        )
-    if there and len(bare) < len(weights):
-        weight = next(weight for weight in weights if weight in scales)
-        raise CheckpointError(
-            f"{entries[weight]} is FP8 and has 2 scales: expected "
-            f"either {scales[weight]}, and so for each matrix of {name!r}, or {there[0]}"
-        )
-    return StackScales(entries[there[0]], *places[there[0]]) if there else None
-
-
-def _places_of_scales(way: Names, ways: Sequence[Names]) -> dict[str, tuple[int, int]]:
-    """Return the names that the scales of a stack stored in matrices may have.
-
-    Each with the part of its rows that belongs to the stack, and the number of parts.
-    """
-    if way.experts is None:
-        return {}
-    stacks = [(whole.templates[0], 0, 1) for whole in ways if whole.experts is None]
-    return {
-        stack + SCALE_SUFFIX: (part, parts)
-        for stack, part, parts in (*stacks, *transformers_stacks(way))
-    }
 
 
 def some(names: Sequence[str]) -> str:
@@ -199,17 +133,7 @@ def check_fits(name: str, source: Source, current: Tensor) -> None:
                 f"expected all in FP8 or none"
             )
         _check_dtype(entry, current)
-    scales = source.stack_scales
-    if scales is not None:
-        scaled = scales.scaled(current.shape)
-        check_scales(scales.entry, scaled)
-        if not aligned(current.shape[1], scales.parts):
-            raise CheckpointError(
-                f"{scales.entry} has the scales of {list(scaled)}, in which {first.name!r} shares "
-                f"blocks with another matrix: the model's {name!r} cannot have them; load into a "
-                f"model that holds both in one stack"
-            )
-    elif first.is_fp8 and not aligned(shape[0], parts):
+    if first.is_fp8 and not aligned(shape[0], parts):
         raise CheckpointError(
             f"{first} has {shape[0]} rows, no multiple of {BLOCKS_128X128.rows}: its blocks are "
             f"not those of the model's {name!r}, in which the rows of {parts} such matrices follow "

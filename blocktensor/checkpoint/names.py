@@ -157,21 +157,6 @@ def _matrices(name: str, stack: Tensor) -> Iterator[Names]:
             yield Names(tuple(templates), len(stack))
 
 
-def transformers_stacks(names: Names) -> Iterator[tuple[str, int, int]]:
-    """List the stacks in which transformers has a matrix, if it is the one of each expert.
-
-    Yields the name of the stack, which part of its rows the matrix is, and of how many.
-    """
-    if len(names.templates) > 1:
-        return
-    home, _, matrix = names.templates[0].partition("{}.")
-    for key in ("gate_up_proj", "up_proj", "down_proj"):
-        for parts in _MATRICES[key]:
-            weights = [f"{part}.weight" for part in parts]
-            if matrix in weights:
-                yield home + key, weights.index(matrix), len(weights)
-
-
 def module_names(known: Mapping[str, Names], names: Iterable[str]) -> set[str]:
     """Return the modules of tensors as a checkpoint names them.
 

@@ -4,8 +4,8 @@ A checkpoint is a folder of safetensors files, an index of the file of each tens
 ``config.json``. The weight ``a.weight`` is e4m3 ``[N, K]``. Its scales, one for each 128x128 block,
 are multiplied with it: ``a.weight_scale_inv``, as in DeepSeek-V3 and transformers' "fp8". We write
 them in fp32. A stack of experts ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside
-``a.gate_up_proj_scale_inv``, or a matrix or two for each expert (``names.py``), beside scales of
-each or of all (``match.py``).
+``a.gate_up_proj_scale_inv``, or a matrix or two for each expert (``names.py``), each beside its
+scales.
 """
 
 from __future__ import annotations

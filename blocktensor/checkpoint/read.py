@@ -68,16 +68,14 @@ def _read_frozen(
     own: Recipe = getattr(fp8_part(x), "recipe", DEFAULT_RECIPE)
     chosen = recipe or own
     format = chosen.weight_format
-    shape, stack = format.scale_shape(x.shape), source.stack_scales
+    shape = format.scale_shape(x.shape)
 
     def read_scales(entry: Entry) -> Tensor:
         scales = read(entry).float()
         problem = bad_scale(scales, format)
         if problem is not None:
             raise CheckpointError(f"{entry}: {problem}")
-        if stack is None:
-            return scales
-        return stack.rows(scales.view(format.scale_shape(stack.scaled(x.shape)))).contiguous()
+        return scales
 
     if local_of(x) is None:
         home = device if x.is_meta else x.device
@@ -86,10 +84,7 @@ def _read_frozen(
     else:
         data, scale = map(_empty_as, frozen_parts(x))
     _fill(data, source.weights, source.boxes(x.shape), read)
-    if stack is None:
-        _fill(scale, source.scales, source.boxes(shape), read_scales)
-    else:
-        _fill(scale, [stack.entry], [tuple(slice(0, size) for size in shape)], read_scales)
+    _fill(scale, source.scales, source.boxes(shape), read_scales)
     return frozen_like(x, data, scale, chosen)
 
 

@@ -241,7 +241,7 @@ def with_(**tensors: Tensor) -> Callable[[Tensors], object]:
 
 MISFITS: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.pop("up.weight_scale_inv"),
-     r"'up.weight' is FP8 and has 0 scales: expected one of up.weight_scale_inv; rename those"),
+     r"'up.weight' is FP8 and has no scales, up.weight_scale_inv: rename those"),
     (with_(up__weight_scale_inv=torch.ones(2, 2)),
      r"'up.weight_scale_inv' is F32 \[2, 2\]: expected .*, \[2, 3\]: a scale for each 128x128"),
     (with_(up__weight_scale_inv=torch.ones(2, 3, dtype=torch.uint8)),

@@ -14,13 +14,12 @@ pytest.importorskip("safetensors")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
-from safetensors.torch import save_file
 from transformers import FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8, unfreeze
 from tests.support import pretrained
-from tests.support.checkpoint_experts import read, save_whole, stack_scales
+from tests.support.checkpoint_experts import join_matrices, read, rewrite, save_whole
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import TOKENS, transformers_moe
 
@@ -154,8 +153,9 @@ def test_its_fp8_layers_hold_our_bytes(
             assert torch.equal(x, weight), name
     assert held == {}
     assert_tied(model, kind)
-    # and what it writes of them is what we read
+    # and what it writes of them is what we read, after scales of stacks got their stacks
     model.save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", join_matrices)
     loaded = model_of(kind, n, seed=1)
     load_fp8(loaded, tmp_path / "theirs", recipe=recipe)
     assert_same(state(loaded), state(source))
@@ -211,45 +211,37 @@ READ: list[Any] = [
 def test_we_read_what_it_quantizes(
     tmp_path: Path, kind: str, scale_fmt: str, n: int, device: str
 ) -> None:
-    """As the installed one saves it, and as 5.23 does: with scales of stacks beside matrices."""
+    """After scales of stacks, which 5.23 writes beside matrices of experts, got their stacks."""
     source, config = model_of(kind, n), FineGrainedFP8Config(scale_fmt=scale_fmt)
     source.save_pretrained(tmp_path / "bf16")
     model = theirs(source, tmp_path / "bf16", quantization_config=config, device_map=device)
-    model.save_pretrained(tmp_path / "installed")
+    folder = tmp_path / "theirs"
+    model.save_pretrained(folder)
     held = {name: x.detach().cpu() for name, x in model.named_parameters()}
-    folders = [tmp_path / "installed"]
-    stored = read(folders[0])
     dtype = torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32
-    assert {x.dtype for name, x in stored.items() if name.endswith("_scale_inv")} == {dtype}
-    if kind in MOES:
-        stack_scales(stored)
-        experts = "block_sparse_moe.experts" if kind == "mixtral" else "mlp.experts"
-        assert f"model.layers.1.{experts}.3.w1.weight_scale_inv" not in stored
-        assert f"model.layers.1.{experts}.gate_up_proj_scale_inv" in stored
-        folders.append(tmp_path)
-        save_file(stored, tmp_path / "model.safetensors")
-    for folder in folders:
-        plain = model_of(kind, n, seed=1)
-        kinds = set(map(type, plain.modules()))
-        frozen = converted(model_of(kind, n, seed=2), frozen=True)
-        for ours in (plain, frozen):
-            report = load_fp8(ours, folder)
-            assert len(report.fp8) == FP8_WEIGHTS[kind]
-            for name, weight in ours.named_parameters():
-                if name not in report.fp8:
-                    assert torch.equal(weight, held[name])
-                    continue
-                assert isinstance(weight, BlockwiseFP8Tensor)
-                data, scale, _ = weight.rowwise()
-                assert torch.equal(bits(data), bits(held[name]))
-                assert torch.equal(scale, held[f"{name}_scale_inv"].float())
-                assert torch.equal(weight.dequantize(), scaled(data, scale))
-            assert_tied(ours, kind)
-        assert set(map(type, plain.modules())) == kinds
-        unfreeze(plain)
-        for name in report.fp8:
-            weight = plain.get_parameter(name)
-            assert weight.requires_grad
-            assert torch.equal(weight.master, frozen.get_parameter(name).dequantize())
+    assert {x.dtype for name, x in read(folder).items() if name.endswith("_scale_inv")} == {dtype}
+    rewrite(folder, join_matrices)
+    plain = model_of(kind, n, seed=1)
+    kinds = set(map(type, plain.modules()))
+    frozen = converted(model_of(kind, n, seed=2), frozen=True)
+    for ours in (plain, frozen):
+        report = load_fp8(ours, folder)
+        assert len(report.fp8) == FP8_WEIGHTS[kind]
+        for name, weight in ours.named_parameters():
+            if name not in report.fp8:
+                assert torch.equal(weight, held[name])
+                continue
+            assert isinstance(weight, BlockwiseFP8Tensor)
+            data, scale, _ = weight.rowwise()
+            assert torch.equal(bits(data), bits(held[name]))
+            assert torch.equal(scale, held[f"{name}_scale_inv"].float())
+            assert torch.equal(weight.dequantize(), scaled(data, scale))
+        assert_tied(ours, kind)
+    assert set(map(type, plain.modules())) == kinds
+    unfreeze(plain)
+    for name in report.fp8:
+        weight = plain.get_parameter(name)
+        assert weight.requires_grad
+        assert torch.equal(weight.master, frozen.get_parameter(name).dequantize())
     plain(TOKENS).logits.float().square().mean().backward()
     assert all(plain.get_parameter(name).grad.abs().sum() > 0 for name in report.fp8)

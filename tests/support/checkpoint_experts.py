@@ -23,7 +23,6 @@ E, K = 3, 200
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, Tensor]
-GATE_UP, DOWN = "experts.gate_up_proj_scale_inv", "experts.down_proj_scale_inv"
 _SCALE = re.compile(r"(.*experts\.)(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight_scale_inv")
 
 
@@ -128,16 +127,28 @@ def own_scales(made: Tensors) -> None:
     """Leave the scales of each matrix."""
 
 
-SCALES: dict[str, Callable[[Tensors], None]] = {"own": own_scales, "stack": stack_scales}
-each_scales = pytest.mark.parametrize("scales", SCALES)
-
-
 def split_stacks(made: Tensors) -> None:
     """Store the matrices of experts one by one, and leave the scales of their stacks."""
     for stack, parts in (("gate_up_proj", MATRICES[:2]), ("down_proj", MATRICES[2:])):
         for e, expert in enumerate(made.pop(f"experts.{stack}")):
             for part, x in zip(parts, expert.chunk(len(parts)), strict=True):
                 made[f"experts.{e}.{part}.weight"] = x
+
+
+def join_matrices(made: Tensors) -> None:
+    """Store stacks in place of matrices whose scales are those of stacks, as load_fp8 says."""
+    parts = {"gate_up_proj": ("gate_proj", "w1", "up_proj", "w3"), "down_proj": ("down_proj", "w2")}
+    for scale in [name for name in made if name.endswith(tuple(f".{x}_scale_inv" for x in parts))]:
+        home, _, stack = scale.removesuffix("_scale_inv").rpartition(".")
+        experts: list[Tensor] = []
+        while True:
+            names = [f"{home}.{len(experts)}.{part}.weight" for part in parts[stack]]
+            matrices = [made.pop(name) for name in names if name in made]
+            if not matrices:
+                break
+            experts.append(torch.cat(matrices))
+        if experts:
+            made[f"{home}.{stack}"] = torch.stack(experts)
 
 
 def sharing(folder: Path) -> Path:
