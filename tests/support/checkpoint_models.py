@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OLD, NEW, NEXT = 1, 2, 3
 SHARD = 70_000
 """Bytes: the small model then has three shards."""
+
+
+TAG = r"\.save_fp8\.\w{8}"
+"""A part of the names of shards where they replace others."""
 
 
 class Model(nn.Module):
@@ -117,7 +122,16 @@ def files(count: int) -> set[str]:
 
 
 def found(folder: Path) -> set[str]:
-    return set(os.listdir(folder))
+    """The names in a folder, those of shards as a save into a new folder gives them."""
+    names = os.listdir(folder)
+    plain = {re.sub(TAG, "", name) for name in names}
+    assert len(plain) == len(names)
+    return plain
+
+
+def untagged(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The content of a folder, as of a save into a new folder."""
+    return {re.sub(TAG, "", x): re.sub(TAG.encode(), b"", data) for x, data in files.items()}
 
 
 def content(folder: Path) -> dict[str, bytes]:
